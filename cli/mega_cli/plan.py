@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -153,16 +154,18 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
     from mega_trainer.plan.advice import run_shape
     from mega_trainer.plan.flops import CONVENTIONS, count_parameters, published_flops
     from mega_trainer.plan.memory import memory
+    from mega_trainer.plan.pipeline_fill import check_operations, estimate_bubble, make_planning_schedule
     from mega_trainer.plan.vision import image_flops
 
     parallel, dp = config.parallel, config.data_parallel(ranks)
     micro = config.microbatches(dp)
-    schedule = make_schedule(
-        parallel.schedule, pp=parallel.pp, microbatches=micro, virtual_stages=parallel.virtual_stages
-    )
-    timeline = simulate(schedule)
+    shape = {"pp": parallel.pp, "microbatches": micro, "virtual_stages": parallel.virtual_stages}
+    filled = make_planning_schedule(parallel.schedule, **shape)
+    bubble = estimate_bubble(parallel.schedule, **shape)
     if draw is not None:
-        draw.write_text(drawing(schedule, timeline), encoding="utf-8")
+        check_operations(micro, parallel.pp * parallel.virtual_stages, "--draw")
+        schedule = make_schedule(parallel.schedule, **shape)
+        draw.write_text(drawing(schedule, simulate(schedule)), encoding="utf-8")
     tokens = config.batch.global_ * config.sample_tokens
     flops = {
         kind: published_flops(config.model, config.data.seq_length, kind, config.lengths[1]) for kind in CONVENTIONS
@@ -186,9 +189,9 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
         "flops_per_token": flops,
         **({"flops_per_image": sum(image_flops(*seen).values())} if config.model.vision else {}),
         "memory_bytes": memory(config.model, run_shape(config, ranks)),
-        "microbatches_in_flight": peak_activations(schedule),
-        "bubble": timeline.mean_bubble,
-        "bubble_by_formula": bubble_formula(schedule),
+        "microbatches_in_flight": peak_activations(filled),
+        "bubble": bubble,
+        "bubble_by_formula": bubble_formula(replace(filled, microbatches=micro)),
         "drawing": None if draw is None else str(draw),
     }
 

@@ -175,6 +175,7 @@ def train_command(
         print("".join(f"# {told(use)}\n" for use in uses), end="")
         print(f"# {_kernels(config)}")
         return
+    _check_patterns(config, run)
     if find_micro_batch:
         print(_largest_micro_batch(config, run, overrides, nproc))
         return
@@ -260,22 +261,25 @@ def _translated(script: Path, define: list[str], arguments: list[str], *, strict
 
 
 def _check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
-    """Check that the local files and folders which a run starts from are there.
+    """Check that the files, folders and names which a run refers to exist.
 
     Raises:
         ConfigError: with all that are missing.
     """
-    from mega_common.config import Problem, raise_problems
+    from mega_common.config import raise_problems
+    from mega_trainer.input_check import input_problems
 
-    named = {
-        "checkpoint.load": config.checkpoint.load,
-        "data.tokenizer": config.data.tokenizer if data else None,
-        "lora.init_from": config.lora.init_from if config.lora else None,
-    }
-    local = {key: str(path) for key, path in named.items() if path and "://" not in str(path)}
-    missing = [Problem(key, "no such file or folder", path) for key, path in local.items() if not Path(path).exists()]
-    if missing:
-        raise_problems(missing, str(run))
+    if found := input_problems(config, data=data):
+        raise_problems(found, str(run))
+
+
+def _check_patterns(config: RunConfig, run: Path) -> None:
+    """Refuse patterns of tensors or modules that match nothing in the model, which would train something else."""
+    from mega_common.config import raise_problems
+    from mega_trainer.input_check import pattern_problems
+
+    if found := pattern_problems(config):
+        raise_problems(found, str(run))
 
 
 def _moved_in(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:

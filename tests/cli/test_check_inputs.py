@@ -1,32 +1,98 @@
-"""`mega train --check` names the files that a run would start from and that are not there."""
+"""`mega train --check` names the files, folders and modules that a run refers to and that do not exist."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mega_cli.train import _check_inputs
+from mega_common.config import apply_overrides
 from mega_common.errors import ConfigError
+from mega_trainer.config import RunConfig
+
+RUN: Mapping[str, Any] = {
+    "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 64, "vocab_size": 64},
+    "data": {"train": ["corpus"], "seq_length": 16},
+}
 
 
-def _config(load: str | None, tokenizer: str | None, adapter: str | None) -> Any:
-    return SimpleNamespace(
-        checkpoint=SimpleNamespace(load=load),
-        data=SimpleNamespace(tokenizer=tokenizer),
-        lora=SimpleNamespace(init_from=adapter) if adapter else None,
-    )
+def _check(overrides: list[str], *, data: bool = True) -> None:
+    config = RunConfig.parse(apply_overrides(RUN, overrides))
+    _check_inputs(config, Path("run.yaml"), data=data)
 
 
-def test_all_missing_inputs_are_named_at_once() -> None:
-    with pytest.raises(ConfigError, match="3 problems") as found:
-        _check_inputs(_config("no/load", "no/tokenizer", "no/adapter"), Path("run.yaml"), data=True)
-    for key in ("run.yaml", "checkpoint.load", "data.tokenizer", "lora.init_from"):
-        assert key in found.value.message
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in a folder with an (empty) data set `corpus`, a file `file` and a folder `base`."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus.bin", "corpus.idx", "alone.idx", "file"):
+        (tmp_path / name).touch()
+    (tmp_path / "base").mkdir()
 
 
-def test_inputs_that_are_there_remote_or_not_asked_for_pass(tmp_path: Path) -> None:
-    _check_inputs(_config(str(tmp_path), None, None), Path("run.yaml"), data=True)
-    _check_inputs(_config("s3://bucket/step", "no/tokenizer", None), Path("run.yaml"), data=False)
+MISSING: list[tuple[list[str], list[str]]] = [
+    (["init_from=nowhere"], ["init_from = 'nowhere': no such file or folder"]),
+    (["checkpoint.load=nowhere"], ["checkpoint.load = 'nowhere'"]),
+    (["data.tokenizer=nowhere"], ["data.tokenizer = 'nowhere'"]),
+    (["data.train=nowhere"], ["data.train.0.path = 'nowhere': has no nowhere.idx and no nowhere.bin"]),
+    (["data.train=alone.idx"], ["data.train.0.path = 'alone.idx': has no alone.bin"]),
+    (["data.train=none/*"], ["data.train.0.path: none/*: no data set matches"]),
+    (["data.valid=[corpus, nowhere]"], ["data.valid.1.path = 'nowhere'"]),
+    (["data.test=nowhere"], ["data.test.0.path = 'nowhere'"]),
+    (["data.image_folder=nowhere"], ["data.image_folder = 'nowhere': no such folder"]),
+    (["data.image_folder=file"], ["data.image_folder = 'file': is not a folder"]),
+    (["eval.tasks=[mine.yaml]"], ["eval.tasks = 'mine.yaml': no such file"]),
+    (["eval.include_path=nowhere"], ["eval.include_path = 'nowhere'"]),
+    (["machine=h1000"], ["machine: h1000: no such machine"]),
+    (["machine=nowhere.yaml"], ["machine: nowhere.yaml"]),
+    (["init_from=base", "lora={init_from: nowhere}"], ["lora.init_from = 'nowhere'"]),
+    (["init_from=base", "lora={modules: [query]}"], ["lora.modules = 'query': matches no projection of the model"]),
+    (["init_from=base", "lora={modules: [q_proj, layers.7..*]}"], ["lora.modules = 'layers.7..*'", "q_proj"]),
+    (["init_from=base", "lora={ranks: {query: 2}}"], ["lora.ranks = 'query'"]),
+    (["init_from=base", "lora={alphas: {query: 2}}"], ["lora.alphas = 'query'"]),
+    (["init_from=base", "lora={modules_to_save: [head]}"], ["lora.modules_to_save = 'head'"]),
+    (["train.freeze=[layers.0]"], ["train.freeze = 'layers.0': matches no tensor of the model"]),
+    (["optimizer.lr_factors={embed: 2}"], ["optimizer.lr_factors = 'embed': matches no tensor"]),
+    (["objective={kind: distill, teacher: nowhere}"], ["objective.teacher = 'nowhere'"]),
+    (
+        ["objective={kind: dpo, reference_model: nowhere}", "data.kind=pairs", "init_from=base"],
+        ["objective.reference_model = 'nowhere'"],
+    ),
+    (
+        ["init_from=a", "checkpoint.load=b", "lora={modules: [c], init_from: d}", "data.train=e", "data.tokenizer=f"],
+        ["6 problems", "init_from = 'a'", "'b'", "'c'", "'d'", "'e'", "'f'"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), MISSING)
+def test_missing_inputs_are_named(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as found:
+        _check(overrides)
+    assert found.value.message.startswith("run.yaml: ")
+    for word in words:
+        assert word in found.value.message
+
+
+THERE = [
+    ["init_from=base", "lora={}"],
+    ["init_from=base", "lora={modules: [q_proj, mlp.*], modules_to_save: [lm_head]}", "train.freeze=['*lora_A*']"],
+    ["checkpoint.load=base"],
+    ["data.train=[{path: corpus}, cor*]"],
+    ["data.train=s3://bucket/corpus", "init_from=s3://bucket/step"],
+    ["train.freeze=[model.embed_tokens.*, model.layers.0.*]", "optimizer.lr_factors={'model.*': 0.5}"],
+    ["machine=h100-ib"],
+    ["eval.tasks=[arc_easy]", "eval.include_path=base"],
+]
+
+
+@pytest.mark.parametrize("overrides", THERE)
+def test_inputs_that_exist_or_are_remote_pass(overrides: list[str]) -> None:
+    _check(overrides)
+
+
+def test_data_is_left_out_on_request() -> None:
+    _check(["data.train=nowhere", "data.tokenizer=nowhere"], data=False)

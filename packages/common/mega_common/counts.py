@@ -12,3 +12,4 @@ RankCount = Annotated[int, Field(gt=0, le=1_000_000)]
 SampleCount = Annotated[int, Field(gt=0, le=1_000_000)]
 StageCount = Annotated[int, Field(gt=0, le=1_024)]
 Size = Annotated[int, Field(gt=0, le=1 << 40)]  # widths, tokens of a vocabulary, steps: arithmetic alone
+MOST_BATCH_SIZES = 10_000  # sizes of a batch while it grows

@@ -253,7 +253,7 @@ class ModelConfig(Config):
     masked_lm: MaskedLmConfig | None = None
     pooler: bool = Field(False, description="tanh(W x) of the first token, as in BERT")
     sentence_pairs: bool = Field(False, description="tells of the pooled first token whether segments are swapped")
-    mtp_layers: NonNegativeInt = Field(0, le=1000, description="layers that predict further tokens, as in DeepSeek-V3")
+    mtp_layers: NonNegativeInt = Field(0, le=64, description="layers that predict further tokens, as in DeepSeek-V3")
     mtp_loss: float = Field(0.3, ge=0, description="weight of their mean loss (arXiv:2412.19437)")
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pydantic import Field, PositiveInt
 
 from mega_common.config import Config, Problem
-from mega_common.counts import SampleCount
+from mega_common.counts import MOST_BATCH_SIZES, SampleCount
 
 
 class Rampup(Config):
@@ -92,6 +92,9 @@ class BatchConfig(Config):
         elif (self.global_ - ramp.start) % ramp.increment:
             rule = f"must divide batch.global - start = {self.global_ - ramp.start}"
             yield Problem("rampup.increment", rule, ramp.increment)
+        elif self._increments > MOST_BATCH_SIZES:
+            rule = f"makes {self._increments} batch sizes, and at most {MOST_BATCH_SIZES} are supported"
+            yield Problem("rampup.increment", rule, ramp.increment, "a larger increment")
 
     def _stage_problems(self) -> Iterator[Problem]:
         """Yield stages out of order, of more than the global batch, or beside a ramp-up."""

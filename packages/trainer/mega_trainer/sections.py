@@ -24,7 +24,7 @@ class ParallelConfig(Config):
         "1f1b", description="zb-h1 and zbv (which has 2 virtual stages) fill waits with weight gradients put off"
     )
     pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
-    cp: RankCount = Field(1, description="ranks that share the tokens of each sequence")
+    cp: StageCount = Field(1, description="ranks that share the tokens of each sequence")
     cp_kind: Literal["ring", "allgather", "alltoall"] = Field(
         "ring",
         description="how attention reaches the tokens of other cp ranks: keys and values passed on, or gathered, or heads "

@@ -11,9 +11,10 @@ from typing import Literal
 
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
-from mega_trainer.pipeline.schedules import make_schedule, peak_activations
+from mega_trainer.pipeline.schedules import peak_activations
 from mega_trainer.plan.flops import Parameters, count_parameters
 from mega_trainer.plan.memory import layers_of_stages
+from mega_trainer.plan.pipeline_fill import make_planning_schedule
 from mega_trainer.plan.shape import RunShape
 
 Like = Literal["megatron", "nanotron", "fsdp2"]
@@ -86,7 +87,9 @@ def _pipelined(model: ModelConfig, run: RunShape, keeping: Keeping, *, nanotron:
 
     Logits are there in bf16, in fp32, and as exponentials, which become the gradient.
     """
-    schedule = make_schedule(run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages)
+    schedule = make_planning_schedule(
+        run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
+    )
     flight, stages, count = peak_activations(schedule), layers_of_stages(model, run), count_parameters(model)
     tokens = run.micro_batch * run.seq_length / run.cp
     shared = (run.dp * run.cp, max(1, run.dp * run.cp * run.tp // (run.ep * run.expert_tp))) if run.zero else (1, 1)

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.pipeline.schedules import Op, Schedule, make_schedule
+from mega_trainer.pipeline.schedules import Op, Schedule
 from mega_trainer.pipeline.stages import stage_layers
 from mega_trainer.plan.flops import count_parameters, head_cost, layer_costs
+from mega_trainer.plan.pipeline_fill import IN_FLIGHT, make_planning_schedule
 from mega_trainer.plan.shape import RunShape
 
 if TYPE_CHECKING:
     from mega_trainer.plan.parts import Part, Parts, Weights
 
 UNIT_ELEMENTS = 350_000  # a gather among many ranks costs its latency: 1,024 take two layers of 8B, 8 take one
-IN_FLIGHT = 4  # messages of a rank, in numbers of ranks, as `pipeline.run` has it
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def peaks(model: ModelConfig, run: RunShape) -> list[RankMemory]:
     from mega_trainer.plan.parts import parts_of  # here: it needs torch
 
     parts, stages = parts_of(model, run), layers_of_stages(model, run)
-    # what is held does not change any more once the pipeline is full
-    count = min(run.microbatches, 4 * run.pp * run.virtual_stages + 2 * IN_FLIGHT * run.pp)
-    schedule = make_schedule(run.schedule, pp=run.pp, microbatches=count, virtual_stages=run.virtual_stages)
+    schedule = make_planning_schedule(
+        run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
+    )
     chunks = [_Chunk.of(model, run, parts, stages, index) for index in range(len(stages))]
     return [_peak(model, run, parts, schedule, chunks, rank) for rank in range(run.pp)]
 

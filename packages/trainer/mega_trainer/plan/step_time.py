@@ -15,11 +15,12 @@ from functools import cached_property
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.grads import Sharing
-from mega_trainer.pipeline.schedules import Costs, Op, make_schedule, placement, simulate
+from mega_trainer.pipeline.schedules import Costs, Op, placement
 from mega_trainer.plan.collectives import Wires
 from mega_trainer.plan.flops import Parameters, count_parameters
 from mega_trainer.plan.machine import Efficiency, Machine
 from mega_trainer.plan.memory import layers_of_stages, unit_layers
+from mega_trainer.plan.pipeline_fill import estimate_makespan
 from mega_trainer.plan.shape import RunShape
 from mega_trainer.plan.trained import Trained
 from mega_trainer.plan.work import Bench, Habits, Pass, Rates, Work, added, times
@@ -190,18 +191,9 @@ class Planned:
         run, costs = self.run, self.costs(works)
         if run.pp == 1:
             return run.microbatches * sum(cost.total for cost in costs.passes)
-
-        def simulated(microbatches: int) -> float:
-            schedule = make_schedule(
-                run.schedule, pp=run.pp, microbatches=microbatches, virtual_stages=run.virtual_stages
-            )
-            return simulate(schedule, costs).makespan
-
-        rounds = max(0, (run.microbatches - 3 * run.pp) // run.pp)
-        first = simulated(run.microbatches - rounds * run.pp)
-        if rounds == 0:
-            return first
-        return first + rounds * (simulated(run.microbatches - (rounds - 1) * run.pp) - first)
+        return estimate_makespan(
+            run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages, costs=costs
+        )
 
     def _once(self, rank: int, work: Work) -> dict[str, float]:
         """What a step does once, or ZeRO with each micro-batch, on a pipeline rank."""

@@ -1,0 +1,67 @@
+"""Bubble and micro-batches in flight of a pipeline, at a cost that does not grow with the micro-batches of a step. No torch.
+
+A full pipeline repeats itself, so a few of many micro-batches are simulated and the rest is linear in their number.
+"""
+
+from __future__ import annotations
+
+from mega_common.errors import ConfigError
+from mega_trainer.pipeline.schedules import Costs, Schedule, make_schedule, simulate
+
+IN_FLIGHT = 4  # messages of a rank, in numbers of ranks, as `pipeline.run` has it
+MOST_SIMULATED = 60_000  # operations that are simulated one by one
+MOST_OPERATIONS = 1_200_000  # of a schedule that is made to plan memory
+
+
+def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> Schedule:
+    """Return the schedule of enough micro-batches to fill the pipeline; gpipe, which holds all of them, has all.
+
+    Raises:
+        ConfigError: for more operations than a plan can list, or as `make_schedule`.
+    """
+    full = (4 * virtual_stages + 2 * IN_FLIGHT) * pp
+    count = microbatches if name == "gpipe" else min(microbatches, full)
+    check_operations(count, pp * virtual_stages, f"parallel.schedule = {name}")
+    return make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
+
+
+def check_operations(microbatches: int, stages: int, subject: str) -> None:
+    """Refuse a schedule of more operations than can be listed in reasonable time.
+
+    Raises:
+        ConfigError: with the number of micro-batches and stages.
+    """
+    if 2 * microbatches * stages > MOST_OPERATIONS:
+        raise ConfigError(
+            f"{subject} requires a list of {microbatches:,} micro-batches in {stages:,} pipeline stages, "
+            f"and mega plan lists at most {MOST_OPERATIONS // 2:,} of both multiplied",
+            hint="use a smaller batch.global, a larger batch.micro, or fewer parallel.pp and parallel.virtual_stages",
+        )
+
+
+def estimate_makespan(
+    name: str, *, pp: int, microbatches: int, virtual_stages: int, costs: Costs | None = None
+) -> float:
+    """Return the time of all micro-batches of a step, in the unit of `costs`."""
+
+    def simulated(count: int) -> float:
+        schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
+        return simulate(schedule, costs).makespan
+
+    rounds = max(0, (microbatches - 3 * pp) // pp)
+    first = simulated(microbatches - rounds * pp)
+    if rounds == 0:
+        return first
+    return first + rounds * (simulated(microbatches - (rounds - 1) * pp) - first)
+
+
+def estimate_bubble(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> float:
+    """Return the mean idle share of the ranks for equal stages; exact where a step has few operations."""
+    if 3 * microbatches * pp * virtual_stages <= MOST_SIMULATED:
+        schedule = make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+        return simulate(schedule).mean_bubble
+    check_operations(min(microbatches, 5 * pp), pp * virtual_stages, f"parallel.schedule = {name}")
+    makespan = estimate_makespan(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+    costs = Costs()
+    busy = (costs.forward + costs.input_grad + costs.weight_grad) * virtual_stages * microbatches
+    return max(0.0, 1 - busy / makespan)
