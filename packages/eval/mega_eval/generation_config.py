@@ -70,7 +70,7 @@ def sampling_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     if found.keys() & {"min_length", "min_new_tokens", "bad_words_ids"}:
         found["min_length_ends"] = token_list(raw.get("eos_token_id"))
     if raw.get("do_sample"):
-        drawn = _DRAWN_DEFAULTS | {name: raw[name] for name in _DRAWN if raw.get(name) is not None}
+        drawn = {**_DRAWN_DEFAULTS, **{name: raw[name] for name in _DRAWN if raw.get(name) is not None}}
         found |= {name: value for name, value in drawn.items() if value}
     return found
 

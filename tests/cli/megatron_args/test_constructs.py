@@ -127,6 +127,14 @@ SCRIPTS = {
     "default of a default": "run ${A:-${B:-${C:-d}}} ${A:-$(echo e)} ${A:+x}y",
     "arithmetic of defaults": "run $((${A:-2} * ${B:-3})) $(( ${N:=4} / 2 )) $N",
     "bc": "run $(echo '3 * 4' | bc) $(echo '7 / 2' | bc)",
+    "nothing replaced": "x=7b; L=(a 'b c' ''); run ${x/#/--} ${x/%/-hf} ${x/} ${x//} ${x//#/-} \"${L[@]/#/--}\" \"${L[@]/%/.json}\"",
+    "nothing replaced at an anchor of quotes": 'x=7b; n=; run ${x/#"$n"/--} ${x/%$n/-hf} ${x/"$n"/y}',
+    "commas with nothing between": 'IFS=,; A="a,,b"; B=",a,"; L=($A) M=($B) N=(,); unset IFS; run ${#L[@]} "${L[@]}" ${#M[@]} "${M[@]}" "${N[@]}"',
+    "commas and blanks": 'IFS=", "; A="a , b,,c "; L=($A); unset IFS; run ${#L[@]} "${L[@]}"',
+    "colons in a loop": 'N=; IFS=:; A="a::b:"; for w in $A; do N="$N[$w]"; done; unset IFS; run "$N"',
+    "commas read": 'IFS=, read -ra L <<< "a,,b,"; IFS=, read a b c <<< "1,,3"; run ${#L[@]} "${L[@]}" "$a" "$b" "$c"',
+    "commas in words that touch": 'IFS=,; A="a,"; B=",b"; C=,; D=,,; run $A$B x$C"y" x$D"y" $C b $D',
+    "colons at ends": 'IFS=:; A=x:; B=y; run $A$B $A"$B" $B$A',
     "nothing between": 'A=""; run $A "$A" x$A ""',
 }  # fmt: skip
 
