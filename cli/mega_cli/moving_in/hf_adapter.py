@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from mega_cli.moving_in.dialects import Dialect
 from mega_cli.moving_in.given import Given
 
@@ -98,12 +100,17 @@ def _put_modules(given: Given, dialect: Dialect) -> None:
     if given.get("lora_target_linear") is True or modules in ("all-linear", ["all"]):
         given.put("lora.modules", [".*_proj"], "all linear layers")
     elif isinstance(modules, list):
-        given.put("lora.modules", [f".*{module}" for module in modules], "lora_target_modules")
+        given.put("lora.modules", [_ends_with(str(module)) for module in modules], "lora_target_modules")
     elif modules is not None:
         given.put("lora.modules", [str(modules)], "lora_target_modules")
     else:
         text = "is not in the file: PEFT takes those of its table for the model's type, as q_proj and v_proj of Llama"
         given.ask("lora.modules", text)
+
+
+def _ends_with(module: str) -> str:
+    """Return the pattern of modules that PEFT takes for a name: those of this name, or that end with a dot and it."""
+    return f".*{module}" if re.fullmatch(r"[a-z]\w*_proj", module) else re.escape(module)
 
 
 def _put_bits(given: Given, dialect: Dialect) -> None:

@@ -5,6 +5,7 @@ Facts: transformers 5.23 (training_args.py), TRL 1.16 (SFTConfig), Accelerate 1.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +27,6 @@ SAME = {
     "optimizer.clip_grad": "max_grad_norm gradient_clipping deepspeed_config.gradient_clipping",
     "train.seed": "seed",
     "checkpoint.keep": "save_total_limit",
-    "log.every": "logging_steps",
     "log.wandb": "wandb_project",
     "log.mlflow": "mlflow_experiment_name",
     "output": "output_dir",
@@ -159,9 +159,27 @@ def _length(given: Given, dialect: Dialect) -> int | None:
         given.put("train.epochs", dialect.epochs if epochs is None else epochs, origin)
     if given.get("eval_strategy", "evaluation_strategy") == "epoch":
         given.tell("changes meaning", "validations are counted in steps: train.eval_every", "eval_strategy")
-    every = given.number("eval_steps")
-    given.put("train.eval_every", int(every) if every is not None and every >= 1 else None, "eval_steps")
-    return steps if steps is not None and steps > 0 else None
+    steps = steps if steps is not None and steps > 0 else None
+    for key, name in {
+        "train.eval_every": "eval_steps",
+        "checkpoint.every": "save_steps",
+        "log.every": "logging_steps",
+    }.items():
+        _put_interval(given, key, name, steps)
+    return steps
+
+
+def _put_interval(given: Given, key: str, name: str, steps: int | None) -> None:
+    """Set an interval in steps, which is a share of the run's steps where it is below 1."""
+    every = given.number(name)
+    if every is not None and 0 < every < 1:
+        if steps is None:
+            given.tell(
+                "changes meaning", "is a share of the run's steps, which are not in the file", f"{name}: {every}"
+            )
+            return
+        every = math.ceil(steps * every)
+    given.put(key, int(every) if every is not None and every >= 1 else None, name)
 
 
 def _optimizer(given: Given) -> None:
@@ -180,8 +198,6 @@ def _optimizer(given: Given) -> None:
 
 
 def _savings(given: Given, dialect: Dialect) -> None:
-    every = given.number("save_steps")
-    given.put("checkpoint.every", int(every) if every is not None and every >= 1 else None, "save_steps")
     saved = given.get("gradient_checkpointing")
     wrapped = given.get("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
     asked = saved in (True, "true", "unsloth", "offload") or (saved is None and dialect.program == "TRL")
@@ -192,6 +208,9 @@ def _savings(given: Given, dialect: Dialect) -> None:
         mixed == names[0] or not {True, "true", "full"}.isdisjoint({given.get(name) for name in names})
         for names in (("bf16", "bfloat16", "pure_bf16"), ("fp16", "float16"))
     )
+    if mixed is not None and mixed not in ("no", "bf16", "fp16"):
+        given.tell("open", f"{mixed} is not translated, and bf16 stands here: see precision and fp8", "mixed_precision")
+        bf16 = True
     by_default = dialect.program in ("TRL", "Axolotl") and not fp16 and not given.has("bf16")
     bf16 = bf16 or given.automatic("bf16") or by_default
     given.put("precision", "bf16" if bf16 else "fp16" if fp16 else "fp32", "bf16, fp16, mixed_precision")
