@@ -66,7 +66,7 @@ HfArgs = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="The same of HuggingFace's TrainingArguments as JSON, and of what Axolotl, TRL and Accelerate write as YAML.",
+        help="The same of HuggingFace's TrainingArguments as JSON, and of what Axolotl, TRL, LLaMA-Factory and Accelerate have as YAML.",
     ),
 ]
 Define = Annotated[

@@ -359,3 +359,84 @@ def test_a_file_of_deepspeed_that_the_arguments_name_is_read(
 def test_settings_of_deepspeed_may_stand_in_the_arguments(tmp_path: Path) -> None:
     run, _ = translated(tmp_path, TRL_BASE | {"deepspeed": {"tensor_parallel": {"autotp_size": 4}}}, ranks=8)
     assert (run["batch.global"], run["parallel.tp"]) == (4, 4)
+
+
+FACTORY = {"stage": "sft", "model_name_or_path": "some/model", "learning_rate": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected", "named"),
+    [
+        (FACTORY, {"lora.rank": 8, "lora.alpha": 16, "lora.dropout": 0.0, "lora.modules": [".*_proj"]}, ""),
+        (FACTORY, {"data.seq_length": 2048, "data.kind": "conversations", "train.epochs": 3.0}, ""),
+        (FACTORY | {"finetuning_type": "full"}, {"lora.rank": None, "lora.modules": None}, ""),
+        (FACTORY | {"finetuning_type": "full", "lora_rank": 8}, {"lora.rank": None}, "the file trains no adapter"),
+        (FACTORY | {"finetuning_type": "lora", "lora_rank": 64}, {"lora.rank": 64, "lora.alpha": 128}, ""),
+        (FACTORY | {"lora_rank": 64, "lora_alpha": 64}, {"lora.rank": 64, "lora.alpha": 64}, ""),
+        (FACTORY | {"lora_target": "q_proj, v_proj"}, {"lora.modules": [".*q_proj", ".*v_proj"]}, ""),
+        (FACTORY | {"additional_target": "embed_tokens,lm_head"}, {"lora.modules_to_save": ["embed_tokens", "lm_head"]}, ""),
+        (FACTORY | {"quantization_bit": 4}, {"lora.quantize": "nf4"}, "second time"),
+        (FACTORY | {"quantization_bit": 4, "double_quantization": False}, {"lora.quantize": "nf4"}, ""),
+        (FACTORY | {"cutoff_len": 4096, "train_on_prompt": True}, {"data.seq_length": 4096, "data.kind": None}, ""),
+        (FACTORY | {"stage": "pt", "pure_bf16": True}, {"data.kind": None, "precision": "bf16"}, ""),
+        (AXOLOTL_BASE, {"precision": "bf16", "data.seq_length": 64, "data.kind": None}, ""),
+        ({"base_model": "some/model", "learning_rate": 1e-5}, {"data.seq_length": 512, "train.epochs": 1.0}, ""),
+        (AXOLOTL_BASE | {"datasets": [{"path": "d", "type": "chat_template"}]}, {"data.kind": "conversations"}, ""),
+        (AXOLOTL_BASE | {"datasets": [{"path": "d", "type": "completion"}]}, {"data.kind": None}, ""),
+        (AXOLOTL_BASE | {"train_on_inputs": True, "datasets": [{"path": "d", "type": "alpaca"}]}, {"data.kind": None}, ""),
+        (AXOLOTL_BASE | {"sequence_len": 64, "bf16": False}, {"precision": "fp32", "data.seq_length": 64}, ""),
+        (AXOLOTL_BASE | {"fp16": True}, {"precision": "fp16"}, ""),
+        (AXOLOTL_BASE | {"bf16": False, "bfloat16": True}, {"precision": "bf16"}, ""),
+        (AXOLOTL_BASE | {"optimizer": "muon"}, {}, "settings of Muon are not translated"),
+        ({"max_steps": 5, "fsdp_config": {"activation_checkpointing": True}}, {"recompute": "full"}, ""),
+        ({"max_steps": 5, "fsdp_config": {"fsdp_activation_checkpointing": True}}, {"recompute": "full"}, ""),
+        ({"max_steps": 5, "fsdp_config": {"activation_checkpointing": False}}, {"recompute": None}, ""),
+        ({"max_steps": 90, "eval_steps": 0.1, "save_steps": 0.25}, {"train.eval_every": 9, "checkpoint.every": 23}, ""),
+        ({"max_steps": 90, "logging_steps": 0.1, "save_steps": 7}, {"log.every": 9, "checkpoint.every": 7}, ""),
+        ({"num_train_epochs": 1, "save_steps": 0.1}, {"checkpoint.every": None}, "save_steps: 0.1: is a share of"),
+        ({"mixed_precision": "fp8", "max_steps": 3}, {"precision": "bf16"}, "mixed_precision: fp8 is not translated"),
+        ({"mixed_precision": "no", "max_steps": 3}, {"precision": "fp32"}, ""),
+        (
+            TRL_BASE | {"use_peft": True, "lora_target_modules": ["proj", "self_attn.q", "q_proj"]},
+            {"lora.modules": ["proj", r"self_attn\.q", ".*q_proj"]},
+            "",
+        ),
+        ({"max_steps": 5, "optim": "schedule_free_adamw"}, {}, "not schedule_free_adamw"),
+        ({"max_steps": 5, "optim": "stable_adamw"}, {}, "not stable_adamw"),
+        ({"max_steps": 5, "optim": "grokadamw"}, {}, "not grokadamw"),
+        ({"max_steps": 5, "optim": "galore_adamw_8bit"}, {}, "not galore_adamw_8bit"),
+        ({"max_steps": 5, "optim": "apollo_adamw"}, {}, "not apollo_adamw"),
+        ({"max_steps": 5, "optim": "adamw_anyprecision"}, {}, "not adamw_anyprecision"),
+        ({"max_steps": 5, "optim": "paged_adamw_8bit"}, {}, "moments are kept in fp32"),
+        ({"max_steps": 5, "optim": "adamw_torch_4bit"}, {}, "moments are kept in fp32"),
+    ],
+)  # fmt: skip
+def test_defaults_and_names_of_each_program(
+    tmp_path: Path, values: dict[str, Any], expected: dict[str, Any], named: str
+) -> None:
+    run, text = translated(tmp_path, values)
+    assert {key: run.get(key) for key in expected} == expected
+    assert named in text
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"])
+def test_an_adamw_is_adamw(tmp_path: Path, name: str) -> None:
+    _, text = translated(tmp_path, {"max_steps": 5, "optim": name})
+    assert "optim" not in text.replace("optimizer:", "")
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (FACTORY | {"finetuning_type": "freeze"}, "finetuning_type = freeze is not supported"),
+        (FACTORY | {"finetuning_type": "oft"}, "finetuning_type = oft is not supported"),
+        (FACTORY | {"quantization_bit": 8}, "quantization_bit = 8 is not supported"),
+        (FACTORY | {"finetuning_type": "full", "quantization_bit": 4}, "requires an adapter"),
+        (FACTORY | {"stage": "kto"}, "stage = kto is an objective"),
+    ],
+)
+def test_a_file_of_llama_factory_that_is_not_translated_is_refused(
+    tmp_path: Path, values: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        translated(tmp_path, values)

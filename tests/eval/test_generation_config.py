@@ -44,6 +44,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.parametrize(
+    ("given", "top_k"),
+    [
+        ({"do_sample": True}, 50), ({"do_sample": True, "top_k": None}, 50), ({"do_sample": True, "top_k": 0}, None),
+        ({"do_sample": True, "top_k": 7}, 7), ({"do_sample": True, "temperature": 0.6, "top_p": 0.95}, 50),
+        ({"do_sample": False}, None), ({"do_sample": False, "top_k": 7}, None), ({}, None), ({"top_k": 7}, None),
+    ],
+)  # fmt: skip
+def test_draws_are_from_as_many_tokens_as_transformers_takes(given: dict[str, Any], top_k: int | None) -> None:
+    assert sampling_settings(given).get("top_k") == top_k
+    if given.get("do_sample"):
+        theirs = transformers.GenerationConfig(**given)
+        theirs.update(**transformers.GenerationConfig()._get_default_generation_params(), defaults_only=True)
+        assert (theirs.top_k or None) == top_k
+
+
 FOLLOWED: list[dict[str, Any]] = [
     {},
     {"repetition_penalty": 1.3},

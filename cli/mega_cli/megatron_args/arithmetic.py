@@ -64,7 +64,7 @@ class _Calculation:
     def __init__(self, expression: str, scope: Scope | None, depth: int) -> None:
         if depth > DEPTH:
             raise ValueError("a variable that names itself")
-        self.scope, self.depth = scope, depth
+        self.scope, self.depth, self.skipping = scope, depth, False
         self.tokens: deque[tuple[str, str]] = deque()
         at, end = 0, len(expression.rstrip())
         while at < end:
@@ -86,6 +86,14 @@ class _Calculation:
         """The next token if it is one of the wanted signs."""
         return self.tokens.popleft()[1] if self.tokens and self.tokens[0][1] in wanted else ""
 
+    def _skipped(self, skip: bool, lowest: int) -> int:
+        """Read an operand, which is not evaluated where the one before it decides."""
+        before, self.skipping = self.skipping, self.skipping or skip
+        try:
+            return self._binary(lowest)
+        finally:
+            self.skipping = before
+
     def _binary(self, lowest: int) -> int:
         left = self._unary()
         while self.tokens:
@@ -97,7 +105,10 @@ class _Calculation:
                 break
             self.tokens.popleft()
             precedence, apply = BINARY[sign]
-            right = self._binary(precedence + (sign != "**"))
+            decided = (sign == "&&" and left == 0) or (sign == "||" and left != 0)
+            right = self._skipped(decided, precedence + (sign != "**"))
+            if self.skipping:
+                continue
             if sign in ("**", "<<", ">>") and not 0 <= right < 64:
                 raise ValueError(f"{sign} {right}")
             left = int(apply(left, right))
@@ -107,10 +118,10 @@ class _Calculation:
 
     def _choice(self, condition: int) -> int:
         self._next("?")
-        chosen = self._binary(2)
+        chosen = self._skipped(condition == 0, 2)
         if not self._next(":"):
             raise ValueError("no : after ?")
-        other = self._binary(3)
+        other = self._skipped(condition != 0, 3)
         return chosen if condition else other
 
     def _unary(self) -> int:
@@ -138,12 +149,16 @@ class _Calculation:
         return self._of(name, self.scope.number(name) if self.scope else None)
 
     def _of(self, name: str, text: str | None) -> int:
+        if self.skipping:
+            return 0
         value = None if text is None else calculate(text, self.scope, self.depth + 1)
         if value is None:
             raise KeyError(name)
         return value
 
     def _assign(self, name: str, sign: str, operand: Callable[[], int]) -> int:
+        if self.skipping:
+            return operand()
         if self.scope is None:
             raise KeyError(name)
         old = self.scope.number(name)

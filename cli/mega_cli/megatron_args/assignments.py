@@ -32,7 +32,7 @@ def assign(reader: Reader, node: Node) -> Truth:
     old, single = words.get(name) or {}, target.type != "subscript"
     appended = any(child.type == "+=" for child in node.children)
     if value is not None and value.type == "array":
-        words.set(name, _array(reader, value, dict(old) if appended else {}))
+        words.set(name, _in_order(words, name, _array(reader, value, dict(old) if appended else {})))
         return True
     text = words.text(value) if value else ""
     key = "0" if single else words.key(name, target)
@@ -66,6 +66,7 @@ def _array(reader: Reader, node: Node, value: Value) -> Value:
         if keyed:
             key = reader.words.evaluated(keyed[1].strip("'\""))
             value[key] = Word(reader.words.between(item, keyed.end(), quote=""), reader.words.line(item))
+            position = int(key) + 1 if key.isdigit() else position
             continue
         for word in reader.words.fields(item):
             value[str(position)] = word
@@ -95,13 +96,32 @@ def declare(reader: Reader, node: Node) -> Truth:
 
 
 def unset(reader: Reader, node: Node) -> Truth:
-    """`unset A B`."""
+    """`unset A B 'L[1]'`."""
+    words, names, end = reader.words, list[str](), -1
     for child in node.named_children:
-        if text_of(child) == "IFS":
-            reader.words.variables.pop("IFS", None)
-        elif not text_of(child).startswith("-"):
-            reader.words.set(text_of(child), {})
+        text = words.text(child)
+        if child.start_byte == end:  # an index that is not quoted is a node of its own
+            text = names.pop() + text
+        names.append(text)
+        end = child.end_byte
+    for text in names:
+        if text == "IFS":
+            words.variables.pop("IFS", None)
+        elif element := re.fullmatch(r"(\w+)\[(.+)\]", text):
+            value = dict(words.get(element[1]) or {})
+            value.pop(_element(reader, element[1], element[2], value), None)
+            words.set(element[1], value)
+        elif not text.startswith("-"):
+            words.set(text, {})
     return True
+
+
+def _element(reader: Reader, name: str, index: str, value: Value) -> str:
+    """Return the key of an element of a list, which may be counted from its end, or of an associative array."""
+    number = None if name in reader.words.associative else reader.calculate(index)
+    if number is not None and number < 0:
+        number += 1 + max((int(key) for key in value if key.isdigit()), default=0)
+    return index if number is None else str(number)
 
 
 def _in_order(words: Expander, name: str, value: Value) -> Value:

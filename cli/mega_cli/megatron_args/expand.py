@@ -13,7 +13,7 @@ from mega_cli.megatron_args.arithmetic import calculate
 from mega_cli.megatron_args.braces import brace_expansion
 from mega_cli.megatron_args.budget import EXPRESSION, WORD, Budget
 from mega_cli.megatron_args.globs import changed, pattern_of
-from mega_cli.megatron_args.shell import CLOSE, MARK, OPEN, Piece, Word, is_unset, split_blanks, unknown
+from mega_cli.megatron_args.shell import CLOSE, MARK, OPEN, Piece, Word, is_unset, split_fields, unknown
 from mega_cli.megatron_args.syntax import parse, text_of
 
 Value = dict[str, Word]  # by index or key; a plain variable is what lies at "0"
@@ -164,9 +164,11 @@ class Expander:
         for piece in [*pieces, None]:
             text = piece.text if piece else ""
             self.budget.spend(WORD + len(text))
-            parts = split_blanks(text, separators) if piece and piece.kind == "value" else [text]
-            for number, part in enumerate(parts):
+            parts = split_fields(text, separators) if piece and piece.kind == "value" else [(text, False)]
+            for number, (part, ends_empty) in enumerate(parts):
                 self.budget.spend(WORD if number else 0)
+                if ends_empty and current is None and piece is not None:
+                    yield Word("", piece.line)
                 if (number or piece is None) and current is not None:
                     yield current
                     current = None

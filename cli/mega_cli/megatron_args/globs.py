@@ -89,9 +89,13 @@ def _replaced(text: str, operator: str, pieces: Sequence[Piece | None], spend: C
             after.append(piece._replace(text=tail))
         else:
             (after or before).append(piece)
+    instead = "".join(piece.text for piece in after)
+    if any("&" in piece.text for piece in after if piece.kind != "quoted"):
+        return None  # the text that matches from bash 5.2 on, and itself before
+    if not any(piece.text for piece in before):  # matches the empty text at an anchor, and nothing elsewhere
+        return {"/#": instead + text, "/%": text + instead}.get(operator, text)
     regex = glob_regex(pattern_of(before))
     if regex is None or MARK.search(text + pattern_of(before)):
         return None
     regex = {"/#": rf"\A{regex}", "/%": rf"{regex}\z"}.get(operator, regex)
-    instead = "".join(piece.text for piece in after)
     return substitute(regex, instead, text, spend, every=operator == "//")

@@ -58,13 +58,23 @@ def why_unknown(text: str) -> str:
     return f"{shown(text)} is not set in the script"
 
 
-def split_blanks(text: str, separators: str = " \t\n") -> list[str]:
-    """The parts of a text between blanks, which in a mark count as nothing; empty at either end for blanks there."""
+def split_blanks(text: str) -> list[str]:
+    """Return the parts of a text between blanks; empty at either end for blanks there."""
+    return [part for part, _ in split_fields(text)]
+
+
+def split_fields(text: str, separators: str = " \t\n") -> list[tuple[str, bool]]:
+    """Return the parts of a text between separators, which in a mark count as nothing; empty at either end for those there.
+
+    With each part comes whether the separator before it ends a field that is empty, as all but blanks do.
+    """
     if not separators:
-        return [text]
-    marks = MARK.findall(text)
-    parts = re.split(f"[{re.escape(separators)}]+", MARK.sub(OPEN, text)) if marks else None
-    if parts is None:
-        return re.split(f"[{re.escape(separators)}]+", text)
-    held = iter(marks)
-    return [re.sub(OPEN, lambda _: f"{OPEN}{next(held)}{CLOSE}", part) for part in parts]
+        return [(text, False)]
+    blanks = re.escape("".join(one for one in separators if one in " \t\n"))
+    others = re.escape("".join(one for one in separators if one not in " \t\n"))
+    patterns = [*([f"[{blanks}]*[{others}][{blanks}]*" if blanks else f"[{others}]"] if others else [])]
+    patterns += [f"[{blanks}]+"] if blanks else []
+    marks = iter(MARK.findall(text))
+    parts = re.split(f"({'|'.join(patterns)})", MARK.sub(OPEN, text))
+    fields = [re.sub(OPEN, lambda _: f"{OPEN}{next(marks)}{CLOSE}", part) for part in parts[::2]]
+    return list(zip(fields, [False, *(bool(one.strip(" \t\n")) for one in parts[1::2])], strict=True))

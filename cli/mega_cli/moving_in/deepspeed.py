@@ -55,7 +55,7 @@ def from_deepspeed(path: Path, ranks: int | None = None) -> Translation:
     saved = [given.get(f"activation_checkpointing.{key}") for key in CHECKPOINTING]
     if any(saved):
         given.put("recompute", "full", "activation_checkpointing")
-    if given.get("gradient_clipping") is None:
+    if given.get("gradient_clipping") is None and not given.automatic("gradient_clipping"):
         given.tell(
             "open",
             "is 0 where the file has none, as up to DeepSpeed 0.19.2; from 0.19.3 on it is 1",
@@ -115,7 +115,7 @@ def _optimizer(given: Given) -> float | None:
     """Set `optimizer`, and return its learning rate where the file has it."""
     name = given.get("optimizer.type")
     if name is not None and str(name).lower() not in ADAM:
-        given.tell("open", f"mega has adamw and muon, and not {name}", "optimizer.type")
+        given.tell_optimizer(name, "optimizer.type")
     if name is not None and str(name).lower() == "adam" and given.get(f"{PARAMS}adam_w_mode") is False:
         given.tell(
             "changes meaning", "weight decay is AdamW's, apart from the gradient", "optimizer.params.adam_w_mode"

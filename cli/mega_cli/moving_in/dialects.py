@@ -1,7 +1,7 @@
 """Programs that read HuggingFace's names: which one a file is for, and its defaults.
 
 Facts: transformers 5.23 (training_args.py), TRL 1.16 (SFTConfig, DPOConfig, KTOConfig, RewardConfig, ModelConfig),
-Axolotl 0.18 (utils/schemas), Accelerate 1.15 (`accelerate config`).
+Axolotl 0.18 (utils/schemas), LLaMA-Factory 0.9 (hparams), Accelerate 1.15 (`accelerate config`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 
 from mega_cli.moving_in.given import Given
 
-Program = Literal["transformers", "TRL", "Axolotl"]
+Program = Literal["transformers", "TRL", "Axolotl", "LLaMA-Factory"]
 AXOLOTL = (
     "base_model", "sequence_len", "micro_batch_size", "adapter", "lora_target_linear", "rl", "rl_beta", "val_set_size",
     "sample_packing", "pad_to_sequence_len", "lr_scheduler", "context_parallel_size", "sequence_parallel_degree",
@@ -20,6 +20,10 @@ TRL = (
     "use_peft", "loss_type", "beta", "max_prompt_length", "dataset_text_field", "assistant_only_loss", "completion_only_loss",
     "packing", "model_init_kwargs", "precompute_ref_log_probs", "center_rewards_coefficient", "desirable_weight",
     "undesirable_weight", "simpo_gamma", "cpo_alpha", "num_generations", "dataset_name",
+)  # fmt: skip
+LLAMA_FACTORY = (
+    "stage", "finetuning_type", "cutoff_len", "lora_rank", "lora_target", "template", "dataset_dir", "additional_target",
+    "train_on_prompt", "mask_history", "neat_packing", "quantization_bit",
 )  # fmt: skip
 ACCELERATE = ("compute_environment", "distributed_type")
 
@@ -33,6 +37,7 @@ class Dialect:
         epochs: length of a run without max_steps.
         lr: learning rate; None where the program requires one in the file.
         schedule: name of the scheduler.
+        seq_length: tokens of a sequence; None where it is the model's or mega's own default.
     """
 
     program: Program
@@ -40,12 +45,15 @@ class Dialect:
     epochs: float = 3.0
     lr: float | None = 5e-5
     schedule: str = "linear"
+    seq_length: int | None = None
 
 
 def find_dialect(given: Given) -> Dialect:
     """Return the program that the file is for, by the names that only it has."""
     if given.has(*AXOLOTL):
-        return Dialect("Axolotl", micro=1, epochs=1.0, lr=None, schedule="cosine")
+        return Dialect("Axolotl", micro=1, epochs=1.0, lr=None, schedule="cosine", seq_length=512)
+    if given.has(*LLAMA_FACTORY):
+        return Dialect("LLaMA-Factory", seq_length=2048)
     if given.has(*TRL):
         return Dialect("TRL", lr=2e-5)
     known = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs")

@@ -139,6 +139,12 @@ class Given:
             there = [name for name in names.split() if name in self._left]
             self.put(key, _plain(self.get(*names.split())), ", ".join(there))
 
+    def tell_optimizer(self, name: object, key: str) -> None:
+        """Note an optimizer that is not translated, in whose place AdamW stands."""
+        others = "settings of Muon are not translated" if "muon" in str(name).lower() else f"and not {name}"
+        known = "mega has adamw and muon"
+        self.tell("open", f"{known}, {others}; AdamW stands here, until another one is written", key)
+
     def defaults(self, values: Mapping[str, Any], whose: str) -> None:
         """Write out what holds where the file says nothing, for mega's own defaults are others."""
         for key, value in values.items():

@@ -1,29 +1,35 @@
-"""Adapters of PEFT, TRL and Axolotl as `lora`, with the weights beside them in 4 bits where the file has it (QLoRA)."""
+"""Adapters of PEFT, TRL, Axolotl and LLaMA-Factory as `lora`, with the weights beside them in 4 bits where the file has it (QLoRA)."""
 
 from __future__ import annotations
+
+import re
 
 from mega_cli.moving_in.dialects import Dialect
 from mega_cli.moving_in.given import Given
 
 SAME = {
-    "lora.rank": "lora_r peft_config.r",
+    "lora.rank": "lora_r lora_rank peft_config.r",
     "lora.alpha": "lora_alpha peft_config.lora_alpha",
     "lora.dropout": "lora_dropout peft_config.lora_dropout",
     "lora.rslora": "peft_use_rslora use_rslora peft_config.use_rslora",
     "lora.dora": "peft_use_dora use_dora peft_config.use_dora",
     "lora.init_from": "lora_model_dir",
-    "lora.modules_to_save": "lora_modules_to_save peft_config.modules_to_save",
+    "lora.modules_to_save": "lora_modules_to_save additional_target peft_config.modules_to_save",
 }
 # Of each program what holds where the file says nothing: rank, alpha, dropout.
-DEFAULTS = {"TRL": (16, 32, 0.05), "Axolotl": (8, 8, 0.0), "transformers": (8, 8, 0.0)}
+DEFAULTS = {
+    "TRL": (16, 32, 0.05), "Axolotl": (8, 8, 0.0), "LLaMA-Factory": (8, 16, 0.0), "transformers": (8, 8, 0.0),
+}  # fmt: skip
 ADAPTERS = ("lora", "qlora")
 BITS_4 = ("load_in_4bit", "quantization_config.load_in_4bit")
 QUANT_TYPES = (
+    "quantization_type",
     "bnb_4bit_quant_type",
     "bnb_config_kwargs.bnb_4bit_quant_type",
     "quantization_config.bnb_4bit_quant_type",
 )
 DOUBLE = (
+    "double_quantization",
     "use_bnb_nested_quant", "bnb_4bit_use_double_quant", "bnb_config_kwargs.bnb_4bit_use_double_quant",
     "quantization_config.bnb_4bit_use_double_quant",
 )  # fmt: skip
@@ -36,6 +42,8 @@ def put_adapter(given: Given, dialect: Dialect) -> None:
         ConfigError: for an adapter, or a number of bits, that mega does not have.
     """
     adapter, four = given.get("adapter"), given.get(*BITS_4) is True
+    if dialect.program == "LLaMA-Factory":
+        adapter, four = _llama_factory(given)
     if adapter is not None and adapter not in ADAPTERS:
         given.refuse("adapter", "is not supported", f"mega trains {' and '.join(ADAPTERS)}")
     if not _trains_adapter(given, dialect, adapter):
@@ -47,16 +55,36 @@ def put_adapter(given: Given, dialect: Dialect) -> None:
         return
     given.rows(SAME)
     rank, alpha, dropout = DEFAULTS[dialect.program]
+    found = given.set_to("lora.rank")
+    if dialect.program == "LLaMA-Factory" and isinstance(found, int | float):
+        alpha = int(2 * found)
+    saved = given.set_to("lora.modules_to_save")
+    if isinstance(saved, str):
+        given.put("lora.modules_to_save", [name.strip() for name in saved.split(",")], "additional_target")
     given.defaults({"lora.rank": rank, "lora.alpha": alpha, "lora.dropout": dropout}, f"{dialect.program}'s")
-    _put_modules(given)
+    _put_modules(given, dialect)
     if four or adapter == "qlora":
         _put_bits(given, dialect)
+
+
+def _llama_factory(given: Given) -> tuple[str | None, bool]:
+    """Return LLaMA-Factory's adapter, which is LoRA unless the file has another kind, and whether the weights have 4 bits.
+
+    Raises:
+        ConfigError: for another kind of adapter or of bits.
+    """
+    kind, bits = given.get("finetuning_type"), given.whole("quantization_bit")
+    if kind not in (None, "lora", "full"):
+        given.refuse("finetuning_type", "is not supported", "mega trains full and lora")
+    if bits not in (None, 4):
+        given.refuse("quantization_bit", "is not supported", "mega has weights of 4 bits: quantization_bit: 4")
+    return None if kind == "full" else "lora", bits == 4
 
 
 def _trains_adapter(given: Given, dialect: Dialect, adapter: str | None) -> bool:
     """Return whether the run trains an adapter: Axolotl by `adapter`, TRL by `use_peft`, others by its settings."""
     asked = given.get("use_peft")
-    if dialect.program == "Axolotl":
+    if dialect.program in ("Axolotl", "LLaMA-Factory"):
         return adapter is not None
     if asked is not None:
         return asked in (True, "true")
@@ -65,17 +93,24 @@ def _trains_adapter(given: Given, dialect: Dialect, adapter: str | None) -> bool
     )
 
 
-def _put_modules(given: Given) -> None:
-    modules = given.get("lora_target_modules", "peft_config.target_modules")
-    if given.get("lora_target_linear") is True or modules == "all-linear":
+def _put_modules(given: Given, dialect: Dialect) -> None:
+    modules = given.get("lora_target_modules", "peft_config.target_modules", "lora_target")
+    if dialect.program == "LLaMA-Factory":
+        modules = [one.strip() for one in modules.split(",")] if isinstance(modules, str) else modules or ["all"]
+    if given.get("lora_target_linear") is True or modules in ("all-linear", ["all"]):
         given.put("lora.modules", [".*_proj"], "all linear layers")
     elif isinstance(modules, list):
-        given.put("lora.modules", [f".*{module}" for module in modules], "lora_target_modules")
+        given.put("lora.modules", [_ends_with(str(module)) for module in modules], "lora_target_modules")
     elif modules is not None:
         given.put("lora.modules", [str(modules)], "lora_target_modules")
     else:
         text = "is not in the file: PEFT takes those of its table for the model's type, as q_proj and v_proj of Llama"
         given.ask("lora.modules", text)
+
+
+def _ends_with(module: str) -> str:
+    """Return the pattern of modules that PEFT takes for a name: those of this name, or that end with a dot and it."""
+    return f".*{module}" if re.fullmatch(r"[a-z]\w*_proj", module) else re.escape(module)
 
 
 def _put_bits(given: Given, dialect: Dialect) -> None:
@@ -85,7 +120,7 @@ def _put_bits(given: Given, dialect: Dialect) -> None:
     if kind not in (None, "nf4"):
         given.refuse_run(f"4 bits of type {kind} are not supported", "mega has nf4: bnb_4bit_quant_type: nf4")
     given.put("lora.quantize", "nf4", "4 bits")
-    if double if double is not None else dialect.program == "Axolotl":
+    if double if double is not None else dialect.program in ("Axolotl", "LLaMA-Factory"):
         given.tell(
             "changes meaning", "scales of the 4-bit blocks stay in full, and are not quantised a second time", "4 bits"
         )

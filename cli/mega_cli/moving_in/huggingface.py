@@ -5,8 +5,11 @@ Facts: transformers 5.23 (training_args.py), TRL 1.16 (SFTConfig), Accelerate 1.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mega_cli.megatron_args.draft import Kind
 from mega_cli.megatron_args.translate import Translation
@@ -24,16 +27,20 @@ SAME = {
     "optimizer.clip_grad": "max_grad_norm gradient_clipping deepspeed_config.gradient_clipping",
     "train.seed": "seed",
     "checkpoint.keep": "save_total_limit",
-    "log.every": "logging_steps",
     "log.wandb": "wandb_project",
     "log.mlflow": "mlflow_experiment_name",
     "output": "output_dir",
-    "data.seq_length": "max_length max_seq_length sequence_len model_max_length block_size",
+    "data.seq_length": "max_length max_seq_length sequence_len cutoff_len model_max_length block_size",
 }
 DEFAULTS = {
     "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.0, "optimizer.clip_grad": 1.0, "train.seed": 42,
     "parallel.zero": 1,
 }  # fmt: skip
+# Names of AdamW itself; others that have its name in theirs are other algorithms (stable_adamw, schedule_free_adamw).
+ADAMW = re.compile(
+    r"adamw_torch(_fused|_xla|_npu_fused|_4bit|_8bit)?|adamw_(hf|apex_fused|bnb_8bit|8bit)|adamw|paged_adamw(_32bit|_8bit)?"
+    r"|ao_adamw_(4bit|8bit|fp8)"
+)
 REASONS: Mapping[Kind, Reasons] = {
     "not needed": {
         "data are read by their index, without workers that could be lost": "dataloader_* num_workers data_seed group_by_length"
@@ -71,13 +78,15 @@ def from_hf_args(path: Path, ranks: int | None = None) -> Translation:
     """
     given = Given(path, "TrainingArguments as JSON, or a configuration of Axolotl or Accelerate")
     dialect = find_dialect(given)
-    _model_and_data(given)
+    _model_and_data(given, dialect)
     objective = put_objective(given, dialect)
     include_deepspeed(given)
     split = read_split(given)
     ranks = read_ranks(given, ranks, split)
     _batch(given, dialect, count_data_ranks(given, ranks, split))
     given.rows(SAME)
+    if not given.has(*SAME["data.seq_length"].split()):
+        given.put("data.seq_length", dialect.seq_length, f"{dialect.program}'s default")
     put_schedule(given, dialect, _learning_rate(given, dialect, objective), _length(given, dialect))
     _optimizer(given)
     _savings(given, dialect)
@@ -87,7 +96,7 @@ def from_hf_args(path: Path, ranks: int | None = None) -> Translation:
     return given.finish(REASONS, f"{ranks} ranks" if ranks else "")
 
 
-def _model_and_data(given: Given) -> None:
+def _model_and_data(given: Given, dialect: Dialect) -> None:
     model = given.get("model_name_or_path", "base_model", "model_id")
     if model is None:
         given.ask("model.from", "a folder of the hub or a checkpoint, which the program has loaded by itself")
@@ -95,8 +104,20 @@ def _model_and_data(given: Given) -> None:
     if model is not None and not Path(model).exists():
         given.tell("open", f"mega ckpt pull {model} models/{Path(model).name}, and name that folder", "model.from")
     given.ask("data.train", "a token data set, as `mega data preprocess` makes it, with --kind conversations of chats")
-    if given.get("assistant_only_loss", "completion_only_loss") or given.get("train_on_inputs") is False:
-        given.put("data.kind", "conversations", "a loss of answers alone")
+    on_inputs = given.get("train_on_inputs")
+    answers = given.get("assistant_only_loss", "completion_only_loss") or on_inputs is False
+    if dialect.program == "Axolotl" and on_inputs is None:
+        answers = _of_chats(given.peek("datasets"))
+    if dialect.program == "LLaMA-Factory":
+        answers = given.get("train_on_prompt") is not True and given.peek("stage") != "pt"
+    given.put("data.kind", "conversations" if answers else None, "a loss of answers alone")
+
+
+def _of_chats(datasets: Any) -> bool:
+    """Return whether all of Axolotl's datasets have questions, which do not count in its loss by default."""
+    listed = datasets if isinstance(datasets, list) else []
+    types = [str(one.get("type")) for one in listed if isinstance(one, Mapping) and one.get("type")]
+    return bool(types) and not any(kind.startswith(("completion", "pretrain", "{")) for kind in types)
 
 
 def _batch(given: Given, dialect: Dialect, data_ranks: int | None) -> None:
@@ -138,9 +159,27 @@ def _length(given: Given, dialect: Dialect) -> int | None:
         given.put("train.epochs", dialect.epochs if epochs is None else epochs, origin)
     if given.get("eval_strategy", "evaluation_strategy") == "epoch":
         given.tell("changes meaning", "validations are counted in steps: train.eval_every", "eval_strategy")
-    every = given.number("eval_steps")
-    given.put("train.eval_every", int(every) if every is not None and every >= 1 else None, "eval_steps")
-    return steps if steps is not None and steps > 0 else None
+    steps = steps if steps is not None and steps > 0 else None
+    for key, name in {
+        "train.eval_every": "eval_steps",
+        "checkpoint.every": "save_steps",
+        "log.every": "logging_steps",
+    }.items():
+        _put_interval(given, key, name, steps)
+    return steps
+
+
+def _put_interval(given: Given, key: str, name: str, steps: int | None) -> None:
+    """Set an interval in steps, which is a share of the run's steps where it is below 1."""
+    every = given.number(name)
+    if every is not None and 0 < every < 1:
+        if steps is None:
+            given.tell(
+                "changes meaning", "is a share of the run's steps, which are not in the file", f"{name}: {every}"
+            )
+            return
+        every = math.ceil(steps * every)
+    given.put(key, int(every) if every is not None and every >= 1 else None, name)
 
 
 def _optimizer(given: Given) -> None:
@@ -152,19 +191,26 @@ def _optimizer(given: Given) -> None:
             "adam_beta1, adam_beta2",
         )
     name = given.get("optim", "optimizer")
-    if name is not None and "adamw" not in str(name):
-        given.tell("open", f"mega has adamw and muon, and not {name}", "optim")
-    elif name is not None and "8bit" in str(name):
+    if name is not None and not ADAMW.fullmatch(str(name)):
+        given.tell_optimizer(name, "optim")
+    elif name is not None and re.search(r"[48]bit|fp8", str(name)):
         given.tell("changes meaning", "moments are kept in fp32, by all data ranks together", f"optim: {name}")
 
 
 def _savings(given: Given, dialect: Dialect) -> None:
-    every = given.number("save_steps")
-    given.put("checkpoint.every", int(every) if every is not None and every >= 1 else None, "save_steps")
     saved = given.get("gradient_checkpointing")
-    if saved in (True, "true", "unsloth", "offload") or (saved is None and dialect.program == "TRL"):
+    wrapped = given.get("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
+    asked = saved in (True, "true", "unsloth", "offload") or (saved is None and dialect.program == "TRL")
+    if asked or wrapped in (True, "true"):
         given.put("recompute", "full", "gradient_checkpointing")
     mixed = given.get("mixed_precision")
-    bf16, fp16 = (given.get(name) in (True, "true", "full") or mixed == name for name in ("bf16", "fp16"))
-    bf16 = bf16 or given.automatic("bf16") or (dialect.program == "TRL" and not fp16 and not given.has("bf16"))
+    bf16, fp16 = (
+        mixed == names[0] or not {True, "true", "full"}.isdisjoint({given.get(name) for name in names})
+        for names in (("bf16", "bfloat16", "pure_bf16"), ("fp16", "float16"))
+    )
+    if mixed is not None and mixed not in ("no", "bf16", "fp16"):
+        given.tell("open", f"{mixed} is not translated, and bf16 stands here: see precision and fp8", "mixed_precision")
+        bf16 = True
+    by_default = dialect.program in ("TRL", "Axolotl") and not fp16 and not given.has("bf16")
+    bf16 = bf16 or given.automatic("bf16") or by_default
     given.put("precision", "bf16" if bf16 else "fp16" if fp16 else "fp32", "bf16, fp16, mixed_precision")

@@ -18,8 +18,9 @@ _ALWAYS: Mapping[str, tuple[Any, ...]] = {
     "min_length": (0,),
     "min_new_tokens": (0,),
 }
-# Followed with `do_sample`. Transformers writes a top_k of 0 for none.
+# Followed with `do_sample`. Transformers draws from 50 tokens where top_k is absent or null, and writes 0 for none.
 _DRAWN = ("temperature", "top_k", "top_p", "min_p")
+_DRAWN_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_k": 50}
 # Change the text and are not supported, with the values at which they do not.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "constraints": (),
@@ -69,7 +70,8 @@ def sampling_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     if found.keys() & {"min_length", "min_new_tokens", "bad_words_ids"}:
         found["min_length_ends"] = token_list(raw.get("eos_token_id"))
     if raw.get("do_sample"):
-        found |= {"temperature": 1.0} | {name: raw[name] for name in _DRAWN if raw.get(name)}
+        drawn = {**_DRAWN_DEFAULTS, **{name: raw[name] for name in _DRAWN if raw.get(name) is not None}}
+        found |= {name: value for name, value in drawn.items() if value}
     return found
 
 

@@ -52,6 +52,25 @@ def test_tools_and_their_arguments_become_objects() -> None:
     assert one.tools == [{"type": "function"}]
 
 
+@pytest.mark.parametrize("functions", [[{"name": "f"}], '[{"name": "f"}]'])
+def test_functions_are_tools(functions: Any) -> None:
+    (one,) = parse_record(json.dumps({"messages": [HI, HELLO], "functions": functions}), pairs=False, loss_on="answers")
+    assert one.tools == [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "weight"),
+    [
+        ({"train": False}, 0), ({"training": False}, 0), ({"loss": False}, 0), ({"loss": True}, 1), ({"weight": 0}, 0),
+        ({"train": True, "weight": 0.5}, 0.5), ({"loss": False, "weight": 0}, 0), ({}, 1),
+    ],
+)  # fmt: skip
+def test_flags_of_a_message_are_weights(flags: dict[str, Any], weight: float) -> None:
+    raw = {"messages": [{**HI, "loss": False}, {**HELLO, **flags}]}
+    (one,) = parse_record(json.dumps(raw), pairs=False, loss_on="answers")
+    assert (one.messages, one.weights) == ([HI, HELLO], [0, weight])
+
+
 def test_calls_of_tools_in_sharegpts_form() -> None:
     call = {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}
     ((asked, called, told),) = parsed(
@@ -73,6 +92,9 @@ def test_calls_of_tools_in_sharegpts_form() -> None:
         {"prompt": "Hi", "chosen": "Hello", "rejected": "No"},
         {"prompt": [HI], "chosen": [HELLO], "rejected": [{"role": "assistant", "content": "No"}]},
         {"chosen": [HI, HELLO], "rejected": [HI, {"role": "assistant", "content": "No"}]},
+        {"prompt": "Hi", "chosen": [HI, HELLO], "rejected": [HI, {"role": "assistant", "content": "No"}]},
+        {"prompt": [HI], "chosen": [HI, HELLO], "rejected": [HI, {"role": "assistant", "content": "No"}]},
+        {"prompt": "Hi", "chosen": [HELLO], "rejected": [{"role": "assistant", "content": "No"}]},
     ],
 )
 def test_pairs_weigh_what_they_do_not_share(record: dict[str, Any]) -> None:
@@ -107,6 +129,22 @@ def test_answers_that_a_pair_shares_do_not_count() -> None:
         ({"messages": [HI, HELLO], "tools": "no"}, False, "'tools' is not JSON"),
         ({"messages": [HI, HELLO], "chat_template_kwargs": 3}, False, "'chat_template_kwargs' is not an object"),
         ({"prompt": "Hi", "chosen": "a", "rejected": "b"}, False, "--kind pairs"),
+        ({"messages": [HI, HELLO], "images": ["a.png"]}, False, "'images' is not read with text"),
+        ({"conversations": [HI, HELLO], "image": "a.png"}, False, "'image' is not read with text"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": "b", "images": [{"path": "a"}]}, True, "'images' is not read"),
+        ({"messages": [HI, HELLO], "videos": ["a.mp4"]}, False, "'videos' is not read with text"),
+        ({"messages": [HI, HELLO], "audios": ["a.wav"]}, False, "'audios' is not read with text"),
+        ({"messages": [HI, HELLO], "functions": "no"}, False, "'functions' is not JSON"),
+        ({"messages": [HI, HELLO], "functions": [{"name": "f"}], "tools": [{"name": "g"}]}, False, "both given"),
+        ({"messages": [HI, HELLO], "kto_tag": False}, False, "a rejected answer"),
+        ({"messages": [HI, HELLO], "kto_tag": False, "label": True}, True, "'label' and 'kto_tag' differ"),
+        ({"messages": [{**HI, "loss": True}, HELLO]}, False, "message 0: 'loss' is true, and only"),
+        ({"messages": [HI, {**HELLO, "train": False, "weight": 1}]}, False, "'train' is False, which conflicts"),
+        ({"messages": [HI, {**HELLO, "training": True, "weight": 0}]}, False, "'training' is True, which conflicts"),
+        ({"prompt": "Hi", "response": "a", "history": [["b", "c"]]}, False, "'history' beside 'prompt'"),
+        ({"prompt": "Hi", "output": "a", "input": "b"}, False, "'input' beside 'prompt'"),
+        ({"prompt": "Hi", "output": "a", "instruction": "b"}, False, "'instruction' beside 'prompt'"),
+        ({"instruction": "Hi", "query": "x", "output": "a"}, False, "'query' beside 'instruction'"),
         ({"messages": [HI, HELLO]}, True, "no key 'chosen'"),
         ({"chosen": "a", "rejected": "b"}, True, "there is no key 'prompt'"),
     ],
@@ -187,9 +225,10 @@ def test_malformed_records_are_refused(record: dict[str, Any], pairs: bool, said
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
     ],
 )
+@pytest.mark.parametrize("key", ["label", "kto_tag"])
 @pytest.mark.parametrize("label", [True, False])
-def test_a_rated_answer_is_a_pair_that_misses_the_other(record: dict[str, Any], label: bool) -> None:
-    both = parse_record(json.dumps({**record, "label": label}), pairs=True, loss_on="answers")
+def test_a_rated_answer_is_a_pair_that_misses_the_other(record: dict[str, Any], label: bool, key: str) -> None:
+    both = parse_record(json.dumps({**record, key: label}), pairs=True, loss_on="answers")
     rated, other = both if label else reversed(both)
     assert (rated.messages, rated.weights, rated.missing) == ([HI, HELLO], [0, 1], False)
     assert (other.messages, other.weights, other.missing) == ([HI], [0], True)

@@ -94,6 +94,10 @@ def test_what_a_conversation_is_made_of_is_refused(
         (CALLS, record(CALLING, ANSWERED), []),
         (TOOLS, record(TWICE, ANSWERED, tools=[TOOL]), []),
         (PLAIN, record({"role": "user", "content": " \n "}), []),
+        (PLAIN, record(chat_template_kwargs={"enable_thinking": False}), ["'enable_thinking' in 'chat_template_kwargs'"]),
+        (PLAIN, record(chat_template_kwargs={"mess": 1}), ["'mess' in 'chat_template_kwargs'"]),
+        ("{{ date }}" + PLAIN, record(chat_template_kwargs={"date": "today", "dates": 1}), ["'dates'"]),
+        ("{% if hush is defined %}{% endif %}" + PLAIN, record(chat_template_kwargs={"hush": True}), []),
     ],
 )  # fmt: skip
 def test_what_else_a_message_has_is_noted(template: str, raw: dict[str, Any], noted: list[str]) -> None:
@@ -116,3 +120,16 @@ def test_notes_are_counted_and_refusals_set_aside(
     ((note, count),) = info.chat.notes.items()
     assert (info.skipped.bad, count) == (1, 2)
     assert f"2 conversations {note}" in caplog.messages
+
+
+def test_options_that_the_template_does_not_use_are_named(
+    tmp_path: Path, tokenizer_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = chat_tokenizer(tokenizer_folder, tmp_path / "t", "qwen", marks=False)
+    (tmp_path / "d.jsonl").write_text(json.dumps(record()) + "\n")
+    options = ChatOptions(template_options={"enable_thinkin": False, "messages": []})
+    with pytest.raises(DataError):
+        preprocess([tmp_path / "d.jsonl"], folder, tmp_path / "d", chat=options)
+    assert [message for message in caplog.messages if message.startswith("--template-option")] == [
+        "--template-option enable_thinkin has no effect: the chat template does not use a variable of that name"
+    ]

@@ -76,6 +76,10 @@ class Chats:
             logger.info(
                 "the chat template marks no answers: they are what each answer adds to the text of what comes before it"
             )
+        for name in self._template.find_unused(self._options.template_options):
+            logger.warning(
+                "--template-option %s has no effect: the chat template does not use a variable of that name", name
+            )
         if self._template.dated:
             logger.warning(
                 "the chat template writes today's date, so that tomorrow's tokens differ; --template-option, where the"

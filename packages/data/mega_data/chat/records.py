@@ -11,8 +11,10 @@
 the chosen (`label` true) or the rejected answer of a pair whose other answer is missing; any form of a conversation
 may have a label.
 
-In pairs of messages without `prompt`, it is what both begin with. `tools` are JSON schemas, or the JSON text of a list of
-them. An assistant's message may have a `weight` in the loss (OpenAI's 0 or 1, or any).
+In pairs of messages without `prompt`, it is what both begin with; so it is where they repeat the `prompt` that stands
+beside them. `tools` are JSON schemas, or the JSON text of a list of them; `functions`, their older form, are read as tools.
+An assistant's message may have a `weight` in the loss (OpenAI's 0 or 1, or any), or a flag `train`, `training` or `loss`.
+Keys of other conversations, images, videos and sounds are refused.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ SHAREGPT = {
     "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
 ANSWERS = ("completion", "response", "output")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+FLAGS = ("train", "training", "loss")  # of a message: whether it counts, in ms-swift's, XTuner's and Axolotl's records
 FORMS = (
     "messages, conversations, prompt with completion or response, instruction with output, chosen with rejected,"
     " prompt with completion and label"
@@ -66,7 +70,10 @@ def parse_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conversatio
     if not isinstance(record, dict):
         raise DataError("the record is not an object")
     record = {key: value for key, value in record.items() if value is not None}
-    tools, options = _tools(record.get("tools")), record.get("chat_template_kwargs") or {}
+    if media := next((key for key in MEDIA if record.get(key)), None):
+        raise DataError(f"{media!r} is not read with text", hint="read images with --images FOLDER, or remove the key")
+    record = _with_label(record)
+    tools, options = _all_tools(record), record.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise DataError("'chat_template_kwargs' is not an object")
     if pairs and "label" in record and not {"chosen", "rejected"} & record.keys():
@@ -79,6 +86,23 @@ def parse_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conversatio
     return [
         Conversation(messages, _weights(messages, asked, loss_on), tools or None, options) for asked, messages in lists
     ]
+
+
+def _with_label(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record whose label is under `label`, which LLaMA-Factory calls `kto_tag`."""
+    if "kto_tag" not in record:
+        return record
+    if record.get("label", record["kto_tag"]) != record["kto_tag"]:
+        raise DataError("'label' and 'kto_tag' differ", hint="keep one of them")
+    return {**record, "label": record["kto_tag"]}
+
+
+def _all_tools(record: dict[str, Any]) -> list[Any]:
+    """Return the tools of a record, of which `functions` is OpenAI's older form."""
+    tools, functions = _tools(record.get("tools")), _tools(record.get("functions"), "functions")
+    if tools and functions:
+        raise DataError("'tools' and 'functions' are both given", hint="keep one of them")
+    return tools or [{"type": "function", "function": function} for function in functions]
 
 
 def _rated(
@@ -116,7 +140,8 @@ def _pair(record: dict[str, Any]) -> list[tuple[int, list[Message]]]:
     for key in ("chosen", "rejected"):
         if key not in record:
             raise DataError(f"no key {key!r}; the keys are {', '.join(record) or 'none'}")
-    if "prompt" in record or "instruction" in record:
+    repeats = isinstance(record["chosen"], list) and isinstance(record["rejected"], list) and _repeats_prompt(record)
+    if ("prompt" in record or "instruction" in record) and not repeats:
         prompt = _prompt(record)
         both = [prompt + _said(record, key, "assistant") for key in ("chosen", "rejected")]
         return [(len(prompt), messages) for messages in both]
@@ -127,13 +152,24 @@ def _pair(record: dict[str, Any]) -> list[tuple[int, list[Message]]]:
     return [(common, chosen), (common, rejected)]
 
 
+def _repeats_prompt(record: dict[str, Any]) -> bool:
+    """Return whether both answers of a pair begin with the `prompt` beside them, as UltraFeedback's do."""
+    if "prompt" not in record:
+        return False
+    prompt = [message for message in _said(record, "prompt", "user") if message["role"] != "system"]
+    both = [_messages(record[key], key) for key in ("chosen", "rejected")]
+    heads = [[message for message in one if message["role"] != "system"][: len(prompt)] for one in both]
+    return bool(prompt) and all(head == prompt for head in heads)
+
+
 def _prompt(record: dict[str, Any]) -> list[Message]:
     """Return the messages before an answer: those of `prompt`, or of Alpaca's `instruction` and `input`."""
-    if "prompt" in record:
-        return _with_system(record, _said(record, "prompt", "user"))
-    for key in ("history", "context"):
+    form = "prompt" if "prompt" in record else "instruction"
+    for key in ("history", "context", *(("instruction", "input") if form == "prompt" else ("query",))):
         if record.get(key):
-            raise DataError(f"{key!r} beside 'instruction' is not supported", hint="use 'input', or 'messages'")
+            raise DataError(f"{key!r} beside {form!r} is not supported", hint="use 'input', or 'messages'")
+    if form == "prompt":
+        return _with_system(record, _said(record, "prompt", "user"))
     parts = [record["instruction"], record.get("input", "")]
     if not all(isinstance(part, str) for part in parts) or not parts[0]:
         raise DataError("'instruction' and 'input' must be texts, and 'instruction' not empty")
@@ -221,13 +257,13 @@ def _call(call: Any) -> Any:
         return call
 
 
-def _tools(raw: Any) -> list[Any]:
+def _tools(raw: Any, key: str = "tools") -> list[Any]:
     try:
         tools = parse_json(raw) if isinstance(raw, str) and raw else raw or []
     except ValueError as error:
-        raise DataError(f"'tools' is not JSON ({error})") from None
+        raise DataError(f"{key!r} is not JSON ({error})") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError("'tools' is not a list of JSON schemas")
+        raise DataError(f"{key!r} is not a list of JSON schemas")
     return tools
 
 
@@ -241,7 +277,7 @@ def _weights(messages: Sequence[Message], asked: int, loss_on: LossOn) -> list[f
 
 
 def _weight(message: Message, number: int, asked: int) -> float:
-    weight = message.pop("weight", None)
+    weight = _given_weight(message, number)
     if message["role"] != "assistant" or number < asked:
         return 0.0
     if weight is None:
@@ -249,3 +285,24 @@ def _weight(message: Message, number: int, asked: int) -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
         raise DataError(f"message {number}: weight {weight!r} is not a number from 0 on")
     return float(weight)
+
+
+def _given_weight(message: Message, number: int) -> Any:
+    """Take `weight` out of a message, or a flag that says whether it counts in the loss.
+
+    Raises:
+        DataError: when a flag asks for what a weight cannot say.
+    """
+    weight = message.pop("weight", None)
+    for key in FLAGS:
+        if not isinstance(message.get(key), bool):
+            continue
+        flag = message.pop(key)
+        if flag and message["role"] != "assistant":
+            raise DataError(f"message {number}: {key!r} is true, and only messages of role 'assistant' can count")
+        if weight is not None and bool(weight) != flag:
+            raise DataError(
+                f"message {number}: {key!r} is {flag}, which conflicts with another weight", hint="keep one"
+            )
+        weight = (weight or 1) if flag else 0
+    return weight

@@ -86,6 +86,14 @@ class ChatTemplate:
         """Whether the template has a place for tools."""
         return "tool_use" in self._templates or re.search(r"\btools\b", self._templates["default"]) is not None
 
+    def find_unused(self, options: Mapping[str, Any]) -> list[str]:
+        """Return the names of options that no template mentions."""
+        return [
+            name
+            for name in options
+            if not any(re.search(rf"\b{re.escape(name)}\b", template) for template in self._templates.values())
+        ]
+
     def facts(self) -> dict[str, str]:
         """Return the default template and the special tokens, by the names of tokenizer_config.json."""
         return {
@@ -127,7 +135,11 @@ class ChatTemplate:
             except DataError:
                 return None
 
-        return find_unrendered(conversation, text, render)
+        unused = tuple(
+            f"have {name!r} in 'chat_template_kwargs', which the chat template does not use"
+            for name in self.find_unused(conversation.options)
+        )
+        return find_unrendered(conversation, text, render) + unused
 
     def _by_marks(self, conversation: Conversation) -> tuple[str, list[Span]]:
         text, marked = self._text(conversation, conversation.messages, return_assistant_tokens_mask=True)
