@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from mega_eval.engine import Engine
     from mega_eval.replicas import Sharing
     from mega_eval.server.embeddings import Embedder
+    from mega_trainer.model.decoder import Decoder
+    from mega_trainer.parallel.lora import Selection
     from mega_trainer.ranks import Ranks
 
 SERVE_EXAMPLES = """Examples:
@@ -235,7 +237,7 @@ class _Loaded:
     ends: frozenset[int]
     max_length: int
     vocab_size: int
-    embedder: Embedder | None
+    embedder: Embedder | str | None
 
 
 def _load(
@@ -257,7 +259,6 @@ def _load(
     from mega_eval.language_model import LanguageModel
     from mega_eval.lead import LeadingEngine
     from mega_eval.replicas import connect
-    from mega_eval.server.embeddings import Embedder
     from mega_trainer.parallel.lora import Selection
 
     groups, leads = None, False
@@ -273,9 +274,20 @@ def _load(
         loaded.model, words, cache_tokens=room, batch_size=batch_size,
         drafter=drafter_of(loaded.draft, loaded.model, words, room, batch_size), adapters=loaded.adapters,
     )  # fmt: skip
-    embeds = groups is None and config.encoder is None
-    embedder = Embedder(loaded.model, loaded.adapters or Selection([])) if embeds else None
+    embeds = sharing is not None and groups is None and config.encoder is None
+    embedder = _embedder(model, loaded.model, words, loaded.adapters or Selection([])) if embeds else None
     return _Loaded(engine, words, loaded.ends, longest, config.vocab_size, embedder)
+
+
+def _embedder(folder: str, model: Decoder, tokenizer: Tokenizer, adapters: Selection) -> Embedder | str:
+    """Return the embedder of a model, or why its folder's embeddings are not supported."""
+    from mega_eval.server.embeddings import open_embedder
+
+    try:
+        return open_embedder(folder, model, tokenizer, adapters)
+    except MegaError as error:
+        logger.warning("/v1/embeddings is refused: %s", error.message)
+        return f"embeddings of this model are not supported: {error.message}"
 
 
 def _named(given: Sequence[str], model: str) -> dict[str, str]:

@@ -73,7 +73,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        """Make vectors of texts: the mean of the last hidden states, of length 1."""
+        """Make vectors of texts, as the sentence-transformers folder declares, else the mean of the last hidden states."""
         service.check_model(body.model)
         return JSONResponse(await _unless_gone(request, service.embeddings(body)))
 
