@@ -16,6 +16,7 @@ from mega_data.chat.records import Conversation
 from mega_data.chat.template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
 from mega_eval.engine import Request
+from mega_eval.sampling import Sampling
 from mega_eval.server.answers import Answer, Chat, Completions, Echo, Format, Part, Usage, event, parts
 from mega_eval.server.driver import Driver, Group
 from mega_eval.server.embeddings import Embedder, EmbeddingRequest, batches_of, embedding_body
@@ -29,7 +30,6 @@ from mega_eval.server.tools import FOREIGN, describe_tools
 from mega_eval.server.vocabulary import Vocabulary
 from mega_eval.server.workers import Workers
 from mega_eval.text import Limits
-from mega_eval.token_rules import TokenRules
 
 NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an adapter"
 
@@ -242,8 +242,8 @@ class Service:
         echoes: Sequence[Echo | None],
     ) -> Running:
         """Hand `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
-        choices, sampling, alternatives = body.n or 1, body.sampling(self.own), body.alternatives()
-        asked, rules = self._limits(body), await self._rules(body)
+        choices, alternatives, asked = body.n or 1, body.alternatives(), self._limits(body)
+        sampling = await self._sampling(body, asked)
         if (grammar := body.constraint()) is not None:
             await self._workers.prepare(grammar, asked.ends)
         requests = [
@@ -256,7 +256,6 @@ class Service:
                 prompt_logprobs=echo is not None and alternatives is not None,
                 grammar=body.constraint(),
                 adapter=body.model if body.model in self.adapters else None,
-                rules=rules,
             )
             for prompt, echo in zip(prompts, echoes, strict=True)
             for choice in range(choices)
@@ -295,16 +294,20 @@ class Service:
             skip_special_tokens=body.skip_special_tokens is not False,
         )
 
-    async def _rules(self, body: Generation) -> TokenRules | None:
-        """Return the request's rules about single tokens, if it has any."""
-        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-        self._check_tokens(bias, "logit_bias")
+    async def _sampling(self, body: Generation, limits: Limits) -> Sampling:
+        """Return how tokens are drawn: a field of the request replaces the same setting of the model's own files."""
+        self._check_tokens([int(token) for token in body.logit_bias or ()], "logit_bias")
         self._check_tokens(body.allowed_token_ids or (), "allowed_token_ids")
-        words = [tokens for word in body.bad_words or () for tokens in await self._spellings(word)]
-        allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
-        if not bias and not words and allowed is None and not body.min_tokens:
-            return None
-        return TokenRules(bias, allowed, words)
+        ends = {*limits.ends, *limits.stop_tokens}
+        if body.min_tokens and body.allowed_token_ids and ends.issuperset(body.allowed_token_ids):
+            message = "min_tokens requires an allowed token that does not end the text; allowed_token_ids has none"
+            raise Refusal(400, message, param="allowed_token_ids")
+        own: dict[str, Any] = {**self.own, "min_length_ends": sorted(ends)}
+        if body.min_tokens is not None:
+            own |= {"min_new_tokens": body.min_tokens, "min_length": 0}
+        if body.bad_words is not None:
+            own["bad_words_ids"] = [tokens for word in body.bad_words for tokens in await self._spellings(word)]
+        return body.sampling(own)
 
     async def _spellings(self, word: str) -> list[list[int]]:
         """Return the token sequences of a word at the start of a text and behind a space, as vLLM bans them."""
