@@ -180,7 +180,7 @@ def serve_command(
         bounds = Bounds(key, hosts, requests=max_requests, seconds=timeout, body=max_body, origins=allow_origin or ())
         server = Server(service, bounds, drain=drain)
         server.run(sockets=[listener])
-        if isinstance(found.engine, LeadingEngine):
+        if isinstance(found.engine, LeadingEngine) and server.engine_ended:
             found.engine.close()
     if server.force_exit:
         raise KeyboardInterrupt

@@ -174,6 +174,8 @@ def _add_facts(app: FastAPI, service: Service, gate: Gate) -> None:
         """Whether requests are answered."""
         if service.driver.failure is not None:
             raise Refusal(503, "the engine has failed")
+        if (seconds := service.driver.busy_seconds()) > service.seconds:
+            raise Refusal(503, f"the engine hangs: its step has not ended for {seconds:.0f} seconds")
         if gate.draining:
             raise Refusal(503, "the server is shutting down")
         return {"status": "ok"}
