@@ -398,7 +398,7 @@ def _turns(terminal: bool) -> Iterator[str]:
 def _answer(chat: Chat, turn: str) -> None:
     remembered = len(chat.messages)
     try:
-        with _interrupts() as stopped:
+        with _interrupts(chat) as stopped:
             for text in chat.ask(turn, stopped):
                 print(text, end="", flush=True)
             print()
@@ -410,14 +410,19 @@ def _answer(chat: Chat, turn: str) -> None:
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed meanwhile, which by itself ends nothing; pressed again, it ends the program as usual."""
+def _interrupts(chat: Chat) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed; pressed again, it ends the program as usual.
+
+    Before the engine has the turn, such as in a chat template that does not end, Ctrl-C raises an error instead.
+    """
     pressed = False
 
     def note(_: int, __: FrameType | None) -> None:
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, before)
+        if not chat.engine.waiting and not chat.engine.running:
+            raise DataError("the turn is given up: Ctrl-C was pressed before the answer began")
 
     before = signal.signal(signal.SIGINT, note)
     try:
