@@ -222,6 +222,7 @@ def chat_command(
     sampling = Sampling.parse({**_own_sampling(model), **settings}, source="options and generation_config.json")
     template = load_chat_template(model, tokenizer, chat_template)
     found = _load(model, precision, device, tokenizer, max_length, None, 1, draft=draft)
+    sampling = sampling.model_copy(update={"min_length_ends": sorted(found.ends)})
     chat = Chat(
         found.engine, found.tokenizer, template, sampling, found.ends, max_new_tokens, found.max_length, system=system
     )
