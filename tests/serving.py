@@ -73,7 +73,7 @@ def service_of(
     seconds: float = 60,
     ends: frozenset[int] | None = None,
     adapters: Mapping[str, str] | None = None,
-    embedder: Embedder | None = None,
+    embedder: Embedder | str | None = None,
 ) -> Service:
     words, template = Tokenizer(tokenizer), None
     with contextlib.suppress(DataError):

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from mega_eval.engine import Engine
     from mega_eval.replicas import Sharing
     from mega_eval.server.embeddings import Embedder
+    from mega_trainer.model.decoder import Decoder
+    from mega_trainer.parallel.lora import Selection
     from mega_trainer.ranks import Ranks
 
 SERVE_EXAMPLES = """Examples:
@@ -178,7 +180,7 @@ def serve_command(
         bounds = Bounds(key, hosts, requests=max_requests, seconds=timeout, body=max_body, origins=allow_origin or ())
         server = Server(service, bounds, drain=drain)
         server.run(sockets=[listener])
-        if isinstance(found.engine, LeadingEngine):
+        if isinstance(found.engine, LeadingEngine) and server.engine_ended:
             found.engine.close()
     if server.force_exit:
         raise KeyboardInterrupt
@@ -220,6 +222,7 @@ def chat_command(
     sampling = Sampling.parse({**_own_sampling(model), **settings}, source="options and generation_config.json")
     template = load_chat_template(model, tokenizer, chat_template)
     found = _load(model, precision, device, tokenizer, max_length, None, 1, draft=draft)
+    sampling = sampling.model_copy(update={"min_length_ends": sorted(found.ends)})
     chat = Chat(
         found.engine, found.tokenizer, template, sampling, found.ends, max_new_tokens, found.max_length, system=system
     )
@@ -235,7 +238,7 @@ class _Loaded:
     ends: frozenset[int]
     max_length: int
     vocab_size: int
-    embedder: Embedder | None
+    embedder: Embedder | str | None
 
 
 def _load(
@@ -257,7 +260,6 @@ def _load(
     from mega_eval.language_model import LanguageModel
     from mega_eval.lead import LeadingEngine
     from mega_eval.replicas import connect
-    from mega_eval.server.embeddings import Embedder
     from mega_trainer.parallel.lora import Selection
 
     groups, leads = None, False
@@ -273,9 +275,20 @@ def _load(
         loaded.model, words, cache_tokens=room, batch_size=batch_size,
         drafter=drafter_of(loaded.draft, loaded.model, words, room, batch_size), adapters=loaded.adapters,
     )  # fmt: skip
-    embeds = groups is None and config.encoder is None
-    embedder = Embedder(loaded.model, loaded.adapters or Selection([])) if embeds else None
+    embeds = sharing is not None and groups is None and config.encoder is None
+    embedder = _embedder(model, loaded.model, words, loaded.adapters or Selection([])) if embeds else None
     return _Loaded(engine, words, loaded.ends, longest, config.vocab_size, embedder)
+
+
+def _embedder(folder: str, model: Decoder, tokenizer: Tokenizer, adapters: Selection) -> Embedder | str:
+    """Return the embedder of a model, or why its folder's embeddings are not supported."""
+    from mega_eval.server.embeddings import open_embedder
+
+    try:
+        return open_embedder(folder, model, tokenizer, adapters)
+    except MegaError as error:
+        logger.warning("/v1/embeddings is refused: %s", error.message)
+        return f"embeddings of this model are not supported: {error.message}"
 
 
 def _named(given: Sequence[str], model: str) -> dict[str, str]:
@@ -386,7 +399,7 @@ def _turns(terminal: bool) -> Iterator[str]:
 def _answer(chat: Chat, turn: str) -> None:
     remembered = len(chat.messages)
     try:
-        with _interrupts() as stopped:
+        with _interrupts(chat) as stopped:
             for text in chat.ask(turn, stopped):
                 print(text, end="", flush=True)
             print()
@@ -398,14 +411,19 @@ def _answer(chat: Chat, turn: str) -> None:
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed meanwhile, which by itself ends nothing; pressed again, it ends the program as usual."""
+def _interrupts(chat: Chat) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed; pressed again, it ends the program as usual.
+
+    Before the engine has the turn, such as in a chat template that does not end, Ctrl-C raises an error instead.
+    """
     pressed = False
 
     def note(_: int, __: FrameType | None) -> None:
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, before)
+        if not chat.engine.waiting and not chat.engine.running:
+            raise DataError("the turn is given up: Ctrl-C was pressed before the answer began")
 
     before = signal.signal(signal.SIGINT, note)
     try:

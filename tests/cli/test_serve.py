@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -22,6 +23,8 @@ from mega_ckpt.families import family_named
 from mega_cli.serve import CHAT_EXAMPLES, SERVE_EXAMPLES, chat_command, serve_command
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
 from mega_common.lora import LoraConfig
+from mega_data.chat.records import Conversation
+from mega_data.chat.template import ChatTemplate
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 
 
@@ -105,9 +108,13 @@ def test_serve_from_start_to_end(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mega_cli.main", "serve", str(folder), "--port", str(port), "--name", "tiny"]
     command += ["--draft", str(folder)]
     command += ["--adapter", f"other={save_adapter(tmp_path / 'adapter', folder, LoraConfig(rank=2))}"]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "MEGA_API_KEY": "sk-secret"}
-    ) as server:
+    with (
+        subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "MEGA_API_KEY": "sk-secret"}
+        ) as server,
+        contextlib.ExitStack() as failed,
+    ):
+        failed.callback(server.kill)  # else the end of the block waits for it
         url, headers = f"http://127.0.0.1:{port}", {"authorization": "Bearer sk-secret"}
 
         def healthy() -> bool:
@@ -119,12 +126,13 @@ def test_serve_from_start_to_end(folder: Path, tmp_path: Path) -> None:
 
         until(healthy)
         body = {"model": "tiny", "messages": [{"role": "user", "content": "the end"}], "max_tokens": 3}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] <= 3
-        answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "model": "other"}, headers=headers)
+        answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "model": "other"}, headers=headers, timeout=60)
         assert answer.json()["model"] == "other"
         server.send_signal(signal.SIGTERM)
         told = server.communicate(timeout=60)[1]
+        failed.pop_all()
     assert server.returncode == 0, told
     assert f"serving 'tiny' at {url}" in told
     assert "Traceback" not in told
@@ -138,6 +146,21 @@ def test_chat_takes_a_turn_a_line(folder: Path) -> None:
     assert both.startswith(one)
     assert len(both) > len(one)
     assert mega(*args, stdin=f"{first}\n/reset\n{first}\n/quit\n{second}").stdout == 2 * one
+
+
+def test_ctrl_c_ends_a_template_that_does_not_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(template: ChatTemplate, conversation: Conversation) -> str:
+        if "endless" not in conversation.messages[-1]["content"]:
+            return "the end"
+        signal.raise_signal(signal.SIGINT)
+        while True:
+            pass
+
+    monkeypatch.setattr(ChatTemplate, "prompt", endless)
+    args = ["chat", folder, "--max-new-tokens", 5, "--temperature", 0]
+    found = mega(*args, stdin="endless\nthe story\n")
+    assert "the turn is given up" in found.stderr
+    assert found.stdout == mega(*args, stdin="the story\n").stdout
 
 
 def test_chat_without_template(folder: Path, tmp_path: Path) -> None:

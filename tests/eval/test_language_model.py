@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,16 @@ def test_settings_that_cannot_be(folder: Path):
         model.generate(["the"], temprature=1.0)
     with pytest.raises(ConfigError, match="fp31"):
         LanguageModel.load(folder, precision="fp31")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"min_new_tokens": 1}, {"min_new_tokens": 4}, {"min_new_tokens": 6}, {"min_length": 5}]
+)
+def test_minimum_lengths_hold_for_every_token_that_ends_a_text(folder: Path, settings: dict[str, int]) -> None:
+    model = LanguageModel.load(folder, precision="fp64", device="cpu")
+    first = model.generate(["the"], max_new_tokens=9)[0].tokens[0]
+    ending = replace(model, ends=frozenset({first}))
+    assert ending.generate(["the"], max_new_tokens=9)[0].tokens == [first]
+    found = ending.generate(["the"], max_new_tokens=9, **settings)[0].tokens
+    least = settings.get("min_new_tokens") or settings["min_length"] - len(model.tokenizer.encode("the"))
+    assert first not in found[:least]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -50,18 +51,30 @@ class TextEmbedder:
     tokenizer: Tokenizer
     settings: SentenceFolder
 
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a text, special tokens included."""
+        return min(self.settings.max_length or self.model.config.max_position, self.model.config.max_position)
+
     def encode(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
         """Return the tokens of each text behind the prompt, cut as the tokenizer cuts: special tokens at the end stay."""
-        most = min(self.settings.max_length or self.model.config.max_position, self.model.config.max_position)
-        found = [self.tokenizer.encode(self._read(prompt + text), add_special_tokens=True) for text in texts]
-        long = [row for row, tokens in enumerate(found) if len(tokens) > most]
+        found = [self.encode_uncut(text, prompt) for text in texts]
+        long = [row for row, tokens in enumerate(found) if len(tokens) > self.max_length]
         if long:
-            logger.warning("%d of %d texts are cut to %d tokens", len(long), len(texts), most)
-            backend = Backend.from_str(self.tokenizer.backend.to_str())
-            backend.enable_truncation(most)
+            logger.warning("%d of %d texts are cut to %d tokens", len(long), len(texts), self.max_length)
             for row in long:
-                found[row] = backend.encode(self._read(prompt + texts[row])).ids
+                found[row] = self._cutting_backend.encode(self._read(prompt + texts[row])).ids
         return found
+
+    def encode_uncut(self, text: str, prompt: str = "") -> list[int]:
+        """Return the tokens of a text of any length behind the prompt, special tokens included."""
+        return self.tokenizer.encode(self._read(prompt + text), add_special_tokens=True)
+
+    @cached_property
+    def _cutting_backend(self) -> Backend:
+        backend = Backend.from_str(self.tokenizer.backend.to_str())
+        backend.enable_truncation(self.max_length)
+        return backend
 
     def embed(
         self,
@@ -72,7 +85,17 @@ class TextEmbedder:
         advance: Callable[[int], None] | None = None,
     ) -> npt.NDArray[np.float32]:
         """Compute the vectors of texts, fp32 [N, P]; a text without a token has zeros."""
-        tokens = self.encode(texts, prompt)
+        return self.embed_tokens(self.encode(texts, prompt), prompt=prompt, batch_tokens=batch_tokens, advance=advance)
+
+    def embed_tokens(
+        self,
+        tokens: Sequence[Sequence[int]],
+        *,
+        prompt: str = "",
+        batch_tokens: int = BATCH_TOKENS,
+        advance: Callable[[int], None] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Compute the vectors of texts that `encode` has read with the prompt, fp32 [N, P]."""
         rows = [row for row, text in enumerate(tokens) if text]
         if advance is not None:
             advance(len(tokens) - len(rows))
@@ -86,7 +109,7 @@ class TextEmbedder:
             batch_tokens=batch_tokens,
             advance=advance,
         )
-        found = np.zeros((len(texts), vectors.shape[1]), np.float32)
+        found = np.zeros((len(tokens), vectors.shape[1]), np.float32)
         found[rows] = vectors
         return found
 
@@ -163,11 +186,7 @@ def embed(
         ConfigError: for `cls` of a decoder.
     """
     modes = (pooling,) if isinstance(pooling, str) else tuple(pooling)
-    if "cls" in modes and model.config.causal:
-        raise ConfigError(
-            "--pooling cls requires an encoder: the first token of a decoder does not attend to the others",
-            hint="use --pooling mean or lasttoken",
-        )
+    check_pooling(model, modes)
     most = min(max_length or model.config.max_position, model.config.max_position)
     for number, text in enumerate(texts):
         if not len(text):
@@ -192,6 +211,19 @@ def embed(
             out[rows] = vectors.numpy()
             report(len(rows))
     return np.empty((0, model.config.hidden_size), np.float32) if out is None else out
+
+
+def check_pooling(model: Decoder, modes: Sequence[PoolingMode]) -> None:
+    """Refuse `cls` pooling of a decoder.
+
+    Raises:
+        ConfigError: naming the modes that are possible.
+    """
+    if "cls" in modes and model.config.causal:
+        raise ConfigError(
+            "--pooling cls requires an encoder: the first token of a decoder does not attend to the others",
+            hint="use --pooling mean or lasttoken",
+        )
 
 
 def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:

@@ -383,12 +383,10 @@ class Engine:
     def _choose(self, row: Row, logits: Tensor, likeliest: int) -> int:
         """The token that follows, by logits [V]."""
         request, new = row.request, row.text.tokens
-        if request.sampling.plain and row.grammar is None and request.rules is None:
+        if request.sampling.plain and row.grammar is None:
             return likeliest
         given = len(row.tokens) - len(new) - request.drawn
         scores = penalised(logits, request.sampling, row.tokens[:given], row.tokens[given:])
-        if request.rules is not None:
-            scores = request.rules.apply(scores, new, request.limits)
         if row.grammar is not None:
             scores = row.grammar.mask(scores)
         p = probabilities(scores, request.sampling)

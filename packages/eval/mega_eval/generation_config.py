@@ -67,8 +67,11 @@ def sampling_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: raw[name] for name, off in _ALWAYS.items() if _set(raw, name, off)}
     if raw.get("min_new_tokens") is not None:  # which replaces the other
         found.pop("min_length", None)
-    if found.keys() & {"min_length", "min_new_tokens", "bad_words_ids"}:
-        found["min_length_ends"] = token_list(raw.get("eos_token_id"))
+    ends = token_list(raw.get("eos_token_id"))
+    if found.keys() & {"min_length", "min_new_tokens"}:
+        found["min_length_ends"] = ends
+    if isinstance(words := found.get("bad_words_ids"), list):  # an end token alone is no bad word
+        found["bad_words_ids"] = [word for word in words if word not in [[end] for end in ends]]
     if raw.get("do_sample"):
         drawn = {**_DRAWN_DEFAULTS, **{name: raw[name] for name in _DRAWN if raw.get(name) is not None}}
         found |= {name: value for name, value in drawn.items() if value}

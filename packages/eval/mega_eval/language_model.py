@@ -121,12 +121,15 @@ class LanguageModel:
         return cls(path, model, words, end_tokens(path, words), own_sampling(path), guesses, selection)
 
     def sampling(self, **settings: Any) -> Sampling:
-        """The settings of `Sampling` as given here, and of the folder where they are not.
+        """Return the settings of `Sampling` as given here, and of the folder where they are not.
+
+        Minimum lengths hold for every token that ends a text.
 
         Raises:
             ConfigError: when one is unknown or cannot be.
         """
-        return Sampling.parse({**self.settings, **settings}, source="sampling")
+        own = {**self.settings, "min_length_ends": sorted(self.ends)}
+        return Sampling.parse({**own, **settings}, source="sampling")
 
     def generate(
         self,

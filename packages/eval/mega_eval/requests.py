@@ -9,7 +9,6 @@ from torch import Tensor
 
 from mega_eval.sampling import Sampling
 from mega_eval.text import Finish, Limits
-from mega_eval.token_rules import TokenRules
 from mega_trainer.model.vision.images import Images
 
 
@@ -28,7 +27,6 @@ class Request:
         adapter: name of the one that the model has for this text; None: none.
         images: what stands at the prompt's placeholders, where it has any: `Images` of one row, whose features are known.
         drawn: so many of the prompt's last tokens have been generated before: draws and penalties go on behind them.
-        rules: biases and bans of single tokens; None: none.
     """
 
     prompt: Sequence[int]
@@ -41,7 +39,6 @@ class Request:
     drawn: int = 0
     images: Images | None = None
     adapter: str | None = None
-    rules: TokenRules | None = None
 
 
 @dataclass(frozen=True)

@@ -67,5 +67,5 @@ class Row:
         request, new = self.request, len(self.text.tokens)
         return replace(
             request, prompt=self.tokens, limits=Limits(min(count, self.text.room - 1)), drawn=request.drawn + new,
-            logprobs=None, prompt_logprobs=False, grammar=None, adapter=None, rules=None,
+            logprobs=None, prompt_logprobs=False, grammar=None, adapter=None,
         )  # fmt: skip

@@ -54,8 +54,10 @@ class Sampling(Config):
     no_repeat_ngram_size: NonNegativeInt = Field(
         0, description="no sequence of so many tokens appears twice, the prompt's counted"
     )
+    logit_bias: dict[NonNegativeInt, float] = Field({}, description="added to the scores of tokens, by token id")
+    allowed_token_ids: list[NonNegativeInt] | None = Field(None, description="the only tokens that may be chosen")
     bad_words_ids: list[Annotated[list[NonNegativeInt], Field(min_length=1)]] = Field(
-        [], description="sequences of tokens that never appear"
+        [], description="sequences of tokens that never appear, not even when the prompt has the first of them"
     )
     suppress_tokens: list[int] = Field([], description="tokens that are never chosen")
     begin_suppress_tokens: list[int] = Field([], description="tokens that are not chosen first")
@@ -75,18 +77,20 @@ class Sampling(Config):
     @property
     def penalises(self) -> bool:
         """Whether scores depend on the tokens before."""
-        return self.restricts or bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return self.restricts or bool(penalties or self.logit_bias)
 
     @property
     def restricts(self) -> bool:
         """Whether some tokens may not be chosen at some positions."""
         shorter = self.min_length_ends and (self.min_length or self.min_new_tokens)
         lists = self.bad_words_ids or self.suppress_tokens or self.begin_suppress_tokens
-        return bool(self.no_repeat_ngram_size or lists or shorter or self.forced_bos_token_id is not None)
+        single = self.forced_bos_token_id is not None or self.allowed_token_ids is not None
+        return bool(self.no_repeat_ngram_size or lists or shorter or single)
 
 
 def penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
-    """Return the scores [V] after the penalties, in fp64: no penalty within its bounds makes them infinite.
+    """Return the scores [V] after penalties, biases and restrictions, in fp64: no penalty within its bounds makes them infinite.
 
     That on repetition counts the prompt, too, as in transformers (arXiv:1909.05858); the others do not, as in OpenAI's API.
     """
@@ -101,17 +105,25 @@ def penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generat
             torch.tensor(column, device=device) for column in zip(*Counter(generated).items(), strict=True)
         )
         scores[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(scores.dtype)
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += bias
     return restricted(scores, sampling, prompt, generated) if sampling.restricts else scores
 
 
 def restricted(scores: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
     """Lower the scores [V] of tokens that may not be chosen to the least number, as transformers lowers them to -inf.
 
-    A finite number leaves a token to choose where a grammar permits none of the others.
+    A finite number leaves a token to choose where a grammar permits none of the others, or `allowed_token_ids`, outside of
+    which scores are -inf.
     """
+    if sampling.allowed_token_ids is not None:
+        allowed = torch.tensor(sorted(set(sampling.allowed_token_ids)), device=scores.device)
+        scores = torch.full_like(scores, float("-inf")).index_copy(0, allowed, scores[allowed])
     forced, lowest = sampling.forced_bos_token_id, torch.finfo(scores.dtype).min
-    if forced is not None and forced < len(scores) and len(prompt) + len(generated) == 1:
-        scores = torch.full_like(scores, lowest).index_fill(0, torch.tensor([forced], device=scores.device), 0.0)
+    begins = forced is not None and forced < len(scores) and len(prompt) + len(generated) == 1
+    if begins and bool(scores[forced].isfinite()):
+        others = torch.arange(len(scores), device=scores.device) != forced
+        scores = scores.where(~others | scores.isinf(), lowest)
     banned = {token for token in _banned(sampling, prompt, generated) if 0 <= token < len(scores)}
     if not banned:
         return scores
@@ -127,8 +139,7 @@ def _banned(sampling: Sampling, prompt: Sequence[int], generated: Sequence[int])
             if tokens[start : start + size - 1] == last:
                 yield tokens[start + size - 1]
     for *before, token in sampling.bad_words_ids:
-        alone = not before and token in sampling.min_length_ends
-        if not alone and len(before) < len(tokens) and tokens[len(tokens) - len(before) :] == before:
+        if len(before) < len(tokens) and tokens[len(tokens) - len(before) :] == before:
             yield token
     if len(tokens) < sampling.min_length or len(generated) < sampling.min_new_tokens:
         yield from sampling.min_length_ends

@@ -80,6 +80,51 @@ def test_time_is_bounded(tokenizer: Path) -> None:
         assert json.loads(event.removeprefix("data: "))["error"]["code"] == "timeout"
 
 
+@pytest.mark.parametrize("work", ["step", "add", "cancel"])
+def test_an_engine_that_hangs_shows_in_health_until_it_goes_on(
+    tokenizer: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    engine, hang = Scripted(), threading.Event()
+    engine.go.set()
+    service = service_of(engine, tokenizer, seconds=0.2)
+    with serving(service) as (url, _):
+        assert post(url).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+        does = getattr(engine, work)
+
+        def hanging(*arguments: Any, **options: Any) -> Any:
+            hang.wait(60)
+            return does(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, work, hanging)
+            if work == "cancel":
+                engine.go.clear()  # the time limit cancels it
+            late = pool.submit(post, url)
+            until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            assert "the engine hangs" in error_of(httpx.get(f"{url}/health"))["message"]
+            assert late.result().status_code == 504
+        engine.go.set()
+        hang.set()
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        assert post(url).status_code == 200
+
+
+def test_the_end_does_not_wait_for_a_step_that_hangs(
+    tokenizer: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, hang = Scripted(), threading.Event()
+    monkeypatch.setattr(engine, "step", lambda *, isolate: hang.wait(60) and [])
+    service = service_of(engine, tokenizer, seconds=0.1)
+    close = service.driver.close
+    monkeypatch.setattr(service.driver, "close", lambda: close(0.1))
+    with serving(service, drain=0.1) as (url, server):
+        late = pool.submit(post, url)
+        assert late.result().status_code == 504
+    assert not server.engine_ended
+    hang.set()
+
+
 def test_a_failed_step_ends_what_runs_and_the_engine_starts_again(tokenizer: Path, pool: ThreadPoolExecutor) -> None:
     engine = Scripted(error=RuntimeError("out of memory"))
     with serving(service_of(engine, tokenizer)) as (url, _):

@@ -24,7 +24,7 @@ from mega_eval.adapters import Beside
 from mega_eval.embed import embed
 from mega_eval.engine import Engine
 from mega_eval.load import load_model
-from mega_eval.server.embeddings import Embedder
+from mega_eval.server.embeddings import open_embedder
 from mega_eval.server.service import Service
 
 ORIGIN = "https://chat.example"
@@ -49,7 +49,9 @@ def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Service:
     beside = Beside.open(folder, adapters)
     model, selection = load_model(folder, beside=beside), beside.choice.selection
     engine = Engine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8, adapters=selection)
-    return service_of(engine, folder, adapters=adapters, embedder=Embedder(model, selection))
+    return service_of(
+        engine, folder, adapters=adapters, embedder=open_embedder(str(folder), model, Tokenizer(folder), selection)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -238,10 +238,14 @@ def test_tokens_are_allowed_biased_and_banned(client: httpx.Client, service: Ser
     assert pair not in [with_pairs[at : at + len(pair)] for at in range(12)]
 
 
-def test_rules_that_leave_no_token_end_the_request_alone(client: httpx.Client, service: Service) -> None:
+def test_a_minimum_of_tokens_requires_an_allowed_token_that_does_not_end_the_text(
+    client: httpx.Client, service: Service
+) -> None:
     end = next(iter(service.ends))
     body = {**CHAT, "allowed_token_ids": [end], "min_tokens": 3}
-    assert "no token can be chosen" in refusal(client, "/v1/chat/completions", body)["message"]
+    assert "min_tokens requires an allowed token" in refusal(client, "/v1/chat/completions", body)["message"]
+    body = {**CHAT, "allowed_token_ids": [70], "stop_token_ids": [70], "min_tokens": 3}
+    assert "min_tokens requires an allowed token" in refusal(client, "/v1/chat/completions", body)["message"]
     assert chat(client)
 
 

@@ -73,7 +73,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        """Make vectors of texts: the mean of the last hidden states, of length 1."""
+        """Make vectors of texts, as the sentence-transformers folder declares, else the mean of the last hidden states."""
         service.check_model(body.model)
         return JSONResponse(await _unless_gone(request, service.embeddings(body)))
 
@@ -174,6 +174,8 @@ def _add_facts(app: FastAPI, service: Service, gate: Gate) -> None:
         """Whether requests are answered."""
         if service.driver.failure is not None:
             raise Refusal(503, "the engine has failed")
+        if (seconds := service.driver.busy_seconds()) > service.seconds:
+            raise Refusal(503, f"the engine hangs: its step has not ended for {seconds:.0f} seconds")
         if gate.draining:
             raise Refusal(503, "the server is shutting down")
         return {"status": "ok"}

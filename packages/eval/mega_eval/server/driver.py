@@ -11,10 +11,12 @@ again with an empty cache, unless it has failed `MOST_FAILURES` times in a row.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
+import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -24,6 +26,8 @@ from mega_eval.engine import Engine, Event, Request
 from mega_eval.server.errors import Refusal
 
 MOST_FAILURES = 3  # steps in a row; after these the engine stays down
+
+LAST_STEP = 30.0  # seconds for the last step when the server ends
 
 T = TypeVar("T")
 Said = tuple[int, Event]  # number of the request in its group, and what the engine says about it
@@ -90,6 +94,7 @@ class Driver:
         self.open = 0
         self.failure: Exception | None = None
         self._groups: dict[int, tuple[Group, int]] = {}
+        self._busy_since: float | None = None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -97,11 +102,20 @@ class Driver:
         """Begin to work."""
         self._thread.start()
 
-    def close(self) -> None:
-        """End after the step that runs; what is open gets no more."""
+    def close(self, seconds: float = LAST_STEP) -> bool:
+        """End after the step that runs; what is open gets no more. False if that step has not ended after `seconds`."""
         self._commands.put(None)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(seconds)
+        if self._thread.is_alive():
+            logger.error("the engine's step has not ended for %.0f seconds and is given up", self.busy_seconds())
+            return False
+        return True
+
+    def busy_seconds(self) -> float:
+        """Return how long the present step or command of the engine has taken; 0 while there is none."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def check(self, count: int) -> None:
         """Refuse `count` more requests.
@@ -163,7 +177,9 @@ class Driver:
         while self.failure is None:
             try:
                 while self._obey():
-                    self._tell(self.engine.step(isolate=True))
+                    with self._busy():
+                        events = self.engine.step(isolate=True)
+                    self._tell(events)
                     failures = 0
                 return
             except Exception as error:  # noqa: BLE001 - every request that waits needs an answer
@@ -195,7 +211,16 @@ class Driver:
                 return True
             if command is None:
                 return False
-            command()
+            with self._busy():
+                command()
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        self._busy_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_since = None
 
     def _add(self, group: Group, requests: Sequence[Request]) -> None:
         if group.accepted.done():  # cancelled before its turn

@@ -1,6 +1,6 @@
 """/v1/embeddings: vectors of texts, computed by the engine's thread between two of its steps.
 
-Legend: N texts, D model width.
+Legend: N texts, P width of a vector.
 """
 
 from __future__ import annotations
@@ -8,13 +8,17 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pydantic import Field
 
-from mega_eval.embed import embed
+from mega_data.tokenizer import Tokenizer
+from mega_eval.embed import TextEmbedder, check_pooling
+from mega_eval.sentence_folder import SentenceFolder, log_settings, read_sentence_folder
 from mega_eval.server.schemas import Body
 from mega_eval.server.validation import Many, TokenId, expecting
 from mega_trainer.model.decoder import Decoder
@@ -35,7 +39,7 @@ class EmbeddingRequest(Body):
 
     input: InputField
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: Annotated[int | None, Field(ge=1, description="must be the model's width")] = None
+    dimensions: Annotated[int | None, Field(ge=1, description="must be the width of the model's vectors")] = None
 
     def texts(self) -> list[str | list[int]]:
         """Return each input, as text or tokens."""
@@ -46,25 +50,54 @@ class EmbeddingRequest(Body):
 
 @dataclass(frozen=True)
 class Embedder:
-    """Model that makes vectors of length 1 of texts: the mean of the last hidden states of their tokens.
+    """Model of one rank that makes vectors of texts, as `mega embed` does.
 
     Attributes:
-        model: in eval mode, on one rank.
+        texts: model, tokenizer and settings.
         adapters: of the model; texts are embedded without any.
+        declared: whether the settings are those of a sentence-transformers folder.
+        width: numbers of a vector.
     """
 
-    model: Decoder
+    texts: TextEmbedder
     adapters: Selection
+    declared: bool
+    width: int
 
     @property
-    def width(self) -> int:
-        """Numbers of a vector."""
-        return self.model.config.hidden_size
+    def prompt(self) -> str:
+        """Default prompt of the folder, which is put in front of every text."""
+        return self.texts.settings.prompt(None)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, which are cut only where a sentence-transformers folder declares it."""
+        if self.declared:
+            return self.texts.encode([text], self.prompt)[0]
+        return self.texts.encode_uncut(text)
 
     def __call__(self, texts: Sequence[Sequence[int]]) -> Vectors:
-        """Return the vectors, fp32 [N, D]; in the engine's thread, as no two passes may run at the same time."""
-        self.adapters.begin([], self.model.device)
-        return embed(self.model, texts, normalize=True, batch_tokens=BATCH_TOKENS, advance=lambda _: None)
+        """Return the vectors, fp32 [N, P]; in the engine's thread, as no two passes may run at the same time."""
+        self.adapters.begin([], self.texts.model.device)
+        return self.texts.embed_tokens(texts, prompt=self.prompt, batch_tokens=BATCH_TOKENS, advance=lambda _: None)
+
+
+def open_embedder(folder: str, model: Decoder, tokenizer: Tokenizer, adapters: Selection) -> Embedder:
+    """Return the embedder of a served model: as its sentence-transformers folder declares, else the mean of length 1.
+
+    Raises:
+        CheckpointError: when a declared module or setting is not supported.
+        ConfigError: when the declared default prompt is missing, or for `cls` pooling, which requires an encoder.
+    """
+    found = read_sentence_folder(Path(folder))
+    settings = found or SentenceFolder(Path(folder), normalized=True)
+    settings.prompt(None)
+    check_pooling(model, settings.modes)
+    if found is not None:
+        log_settings(settings)
+    pooled = torch.zeros(1, model.config.hidden_size * len(settings.modes))
+    for layer in settings.layers:
+        pooled = layer(pooled)
+    return Embedder(TextEmbedder(model, tokenizer, settings), adapters, found is not None, pooled.shape[1])
 
 
 def batches_of(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

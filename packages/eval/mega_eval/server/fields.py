@@ -106,7 +106,6 @@ REFUSED: Mapping[str, RefusedField] = {
     "xtc_threshold": RefusedField((0.1,), _SAMPLER),
     "dry_multiplier": RefusedField((0, 0.0), "use 'frequency_penalty' or 'repetition_penalty'"),
     "dry_base": RefusedField((1.75,), "use 'frequency_penalty' or 'repetition_penalty'"),
-    "no_repeat_ngram_size": RefusedField((0,), "use 'frequency_penalty' or 'repetition_penalty'"),
     "samplers": RefusedField(fix=_SAMPLER),
     "do_sample": RefusedField(fix="use 'temperature', which is 0 for greedy decoding"),
     "watermark": RefusedField((False,)),

@@ -95,14 +95,15 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._drain = service, drain
         self._deadline = 0.0
+        self.engine_ended = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on these until the end; the engine runs meanwhile."""
+        """Serve on these until the end; the engine runs meanwhile. `engine_ended` says afterwards whether it ended, too."""
         self._service.driver.start()
         try:
             super().run(sockets)
         finally:
-            self._service.driver.close()
+            self.engine_ended = self._service.driver.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""

@@ -71,6 +71,7 @@ class Generation(Body, Constrained):
     ] = None
     allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
     bad_words: Annotated[Many[StopText] | None, Field(max_length=128)] = None
+    no_repeat_ngram_size: Annotated[int | None, Field(ge=0, lt=2**31, description="0: no restriction")] = None
     min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     stop: StopField | None = None
     stop_token_ids: Annotated[TokenIds | None, Field(max_length=128)] = None
@@ -118,6 +119,8 @@ class Generation(Body, Constrained):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if given.get("top_k", 1) < 1:
             given["top_k"] = None
+        if "logit_bias" in given:
+            given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
         return Sampling(**{"temperature": 1.0, "seed": secrets.randbits(63), **own, **given})
 
     def stop_strings(self) -> tuple[str, ...]:

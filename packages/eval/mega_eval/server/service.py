@@ -16,6 +16,7 @@ from mega_data.chat.records import Conversation
 from mega_data.chat.template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
 from mega_eval.engine import Request
+from mega_eval.sampling import Sampling
 from mega_eval.server.answers import Answer, Chat, Completions, Echo, Format, Part, Usage, event, parts
 from mega_eval.server.driver import Driver, Group
 from mega_eval.server.embeddings import Embedder, EmbeddingRequest, batches_of, embedding_body
@@ -29,7 +30,8 @@ from mega_eval.server.tools import FOREIGN, describe_tools
 from mega_eval.server.vocabulary import Vocabulary
 from mega_eval.server.workers import Workers
 from mega_eval.text import Limits
-from mega_eval.token_rules import TokenRules
+
+NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an adapter"
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Service:
         seconds: for one answer.
         metrics: where tokens are counted.
         adapters: of the model, where each came from by its name, by which clients call the model with it.
-        embedder: makes vectors of texts; None: not of this model.
+        embedder: makes vectors of texts; a text says why there is none, None: for this kind of model.
     """
 
     name: str
@@ -64,7 +66,7 @@ class Service:
     seconds: float
     metrics: Metrics
     adapters: Mapping[str, str] = field(default_factory=dict)
-    embedder: Embedder | None = None
+    embedder: Embedder | str | None = None
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
@@ -87,10 +89,7 @@ class Service:
             ids: list[int] = self.tokenizer.backend.encode_batch([text], add_special_tokens=special)[0].ids
             return ids
 
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise Refusal(400, "a text has half a character (a lone surrogate)") from None
+        _check_unicode(text)
         return await to_thread.run_sync(run, limiter=self._encoders)
 
     async def decode(self, tokens: Sequence[int]) -> str:
@@ -155,23 +154,45 @@ class Service:
 
     async def embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
         """Return the vectors of texts."""
-        embedder, texts = self.embedder, []
-        if embedder is None or body.model in self.adapters:
-            raise Refusal(400, "embeddings are supported for a decoder on one rank, without an adapter", param="model")
+        embedder = self.embedder
+        if not isinstance(embedder, Embedder) or body.model in self.adapters:
+            message = embedder if isinstance(embedder, str) else NO_EMBEDDINGS
+            raise Refusal(400, message, param="model")
         if body.dimensions not in (None, embedder.width):
-            message = f"dimensions must be {embedder.width}, the model's width; found {body.dimensions}"
+            message = f"dimensions must be {embedder.width}, the width of the model's vectors; found {body.dimensions}"
             raise Refusal(400, message, param="dimensions")
-        for text in body.texts():
-            tokens = text if isinstance(text, list) else await self.encode(text, special=True)
-            self._check_tokens(tokens, "input")
-            self._new_tokens(tokens, 0)
-            texts.append(tokens)
-        if not all(texts):
-            raise Refusal(400, "input must not have an empty text", param="input")
+        texts = [await self._text_to_embed(embedder, text) for text in body.texts()]
         vectors = [await self.driver.call(partial(embedder, batch)) for batch in batches_of(texts)]
         tokens_read = sum(map(len, texts))
         self.metrics.tokens(tokens_read, 0)
         return embedding_body(np.concatenate(vectors), body.model or self.name, tokens_read, body.encoding_format)
+
+    async def _text_to_embed(self, embedder: Embedder, text: str | list[int]) -> list[int]:
+        """Return the tokens of a text to embed."""
+        if not text:
+            raise Refusal(400, "input must not have an empty text", param="input")
+        if isinstance(text, list) and embedder.prompt:
+            message = (
+                f"input must be text, since the model puts its prompt {embedder.prompt!r} in front; found token ids"
+            )
+            raise Refusal(400, message, param="input")
+        if isinstance(text, str):
+            _check_unicode(text)
+            text = await to_thread.run_sync(embedder.encode, text, limiter=self._encoders)
+        self._check_tokens(text, "input")
+        most = min(self.max_length, embedder.texts.model.config.max_position)
+        if embedder.declared:
+            most = min(most, embedder.texts.max_length)
+        if len(text) > most:
+            raise Refusal(
+                400,
+                f"This model's maximum context length is {most} tokens; a text of input has {len(text)}.",
+                param="input",
+                code="context_length_exceeded",
+            )
+        if not text:
+            raise Refusal(400, "input must not have an empty text: one has no tokens", param="input")
+        return text
 
     def tokenizer_info(self) -> dict[str, str | None]:
         """Return the special tokens and the chat template, by the names of tokenizer_config.json."""
@@ -221,8 +242,8 @@ class Service:
         echoes: Sequence[Echo | None],
     ) -> Running:
         """Hand `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
-        choices, sampling, alternatives = body.n or 1, body.sampling(self.own), body.alternatives()
-        asked, rules = self._limits(body), await self._rules(body)
+        choices, alternatives, asked = body.n or 1, body.alternatives(), self._limits(body)
+        sampling = await self._sampling(body, asked)
         if (grammar := body.constraint()) is not None:
             await self._workers.prepare(grammar, asked.ends)
         requests = [
@@ -235,7 +256,6 @@ class Service:
                 prompt_logprobs=echo is not None and alternatives is not None,
                 grammar=body.constraint(),
                 adapter=body.model if body.model in self.adapters else None,
-                rules=rules,
             )
             for prompt, echo in zip(prompts, echoes, strict=True)
             for choice in range(choices)
@@ -274,16 +294,20 @@ class Service:
             skip_special_tokens=body.skip_special_tokens is not False,
         )
 
-    async def _rules(self, body: Generation) -> TokenRules | None:
-        """Return the request's rules about single tokens, if it has any."""
-        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-        self._check_tokens(bias, "logit_bias")
+    async def _sampling(self, body: Generation, limits: Limits) -> Sampling:
+        """Return how tokens are drawn: a field of the request replaces the same setting of the model's own files."""
+        self._check_tokens([int(token) for token in body.logit_bias or ()], "logit_bias")
         self._check_tokens(body.allowed_token_ids or (), "allowed_token_ids")
-        words = [tokens for word in body.bad_words or () for tokens in await self._spellings(word)]
-        allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
-        if not bias and not words and allowed is None and not body.min_tokens:
-            return None
-        return TokenRules(bias, allowed, words)
+        ends = {*limits.ends, *limits.stop_tokens}
+        if body.min_tokens and body.allowed_token_ids and ends.issuperset(body.allowed_token_ids):
+            message = "min_tokens requires an allowed token that does not end the text; allowed_token_ids has none"
+            raise Refusal(400, message, param="allowed_token_ids")
+        own: dict[str, Any] = {**self.own, "min_length_ends": sorted(ends)}
+        if body.min_tokens is not None:
+            own |= {"min_new_tokens": body.min_tokens, "min_length": 0}
+        if body.bad_words is not None:
+            own["bad_words_ids"] = [tokens for word in body.bad_words for tokens in await self._spellings(word)]
+        return body.sampling(own)
 
     async def _spellings(self, word: str) -> list[list[int]]:
         """Return the token sequences of a word at the start of a text and behind a space, as vLLM bans them."""
@@ -308,6 +332,13 @@ class Service:
                 code="context_length_exceeded",
             )
         return room if asked is None else asked
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refusal(400, "a text has half a character (a lone surrogate)") from None
 
 
 @dataclass
