@@ -155,7 +155,10 @@ def _saved(key: str, one: Any, entries: Entries) -> Saved:
         offset, shape = _sizes(chunk.offsets), _sizes(chunk.sizes)
         entry = entries[key, offset]
         if math.prod(shape) * dtype.itemsize > entry.end - entry.begin:
-            raise ValueError(f"{key}: a chunk of shape {list(shape)} in {entry.end - entry.begin:,} bytes")
+            raise CheckpointError(
+                f"{entry.path}: at byte {entry.begin} is not the tensor that {METADATA} says: {key} {list(shape)} does not "
+                f"fit {entry.end - entry.begin:,} bytes"
+            )
         chunks.append(Stored(offset, shape, _Chunk(entry, dtype, shape).read))
     return Saved(dtype, _sizes(one.size), chunks)
 
@@ -173,10 +176,8 @@ def _entry(folder: Path, info: Any, sizes: Mapping[str, int]) -> Entry:
         raise CheckpointError(f"{folder / METADATA}: {name} is compressed", hint="save it again without compression")
     (begin, length) = _sizes((begin, length))
     if begin + length > (size := sizes.get(name, 0)):  # of a file that is not there too
-        state = f"{size:,} bytes long" if name in sizes else "missing"
-        raise CheckpointError(
-            f"{folder / name}: {state}, but {begin + length:,} bytes are expected", hint="copy the file again"
-        )
+        state = f"{size:,} bytes long, but {begin + length:,} are expected" if name in sizes else "no such file"
+        raise CheckpointError(f"{folder / name}: cannot be read ({state})", hint="copy the file again")
     return Entry(folder / name, begin, begin + length)
 
 
