@@ -24,7 +24,7 @@ def test_a_checked_configuration_is_printed_whole(tmp_path: Path, capsys: pytest
     status, out, _ = call(capsys, str(path), "--check", "--no-data", "--set", "batch.global=16")
     resolved = yaml.safe_load(out)
     assert status == 0
-    assert resolved["batch"] == {"micro": 1, "global": 16}
+    assert resolved["batch"] == {"micro": 1, "global": 16, "stages": []}
     assert resolved["model"]["num_layers"] == 2
 
 

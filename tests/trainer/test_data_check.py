@@ -52,7 +52,7 @@ def check(
     [
         ({"train": "nowhere"}, 300, "nowhere.idx: no such file"),
         ({"train": "with", "valid": "gone"}, 300, None),  # which is not asked for
-        ({"train": "with", "tokenizer": "gone"}, 300, "gone: no such tokenizer"),
+        ({"train": "with", "tokenizer": "gone"}, 300, "data.tokenizer = 'gone'"),
         ({"train": "with"}, 200, "the tokenizer has"),
         ({"train": "foreign"}, 300, "foreign: has the token 999, and model.vocab_size is 300"),
         ({"train": "foreign"}, 1000, None),

@@ -172,6 +172,11 @@ class Manifest(Config):
                 f"{folder}: not a mega checkpoint, there is no {MANIFEST} in it",
                 hint="a checkpoint is a folder such as checkpoints/step-00000100",
             ) from None
+        except NotADirectoryError:
+            raise NoCheckpointError(
+                f"{folder}: is a file, and a mega checkpoint is a folder",
+                hint="a checkpoint is a folder such as checkpoints/step-00000100",
+            ) from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 

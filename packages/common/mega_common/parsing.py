@@ -7,6 +7,7 @@ integers of thousands of digits, a device in place of a file. All of these are r
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -153,6 +154,27 @@ def check_yaml(path: Path) -> None:
         raise ConfigError(f"{path}: {error.message}") from None
 
 
+def read_start(path: Path, length: int = -1) -> bytes:
+    """Return the first `length` bytes of a file, by default all; a FIFO that nobody writes to is empty.
+
+    Raises:
+        OSError: when it is missing or no file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait until someone opens it for writing
+    with open(descriptor, "rb") as file:
+        os.set_blocking(descriptor, True)
+        return file.read(length)
+
+
+def explain_read_error(error: Exception) -> str:
+    """Return the reason why a file cannot be read, without its name and the number of the error."""
+    if isinstance(error, IsADirectoryError):
+        return "it is a folder, and a file is required"
+    if isinstance(error, NotADirectoryError):
+        return "a folder is required, and a part of the path is a file"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def read_settings(path: Path, largest: int = LARGEST_SETTINGS) -> str:
     """Return the text of a file of settings, at most `largest` bytes of UTF-8.
 
@@ -160,11 +182,10 @@ def read_settings(path: Path, largest: int = LARGEST_SETTINGS) -> str:
         ConfigError: when it is missing, larger or no text.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(largest + 1)  # a pipe or a device has no size
+        content = read_start(path, largest + 1)
         text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from None
+        raise ConfigError(f"{path}: cannot be read ({explain_read_error(error)})") from None
     if len(content) > largest:
         raise ConfigError(f"{path}: larger than {largest:,} bytes, the limit for a file of settings")
     return text

@@ -16,7 +16,7 @@ from scipy import stats
 
 from mega_common.errors import DataError
 from mega_common.log import logger
-from mega_common.parsing import parse_json
+from mega_common.parsing import explain_read_error, parse_json, read_start
 
 Key = tuple[str, str, str]  # task, metric, filter
 
@@ -115,10 +115,11 @@ class _Sample:
 def _read(path: Path) -> dict[Key, dict[int, _Sample]]:
     """Scores by task, metric and filter, and by number of the sample."""
     try:
-        raw = parse_json(path.read_text(encoding="utf-8"))
+        raw = parse_json(read_start(path))
         tasks = raw.get("samples") if isinstance(raw, dict) else None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
+        hint = "mega compare takes two result files of mega eval --tasks with --log-samples --output"
+        raise DataError(f"{path}: cannot be read ({explain_read_error(error)})", hint=hint) from None
     if not tasks:
         raise DataError(f"{path}: there are no samples in it", hint="mega eval --tasks with --log-samples keeps them")
     found: dict[Key, dict[int, _Sample]] = {}

@@ -13,7 +13,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.lora import LoraConfig, meant
 from mega_common.model_config import ModelConfig
 from mega_common.remote import Remote, place
-from mega_data.config import DataConfig, Source
+from mega_data.config import Source
 from mega_data.files.fetch import as_given
 from mega_data.files.indexed import bin_path, data_prefix, idx_path
 from mega_data.order.parts import matching
@@ -32,7 +32,7 @@ def input_problems(config: RunConfig, *, data: bool) -> list[Problem]:
         data: check the data sets and the tokenizer too.
     """
     found = [*_path_problems(config), *pattern_problems(config), *_machine_problems(config)]
-    return [*found, *(_data_problems(config.data) if data else ())]
+    return [*found, *(_data_problems(config) if data else ())]
 
 
 def pattern_problems(config: RunConfig) -> list[Problem]:
@@ -98,10 +98,11 @@ def _machine_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem("machine", error.message.removeprefix("--machine "), None, error.hint or "")
 
 
-def _data_problems(data: DataConfig) -> Iterator[Problem]:
+def _data_problems(config: RunConfig) -> Iterator[Problem]:
+    data = config.data
     yield from _existence_problem("data.tokenizer", data.tokenizer)
     yield from _folder_problem("data.image_folder", data.image_folder)
-    for name in ("train", "valid", "test"):
+    for name in (name for name, count in config.samples.items() if name == "train" or count):
         for number, source in enumerate(getattr(data, name) or []):
             yield from _source_problems(f"data.{name}.{number}", source)
 
@@ -117,7 +118,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
     for prefix in map(data_prefix, prefixes):
         missing = [path.name for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
         if missing:
-            rule = f"has no {' and no '.join(missing)}"
+            rule = "; ".join(f"{name}: no such file" for name in missing)
             yield Problem(f"{key}.path", rule, str(source.path), "mega data preprocess makes a data set")
     yield from _folder_problem(f"{key}.neighbors", source.neighbors)
 

@@ -71,6 +71,7 @@ def test_folded_time_is_that_of_all_micro_batches(
     monkeypatch.setattr("mega_trainer.plan.pipeline_fill.MOST_SIMULATED", 0)
     count = pp * 20
     timeline = simulate(make_schedule(name, pp=pp, microbatches=count, virtual_stages=stages))
-    shape = {"pp": pp, "microbatches": count, "virtual_stages": stages}
-    assert estimate_makespan(name, **shape) == pytest.approx(timeline.makespan)
-    assert estimate_bubble(name, **shape) == pytest.approx(timeline.mean_bubble)
+    makespan = estimate_makespan(name, pp=pp, microbatches=count, virtual_stages=stages)
+    assert makespan == pytest.approx(timeline.makespan)
+    bubble = estimate_bubble(name, pp=pp, microbatches=count, virtual_stages=stages)
+    assert bubble == pytest.approx(timeline.mean_bubble)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,9 @@ except ImportError:
     raise MissingPackageError("images need the package pillow", hint="pip install 'mega-data[images]'") from None
 
 Pixels = npt.NDArray[np.float32]
+
+# Pillow's errors for damaged images, and for those of more pixels than its limit against decompression bombs
+UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, OverflowError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ def picture_of(content: bytes, vision: VisionConfig) -> Picture:
         with Image.open(io.BytesIO(content)) as image:
             whole = image.convert("RGB")
             squares = [_resized(whole, vision), *_tiles(whole, vision)]
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except UNREADABLE as error:
         raise DataError(f"no image that can be read ({error})") from None
     scaled = np.stack([np.asarray(one, np.float32) for one in squares]) / np.float32(255)
     normal = (scaled - np.array(vision.mean, np.float32)) / np.array(vision.std, np.float32)
@@ -61,7 +65,7 @@ def placeholders_of(content: bytes, vision: VisionConfig) -> int:
     try:
         with Image.open(io.BytesIO(content)) as image:
             return len(features_of(vision, image.height, image.width))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except UNREADABLE as error:
         raise DataError(f"no image that can be read ({error})") from None
 
 
