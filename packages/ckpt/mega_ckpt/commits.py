@@ -6,12 +6,13 @@ Between any two operations a reader finds every checkpoint complete or not at al
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -204,6 +205,25 @@ class ByManifest:
         for place in others:
             place.remove()
         return others
+
+
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Turn an OSError that names a file into a CheckpointError of one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if not error.filename:
+            raise
+        message, hint = describe_disk_error(error)
+        raise CheckpointError(message, hint=hint) from error
+
+
+def describe_disk_error(error: OSError) -> tuple[str, str | None]:
+    """Return the sentence and the hint for an OSError that names a file."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "free space there, or keep fewer (checkpoint.keep)" if full else None
+    return f"{error.filename}: {error.strerror}", hint
 
 
 def commits_of(root: Place) -> Commits:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from mega_ckpt.manifest import MANIFEST, Checksum, FileEntry
 from mega_common.config import Config
 from mega_common.errors import CheckpointError, MegaError
-from mega_common.files import install_folder
+from mega_common.files import install_folder, naming
 from mega_common.remote import Place, Remote, RemoteError
 
 JOURNAL, CONTENT, NOTES = "journal.jsonl", "content", "finished"
@@ -129,8 +129,9 @@ class LocalJournal:
         self._sync()
 
     def _sync(self) -> None:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        with naming(Path(self._stream.name)):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
 
     def _is_sound(self, name: str, header: bytes) -> bool:
         path, expected = self._folder / name, self.finished[name].file

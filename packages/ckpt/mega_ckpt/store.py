@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import os
 import time
 import warnings
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mega_ckpt.checkpoint import Checkpoint
-from mega_ckpt.commits import commits_of
+from mega_ckpt.commits import commits_of, describe_disk_error
 from mega_ckpt.folders import committed, latest, retain, step_folder, sweep
 from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry, make_manifest
 from mega_ckpt.pieces import Sharded
@@ -273,11 +272,7 @@ def _in_words(cause: Exception) -> tuple[str, str | None]:
     if isinstance(cause, MegaError):
         return cause.message, cause.hint
     if isinstance(cause, OSError) and cause.filename:
-        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
-        return (
-            f"{cause.filename}: {cause.strerror}",
-            "free space there, or keep fewer (checkpoint.keep)" if full else None,
-        )
+        return describe_disk_error(cause)
     return f"{type(cause).__name__}: {cause}", None
 
 
