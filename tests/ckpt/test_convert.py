@@ -428,7 +428,7 @@ def test_load_weights_fills_boxes_and_casts(kind: str, llama: Path, mega: Path) 
 def test_a_checkpoint_that_is_of_another_model_than_it_says(tmp_path: Path) -> None:
     model = ModelConfig.parse(SMALL)
     for told, change in (("has no tensor", {"num_layers": 3}), ("has a tensor", {"num_layers": 1}),
-                         ("has shape", {"vocab_size": 51}), ("but only", {"num_layers": 10**12})):  # fmt: skip
+                         ("has shape", {"vocab_size": 51}), ("less than or equal to 10000", {"num_layers": 10**12})):  # fmt: skip
         held = {f"weights/{k}": Sharded(s, [Box((0,) * len(s), torch.zeros(s))]) for k, s in tensors_of(model).items()}
         folder = save(tmp_path, 1, held, model=model.model_copy(update=change), state={})
         with pytest.raises(CheckpointError, match=told):

@@ -288,10 +288,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "too many experts": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="qwen3_moe", num_experts=10**12, mlp_bias=None, moe_intermediate_size=8)),
-        "1000000000000 experts by config.json, but only .* tensors",
+        "num_experts = 1000000000000",
     ),
     "too many layers": (
-        lambda f: edit_json(f / "config.json", lambda raw: raw.update(num_hidden_layers=10**12)), "but only .* tensors",
+        lambda f: edit_json(f / "config.json", lambda raw: raw.update(num_hidden_layers=10**12)), "num_layers = 1000000000000",
     ),
     "a damaged pickle": (pickled, r"pytorch_model.bin: (damaged|not written by torch.save)"),
     "no weights": (lambda f: [path.unlink() for path in f.glob("*.safetensors*")], "neither model.safetensors nor"),

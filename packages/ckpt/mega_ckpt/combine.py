@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mega_ckpt.adapter import is_adapter_checkpoint
 from mega_ckpt.checkpoint import BUFFERS, WEIGHTS, Checkpoint
+from mega_ckpt.commits import disk_errors
 from mega_ckpt.families import same_model
 from mega_ckpt.folders import make_durable_folder
 from mega_ckpt.manifest import MANIFEST
@@ -29,6 +30,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.remote import Place, Remote, place
 
 
+@disk_errors()
 def prune(source: str | Place, destination: str | Place) -> None:
     """Write a copy of a mega checkpoint to `destination` without what only the training that wrote it needs.
 
@@ -56,6 +58,7 @@ def prune(source: str | Place, destination: str | Place) -> None:
         write_weights(held, folder, "pruning", step=checkpoint.step, provenance=provenance)
 
 
+@disk_errors()
 def average(
     sources: Sequence[str | Place], destination: str | Place, *, weights: Sequence[float] | None = None
 ) -> None:

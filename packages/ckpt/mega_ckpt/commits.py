@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from mega_ckpt.manifest import MANIFEST, Manifest
 from mega_ckpt.shards import NewFile
 from mega_common.errors import CheckpointError
 from mega_common.files import fsync_folder
+from mega_common.full_disk import full_disk
 from mega_common.remote import Place, Remote, RemoteError
 
 _COMMITTED = re.compile(r"step-(\d{8,18})")
@@ -204,6 +205,24 @@ class ByManifest:
         for place in others:
             place.remove()
         return others
+
+
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Turn an OSError that names a file into a CheckpointError of one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if not error.filename:
+            raise
+        message, hint = describe_disk_error(error)
+        raise CheckpointError(message, hint=hint) from error
+
+
+def describe_disk_error(error: OSError) -> tuple[str, str | None]:
+    """Return the sentence and the hint for an OSError that names a file."""
+    hint = "free space there, or keep fewer (checkpoint.keep)" if full_disk(error) else None
+    return f"{error.filename}: {error.strerror}", hint
 
 
 def commits_of(root: Place) -> Commits:

@@ -20,6 +20,7 @@ from torch import Tensor
 from mega_ckpt.adapter import AdaptedSource
 from mega_ckpt.card import cards
 from mega_ckpt.checkpoint import OPTIMIZER
+from mega_ckpt.commits import disk_errors
 from mega_ckpt.formats.disk import DiskSource
 from mega_ckpt.formats.hf import HfSource
 from mega_ckpt.formats.hf_write import plan_folder, write_folder
@@ -78,6 +79,7 @@ class Options:
     tokens: tuple[str, ...] = ()
 
 
+@disk_errors()
 def convert(
     source: str | Place,
     destination: str | Place,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mega_ckpt.commits import commits_of, make_durable_folder, step_folder, step_of
+from mega_ckpt.commits import commits_of, disk_errors, make_durable_folder, step_folder, step_of
 from mega_ckpt.manifest import Manifest
 from mega_common.errors import CheckpointError, NoCheckpointError
 from mega_common.remote import Place
@@ -40,6 +40,7 @@ def latest(root: Place) -> Place | None:
     return None
 
 
+@disk_errors()
 def retain(root: Place, *, keep: int | None, keep_every: int | None = None, best: int | None = None) -> list[Place]:
     """Delete old checkpoints: the newest `keep` stay, those whose step is a multiple of `keep_every`, and that of step `best`.
 
@@ -59,6 +60,7 @@ def newest_until(root: Place, step: int) -> Place | None:
     return next((path for path in reversed(committed(root)) if step_of(path) <= step), None)
 
 
+@disk_errors()
 def forget_after(root: Place, step: int) -> list[Place]:
     """Delete the checkpoints of later steps, as of a run that goes back. To be called by one rank. Returns what was deleted."""
     gone = [path for path in commits_of(root).candidates() if step_of(path) > step]
@@ -67,6 +69,7 @@ def forget_after(root: Place, step: int) -> list[Place]:
     return gone
 
 
+@disk_errors()
 def sweep(root: Place) -> Sequence[Place]:
     """Remove what killed runs left behind below `root`. To be called by one rank at start, while nothing is being saved."""
     return commits_of(root).sweep()

@@ -129,8 +129,9 @@ class LocalJournal:
         self._sync()
 
     def _sync(self) -> None:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        with naming(Path(self._stream.name)):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
 
     def _is_sound(self, name: str, header: bytes) -> bool:
         path, expected = self._folder / name, self.finished[name].file

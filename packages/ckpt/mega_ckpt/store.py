@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mega_ckpt.checkpoint import Checkpoint
-from mega_ckpt.commits import commits_of
+from mega_ckpt.commits import commits_of, describe_disk_error
 from mega_ckpt.folders import committed, latest, retain, step_folder, sweep
 from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry, make_manifest
 from mega_ckpt.pieces import Sharded
@@ -33,7 +33,6 @@ from mega_ckpt.shards import NewFile
 from mega_ckpt.staging import Staging
 from mega_ckpt.storage import folder_at
 from mega_common.errors import CheckpointError, MegaError
-from mega_common.full_disk import full_disk
 from mega_common.log import ProgressBar, logger
 from mega_common.model_config import ModelConfig
 from mega_common.remote import Place, Remote, place
@@ -273,11 +272,7 @@ def _in_words(cause: Exception) -> tuple[str, str | None]:
     if isinstance(cause, MegaError):
         return cause.message, cause.hint
     if isinstance(cause, OSError) and cause.filename:
-        full = full_disk(cause) is not None
-        return (
-            f"{cause.filename}: {cause.strerror}",
-            "free space there, or keep fewer (checkpoint.keep)" if full else None,
-        )
+        return describe_disk_error(cause)
     return f"{type(cause).__name__}: {cause}", None
 
 

@@ -25,7 +25,8 @@ def fsync_folder(folder: Path) -> None:
     """Make the names in `folder` durable: a rename survives a power cut only after this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -120,13 +121,21 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def install_folder(temporary: Path, path: Path) -> None:
-    """Turn a folder, whose files are durable, into `path`, on the same disk; one that is there goes aside, then away."""
+    """Rename a folder, whose files are durable, to `path` on the same disk.
+
+    A folder that is `path` already goes aside first and is deleted last; after an error it has its name again.
+    """
     for above, _, _ in os.walk(temporary):
         fsync_folder(Path(above))
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
     if path.exists():
         os.rename(path, aside)
-    os.rename(temporary, path)
+    try:
+        os.rename(temporary, path)
+    except OSError:
+        if aside.exists():
+            os.rename(aside, path)
+        raise
     fsync_folder(path.parent)
     shutil.rmtree(aside, ignore_errors=True)
 

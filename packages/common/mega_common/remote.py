@@ -7,6 +7,7 @@ endpoint, who one is) come from its client: environment variables or fsspec's co
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,7 +123,10 @@ class Remote(str):
             FileNotFoundError: when there is none.
         """
         with self._asked() as (files, path):
-            return files.open(path, "rb", block_size=READ_AHEAD, cache_type="readahead")  # type: ignore[no-any-return]
+            stream = files.open(path, "rb", block_size=READ_AHEAD, cache_type="readahead")
+        if (cache := getattr(stream, "cache", None)) is not None:
+            cache.fetcher = _exact_ranges(self, cache.fetcher)
+        return stream  # type: ignore[no-any-return]
 
     def matches(self) -> dict[str, Stamp]:
         """{URL: size and state} of all objects that a glob matches, sorted by name, or of all below this place."""
@@ -149,9 +153,20 @@ class Remote(str):
             return files.open(path, "wb")  # type: ignore[no-any-return]
 
     def remove(self) -> None:
-        """Delete the object, or all objects below. Nothing happens when there is nothing."""
-        with self._asked() as (files, path), contextlib.suppress(FileNotFoundError):
-            files.rm(path, recursive=True)
+        """Delete the object, or all objects below. Nothing happens when there is nothing.
+
+        Raises:
+            RemoteError: when an object is still there; a client may not report the keys that a bulk deletion refuses.
+        """
+        with self._asked() as (files, path):
+            with contextlib.suppress(FileNotFoundError):
+                files.rm(path, recursive=True)
+            files.invalidate_cache()
+            if left := files.find(path):
+                raise RemoteError(
+                    f"{self}: the store did not delete {len(left)} objects, {left[0]} among them",
+                    hint="do the credentials allow deleting there?",
+                )
 
     def _below(self) -> dict[str, Any]:
         with self._asked() as (files, path):
@@ -172,6 +187,24 @@ class Remote(str):
             files, path = fsspec.core.url_to_fs(str(self))
             files.invalidate_cache()  # other machines write too
             yield files, path
+
+
+def _exact_ranges(source: Remote, fetch: Callable[[int, int], bytes]) -> Callable[[int, int], bytes]:
+    """Return a function that reads a range of `source` by `fetch` and refuses an answer of another length.
+
+    A store or proxy between may cut an answer, or ignore the range and send the whole object with status 200.
+    """
+
+    def fetch_exactly(begin: int, end: int) -> bytes:
+        data = fetch(begin, end)
+        if len(data) != end - begin:
+            raise RemoteError(
+                f"{source}: the store sent {len(data):,} bytes for the range [{begin:,}, {end:,})",
+                hint="a proxy may ignore ranges, or the object is being replaced; try again",
+            )
+        return data
+
+    return fetch_exactly
 
 
 def _state(entry: Mapping[str, Any]) -> str:
@@ -196,7 +229,7 @@ def in_words(place: Remote, *, writing: bool = False) -> Iterator[None]:
         ) from error
     except Exception as error:
         if isinstance(error, FileNotFoundError) and not writing:
-            raise
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(place)) from error
         first = next(iter(str(error).strip().splitlines()), "")
         raise RemoteError(
             f"{place}: {type(error).__name__}: {first}".removesuffix(": "),

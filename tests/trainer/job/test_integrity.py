@@ -103,6 +103,55 @@ def test_a_flipped_bit_is_found_the_rank_named_and_nothing_saved(settings: Setti
         assert "the gradient of" in told["activation"]
 
 
+SPOTS = {  # element (a share of all) and bit
+    "sign of the first": (0.0, 31), "lowest bit of the last": (1.0, 0), "exponent in the middle": (0.5, 30),
+    "mantissa before the middle": (0.4, 11), "exponent near the begin": (0.1, 23),
+}  # fmt: skip
+
+
+def run_with_spot(raw: dict[str, Any], kind: str, spot: str) -> str:
+    """Return what ends a run on this rank in which one bit of a slice of ZeRO's changes on one rank."""
+    rank, size, done, real_step = dist.get_rank(), dist.get_world_size(), [0], loop.train_step
+    share, bit = SPOTS[spot]
+
+    def step(executor: Any, optimizer: Any, batches: Any, **more: Any) -> Any:
+        done[0] += 1
+        if rank == BAD and done[0] == STEP:
+            slot, values = dict(optimizer.state())["exp_avg" if kind == "weights" else kind][0]
+            held = slot.shard.weights if kind == "weights" else values[: len(slot.shard.weights)]
+            bits = held.view(torch.int32)
+            mask = torch.tensor(1 << bit).to(torch.int32) if bit < 31 else torch.tensor(-(1 << 31), dtype=torch.int32)
+            bits[int(share * (len(bits) - 1))] ^= mask
+        return real_step(executor, optimizer, batches, **more)
+
+    with mock.patch.object(loop, "train_step", step):
+        try:
+            output = f"{raw['output']}-{kind}-{spot}".replace(" ", "-")
+            train_module.run(RunConfig.parse({**raw, "output": output}), Ranks(rank, size, rank))
+        except TrainingError as error:
+            return str(error)
+    return "not found"
+
+
+def sweep_spots(raw: dict[str, Any]) -> dict[str, str]:
+    cases = [(("weights", "exp_avg", "exp_avg_sq")[number % 3], spot) for number, spot in enumerate(SPOTS)]
+    return {f"{kind}-{spot}".replace(" ", "-"): run_with_spot(raw, kind, spot) for kind, spot in cases}
+
+
+def test_of_two_ranks_the_one_whose_slice_changed_is_named(settings: Settings, tmp_path: Path) -> None:
+    raw = settings(
+        batch={"micro": 1, "global": 4}, parallel={"zero": 1}, train={"steps": 5}, checkpoint={"every": 5},
+        fault={"hash_every": 1},
+    )  # fmt: skip
+    for found in run_ranks(sweep_spots, 2, raw):
+        for case, words in found.items():
+            assert words.startswith(f"in step {STEP} bits have changed where nothing has written\n  rank {BAD} on "), (
+                case
+            )
+            assert "rank 0" not in words
+            assert latest(tmp_path / f"run-{case}" / "checkpoints") is None
+
+
 def test_gradients_that_are_not_kept_are_not_compared(settings: Settings) -> None:
     with pytest.raises(ConfigError, match=r"fault\.recompute_every.*parallel\.zero = 2"):
         RunConfig.parse(settings(parallel={"zero": 2}, fault={"recompute_every": 2}))

@@ -51,3 +51,33 @@ def test_the_screen_has_a_line_a_second_at_most_and_the_file_every_step(
     lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [*range(1, 10)]
     assert "forward 33 %  goodput" in caplog.text
+
+
+DAY, YEAR = 86400.0, 365 * 86400.0
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("at", [1, 4, 9])
+@pytest.mark.parametrize("jump", [-YEAR, -DAY, -1.0, DAY, YEAR])
+def test_a_clock_that_is_set_during_a_run_changes_no_duration(
+    settings: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, jump: float, at: int, resumes: bool
+) -> None:
+    """Steps take 10 s, of which a save takes 1 s; a run that goes on may count a jump in between as a restart."""
+    now = [1e6, 1.7e9]
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[1]))
+    config = RunConfig.parse(settings(train={"steps": 9}))
+    Path(config.output).mkdir()
+    for first, last in [(1, 5), (6, 9)] if resumes else [(1, 9)]:
+        with Metrics(config, Speed(1.0, 1.0, 1.0), first - 1, 4 * (first - 1), writes=True) as metrics:
+            for step in range(first, last + 1):
+                now = [now[0] + 10, now[1] + 10 + (jump if step == at else 0)]
+                result = StepResult(2.0, 1.0, 64.0, updated=True)
+                metrics.step(step, 4 * step, 1e-3, result, phases={"forward": 8.0, "save": 1.0})
+    lines = [json.loads(line) for line in (Path(config.output) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["seconds"] for line in lines] == [10.0] * 9
+    assert [line["lost/checkpoint"] for line in lines] == [*range(1, 10)]
+    assert all(value >= 0 for line in lines for value in line.values())
+    assert all(line["goodput"] <= 1 for line in lines)
+    if not resumes:
+        assert [line["goodput"] for line in lines] == pytest.approx([0.9] * 9)
+        assert all(line["lost/restart"] == line["lost/redone"] == 0 for line in lines)

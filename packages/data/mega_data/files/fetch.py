@@ -87,7 +87,7 @@ def _fetch(where: Remote, found: Mapping[str, Stamp], made: Path) -> None:
 
 def _copy(source: Remote, target: Path, size: int, bar: ProgressBar) -> None:
     """Fetch what of an object is not there yet."""
-    with open(target, "ab") as copy, source.open() as stream:
+    with open(target, "ab") as copy, _open(source) as stream:
         bar.advance(copy.tell())
         stream.seek(copy.tell())
         while block := _read(source, stream):
@@ -98,6 +98,13 @@ def _copy(source: Remote, target: Path, size: int, bar: ProgressBar) -> None:
         os.fsync(copy.fileno())
 
 
+def _open(source: Remote) -> IO[bytes]:
+    try:
+        return source.open()
+    except FileNotFoundError as error:
+        raise RemoteError(f"{source}: no such object any more", hint="it was listed just now; try again") from error
+
+
 def _read(source: Remote, stream: IO[bytes]) -> bytes:
-    with in_words(source):
+    with in_words(source, writing=True):
         return stream.read(BLOCK)

@@ -37,7 +37,7 @@ class Goodput:
         known = sum(lost[reason] - kept.get(_LOST + reason, 0.0) for reason in REASONS)
         lost["redone"] += max(0.0, last["time"] - kept.get("time", begun) - known)
         lost["restart"] += max(0.0, now - last["time"])
-        return cls(begun, lost)
+        return cls(min(begun, now - sum(lost.values())), lost)  # the clock may have been set back since
 
     def lose(self, phases: Mapping[str, float]) -> None:
         """Count those phases of a step that are no work on it."""
@@ -45,7 +45,10 @@ class Goodput:
         self.lost["evaluation"] += phases.get("evaluate", 0.0)
 
     def told(self, now: float) -> dict[str, float]:
-        """As a line of metrics.jsonl has it: `goodput` is the share of the time that was not lost."""
+        """Return the fields of a line of metrics.jsonl; `goodput` is the share of the time that was not lost.
+
+        `now` must not jump: the clock at the start of this process, and what has passed since by the monotonic one.
+        """
         passed = max(now - self.begun, 1e-9)
         share = max(0.0, 1 - sum(self.lost.values()) / passed)
-        return {"time": now, "goodput": share, **{_LOST + reason: seconds for reason, seconds in self.lost.items()}}
+        return {"goodput": share, **{_LOST + reason: seconds for reason, seconds in self.lost.items()}}

@@ -95,10 +95,11 @@ class Metrics:
         self._sinks: list[Sink] = []
         self._closers: list[Callable[[], object]] = []
         self._begin = self._last = time.monotonic()
+        self._clock = time.time() - self._begin  # added to the monotonic clock: a Unix time that no clock setting moves
         self._told = -math.inf
         self._start = self._consumed = consumed_samples
         self._earlier: tuple[Line, Line, Line] | None = None
-        self._goodput = Goodput(time.time())
+        self._goodput = Goodput(self._clock + self._begin)
         if writes:
             self._open(Path(config.output), start)
 
@@ -155,7 +156,8 @@ class Metrics:
             **{name: value for name, value in more.items() if value is not None},
             **{f"epochs/{name}": value for name, value in (epochs(consumed_samples) if epochs else {}).items()},
             **{f"phases/{name}": value for name, value in phases.items()},
-            **self._goodput.told(time.time()),
+            "time": time.time(),
+            **self._goodput.told(self._clock + now),
         }
         for sink in self._sinks:
             sink(step, numbers)
@@ -178,7 +180,7 @@ class Metrics:
     def __enter__(self) -> Metrics:
         self._last = time.monotonic()
         if self._earlier:
-            self._goodput = Goodput.resumed(*self._earlier, time.time())
+            self._goodput = Goodput.resumed(*self._earlier, self._clock + self._last)
         return self
 
     def __exit__(
