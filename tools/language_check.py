@@ -1,6 +1,6 @@
 """Measure how the code reads, and fail where it reads worse than the limits below.
 
-`python tools/language_check.py` measures the packages and the command line. `python tools/language_check.py FOLDER...`
+`python tools/language_check.py` measures the packages and the command line; `--places` lists every place that counts. `python tools/language_check.py FOLDER...`
 measures any other source tree by the same rules, without limits, for comparison.
 """
 
@@ -23,6 +23,8 @@ CLAUSE = re.compile(r"(what|whether|which|where|when|how|who)\b", re.IGNORECASE)
 NEEDS_NEIGHBOUR = re.compile(r"(of|the same|such|those|these|its|their|so many|as|likewise|both)\b", re.IGNORECASE)
 TELL = re.compile(r"\b(?:tell|tells|told)\b", re.IGNORECASE)
 
+SHOWN = 10  # places below a limit that is passed, without --places
+
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -41,10 +43,10 @@ class Limit:
 
 # A change that improves a measure also moves its limit, so that it never gets worse again.
 LIMITS = {
-    "docstrings that open with a wh-clause, percent": Limit(at_most=16.1, goal="<= 0.5"),
-    "docstrings that open with of/the same/such/those/its, percent": Limit(at_most=6.0, goal="0"),
-    "tell/tells/told per 1,000 lines": Limit(at_most=11.2, goal="<= 0.1"),
-    "mean length of a public function or class name": Limit(at_least=7.8, goal=">= 13"),
+    "docstrings that open with a wh-clause, percent": Limit(at_most=14.5, goal="<= 0.5"),
+    "docstrings that open with of/the same/such/those/its, percent": Limit(at_most=5.4, goal="0"),
+    "tell/tells/told per 1,000 lines": Limit(at_most=10.4, goal="<= 0.1"),
+    "mean length of a public function or class name": Limit(at_least=8.0, goal=">= 13"),
     "type names defined in more than one module": Limit(at_most=59, goal="<= 5"),
     "longest function, lines": Limit(at_most=200, goal="<= 60"),
     "code lines": Limit(goal="<= 46,000"),
@@ -153,7 +155,7 @@ def main(arguments: list[str]) -> int:
             + (f" (limit {bound:,g}, goal {limit.goal})" if bound is not None else "")
         )
         if show or not allowed:
-            for place in places.get(name, []):
+            for place in places.get(name, [])[: None if show else SHOWN]:
                 print(f"         {place}")
     return int(failed)
 

@@ -138,11 +138,10 @@ def preprocess(
     A folder is its files but hidden ones, README and licences beside data files, other splits than train, links to
     folders, data sets of mega's own and what is no UTF-8 text: what is left out is named at the end.
 
-    Conversations are records with messages (OpenAI's form), conversations (ShareGPT's), prompt with completion or
-    response, or instruction, input and output (Alpaca's); pairs have chosen and rejected, or completion and label (KTO's).
-    tools may stand beside them. The tokenizer's chat template makes text of them, and says what the answers are, if by
-    {% generation %}; else they are what each adds to the text before it. A record is refused if the template does not
-    render a message, a tool call or the tools; conversations with other parts that it leaves out are counted.
+    Conversations are records with messages (OpenAI), conversations (ShareGPT), prompt with completion or response, or
+    instruction with output (Alpaca); pairs have chosen and rejected, or completion and label (KTO); all may have tools.
+    The tokenizer's chat template renders them. Its {% generation %} blocks mark the answers; without these, an answer is
+    what it adds to the text before it. Records whose messages or tools the template does not render are refused.
 
     With --images they are about images, in LLaVA's form: image (or images) beside conversations or messages, and <image>
     in the text where it belongs. Input may also be shards of webdataset (.tar): an image and, by the same name, a record

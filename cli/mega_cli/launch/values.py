@@ -13,7 +13,7 @@ from mega_common.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Grammar:
+class ValueGrammar:
     """Values that an option accepts: a pattern of the whole value, a name for it, and an example."""
 
     pattern: str
@@ -27,32 +27,36 @@ _IMAGE_HOST = r"([a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?(:[0-9]{1,5})?/)?"
 _IMAGE_PART = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
 _DIGEST = r"[a-z0-9]+([+._-][a-z0-9]+)*:[0-9a-fA-F]{32,}"
 
-TEXT = Grammar(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]*", "one line without control characters", "train.steps=7", 1 << 16)
-PATH = Grammar(r"[^-\x00-\x1f\x7f-\x9f\u2028\u2029][^\x00-\x1f\x7f-\x9f\u2028\u2029]*", "a path", "configs/run.yaml")
+TEXT = ValueGrammar(
+    r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]*", "one line without control characters", "train.steps=7", 1 << 16
+)
+PATH = ValueGrammar(
+    r"[^-\x00-\x1f\x7f-\x9f\u2028\u2029][^\x00-\x1f\x7f-\x9f\u2028\u2029]*", "a path", "configs/run.yaml"
+)
 SLURM = {
-    "name": Grammar(r"\w[\w .,:=@+-]*", "a job name of letters, digits, spaces and . , : = @ + - _", "llama-8b", 200),
-    "time": Grammar(
+    "name": ValueGrammar(r"\w[\w .,:=@+-]*", "a job name of letters, digits, spaces and . , : = @ + - _", "llama-8b", 200),
+    "time": ValueGrammar(
         r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", "a time limit of Slurm", "1-12:00:00", 32
     ),
-    "partition": Grammar(r"[\w.@+][\w.@+-]*(,[\w.@+][\w.@+-]*)*", "names of partitions, with commas between", "gpu"),
-    "account": Grammar(r"[\w.@+][\w.@+-]*", "the name of an account", "team-a", 200),
-    "mem": Grammar(r"[0-9]+([KMGTkmgt][Bb]?)?", "an amount of memory", "500G", 32),
-    "prologue": Grammar(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]*", "one line of bash", "module load cuda", 1 << 16),
+    "partition": ValueGrammar(r"[\w.@+][\w.@+-]*(,[\w.@+][\w.@+-]*)*", "names of partitions, with commas between", "gpu"),
+    "account": ValueGrammar(r"[\w.@+][\w.@+-]*", "the name of an account", "team-a", 200),
+    "mem": ValueGrammar(r"[0-9]+([KMGTkmgt][Bb]?)?", "an amount of memory", "500G", 32),
+    "prologue": ValueGrammar(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]*", "one line of bash", "module load cuda", 1 << 16),
     "container": PATH,
-    "mount": Grammar(r"[^-\x00-\x1f\x7f-\x9f\u2028\u2029,:][^\x00-\x1f\x7f-\x9f\u2028\u2029,:]*(:[^\x00-\x1f\x7f-\x9f\u2028\u2029,:]+){1,2}", "FROM:TO, without commas", "/data:/data"),
+    "mount": ValueGrammar(r"[^-\x00-\x1f\x7f-\x9f\u2028\u2029,:][^\x00-\x1f\x7f-\x9f\u2028\u2029,:]*(:[^\x00-\x1f\x7f-\x9f\u2028\u2029,:]+){1,2}", "FROM:TO, without commas", "/data:/data"),
     "python": PATH,
 }  # fmt: skip
 KUBERNETES = {
-    "image": Grammar(
+    "image": ValueGrammar(
         rf"{_IMAGE_HOST}{_IMAGE_PART}(/{_IMAGE_PART})*(:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(@{_DIGEST})?",
         "the name of an image", "registry.example/mega-trainer:1", 512,
     ),
-    "volume": Grammar(rf"{_DNS}(\.{_DNS})*", "the name of a PersistentVolumeClaim (DNS-1123 subdomain)", "mega", 253),
-    "shared-memory": Grammar(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2})?", "a quantity of Kubernetes", "16Gi", 32),
+    "volume": ValueGrammar(rf"{_DNS}(\.{_DNS})*", "the name of a PersistentVolumeClaim (DNS-1123 subdomain)", "mega", 253),
+    "shared-memory": ValueGrammar(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2})?", "a quantity of Kubernetes", "16Gi", 32),
 }  # fmt: skip
 
 
-def check_value(option: str, value: str | None, grammar: Grammar) -> None:
+def check_value(option: str, value: str | None, grammar: ValueGrammar) -> None:
     """Check the value of an option; None, an option that is not given, passes.
 
     Raises:
@@ -64,7 +68,7 @@ def check_value(option: str, value: str | None, grammar: Grammar) -> None:
         raise ConfigError(f"--{option} must be {grammar.name}{limit}, found {shown}", hint=f"as in {grammar.example}")
 
 
-def check_values(option: str, values: Iterable[str], grammar: Grammar) -> None:
+def check_values(option: str, values: Iterable[str], grammar: ValueGrammar) -> None:
     """Check every value of an option that can be repeated.
 
     Raises:

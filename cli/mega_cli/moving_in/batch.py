@@ -9,7 +9,7 @@ from mega_cli.moving_in.given import Given
 
 
 @dataclass(frozen=True)
-class Split:
+class RankSplit:
     """Ranks that share one model and its sequences: those which read the same rows.
 
     Attributes:
@@ -27,14 +27,14 @@ class Split:
         return prod((self.tp, self.pp, self.cp))
 
 
-def put_split(given: Given, split: Split, origins: dict[str, str]) -> None:
+def put_split(given: Given, split: RankSplit, origins: dict[str, str]) -> None:
     """Set the sizes of `parallel` that are not 1."""
     for key, origin in origins.items():
         size = getattr(split, key)
         given.put(f"parallel.{key}", size if size > 1 else None, origin)
 
 
-def count_data_ranks(given: Given, ranks: int | None, split: Split) -> int | None:
+def count_data_ranks(given: Given, ranks: int | None, split: RankSplit) -> int | None:
     """Return the number of data ranks, or None where the number of ranks is not known.
 
     Raises:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mega_cli.megatron_args.draft import Kind
 from mega_cli.megatron_args.translate import Translation
-from mega_cli.moving_in.batch import Split, count_data_ranks, put_batch, put_split
+from mega_cli.moving_in.batch import RankSplit, count_data_ranks, put_batch, put_split
 from mega_cli.moving_in.deepspeed_schedule import put_schedule
 from mega_cli.moving_in.given import Given, Reasons
 
@@ -72,7 +72,7 @@ def _batch(given: Given, ranks: int | None) -> None:
     the pipeline. AutoTP's tensor ranks are among them, although they read the same rows.
     """
     tp, ulysses = given.whole("tensor_parallel.autotp_size") or 1, given.whole("sequence_parallel_size") or 1
-    split = Split(tp=tp, pp=given.whole("pipeline.stages") or 1, cp=ulysses)
+    split = RankSplit(tp=tp, pp=given.whole("pipeline.stages") or 1, cp=ulysses)
     put_split(given, split, {"tp": "autotp_size", "pp": "pipeline.stages", "cp": "sequence_parallel_size"})
     given.put("parallel.cp_kind", "alltoall" if ulysses > 1 else None, "as Ulysses exchanges heads")
     data_ranks = given.whole("data_parallel_size")
@@ -90,7 +90,7 @@ def _batch(given: Given, ranks: int | None) -> None:
 
 
 def _put_whole(
-    given: Given, whole: int, micro: int | None, accumulation: int | None, split: Split, data_ranks: int | None
+    given: Given, whole: int, micro: int | None, accumulation: int | None, split: RankSplit, data_ranks: int | None
 ) -> None:
     """Set `batch` where the file gives the whole batch, and two of the three decide the third."""
     if whole % split.tp:

@@ -29,7 +29,7 @@ ACCELERATE = ("compute_environment", "distributed_type")
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ToolDefaults:
     """A program and what it does where the file says nothing.
 
     Attributes:
@@ -48,15 +48,15 @@ class Dialect:
     seq_length: int | None = None
 
 
-def find_dialect(given: Given) -> Dialect:
+def find_dialect(given: Given) -> ToolDefaults:
     """Return the program that the file is for, by the names that only it has."""
     if given.has(*AXOLOTL):
-        return Dialect("Axolotl", micro=1, epochs=1.0, lr=None, schedule="cosine", seq_length=512)
+        return ToolDefaults("Axolotl", micro=1, epochs=1.0, lr=None, schedule="cosine", seq_length=512)
     if given.has(*LLAMA_FACTORY):
-        return Dialect("LLaMA-Factory", seq_length=2048)
+        return ToolDefaults("LLaMA-Factory", seq_length=2048)
     if given.has(*TRL):
-        return Dialect("TRL", lr=2e-5)
+        return ToolDefaults("TRL", lr=2e-5)
     known = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs")
     if given.has(*ACCELERATE) and not given.has(*known):
-        return Dialect("transformers", micro=None)
-    return Dialect("transformers")
+        return ToolDefaults("transformers", micro=None)
+    return ToolDefaults("transformers")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mega_cli.moving_in.dialects import Dialect
+from mega_cli.moving_in.dialects import ToolDefaults
 from mega_cli.moving_in.given import Given
 
 SAME = {
@@ -35,7 +35,7 @@ DOUBLE = (
 )  # fmt: skip
 
 
-def put_adapter(given: Given, dialect: Dialect) -> None:
+def put_adapter(given: Given, dialect: ToolDefaults) -> None:
     """Set `lora` where the run trains an adapter.
 
     Raises:
@@ -81,7 +81,7 @@ def _llama_factory(given: Given) -> tuple[str | None, bool]:
     return None if kind == "full" else "lora", bits == 4
 
 
-def _trains_adapter(given: Given, dialect: Dialect, adapter: str | None) -> bool:
+def _trains_adapter(given: Given, dialect: ToolDefaults, adapter: str | None) -> bool:
     """Return whether the run trains an adapter: Axolotl by `adapter`, TRL by `use_peft`, others by its settings."""
     asked = given.get("use_peft")
     if dialect.program in ("Axolotl", "LLaMA-Factory"):
@@ -93,7 +93,7 @@ def _trains_adapter(given: Given, dialect: Dialect, adapter: str | None) -> bool
     )
 
 
-def _put_modules(given: Given, dialect: Dialect) -> None:
+def _put_modules(given: Given, dialect: ToolDefaults) -> None:
     modules = given.get("lora_target_modules", "peft_config.target_modules", "lora_target")
     if dialect.program == "LLaMA-Factory":
         modules = [one.strip() for one in modules.split(",")] if isinstance(modules, str) else modules or ["all"]
@@ -113,7 +113,7 @@ def _ends_with(module: str) -> str:
     return f".*{module}" if re.fullmatch(r"[a-z]\w*_proj", module) else re.escape(module)
 
 
-def _put_bits(given: Given, dialect: Dialect) -> None:
+def _put_bits(given: Given, dialect: ToolDefaults) -> None:
     kind, double = given.get(*QUANT_TYPES), given.get(*DOUBLE)
     if kind is None and dialect.program == "transformers":
         kind = "fp4"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mega_cli.moving_in.dialects import Dialect
+from mega_cli.moving_in.dialects import ToolDefaults
 from mega_cli.moving_in.given import Given
 
 KINDS = ("dpo", "ipo", "kto", "simpo")
@@ -34,7 +34,7 @@ FOREIGN = (
 PLUGINS = re.compile(r"diffusion|\bkd\b|distill|grpo|nemo_gym|ebft|\brl\b", re.IGNORECASE)
 
 
-def put_objective(given: Given, dialect: Dialect) -> str:
+def put_objective(given: Given, dialect: ToolDefaults) -> str:
     """Set `objective` and what goes with it, and return its kind.
 
     Raises:

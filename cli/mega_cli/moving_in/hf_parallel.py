@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mega_cli.moving_in.batch import Split, put_split
+from mega_cli.moving_in.batch import RankSplit, put_split
 from mega_cli.moving_in.given import Given
 
 SHARDING = {
@@ -19,12 +19,12 @@ def _size(given: Given, name: str, *others: str) -> int:
     return given.whole(*others, f"{CONFIG}{name}_size", f"{CONFIG}{CONFIG[:-1]}_{name}_size") or 1
 
 
-def read_split(given: Given) -> Split:
+def read_split(given: Given) -> RankSplit:
     """Read the ranks that share a model, and set `parallel` to them."""
     tp = _size(given, "tp", "tensor_parallel_size", f"{MEGATRON}tp_degree", "deepspeed.tensor_parallel.autotp_size")
     cp = _size(given, "cp", "context_parallel_size", "sequence_parallel_degree")
     ulysses = _size(given, "sp", "deepspeed.sequence_parallel_size")
-    split = Split(tp=tp, pp=given.whole(f"{MEGATRON}pp_degree") or 1, cp=cp * ulysses)
+    split = RankSplit(tp=tp, pp=given.whole(f"{MEGATRON}pp_degree") or 1, cp=cp * ulysses)
     put_split(
         given, split, {"tp": "tensor parallel size", "pp": "pp_degree", "cp": "context and sequence parallel size"}
     )
@@ -32,7 +32,7 @@ def read_split(given: Given) -> Split:
     return split
 
 
-def read_ranks(given: Given, ranks: int | None, split: Split) -> int | None:
+def read_ranks(given: Given, ranks: int | None, split: RankSplit) -> int | None:
     """Return the number of ranks: that of the command, of `num_processes`, or of the sizes of data parallelism.
 
     Raises:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mega_cli.moving_in.dialects import Dialect
+from mega_cli.moving_in.dialects import ToolDefaults
 from mega_cli.moving_in.given import Given
 
 KWARGS = "lr_scheduler_kwargs."
@@ -27,7 +27,7 @@ class Warmup:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleDraft:
     """A scheduler that is being translated.
 
     Attributes:
@@ -70,23 +70,23 @@ class Schedule:
         return lowest if share is None else share * self.lr
 
 
-def _cosine(schedule: Schedule, origin: str) -> None:
+def _cosine(schedule: ScheduleDraft, origin: str) -> None:
     if schedule.halves():
         schedule.put("cosine", origin)
 
 
-def _cosine_with_restarts(schedule: Schedule, origin: str) -> None:
+def _cosine_with_restarts(schedule: ScheduleDraft, origin: str) -> None:
     if schedule.halves(1):
         schedule.put("cosine", origin)
 
 
-def _cosine_with_min_lr(schedule: Schedule, origin: str) -> None:
+def _cosine_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
     lowest = schedule.floor()
     if lowest is not None and schedule.halves():
         schedule.put("cosine", origin, min_lr=lowest)
 
 
-def _cosine_warmup_with_min_lr(schedule: Schedule, origin: str) -> None:
+def _cosine_warmup_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
     """Set the cosine whose warm-up is at the top a step early, and whose decay is at the bottom a step early."""
     lowest, first = schedule.floor(), schedule.given.number(f"{KWARGS}warmup_lr_rate")
     warmup, falls = schedule.warmup.steps, schedule.halves()
@@ -98,13 +98,13 @@ def _cosine_warmup_with_min_lr(schedule: Schedule, origin: str) -> None:
         schedule.put("cosine", origin, **fields, warmup_steps=warmup - 1)
 
 
-def _inverse_sqrt(schedule: Schedule, origin: str) -> None:
+def _inverse_sqrt(schedule: ScheduleDraft, origin: str) -> None:
     warmup, given = schedule.warmup.steps, schedule.given.whole(f"{KWARGS}timescale")
     scale = given if warmup is None else given or warmup or TIMESCALE
     schedule.put("inverse-sqrt", origin, timescale_steps=None if scale == warmup else scale)
 
 
-def _polynomial(schedule: Schedule, origin: str) -> None:
+def _polynomial(schedule: ScheduleDraft, origin: str) -> None:
     power, end = schedule.number("power", 1.0), schedule.number("lr_end", 1e-7)
     if power == 1:
         schedule.put("linear", origin, min_lr=end)
@@ -112,7 +112,7 @@ def _polynomial(schedule: Schedule, origin: str) -> None:
         schedule.ask(f"power = {power:g} has no equivalent: mega has power 1, which is linear")
 
 
-def _warmup_stable_decay(schedule: Schedule, origin: str) -> None:
+def _warmup_stable_decay(schedule: ScheduleDraft, origin: str) -> None:
     decay, stable = (schedule.given.whole(f"{KWARGS}num_{key}_steps") for key in ("decay", "stable"))
     shapes = [schedule.given.get(f"{KWARGS}{key}_type") for key in ("warmup", "decay")]
     lowest, warmup = schedule.number("min_lr_ratio", 0.0) * schedule.lr, schedule.warmup.steps
@@ -128,7 +128,7 @@ def _warmup_stable_decay(schedule: Schedule, origin: str) -> None:
         )  # fmt: skip
 
 
-CURVES: Mapping[str, Callable[[Schedule, str], None]] = {
+CURVES: Mapping[str, Callable[[ScheduleDraft, str], None]] = {
     "linear": lambda schedule, origin: schedule.put("linear", origin),
     "cosine": _cosine,
     "cosine_with_restarts": _cosine_with_restarts,
@@ -142,12 +142,12 @@ CURVES: Mapping[str, Callable[[Schedule, str], None]] = {
 }
 
 
-def put_schedule(given: Given, dialect: Dialect, lr: float, steps: int | None) -> None:
+def put_schedule(given: Given, dialect: ToolDefaults, lr: float, steps: int | None) -> None:
     """Set `lr_schedule` to the curve of the file's scheduler, or leave it to be filled in."""
     found = given.get("lr_scheduler_type", "lr_scheduler")
     name = dialect.schedule if found is None else str(found)
     warmup = (_axolotl_warmup if dialect.program == "Axolotl" else _warmup)(given, steps)
-    schedule = Schedule(given, lr, steps, warmup)
+    schedule = ScheduleDraft(given, lr, steps, warmup)
     origin = f"lr_scheduler_type {name}" if found is not None else f"{dialect.program}'s default"
     if other := given.get("deepspeed.scheduler.type"):
         schedule.ask(f"{other} of DeepSpeed's file takes the place of {name}: see mega train --from-deepspeed")
@@ -190,7 +190,7 @@ def _axolotl_warmup(given: Given, steps: int | None) -> Warmup:
     return Warmup(2 if count == 1 else int(count))
 
 
-def _axolotl_cosine(schedule: Schedule, origin: str) -> bool:
+def _axolotl_cosine(schedule: ScheduleDraft, origin: str) -> bool:
     """Set Axolotl's own variants of the cosine; return False where the file has none of them."""
     given = schedule.given
     share, end = given.number("cosine_min_lr_ratio"), given.number("cosine_constant_lr_ratio")

@@ -14,7 +14,7 @@ from typing import Any
 from mega_cli.megatron_args.draft import Kind
 from mega_cli.megatron_args.translate import Translation
 from mega_cli.moving_in.batch import count_data_ranks, put_batch
-from mega_cli.moving_in.dialects import Dialect, find_dialect
+from mega_cli.moving_in.dialects import ToolDefaults, find_dialect
 from mega_cli.moving_in.given import Given, Reasons
 from mega_cli.moving_in.hf_adapter import put_adapter
 from mega_cli.moving_in.hf_objective import LEARNING_RATES, put_objective
@@ -96,7 +96,7 @@ def from_hf_args(path: Path, ranks: int | None = None) -> Translation:
     return given.finish(REASONS, f"{ranks} ranks" if ranks else "")
 
 
-def _model_and_data(given: Given, dialect: Dialect) -> None:
+def _model_and_data(given: Given, dialect: ToolDefaults) -> None:
     model = given.get("model_name_or_path", "base_model", "model_id")
     if model is None:
         given.ask("model.from", "a folder of the hub or a checkpoint, which the program has loaded by itself")
@@ -120,7 +120,7 @@ def _of_chats(datasets: Any) -> bool:
     return bool(types) and not any(kind.startswith(("completion", "pretrain", "{")) for kind in types)
 
 
-def _batch(given: Given, dialect: Dialect, data_ranks: int | None) -> None:
+def _batch(given: Given, dialect: ToolDefaults, data_ranks: int | None) -> None:
     """Set `batch`; Axolotl's batch_size is that of one data rank, and divides into micro-batches."""
     micro = given.whole("per_device_train_batch_size", "micro_batch_size", "per_gpu_train_batch_size")
     accumulation = given.whole("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
@@ -138,7 +138,7 @@ def _batch(given: Given, dialect: Dialect, data_ranks: int | None) -> None:
     put_batch(given, micro, micro * (accumulation or 1), data_ranks)
 
 
-def _learning_rate(given: Given, dialect: Dialect, objective: str) -> float:
+def _learning_rate(given: Given, dialect: ToolDefaults, objective: str) -> float:
     """Set and return the highest learning rate, by default that of the program for its objective."""
     lr = given.number("learning_rate")
     if lr is None and dialect.lr is None:
@@ -149,7 +149,7 @@ def _learning_rate(given: Given, dialect: Dialect, objective: str) -> float:
     return rate
 
 
-def _length(given: Given, dialect: Dialect) -> int | None:
+def _length(given: Given, dialect: ToolDefaults) -> int | None:
     """Set the length of the run, and return its steps where the file has them."""
     steps, epochs = given.whole("max_steps"), given.number("num_train_epochs", "num_epochs")
     if steps is not None and steps > 0:
@@ -197,7 +197,7 @@ def _optimizer(given: Given) -> None:
         given.tell("changes meaning", "moments are kept in fp32, by all data ranks together", f"optim: {name}")
 
 
-def _savings(given: Given, dialect: Dialect) -> None:
+def _savings(given: Given, dialect: ToolDefaults) -> None:
     saved = given.get("gradient_checkpointing")
     wrapped = given.get("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
     asked = saved in (True, "true", "unsloth", "offload") or (saved is None and dialect.program == "TRL")

@@ -37,7 +37,7 @@ _BIAS = ".lora_B.bias"
 
 
 @dataclass(frozen=True)
-class Change:
+class TensorChange:
     """Changes to one tensor as transformers has it, W; keys are names of tensors in the adapter's file.
 
     Attributes:
@@ -89,7 +89,7 @@ class Changed:
     """
 
     base: Source
-    changes: Mapping[str, Change]
+    changes: Mapping[str, TensorChange]
     table: Mapping[str, DiskTensor]
     read_file: Read
     untied: bool
@@ -112,7 +112,7 @@ class Changed:
                         crop(out, slab.offset, slab.shape).copy_(view)
         return crop(out, offset, shape)
 
-    def _changed(self, disk: DiskTensor, change: Change, dtype: torch.dtype) -> Tensor:
+    def _changed(self, disk: DiskTensor, change: TensorChange, dtype: torch.dtype) -> Tensor:
         held = torch.empty(disk.shape, dtype=dtype)
         for slab, view in disk.views(held):
             view.copy_(self.base.read_slice(slab.name, slab.offset, slab.shape))
@@ -139,10 +139,10 @@ def changes_of(
     held: Source = UntiedSource(base) if tied else base
     table = family.table(held.model)
     ranks = {name: shape[0] for name, shape in shapes.items() if name.endswith((A, _EMBEDDING_A))}
-    changes: dict[str, Change] = {}
+    changes: dict[str, TensorChange] = {}
     for name, disk in table.items():
         change = _change(name, disk, left, ranks, config)
-        if change != Change():
+        if change != TensorChange():
             _check_shapes(change, disk, shapes, where)
             changes[name] = change
     untied = tied and _separate_ends(changes, table, config)
@@ -152,11 +152,11 @@ def changes_of(
 
 def _change(
     name: str, disk: DiskTensor, left: MutableMapping[str, str], ranks: Mapping[str, int], config: Mapping[str, Any]
-) -> Change:
+) -> TensorChange:
     """Return the change to a tensor, whose keys are taken out of `left`."""
     module, _, kind = name.rpartition(".")
     wrapped = left.pop(f"{module}.base_layer.{kind}", None)
-    out = Change(saved=left.pop(name, wrapped))
+    out = TensorChange(saved=left.pop(name, wrapped))
     if kind == "bias" and module + _BIAS in left:
         key = left.pop(module + _BIAS)
         rank = ranks[key.removesuffix(_BIAS) + A]
@@ -182,7 +182,7 @@ def _tokens(config: Mapping[str, Any], module: str) -> tuple[int, ...]:
     return tuple(int(token) for token in given)
 
 
-def _check_shapes(change: Change, disk: DiskTensor, shapes: Mapping[str, Shape], where: str) -> None:
+def _check_shapes(change: TensorChange, disk: DiskTensor, shapes: Mapping[str, Shape], where: str) -> None:
     """Refuse tensors of another shape than their place in the base.
 
     Raises:
@@ -212,7 +212,9 @@ def _check_shapes(change: Change, disk: DiskTensor, shapes: Mapping[str, Shape],
             )
 
 
-def _separate_ends(changes: dict[str, Change], table: Mapping[str, DiskTensor], config: Mapping[str, Any]) -> bool:
+def _separate_ends(
+    changes: dict[str, TensorChange], table: Mapping[str, DiskTensor], config: Mapping[str, Any]
+) -> bool:
     """Return whether the changes make embedding and output layer differ that the base has tied.
 
     PEFT changes both together for rows of tokens and with `ensure_weight_tying`.
@@ -228,7 +230,7 @@ def _separate_ends(changes: dict[str, Change], table: Mapping[str, DiskTensor], 
 
 
 def _check_ends(
-    changes: Mapping[str, Change],
+    changes: Mapping[str, TensorChange],
     table: Mapping[str, DiskTensor],
     base: Source,
     untied: bool,
