@@ -1,19 +1,15 @@
 """Work whose time a client or a model's files decide, in processes that can be ended: chat templates and grammars.
 
 A worker process has a bounded CPU time and memory for each piece of work, and gives way to the engine (`nice`). The
-operating system ends it where it takes more; another one is started for the next piece.
+operating system ends it where it takes more; another one is started for the next piece. `worker_tasks` is what it runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
-import resource
-import signal
 from collections import OrderedDict
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Collection
 
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process, to_thread
 
@@ -21,46 +17,12 @@ from mega_common.errors import DataError
 from mega_data.chat.records import Conversation
 from mega_data.chat.template import ChatTemplate
 from mega_eval.grammar import Grammars
-from mega_eval.grammar_source import check_grammar
-
-T = TypeVar("T")
+from mega_eval.server.worker_tasks import MEMORY, check_within, render_within
 
 SECONDS = 3.0  # of CPU for one piece of work
 WALL_SECONDS = 60.0  # for the same, on a busy machine, the start of the process included
-MEMORY = 4 * 2**30  # bytes of address space
 PROCESSES = 2  # at once, for each kind of work
-NICE = 10
 KEPT = 256  # grammars whose check is remembered
-
-
-def within_bounds(seconds: float, work: Callable[[], T]) -> T:
-    """Do a piece of work in a worker process; the operating system ends the process after `seconds` of CPU time."""
-    if os.getpriority(os.PRIO_PROCESS, 0) < NICE:
-        os.setpriority(os.PRIO_PROCESS, 0, NICE)
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = MEMORY if hard == resource.RLIM_INFINITY else min(hard, MEMORY)
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        return work()
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def render_within(
-    seconds: float, template: ChatTemplate, conversation: Conversation, begins: bool, continues: bool
-) -> str:
-    """Render a conversation in a worker process."""
-    return within_bounds(
-        seconds,
-        lambda: template.prompt(conversation, add_generation_prompt=begins, continue_final_message=continues),
-    )
-
-
-def check_within(seconds: float, grammar: str, tokenizer_json: str, ends: frozenset[int]) -> None:
-    """Check a grammar in a worker process."""
-    within_bounds(seconds, lambda: check_grammar(grammar, tokenizer_json, ends))
 
 
 class Workers:

@@ -1,0 +1,59 @@
+"""Functions that a worker process of the server runs, under bounds of CPU time and memory.
+
+This module imports nothing heavy: it is the first of ours that a worker process loads.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from mega_data.chat.records import Conversation
+    from mega_data.chat.template import ChatTemplate
+
+T = TypeVar("T")
+
+MEMORY = 4 * 2**30  # bytes of address space
+NICE = 10
+
+# anyio removes the main module of a worker process, and puts that of its parent there only if it is a .py file. Libraries
+# that are loaded next import it.
+sys.modules.setdefault("__main__", ModuleType("__main__"))
+
+
+def within_bounds(seconds: float, work: Callable[[], T]) -> T:
+    """Do a piece of work in a worker process; the operating system ends the process after `seconds` of CPU time."""
+    if os.getpriority(os.PRIO_PROCESS, 0) < NICE:
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = MEMORY if hard == resource.RLIM_INFINITY else min(hard, MEMORY)
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        return work()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def render_within(
+    seconds: float, template: ChatTemplate, conversation: Conversation, begins: bool, continues: bool
+) -> str:
+    """Render a conversation in a worker process."""
+    return within_bounds(
+        seconds,
+        lambda: template.prompt(conversation, add_generation_prompt=begins, continue_final_message=continues),
+    )
+
+
+def check_within(seconds: float, grammar: str, tokenizer_json: str, ends: frozenset[int]) -> None:
+    """Check a grammar in a worker process."""
+    from mega_eval.grammar_source import check_grammar
+
+    within_bounds(seconds, lambda: check_grammar(grammar, tokenizer_json, ends))
