@@ -25,7 +25,7 @@ from mega_ckpt.formats.megatron_write import Writing
 from mega_ckpt.journal import CONTENT, JOURNAL, continued
 from mega_ckpt.source import MegaSource, open_source
 from mega_ckpt.verify import diff, verify
-from mega_common.errors import CheckpointError
+from mega_common.errors import CheckpointError, MegaError
 from mega_common.remote import place
 
 FILE_BYTES = 4000
@@ -210,7 +210,7 @@ def test_an_error_that_would_come_again_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
     with monkeypatch.context() as patch:
         interrupt(patch, 14, OSError(28, "No space left"))
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(MegaError, match="No space"):
             convert(llama, tmp_path / "out", "mega")
     convert(llama, tmp_path / "out", "mega", verify=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -19,7 +19,7 @@ from mega_ckpt.manifest import MANIFEST, Manifest
 from mega_ckpt.shards import NewFile
 from mega_common.errors import CheckpointError
 from mega_common.files import fsync_folder
-from mega_common.full_disk import full_disk
+from mega_common.full_disk import HINT, full_disk
 from mega_common.remote import Place, Remote, RemoteError
 
 _COMMITTED = re.compile(r"step-(\d{8,18})")
@@ -215,8 +215,8 @@ def disk_errors() -> Iterator[None]:
     except OSError as error:
         if not error.filename:
             raise
-        message, hint = describe_disk_error(error)
-        raise CheckpointError(message, hint=hint) from error
+        message, _ = describe_disk_error(error)
+        raise CheckpointError(message, hint=HINT if full_disk(error) else None) from error
 
 
 def describe_disk_error(error: OSError) -> tuple[str, str | None]:

@@ -162,7 +162,10 @@ class Remote(str):
             with contextlib.suppress(FileNotFoundError):
                 files.rm(path, recursive=True)
             files.invalidate_cache()
-            if left := files.find(path):
+            left: list[str] = []
+            with contextlib.suppress(FileNotFoundError):  # nor is there a bucket
+                left = files.find(path)
+            if left:
                 raise RemoteError(
                     f"{self}: the store did not delete {len(left)} objects, {left[0]} among them",
                     hint="do the credentials allow deleting there?",
