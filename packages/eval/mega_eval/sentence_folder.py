@@ -110,11 +110,14 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
             layers.append(normalized)
         elif kind != "Dropout":
             raise CheckpointError(f"{listing}: module {kind} is not supported")
+    ends_normalized = bool(layers) and layers[-1] is normalized
+    if ends_normalized:
+        layers.pop()  # `SentenceFolder.normalized` stands for it
     modes, include_prompt = _read_pooling(paths[1] / "config.json")
     config = _read_json(folder / "config_sentence_transformers.json", dict, missing={})
     max_length, lower_case = _read_text_settings(paths[0])
     return SentenceFolder(
-        paths[0], modes, include_prompt, tuple(layers), bool(layers) and layers[-1] is normalized,
+        paths[0], modes, include_prompt, tuple(layers), ends_normalized,
         {name: text or "" for name, text in (config.get("prompts") or {}).items()},
         config.get("default_prompt_name"), max_length, lower_case,
     )  # fmt: skip
