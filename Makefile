@@ -41,6 +41,7 @@ lint: $(VENV)/.done  ## style, types, how the code reads, and who may import who
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
 	$(BIN)/python tools/language_check.py
 
 docs: $(VENV)/.done  ## the documentation as a site, in build/site; needs no network, nor do its pages
