@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.batch import MicroBatch
-from mega_trainer.comm import Group
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.stage import Stage
-from mega_trainer.parallel.deferred import Deferred
-from mega_trainer.pipeline.run import Executor
-from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, simulate
+from mega_trainer.data.micro_batch import MicroBatch
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
+from mega_trainer.pipeline.executor import PipelineExecutor
+from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, simulate_schedule
 
 SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zbv", 2)]  # with stages per rank
 MICROBATCHES = [4, 8, 16, 32]
@@ -43,7 +42,10 @@ class Sleeper(Decoder):
     """A stage without layers; its forward and both halves of its backward sleep for `seconds` each."""
 
     def __init__(self, seconds: float, *, splits_backward: bool) -> None:
-        super().__init__(Builder(CONFIG, deferred=Deferred() if splits_backward else None), Stage(0, 0, heads=False))
+        super().__init__(
+            LayerBuilder(CONFIG, deferred=DeferredWgradQueue() if splits_backward else None),
+            StageLayers(0, 0, heads=False),
+        )
         self.weight, self.seconds, self.slept = nn.Parameter(torch.ones(1)), seconds, 0.0
 
     def sleep(self) -> None:
@@ -79,7 +81,7 @@ class _Sleep(Function):
         stage.sleep()
         if stage.deferred is None:
             return dy, stage.weight_gradient(), None
-        stage.deferred.put(ctx.saved_tensors[0], stage.weight_gradient)
+        stage.deferred.defer_wgrad(ctx.saved_tensors[0], stage.weight_gradient)
         return dy, None, None
 
 
@@ -90,14 +92,14 @@ def measure(case: Case, seconds: float) -> float:
     schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
     stages = {
         stage: Sleeper(seconds / virtual_stages, splits_backward=schedule.splits_backward)
-        for stage in schedule.stages(rank)
+        for stage in schedule.stages_of_rank(rank)
     }
-    executor = Executor(schedule, stages, Group("pp", tuple(range(pp)), rank, dist.group.WORLD))
+    executor = PipelineExecutor(schedule, stages, CommGroup("pp", tuple(range(pp)), rank, dist.group.WORLD))
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     batches = [MicroBatch(tokens, tokens, tokens.float(), tokens, None, range(1)) for _ in range(count)]
     dist.barrier()
     begin = time.monotonic()
-    executor.run(batches, 1.0)
+    executor.run_operations(batches, 1.0)
     span = [None] * pp
     dist.all_gather_object(span, (begin, time.monotonic(), sum(stage.slept for stage in stages.values())))
     begins, ends, slept = zip(*span, strict=True)
@@ -129,7 +131,7 @@ def row(case: Case, shares: list[float], pp: int) -> dict[str, Any]:
     formula = bubble_formula(schedule)
     return {
         "schedule": name, "stages_per_rank": stages, "microbatches": count, "measured": round(min(shares), 4),
-        "simulated": round(simulate(schedule).mean_bubble, 4), "formula": formula and round(formula, 4),
+        "simulated": round(simulate_schedule(schedule).mean_bubble_share, 4), "formula": formula and round(formula, 4),
         "rounds": [round(share, 4) for share in shares],
     }  # fmt: skip
 

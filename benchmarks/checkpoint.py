@@ -24,12 +24,12 @@ from typing import NamedTuple
 import torch
 from record import write
 
-from mega_ckpt.pieces import Box, Sharded
-from mega_ckpt.store import AsyncSaver, load, save
+from mega_ckpt.store import AsyncSaver, load_sharded_checkpoint, save_sharded_checkpoint
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.model_config import ModelConfig
-from mega_common.presets import preset
+from mega_common.model_presets import load_model_preset
 
-MODEL = ModelConfig.parse(preset("tiny"))
+MODEL = ModelConfig.parse(load_model_preset("tiny"))
 SHAPE = (14_336, 4096)  # the feed-forward matrices of an 8B model
 
 
@@ -43,10 +43,10 @@ def make_tensors(megabytes: int) -> dict[str, torch.Tensor]:
     }
 
 
-def rows(tensors: dict[str, torch.Tensor], part: int, parts: int) -> dict[str, Sharded]:
+def rows(tensors: dict[str, torch.Tensor], part: int, parts: int) -> dict[str, ShardedTensor]:
     step = SHAPE[0] // parts
     return {
-        key: Sharded(SHAPE, [Box((part * step, 0), tensor[part * step : (part + 1) * step])])
+        key: ShardedTensor(SHAPE, [TensorBox((part * step, 0), tensor[part * step : (part + 1) * step])])
         for key, tensor in tensors.items()
     }
 
@@ -77,10 +77,10 @@ def saves(root: Path, tensors: dict[str, torch.Tensor], rounds: int) -> list[dic
     with AsyncSaver() as saver:
         for _ in range(rounds + 1):  # the first round makes the staging buffer and is not counted
             one = {"before": taken(copy)}
-            one["stall"] = taken(lambda: saver.start(root, 1, whole, model=MODEL, state={}))
-            one["rest"] = taken(saver.wait)
+            one["stall"] = taken(lambda: saver.start_save(root, 1, whole, model=MODEL, state={}))
+            one["rest"] = taken(saver.wait_for_save)
             one["after"] = taken(copy)
-            one["sync"] = taken(lambda: save(root, 2, whole, model=MODEL, state={}))
+            one["sync"] = taken(lambda: save_sharded_checkpoint(root, 2, whole, model=MODEL, state={}))
             out.append(one)
     return out[1:]
 
@@ -93,13 +93,13 @@ def over_copy(rounds: list[dict[str, Taken]], what: str) -> list[float]:
     ]
 
 
-def bytes_read(folder: Path, wanted: dict[str, Sharded], *, verify: bool) -> int:
+def bytes_read(folder: Path, wanted: dict[str, ShardedTensor], *, verify: bool) -> int:
     """What the disk delivers for a load, when nothing is in the page cache."""
     for path in folder.glob("*.safetensors"):
         with open(path, "rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     before = _delivered()
-    load(folder, wanted, verify=verify)
+    load_sharded_checkpoint(folder, wanted, verify=verify)
     return _delivered() - before
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 import record
 import torch
 
-from mega_ckpt.families import family_named
-from mega_ckpt.formats.safetensors import Header, write_file
+from mega_ckpt.families import family_by_name
+from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_common.model_config import ModelConfig
 
 
@@ -35,20 +35,20 @@ def make_model(folder: Path, layers: int) -> tuple[int, int]:
         {"num_layers": layers, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 32,
          "num_kv_heads": 8, "vocab_size": 128_256, "tie_embeddings": True}
     )  # fmt: skip
-    family = family_named("llama")
-    tensors = {name: (torch.bfloat16, disk.shape) for name, disk in family.table(model).items()}
-    header = Header.make(tensors, {"format": "pt"})
+    family = family_by_name("llama")
+    tensors = {name: (torch.bfloat16, disk.shape) for name, disk in family.disk_tensor_table(model).items()}
+    header = SafetensorsHeader.make_header(tensors, {"format": "pt"})
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(family.write_config(model)))
-    write_file(
+    (folder / "config.json").write_text(json.dumps(family.write_config_json(model)))
+    write_safetensors(
         folder / "model.safetensors", header, (torch.randn(e.shape).to(e.dtype) for e in header.entries.values())
     )
-    return header.size, max(entry.stop - entry.start for entry in header.entries.values())
+    return header.total_bytes, max(entry.stop - entry.start for entry in header.entries.values())
 
 
 def child(task: str, source: str, destination: str) -> None:
     """One measured task; prints its seconds, peak bytes and the bytes that were taken before it."""
-    from mega_ckpt.convert import convert
+    from mega_ckpt.convert import convert_checkpoint
 
     # Not before the imports: memory that was free for two seconds a virtual machine gives back to its host, and large
     # writes, which take whole free megabytes, then wait for it, while cp, which writes page by page, takes what is left.
@@ -61,7 +61,7 @@ def child(task: str, source: str, destination: str) -> None:
             with open(path, "rb") as stream:
                 os.fsync(stream.fileno())
     else:
-        convert(source, destination, task)
+        convert_checkpoint(source, destination, task)
     seconds = time.perf_counter() - start
     print(json.dumps({"seconds": seconds, "cpu": cpu() - imports, "peak": peak(), "before": before}))
 

@@ -1,7 +1,7 @@
 """Opening a blend of thousands of data sets: seconds, reads, memory and files of one process on one core.
 
 5,000 data sets of 400 million tokens, 2T together, which are one sparse `.bin` and one `.idx` under 5,000 names; what is
-measured is the opening (`build_datasets`), and 200 samples after it, each of a data set that was not read before.
+measured is the opening (`build_blended_datasets`), and 200 samples after it, each of a data set that was not read before.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import record
 
-from mega_data.config import DataConfig
-from mega_data.dataset import build_datasets
-from mega_data.files.indexed import HEADER, MAGIC
+from mega_data.blended_dataset import build_blended_datasets
+from mega_data.data_config import DataConfig
+from mega_data.token_files.indexed_reader import HEADER, MAGIC
 
 COUNT, DOCUMENTS, LENGTH, SAMPLES = 5000, 400_000, 1000, 200
 
@@ -59,7 +59,7 @@ def measure(folder: str, order: str) -> None:
     """Open all, and read a few samples: what each took, a line of JSON."""
     config = DataConfig.parse({"train": f"{folder}/part-*", "seq_length": 4096, "order": order, "split": [1]})
     at = [used()]
-    train = build_datasets(config, seed=1, samples={"train": 10**8}, eod=None)[0]
+    train = build_blended_datasets(config, seed=1, samples={"train": 10**8}, eod=None)[0]
     at.append(used())
     for k in range(SAMPLES):
         train[k * COUNT // SAMPLES].tokens.sum()

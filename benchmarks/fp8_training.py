@@ -19,10 +19,10 @@ import numpy as np
 import record
 import torch
 
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_trainer.config import RunConfig
-from mega_trainer.ranks import Ranks
-from mega_trainer.train import run
+from mega_data.token_files.indexed_writer import IndexedWriter
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run.training_run import run_training
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (1, 2)
@@ -82,7 +82,7 @@ def main() -> None:
         text = write_text(Path(scratch))
         for number, (name, change) in enumerate(RUNS.items()):
             folder = Path(scratch) / str(number)
-            run(settings(text, folder, steps, change), Ranks())
+            run_training(settings(text, folder, steps, change), RankInfo())
             train, valid = losses(folder)
             first = results.get("bf16, seed 1", {"valid": valid})
             results[name] = {"train": train, "valid": valid, "valid_less_bf16": valid - first["valid"]}

@@ -54,10 +54,10 @@ def serve_ours(folder: str, workload_file: str, threads: str, guesses: str) -> N
     """As `bare_generate.main`, by mega, with its usual guesses or without."""
     import torch
 
-    from mega_eval.engine import Engine, Request
-    from mega_eval.generate import usual_drafter
-    from mega_eval.load import load_model
-    from mega_eval.text import Limits
+    from mega_eval.generate import choose_default_drafter
+    from mega_eval.inference_engine import EngineRequest, InferenceEngine
+    from mega_eval.model_loading import load_inference_model
+    from mega_eval.text_stream import GenerationLimits
 
     class NoText:
         """Tokens are all that is wanted, as of transformers' side."""
@@ -69,19 +69,19 @@ def serve_ours(folder: str, workload_file: str, threads: str, guesses: str) -> N
             return ""
 
     torch.set_num_threads(int(threads))
-    model, workload = load_model(folder), json.loads(Path(workload_file).read_text())
+    model, workload = load_inference_model(folder), json.loads(Path(workload_file).read_text())
     asked = workload["requests"]
     for _ in sys.stdin:
         before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         longest = max(len(one["prompt"]) + one["new"] for one in asked)
-        engine = Engine(
+        engine = InferenceEngine(
             model, NoText(), cache_tokens=longest * workload["batch"], batch_size=workload["batch"],
-            drafter=usual_drafter(model) if guesses == "guesses" else None,
+            drafter=choose_default_drafter(model) if guesses == "guesses" else None,
         )  # fmt: skip
         tokens: list[list[int]] = [[] for _ in asked]
         for one in asked:
-            engine.add(Request(one["prompt"], Limits(one["new"])))
-        while engine.waiting or engine.running:
+            engine.add_request(EngineRequest(one["prompt"], GenerationLimits(one["new"])))
+        while engine.num_waiting or engine.num_running:
             for event in engine.step():
                 tokens[event.request] += event.tokens
         after = resource.getrusage(resource.RUSAGE_SELF)

@@ -29,17 +29,17 @@ from torch import Tensor
 from train_step import ours, seconds, settings, theirs
 
 from mega_common.errors import ConfigError
-from mega_trainer.build import choose_kernels, dtype_of, make_kernels
-from mega_trainer.comm import Group
-from mega_trainer.config import RunConfig
-from mega_trainer.job.metrics import Speed, memory_in_use
-from mega_trainer.kernels.base import Kernels, Scores
-from mega_trainer.kernels.leaves import Leaves
-from mega_trainer.kernels.masks import CAUSAL, Band, Mask, Packed
-from mega_trainer.model.context import Sequences
-from mega_trainer.parallel.context import Blockwise, Ring
-from mega_trainer.plan.flops import count_parameters
-from mega_trainer.sections import KernelsConfig
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.config.sections import KernelsConfig
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.job.metrics_log import UtilizationModel, memory_in_use
+from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, BandMask, PackedMask
+from mega_trainer.kernels.kernel_interface import Kernels, ScoreTransform
+from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.model.forward_context import SequenceMask
+from mega_trainer.parallel.context_parallel import BlockwiseAttention, RingExchange
+from mega_trainer.plan.flops import count_parameters_by_layer
+from mega_trainer.run.build_components import choose_kernels, compute_dtype, create_kernels
 
 Step = Callable[[], object]
 Contestant = tuple[Callable[[RunConfig, torch.device], Step], RunConfig]
@@ -77,16 +77,16 @@ def contestants(*, tiny: bool) -> dict[str, Contestant]:
 def products(config: RunConfig, device: torch.device) -> Step:
     """Every matrix product of a step but attention's: forward, and the two of the backward."""
     model, n = config.model, config.batch.micro * config.data.seq_length
-    width, heads = model.hidden_size, model.num_attention_heads * model.head_size
+    width, heads = model.hidden_size, model.num_attention_heads * model.query_key_head_dim
     shapes = [
-        (width, heads + 2 * model.kv_heads * model.head_size), (heads, width), (width, 2 * model.ffn_hidden_size),
+        (width, heads + 2 * model.key_value_heads * model.query_key_head_dim), (heads, width), (width, 2 * model.ffn_hidden_size),
         (model.ffn_hidden_size, width), (width, model.vocab_size),
     ]  # fmt: skip
     times = [model.num_layers] * 4 + [1]
     made = []
     for inner, columns in shapes:
         sizes = ((n, inner), (columns, inner), (n, columns))
-        x, w, y = (torch.randn(size, dtype=dtype_of(config), device=device) for size in sizes)
+        x, w, y = (torch.randn(size, dtype=compute_dtype(config), device=device) for size in sizes)
         made.append([(x, w.t()), (y, w), (y.t(), x)])
 
     def step() -> None:
@@ -125,13 +125,13 @@ def measure(all_of_them: dict[str, Contestant], end: float, device: torch.device
 
 
 def described(config: RunConfig, times: list[float], memory: int, device: torch.device) -> dict[str, Any]:
-    speed = Speed.of(config, device, dtype_of(config), world_size=1)
-    count = count_parameters(config.model)
+    speed = UtilizationModel.for_run(config, device, compute_dtype(config), world_size=1)
+    count = count_parameters_by_layer(config.model)
     rate = config.batch.micro * config.data.seq_length / statistics.median(times)
     achieved = rate * speed.exact
     return {
         "parameters": count.total,
-        "active_parameters": count.active,
+        "active_parameters": count.active_parameters,
         "batch": [config.batch.micro, config.data.seq_length],
         "tokens_per_second": round(rate),
         "tflops": round(achieved / 1e12, 2),
@@ -151,10 +151,17 @@ def attention(config: RunConfig, device: torch.device) -> dict[str, Any]:
     """Milliseconds of each case with each back end; one that is not there is left out."""
     model, length = config.model, config.data.seq_length
     generator = torch.Generator(device).manual_seed(0)
-    sizes = [(1, length, heads, model.head_size) for heads in (model.num_attention_heads, *[model.kv_heads] * 2)]
-    q, k, v = (torch.randn(size, dtype=dtype_of(config), device=device, generator=generator) for size in sizes)
-    documents = Packed.of([length // 8] * 8, CAUSAL, device)
-    masks: dict[str, Mask] = {"whole": CAUSAL, "documents": documents, "window": Band(left=length // 8 - 1, right=0)}
+    sizes = [
+        (1, length, heads, model.query_key_head_dim)
+        for heads in (model.num_attention_heads, *[model.key_value_heads] * 2)
+    ]
+    q, k, v = (torch.randn(size, dtype=compute_dtype(config), device=device, generator=generator) for size in sizes)
+    documents = PackedMask.from_lengths([length // 8] * 8, CAUSAL, device)
+    masks: dict[str, AttentionMaskSpec] = {
+        "whole": CAUSAL,
+        "documents": documents,
+        "window": BandMask(left=length // 8 - 1, right=0),
+    }
     found = {}
     for name in get_args(KernelsConfig.model_fields["attention"].annotation):
         if name == "auto":
@@ -165,7 +172,7 @@ def attention(config: RunConfig, device: torch.device) -> dict[str, Any]:
         except ConfigError as error:
             print(error)
             continue
-        kernels = make_kernels(choice, Leaves())
+        kernels = create_kernels(choice, LeafCompiler())
         cases: dict[str, Step] = {kind: partial(whole, kernels, q, k, v, mask) for kind, mask in masks.items()}
         cases["ring"] = partial(ring, kernels, q, k, v)
         found[choice.attention] = {kind: timed(step, device) for kind, step in cases.items()}
@@ -173,19 +180,19 @@ def attention(config: RunConfig, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def whole(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
+def whole(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec) -> None:
     """Forward and backward."""
     given = [t.detach().requires_grad_() for t in (q, k, v)]
-    y = kernels.attention(*given, mask, Scores(q.shape[-1] ** -0.5))
+    y = kernels.attention(*given, mask, ScoreTransform(q.shape[-1] ** -0.5))
     torch.autograd.grad(y, given, q)
 
 
 def ring(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor) -> None:
     """What one of two ranks computes, twice: the work of both."""
-    group, length, how = Group("cp", (0, 1), 1), q.shape[1], Scores(q.shape[-1] ** -0.5)
-    see = partial(Sequences(length, q.device).parts, window=None)
-    kind, half = Blockwise(Ring(group), group, kernels), slice(0, length // 2)
-    blocks = [block for _ in range(2) for rank in (0, 1) for block in kind.blocks(length, rank, see)]
+    group, length, how = CommGroup("cp", (0, 1), 1), q.shape[1], ScoreTransform(q.shape[-1] ** -0.5)
+    see = partial(SequenceMask(length, q.device).mask_between, window=None)
+    kind, half = BlockwiseAttention(RingExchange(group), group, kernels), slice(0, length // 2)
+    blocks = [block for _ in range(2) for rank in (0, 1) for block in kind.visible_blocks(length, rank, see)]
     for block in blocks:
         queries, keys, values = (
             t[:, half][:, part] for t, part in ((q, block.queries), (k, block.keys), (v, block.keys))

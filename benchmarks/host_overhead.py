@@ -26,12 +26,12 @@ from sides import Side, spread, times_in_turn
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.layout import Layout
-from mega_trainer.mesh import Groups, build_groups
-from mega_trainer.model.block import Block
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Sequences
-from mega_trainer.model.rope import Rotary
+from mega_trainer.config.parallel_layout import ParallelLayout
+from mega_trainer.distributed.process_groups import ParallelGroups, build_parallel_groups
+from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.rotary_embedding import RotaryEmbedding
+from mega_trainer.model.transformer_layer import TransformerLayer
 
 LAYOUTS = ("tp=1", "tp=2", "tp=2, sp")
 WIDTH, FFN, HEADS, LENGTH, STEPS = 16, 32, 4, 8, 100
@@ -40,8 +40,8 @@ CONFIG = ModelConfig(
 )
 
 
-def ours(context: Context, groups: Groups, *, sp: bool = False) -> Callable[[], object]:
-    block = Block(Builder(CONFIG, groups, sp=sp), 0)
+def ours(context: ForwardContext, groups: ParallelGroups, *, sp: bool = False) -> Callable[[], object]:
+    block = TransformerLayer(LayerBuilder(CONFIG, groups, sp=sp), 0)
     x = torch.randn(1, LENGTH // 2 if sp else LENGTH, WIDTH, requires_grad=True)
     return lambda: block(x, context).sum().backward()
 
@@ -50,11 +50,13 @@ def serve(name: str) -> None:
     """Answer each line on standard input with a step's seconds of the processor, for one of `LAYOUTS`."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    context = Context(
-        Sequences(LENGTH, torch.device("cpu")),
-        Rotary.of(CONFIG, CONFIG.rope).at(torch.arange(LENGTH)[None], torch.float32),
+    context = ForwardContext(
+        SequenceMask(LENGTH, torch.device("cpu")),
+        RotaryEmbedding.from_model_config(CONFIG, CONFIG.rope).compute_rotation(
+            torch.arange(LENGTH)[None], torch.float32
+        ),
     )
-    groups = Groups() if name == "tp=1" else build_groups(Layout(tp=2), 0, heads=[HEADS])
+    groups = ParallelGroups() if name == "tp=1" else build_parallel_groups(ParallelLayout(tp=2), 0, heads=[HEADS])
     step = ours(context, groups, sp=name.endswith("sp"))
     for _ in sys.stdin:
         begin = time.process_time()

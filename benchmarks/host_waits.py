@@ -31,17 +31,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from mega_data.loader import StepBatch
-from mega_trainer import build, step
-from mega_trainer.batch import micro_batches
-from mega_trainer.config import RunConfig
-from mega_trainer.evaluation import evaluate
-from mega_trainer.kernels import blocks, grouped
-from mega_trainer.model import loss
-from mega_trainer.optim import clip
-from mega_trainer.parallel import nvshmem
-from mega_trainer.ranks import Ranks
-from mega_trainer.train import assemble
+from mega_data.batch_loader import StepBatch
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.kernels import blockwise_attention, grouped_gemm
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.model import vocab_parallel_loss
+from mega_trainer.optim import gradient_clipping
+from mega_trainer.parallel import nvshmem_dispatch
+from mega_trainer.run import build_components, train_step
+from mega_trainer.run.training_run import assemble_training
+from mega_trainer.run.validation import evaluate_losses
 
 GPU = "gpu"  # what the device that is not there is called
 READS = frozenset(
@@ -102,7 +102,7 @@ class HostWaits(TorchDispatchMode):
 
     def _note(self, what: str) -> None:
         stack = [frame for frame in traceback.extract_stack() if "mega_trainer/" in frame.filename]
-        frames = [frame for frame in stack if not frame.filename.endswith("mega_trainer/device.py")]
+        frames = [frame for frame in stack if not frame.filename.endswith("mega_trainer/distributed/device.py")]
         place = frames[-1] if frames else traceback.extract_stack()[0]
         self.found.append(f"{what}: {place.filename.rpartition('mega_trainer/')[2]} {place.name}")
 
@@ -144,14 +144,20 @@ def fake_gpu(ranks: int) -> Iterator[None]:
     """Fake tensors on a device of no machine, as rank 0 of a group that sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     with ExitStack() as stack:
-        for table in (clip.WIDTHS, blocks.TILE_ELEMENTS, loss.CHUNK_ELEMENTS):
+        for table in (gradient_clipping.WIDTHS, blockwise_attention.TILE_ELEMENTS, vocab_parallel_loss.CHUNK_ELEMENTS):
             stack.enter_context(mock.patch.dict(table, {GPU: table["cuda"]}))
-        stack.enter_context(mock.patch.object(clip, "ROWS", 2))  # the same calls, and fewer operations in each
+        stack.enter_context(
+            mock.patch.object(gradient_clipping, "ROWS", 2)
+        )  # the same calls, and fewer operations in each
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pinned))
-        stack.enter_context(mock.patch.object(step, "routing_metrics", return_value={}))  # every number here is one
-        stack.enter_context(mock.patch.object(grouped, "_at_once", return_value=True))  # as CUDA
-        stack.enter_context(mock.patch.object(grouped, "_zero_without_rows", return_value=False))
-        stack.enter_context(mock.patch.object(nvshmem, "by_gloo", return_value=SimpleNamespace(wait=lambda: None)))
+        stack.enter_context(
+            mock.patch.object(train_step, "routing_metrics", return_value={})
+        )  # every number here is one
+        stack.enter_context(mock.patch.object(grouped_gemm, "_at_once", return_value=True))  # as CUDA
+        stack.enter_context(mock.patch.object(grouped_gemm, "_zero_without_rows", return_value=False))
+        stack.enter_context(
+            mock.patch.object(nvshmem_dispatch, "by_gloo", return_value=SimpleNamespace(wait=lambda: None))
+        )
         stack.enter_context(mock.patch.object(DeviceMesh, "from_group", _mesh))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", return_value=[]))  # it knows no such device
         streams = {"Stream": _Stream, "Event": _Event, "stream": nullcontext, "current_stream": _Stream}
@@ -174,16 +180,16 @@ def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
     config = RunConfig.parse(raw)
     with fake_gpu(ranks), HostWaits():
         device = torch.device(GPU, 0)
-        groups = build.connect(config, Ranks(0, ranks))
-        state, executor = assemble(config, groups, device)
+        groups = build_components.connect_groups(config, RankInfo(0, ranks))
+        state, executor = assemble_training(config, groups, device)
         batch = samples(config.data.seq_length, 2, documents=documents)
 
         def micro() -> Any:
-            return list(micro_batches(batch, config, device, groups.cp))
+            return list(split_micro_batches(batch, config, device, groups.cp))
 
         def train() -> None:
-            step.train_step(
-                executor, state.optimizer, micro(), tokens=[99.0, 98.0], lr=1e-3, clip=1.0, riders=lambda: [0.0]
+            train_step.train_step(
+                executor, state.optimizer, micro(), tokens=[99.0, 98.0], lr=1e-3, clip=1.0, extra_scalars=lambda: [0.0]
             )
 
         train()
@@ -192,7 +198,7 @@ def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
         for stage in state.stages.values():
             stage.eval()
         with HostWaits() as evaluation:
-            evaluate(executor, [micro(), micro()])
+            evaluate_losses(executor, [micro(), micro()])
     return {"training step": training.found, "evaluation": evaluation.found}
 
 

@@ -23,7 +23,7 @@ import transformers
 from sides import Side, spread, times_in_turn
 from train_step import STEPS, bare, ours
 
-from mega_trainer.config import RunConfig, resolve
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
 ROWS, LENGTH = 4, 256
 SHAPE: dict[str, Any] = {
@@ -48,7 +48,7 @@ def settings(folder: str) -> RunConfig:
         "batch": {"micro": ROWS, "global": ROWS},
         "precision": "fp32",
     }
-    return RunConfig.parse(resolve({**run, "model": {"from": folder}}))
+    return RunConfig.parse(resolve_run_config({**run, "model": {"from": folder}}))
 
 
 def compare(hf: Any, rounds: int, threads: int, clock: str) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from typing import Any
 import record
 from preprocess import installed_texts
 
-from mega_data.cleaning.config import CleanConfig
-from mega_data.cleaning.run import clean
+from mega_data.cleaning.clean_config import CleanConfig
+from mega_data.cleaning.clean_run import clean_corpus
 
 HERE = Path(__file__).parent
 FILES = 8
@@ -85,7 +85,7 @@ def run_ours(source: Path, output: Path, cores: int) -> None:
     """Print what `datatrove_minhash.py` does, of ours."""
     config = CleanConfig.parse({"duplicates": {"exact": False, "minhash": True}, "compression": "none"})
     start = time.perf_counter()
-    clean([source], config, output, workers=cores)
+    clean_corpus([source], config, output, workers=cores)
     wall = time.perf_counter() - start
     own, workers = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     print(json.dumps({

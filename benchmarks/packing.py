@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import record
 
-from mega_data.config import DataConfig
-from mega_data.dataset import BlendedDataset, build_datasets
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_data.loader import Loader, dealt
+from mega_data.batch_loader import BatchLoader, balance_samples
+from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
+from mega_data.data_config import DataConfig
+from mega_data.token_files.indexed_writer import IndexedWriter
 
 DOCUMENTS, SEQ_LENGTH, STEPS = 400_000, 8192, 20
 PEAK = 989e12  # FLOP/s of an H100 in bf16
@@ -39,12 +39,12 @@ def corpus(prefix: Path) -> int:
 def opened(prefix: Path, kind: str) -> BlendedDataset:
     """The data set as training has it."""
     raw = {"train": str(prefix), "kind": kind, "seq_length": SEQ_LENGTH, "split": [1], "order": "shuffled"}
-    return build_datasets(DataConfig.parse(raw), seed=1, samples={"train": 1}, eod=0)[0]
+    return build_blended_datasets(DataConfig.parse(raw), seed=1, samples={"train": 1}, eod=0)[0]
 
 
 def rate(dataset: BlendedDataset) -> float:
     """Tokens a processor second of one rank's loader, its share of the dealing included."""
-    loader = iter(Loader(dataset, global_batch=1024, seq_length=SEQ_LENGTH, dp_rank=3, dp_size=64, prefetch=0))
+    loader = iter(BatchLoader(dataset, global_batch=1024, seq_length=SEQ_LENGTH, dp_rank=3, dp_size=64, prefetch=0))
     next(loader)
     begin, made = time.process_time(), 0
     for batch in islice(loader, STEPS):
@@ -56,8 +56,8 @@ def balance(dataset: BlendedDataset, ranks: int) -> dict[str, float]:
     """The most work of a rank over the mean, of some steps: dealt by work, and in the order of the numbers."""
     dealt_work, plain = [], []
     for step in range(STEPS):
-        work = dataset.work(range(1024 * step, 1024 * (step + 1)))
-        for found, hands in ((dealt_work, dealt(work, ranks)), (plain, np.arange(1024).reshape(ranks, -1))):
+        work = dataset.estimate_attention_work(range(1024 * step, 1024 * (step + 1)))
+        for found, hands in ((dealt_work, balance_samples(work, ranks)), (plain, np.arange(1024).reshape(ranks, -1))):
             sums = work[hands].sum(1)
             found.append(sums.max() / sums.mean())
     return {"dealt": float(np.mean(dealt_work)), "by_number": float(np.mean(plain))}

@@ -20,15 +20,15 @@ import numpy as np
 import record
 import torch
 
-from mega_data.loader import StepBatch
-from mega_trainer import build
-from mega_trainer.batch import micro_batches
-from mega_trainer.config import RunConfig
-from mega_trainer.job.goodput import Goodput
-from mega_trainer.job.phases import Phases
-from mega_trainer.ranks import Ranks
-from mega_trainer.step import train_step
-from mega_trainer.train import assemble
+from mega_data.batch_loader import StepBatch
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.job.goodput import GoodputCounter
+from mega_trainer.job.phase_timer import PhaseTimer
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run import build_components
+from mega_trainer.run.train_step import train_step
+from mega_trainer.run.training_run import assemble_training
 
 LENGTH, MICRO_BATCHES = 256, 4
 RUN = {
@@ -45,21 +45,21 @@ def measure(pairs: int) -> dict[str, float]:
     """Milliseconds of processor time a step without, and the share that telling adds."""
     torch.set_num_threads(1)
     config, device = RunConfig.parse(RUN), torch.device("cpu")
-    groups = build.connect(config, Ranks())
-    state, executor = assemble(config, groups, device)
+    groups = build_components.connect_groups(config, RankInfo())
+    state, executor = assemble_training(config, groups, device)
     shape = (MICRO_BATCHES, LENGTH)
     tokens, places = np.ones((MICRO_BATCHES, LENGTH + 1), np.int64), np.tile(np.arange(LENGTH), (MICRO_BATCHES, 1))
     batch = StepBatch(tokens[:, 1:], tokens[:, :-1], np.ones(shape, bool), places, None, np.arange(MICRO_BATCHES))
-    micro = list(micro_batches(batch, config, device, groups.cp))
-    phases, goodput = Phases(device), Goodput(time.time())
+    micro = list(split_micro_batches(batch, config, device, groups.cp))
+    phases, goodput = PhaseTimer(device), GoodputCounter(time.time())
 
     def step(*, told: bool) -> float:
-        executor.phase = phases.phase if told else lambda name: nullcontext()
+        executor.phase = phases.time_phase if told else lambda name: nullcontext()
         begin = time.process_time()
         train_step(executor, state.optimizer, micro, tokens=[float(LENGTH * MICRO_BATCHES)], lr=1e-4, clip=1.0)
         if told:
-            goodput.lose(phases.take())
-            goodput.told(time.time())
+            goodput.add_lost_phases(phases.take_durations())
+            goodput.metrics_fields(time.time())
         return time.process_time() - begin
 
     names: list[str] = []
@@ -70,10 +70,10 @@ def measure(pairs: int) -> dict[str, float]:
         begin = time.process_time()
         for _ in range(1000):
             for name in names:
-                with phases.phase(name):
+                with phases.time_phase(name):
                     pass
-            goodput.lose(phases.take())
-            goodput.told(time.time())
+            goodput.add_lost_phases(phases.take_durations())
+            goodput.metrics_fields(time.time())
         return (time.process_time() - begin) / 1000
 
     for _ in range(5):

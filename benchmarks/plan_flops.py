@@ -21,12 +21,12 @@ import record
 from published import GPUS, Row, model_of, number
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.plan.flops import Convention, published_flops
+from mega_trainer.plan.flops import FlopsConvention, published_flops
 from mega_trainer.plan.machine import load_machine
 
 GOAL = 0.005
 # By a word of the source, the first that is found; a source that is not here counts as PaLM does.
-CONVENTIONS: dict[str, Convention] = {
+CONVENTIONS: dict[str, FlopsConvention] = {
     "torchtitan 2024 FSDP": "mosaic", "causal-halved": "megatron", "Grok": "megatron", "Mosaic": "mosaic", "torchtitan": "palm", "full-attention": "full",
 }  # fmt: skip
 # Teraflops that dgxc-benchmarking divides by: data sheets have 989.4 and 2500, the README of Grok 2450 for GB200.
@@ -35,7 +35,7 @@ PEAKS = {("dgxc", "GB200"): 2450.0}
 KEY_VALUE_HEADS = {("dgxc", "Llama3.1-405B"): 16}
 
 
-def convention_of(row: Row) -> Convention:
+def convention_of(row: Row) -> FlopsConvention:
     """What the source of a row counts by."""
     told = row["model"] if row["model"].startswith("Grok") else row["source"]
     return next((kind for word, kind in CONVENTIONS.items() if word in told), "palm")
@@ -50,7 +50,7 @@ def told(row: Row) -> float:
         return 0.0
     source = row["source"].split("-")[0]
     precise = "fp8" if source == "dgxc" and row["precision"] == "fp8" else "bf16"
-    peak = load_machine(GPUS[row["gpu"]]).peak(precise) / 1e12
+    peak = load_machine(GPUS[row["gpu"]]).get_peak_flops(precise) / 1e12
     if (source, row["gpu"]) in PEAKS:
         peak = PEAKS[source, row["gpu"]] * (2 if precise == "fp8" else 1)
     return float(row["mfu"]) / 100 * peak * 1e12 / rate

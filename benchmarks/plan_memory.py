@@ -24,10 +24,10 @@ from typing import Any
 import record
 
 from mega_common.model_config import ModelConfig
-from mega_common.presets import preset
-from mega_trainer.plan.like import Keeping, Like, memory_like
+from mega_common.model_presets import load_model_preset
 from mega_trainer.plan.machine import SLACK
-from mega_trainer.plan.shape import RunShape
+from mega_trainer.plan.other_trainer_memory import TrainerMemoryOptions, TrainerName, predict_other_trainer_memory
+from mega_trainer.plan.run_shape import RunShape
 
 UNITS = {"GiB": 2**30, "GB": 1e9}
 # Moonlight's recipe says "precision-aware optimizer with bf16 gradients/moments" (Megatron-Bridge, recipes/moonlight); those of
@@ -40,8 +40,8 @@ FITTED_LOSS = "torchao H100"
 # As Bridge's recipes name parts of a layer, and we do.
 MODULES = {"layernorm": "norm", "moe_act": "activation", "mla_up_proj": "mla_up_proj", "mlp": "mlp"}
 MODELS = {
-    "Llama3-8B": ModelConfig.parse(preset("llama3-8b")),
-    "Llama3.1-8B": ModelConfig.parse(preset("llama3-8b")),
+    "Llama3-8B": ModelConfig.parse(load_model_preset("llama3-8b")),
+    "Llama3.1-8B": ModelConfig.parse(load_model_preset("llama3-8b")),
     **{
         f"Llama-like-{name}": ModelConfig.parse(
             {
@@ -116,7 +116,7 @@ def _run(row: Mapping[str, str], model: ModelConfig) -> RunShape:
 
 def predicted(row: Published, slack: float = SLACK, *, known: bool = True) -> float:
     """Bytes on the rank that holds most; without what was fitted on its source where that is not `known`."""
-    ranks = memory_like(row.model, row.run, _like(row), _keeping(row, known=known))
+    ranks = predict_other_trainer_memory(row.model, row.run, _like(row), _keeping(row, known=known))
     return max(sum(kinds.values()) for kinds in ranks) * (slack if row.reserved else 1.0)
 
 
@@ -140,20 +140,20 @@ def _told(errors: Sequence[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _like(row: Published) -> Like:
+def _like(row: Published) -> TrainerName:
     return "fsdp2" if row.run.zero == 3 else "nanotron" if row.source.startswith("nanotron") else "megatron"
 
 
-def _keeping(row: Published, *, known: bool = True) -> Keeping:
+def _keeping(row: Published, *, known: bool = True) -> TrainerMemoryOptions:
     """What a source says of its run, or is known to do; `known`, what was fitted on it."""
     fully = row.run.zero == 3
     again = {ours for theirs, ours in MODULES.items() if theirs in row.recompute}
     eager = 2 + 3 * 4 if row.source == EAGER_LOSS or (known and row.source == FITTED_LOSS) else 0
-    return Keeping(
+    return TrainerMemoryOptions(
         gradients=2 if row.source.startswith(HALF_GRADIENTS) else 4,
         optimizer=8 if row.source.startswith(BF16_MOMENTS) else 12,
         logits=eager if fully else 0,
-        again=frozenset(again | ({"full"} if row.recompute == "full" else set())),
+        recomputed=frozenset(again | ({"full"} if row.recompute == "full" else set())),
     )
 
 

@@ -19,11 +19,11 @@ import record
 from published import Published, published
 
 from mega_common.errors import ConfigError
-from mega_trainer.config import RunConfig
-from mega_trainer.plan.advice import run_shape
-from mega_trainer.plan.candidates import settings_of
-from mega_trainer.plan.memory import memory
-from mega_trainer.plan.search import best_layouts, planned, short, with_settings
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.plan.layout_candidates import list_layout_settings
+from mega_trainer.plan.layout_search import apply_settings, find_best_layouts, format_layout, make_planned_run
+from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_prediction import predict_memory
 
 GOAL = 1.05
 RECIPES, SWEEP = ("dgxc-benchmarking v25.04.01", "Megatron-Bridge"), "nanotron ultra-scale sweep"
@@ -54,18 +54,22 @@ def compared(run: Published) -> dict[str, Any]:
     )  # fmt: skip
     told: dict[str, Any] = {"run": f"{run.source}, {run.row['model']} on {run.gpus}", "precision": run.run.precision}
     start = time.process_time()
-    best = best_layouts(config, run.gpus, run.machine)[0]
+    best = find_best_layouts(config, run.gpus, run.machine)[0]
     told["measured_seconds"] = run.seconds
-    told |= {"search": short(best.settings), "search_seconds": best.time.seconds, "took": time.process_time() - start}
+    told |= {
+        "search": format_layout(best.settings),
+        "search_seconds": best.time.seconds,
+        "took": time.process_time() - start,
+    }
     try:
-        theirs = with_settings(config, settings_of(run.run))
-        theirs.check_ranks(run.gpus)
+        theirs = apply_settings(config, list_layout_settings(run.run))
+        theirs.check_world_size(run.gpus)
     except ConfigError as error:
         return told | {"published": f"not legal here: {error.message}"}
-    seconds = planned(theirs, run.gpus, run.machine).time().seconds
-    most = max(sum(kinds.values()) for kinds in memory(theirs.model, run_shape(theirs, run.gpus)))
+    seconds = make_planned_run(theirs, run.gpus, run.machine).predict_step_time().seconds
+    most = max(sum(kinds.values()) for kinds in predict_memory(theirs.model, make_run_shape(theirs, run.gpus)))
     return told | {
-        "published": short(settings_of(run.run)), "published_seconds": seconds, "published_fits": most <= run.machine.room,
+        "published": format_layout(list_layout_settings(run.run)), "published_seconds": seconds, "published_fits": most <= run.machine.usable_memory_bytes,
         "ratio": best.time.seconds / seconds,
     }  # fmt: skip
 

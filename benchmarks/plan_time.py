@@ -26,14 +26,13 @@ import yaml
 from published import Published, published
 from scipy.optimize import least_squares
 
-from mega_trainer.config import RunConfig
+from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan import machine as machines
-from mega_trainer.plan.candidates import candidates
-from mega_trainer.plan.collectives import Wires
-from mega_trainer.plan.like import memory_like
-from mega_trainer.plan.machine import Efficiency, load_efficiency
-from mega_trainer.plan.step_time import Planned
-from mega_trainer.plan.work import Rates
+from mega_trainer.plan.layer_cost import GpuThroughput
+from mega_trainer.plan.layout_candidates import generate_candidates
+from mega_trainer.plan.machine import Interconnect, MachineEfficiency, load_efficiency
+from mega_trainer.plan.other_trainer_memory import predict_other_trainer_memory
+from mega_trainer.plan.step_time import PlannedRun
 
 GOAL = ("A100-40GB", "A100-80GB", "H100", "H100-96GB-HBM2e-500W", "B200")
 # Constants, and what they were before any fit; `large` are Hopper and Blackwell. Not fitted: `network`, `link`, `hop` and
@@ -66,12 +65,12 @@ def _own(constants: Constants, generation: str) -> dict[str, float]:
 class Predictor:
     """Predicts runs for any constants. What a pipeline waits is simulated once, and taken as a share of its stages' work."""
 
-    def __init__(self, runs: Sequence[Published], base: Mapping[str, Efficiency]) -> None:
+    def __init__(self, runs: Sequence[Published], base: Mapping[str, MachineEfficiency]) -> None:
         self.runs, self.base = runs, base
-        self.plans: dict[int, Planned] = {}
+        self.plans: dict[int, PlannedRun] = {}
         self.waits: dict[int, float] = {}
 
-    def planned(self, run: Published, constants: Constants) -> Planned:
+    def planned(self, run: Published, constants: Constants) -> PlannedRun:
         """A run by those constants."""
         generation = run.machine.generation
         own = _own(constants, generation)
@@ -82,12 +81,17 @@ class Predictor:
         if habits.host:
             habits = replace(habits, host=constants.get("trainer.host", habits.host))
         if run.throttled and "trainer.throttled" in constants:
-            peaks = {kind: machine.peak(kind) / 1e12 * constants["trainer.throttled"] for kind in ("bf16", "fp8")}
+            peaks = {
+                kind: machine.get_peak_flops(kind) / 1e12 * constants["trainer.throttled"] for kind in ("bf16", "fp8")
+            }
             machine = machine.model_copy(update={"tflops": {**peaks}})
         efficiency = self.base[generation].model_copy(update=own)
         if id(run) not in self.plans:
-            self.plans[id(run)] = Planned.of(run.model, run.run, machine, efficiency, habits)
-        wires, rates = Wires.of(machine, efficiency), Rates.of(machine, efficiency, habits)
+            self.plans[id(run)] = PlannedRun.from_settings(run.model, run.run, machine, efficiency, habits)
+        wires, rates = (
+            Interconnect.from_machine(machine, efficiency),
+            GpuThroughput.from_machine(machine, efficiency, habits),
+        )
         return replace(
             self.plans[id(run)], bench=replace(self.plans[id(run)].bench, wires=wires, rates=rates, habits=habits)
         )
@@ -95,12 +99,12 @@ class Predictor:
     def seconds(self, run: Published, constants: Constants) -> float:
         """Of a step."""
         planned = self.planned(run, constants)
-        quick = planned.time_at_least()
+        quick = planned.predict_minimum_time()
         waits = quick.parts.get("pipeline bubble", 0.0)
         if not waits:
             return quick.seconds
         if id(run) not in self.waits:
-            self.waits[id(run)] = planned.time().parts.get("pipeline bubble", 0.0) / waits
+            self.waits[id(run)] = planned.predict_step_time().parts.get("pipeline bubble", 0.0) / waits
         return quick.seconds + waits * (self.waits[id(run)] - 1)
 
     def errors(self, constants: Constants, runs: Sequence[Published] | None = None) -> Array:
@@ -197,15 +201,15 @@ def without_context(run: Published, predictor: Predictor, constants: Constants) 
     )  # fmt: skip
     layouts = [
         replace(planned, run=other, bench=replace(planned.bench, run=other))
-        for _, other in candidates(config, run.gpus, wider)
+        for _, other in generate_candidates(config, run.gpus, wider)
         if (other.cp, other.zero, other.schedule) == (1, 1, "1f1b") and other.recompute in ("none", "full")
     ]
     best = math.inf
-    for layout in sorted(layouts, key=Planned.least_seconds):
-        if layout.least_seconds() >= best:
+    for layout in sorted(layouts, key=PlannedRun.estimate_minimum_seconds):
+        if layout.estimate_minimum_seconds() >= best:
             break
-        held = max(sum(kinds.values()) for kinds in memory_like(run.model, layout.run, "megatron"))
-        best = layout.time().seconds if held <= run.machine.room else best
+        held = max(sum(kinds.values()) for kinds in predict_other_trainer_memory(run.model, layout.run, "megatron"))
+        best = layout.predict_step_time().seconds if held <= run.machine.usable_memory_bytes else best
     return best
 
 
@@ -216,7 +220,7 @@ def context_pairs(
     for run in runs:
         told = re.search(r"no-CP best ([\d.]+) TF", run.row["source"])
         if told and run.run.cp > 1:
-            gain = predictor.planned(run, constants).time().seconds
+            gain = predictor.planned(run, constants).predict_step_time().seconds
             yield (
                 "cp",
                 math.log(float(run.row["tflops_per_gpu"]) / float(told[1])),

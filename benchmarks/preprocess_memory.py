@@ -35,7 +35,7 @@ KINDS: dict[str, Callable[[], str]] = {
 RUN = """
 import re, sys
 from pathlib import Path
-from mega_data.making.preprocess import preprocess
+from mega_data.preprocessing.preprocess_corpus import preprocess
 def most():  # not getrusage's, which begins with that of the process that started this one
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 source, tokenizer, output, workers, encoder = sys.argv[1:]

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mega_common.lora import LoraConfig
+from mega_common.lora_config import LoraConfig
 from mega_common.model_config import ModelConfig
-from mega_common.presets import preset
+from mega_common.model_presets import load_model_preset
 from mega_trainer.plan.flops import hardware_flops, model_flops
-from mega_trainer.plan.machine import Machine, load_machine
-from mega_trainer.plan.shape import RecomputeKind, RunShape
-from mega_trainer.plan.work import Habits
+from mega_trainer.plan.layer_cost import TrainerProfile
+from mega_trainer.plan.machine import MachineSpec, load_machine
+from mega_trainer.plan.run_shape import RecomputeKind, RunShape
 
 Row = dict[str, str]
 
@@ -28,13 +28,13 @@ MAKERS = {
 }  # fmt: skip
 HABITS = {
     # Transformer Engine's kernels, collectives of tensor parallelism beside products, gradients summed in bf16
-    "megatron": Habits(tp_waited=2, dispatch="expert", gradient_bytes=2),
+    "megatron": TrainerProfile(tp_waited=2, dispatch="expert", gradient_bytes=2),
     # before fused attention and sequence parallelism; element by element work mostly fused
-    "megatron-2021": Habits(attention="unfused", tp_waited=10, passes=1.5),
+    "megatron-2021": TrainerProfile(attention="unfused", tp_waited=10, passes=1.5),
     # PyTorch's FSDP, attention in Triton with ALiBi, nothing compiled
-    "mosaic": Habits(attention="triton", passes=2.0, gradient_bytes=2),
-    "torchtitan": Habits(attention="flash2", passes=1.2, tp_waited=10),
-    "nanotron": Habits(attention="flash2", passes=2.0, tp_waited=10),
+    "mosaic": TrainerProfile(attention="triton", passes=2.0, gradient_bytes=2),
+    "torchtitan": TrainerProfile(attention="flash2", passes=1.2, tp_waited=10),
+    "nanotron": TrainerProfile(attention="flash2", passes=2.0, tp_waited=10),
 }
 HOST = 8e-3  # before any fit
 GPUS = {
@@ -59,8 +59,8 @@ class Published:
     row: Row
     model: ModelConfig
     run: RunShape
-    machine: Machine
-    habits: Habits
+    machine: MachineSpec
+    habits: TrainerProfile
     gpus: int
     seconds: float
 
@@ -144,7 +144,7 @@ def _published(row: Row) -> Published | None:
     return Published(row, model, run, machine, habits, gpus, tokens / gpus / rate)
 
 
-def _rate(row: Row, model: ModelConfig, seq: int, machine: Machine) -> float:
+def _rate(row: Row, model: ModelConfig, seq: int, machine: MachineSpec) -> float:
     """Tokens a second and GPU."""
     if row["tokens_per_s_per_gpu"]:
         return float(row["tokens_per_s_per_gpu"])
@@ -155,7 +155,7 @@ def _rate(row: Row, model: ModelConfig, seq: int, machine: Machine) -> float:
     )
     if row["tflops_per_gpu"]:
         return float(row["tflops_per_gpu"]) * 1e12 / flops
-    return float(row["mfu"]) / 100 * machine.peak("bf16") / flops if row["mfu"] else 0.0
+    return float(row["mfu"]) / 100 * machine.get_peak_flops("bf16") / flops if row["mfu"] else 0.0
 
 
 def _run(row: Row, model: ModelConfig, seq: int, gpus: int) -> RunShape:
@@ -201,12 +201,12 @@ def model_of(row: Row) -> ModelConfig | None:
     name = row["model"]
     if name.startswith("DeepSeekV3"):
         further = int("w/o MTP" not in row["source"])  # as the FLOPs say that Bridge tells of each token
-        raw = preset("deepseek-v3")
+        raw = load_model_preset("deepseek-v3")
         return ModelConfig.parse(
             {**raw, "mtp_layers": further, "moe": {**raw["moe"], "layers": list(range(3, raw["num_layers"] + further))}}
         )
     if name == "Qwen3-30B-A3B":
-        return ModelConfig.parse(preset("qwen3-30b-a3b"))
+        return ModelConfig.parse(load_model_preset("qwen3-30b-a3b"))
     sizes: Mapping[str, object] = SIZES.get(name.upper()) or row
     if not (sizes["layers"] and sizes["hidden"] and sizes["heads"]):
         return None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mega_common.files import write_json
+from mega_common.atomic_files import write_json_atomically
 
 HERE = Path(__file__).parent
 
@@ -26,7 +26,7 @@ def write(name: str, results: object, packages: Sequence[str] = ()) -> Path:
         "results": results,
     }
     path = HERE / "results" / f"{name}.json"
-    write_json(path, record)
+    write_json_atomically(path, record)
     return path
 
 

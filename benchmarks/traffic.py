@@ -41,33 +41,33 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.batch import Outline
-from mega_trainer.comm import Group
-from mega_trainer.kernels import blocks, grouped, products
-from mega_trainer.kernels import fp8 as fp8_kernels
-from mega_trainer.kernels.base import Scores
-from mega_trainer.kernels.flash import TorchFlash
-from mega_trainer.kernels.fp8 import KINDS, Fp8Kernels
-from mega_trainer.kernels.leaves import Leaves
-from mega_trainer.kernels.masks import CAUSAL, Packed
-from mega_trainer.kernels.quantise import Quantised, quantised, quantised_both
-from mega_trainer.kernels.torch import TorchKernels
-from mega_trainer.mesh import Groups
-from mega_trainer.model import loss, router
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Sequences
+from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.distributed.process_groups import ParallelGroups
+from mega_trainer.kernels import blockwise_attention, gemm_accumulation, grouped_gemm
+from mega_trainer.kernels import fp8_kernels as fp8_kernels
+from mega_trainer.kernels.attention_masks import CAUSAL, PackedMask
+from mega_trainer.kernels.flash_attention import TorchFlashKernel
+from mega_trainer.kernels.fp8_kernels import KINDS, Fp8Kernels, QuantizedMatrix, quantize_leaf, quantize_pair_leaf
+from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.torch_kernels import TorchKernels
+from mega_trainer.model import expert_router, vocab_parallel_loss
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.moe import Moe
-from mega_trainer.model.rope import Rotary
-from mega_trainer.model.router import choose
-from mega_trainer.model.routing import Routing
-from mega_trainer.optim import clip
-from mega_trainer.optim.adamw import AdamW
-from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel import buckets, context, exchange, expert, nvshmem
-from mega_trainer.parallel.grads import Sharing, flatten
-from mega_trainer.parallel.nvshmem import Nvshmem
-from mega_trainer.parallel.te import TeDispatch
+from mega_trainer.model.expert_router import select_experts
+from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.mixture_of_experts import MixtureOfExperts
+from mega_trainer.model.rotary_embedding import RotaryEmbedding
+from mega_trainer.optim import gradient_clipping
+from mega_trainer.optim.adamw import AdamWUpdateRule
+from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
+from mega_trainer.parallel import async_all_to_all, expert_parallel, gradient_buckets, nvshmem_dispatch
+from mega_trainer.parallel import context_parallel as context
+from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.nvshmem_dispatch import NvshmemDispatcher
+from mega_trainer.parallel.te_dispatch import TransformerEngineDispatcher
+from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
 
 MATMUL, ATTENTION, FP32, MEMORY, LAUNCH = 0.75 * 989e12, 0.60 * 989e12, 67e12, 0.80 * 3.35e12, 5e-6
 D, FFN, HEADS, KV, HEAD, VOCAB = 4096, 14_336, 32, 8, 128, 128_256
@@ -286,7 +286,7 @@ def _nbytes(t: Tensor) -> int:
 def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
     """Sizes of chunks as on a GPU, and its kernels for what a CPU makes of several."""
 
-    def leaf(self: Leaves, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def leaf(self: LeafCompiler, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with traffic.silence():
             out = function(*args, **kwargs)
         outs = _tensors(out)
@@ -295,14 +295,14 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         # torch.compile makes a sum over rows, of a weight's gradient, a kernel of its own
         summed = any(t.dim() < max(x.dim() for x in ins) for t in outs)
         # nor is the scale of a tensor, or of a column, known before all of it is read
-        across = function is quantised_both or not ins[0].is_contiguous()
-        far = function in (quantised, quantised_both) and args[2] == 0 and (args[1] == 0 or across)
+        across = function is quantize_pair_leaf or not ins[0].is_contiguous()
+        far = function in (quantize_leaf, quantize_pair_leaf) and args[2] == 0 and (args[1] == 0 or across)
         ahead = ins if far else []
         size = sum(map(_nbytes, [*ins, *ahead, *outs]))
         traffic.add(function.__name__, size=size, kernels=1 + (summed or bool(ahead)))
         return out
 
-    def eight_bits(a: Quantised, b: Quantised, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    def eight_bits(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         m, n, k = a.values.shape[0], *b.values.shape
         with traffic.silence():
             out = a.values.new_empty(m, n, dtype=dtype)
@@ -312,16 +312,21 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
     def attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         assert how["is_causal"]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return blocks.attention(TorchFlash(), q, k, v, CAUSAL, Scores(how["scale"])).transpose(1, 2)
+        return blockwise_attention.blockwise_attention(
+            TorchFlashKernel(), q, k, v, CAUSAL, ScoreTransform(how["scale"])
+        ).transpose(1, 2)
 
     with ExitStack() as stack:
-        for table in (loss.CHUNK_ELEMENTS, clip.WIDTHS, blocks.TILE_ELEMENTS):
+        for table in (vocab_parallel_loss.CHUNK_ELEMENTS, gradient_clipping.WIDTHS, blockwise_attention.TILE_ELEMENTS):
             stack.enter_context(mock.patch.dict(table, cpu=table["cuda"]))
         stack.enter_context(
-            mock.patch.dict(loss.LEAF_ELEMENTS, dict.fromkeys((True, False), loss.CHUNK_ELEMENTS["cuda"]))
+            mock.patch.dict(
+                vocab_parallel_loss.LEAF_ELEMENTS,
+                dict.fromkeys((True, False), vocab_parallel_loss.CHUNK_ELEMENTS["cuda"]),
+            )
         )
         for place, name, stand_in in (
-            (Leaves, "__call__", leaf), (products, "_at_once", lambda out: True),
+            (LeafCompiler, "__call__", leaf), (gemm_accumulation, "_at_once", lambda out: True),
             (F, "scaled_dot_product_attention", attention), (fp8_kernels, "product", eight_bits),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, stand_in))
@@ -334,47 +339,57 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
 def dense(traffic: Traffic, length: int) -> int:
     """One layer, embedding, head and loss, and what becomes of their gradients; returns the number of parameters."""
     config = _config(length)
-    leaves = Leaves(compiled=True)
+    leaves = LeafCompiler(compiled=True)
     with traffic.silence():
-        model = Decoder(Builder(config, Groups(), TorchKernels(leaves), leaves, dtype=torch.bfloat16, device=CPU))
+        model = Decoder(
+            LayerBuilder(config, ParallelGroups(), TorchKernels(leaves), leaves, dtype=torch.bfloat16, device=CPU)
+        )
         positions, ids = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64)
         weights = torch.zeros(1, length)
-        shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope).at(positions, torch.bfloat16))
+        shared = ForwardContext(
+            SequenceMask(length, CPU),
+            RotaryEmbedding.from_model_config(config, config.rope).compute_rotation(positions, torch.bfloat16),
+        )
 
     def micro_batch(mark: str) -> None:
-        _both_ways(traffic, "embedding" + mark, lambda: model.embed(ids, positions))
+        _both_ways(traffic, "embedding" + mark, lambda: model.embed_inputs(ids, positions))
         x = _bf16(traffic, 1, length, D)
         _both_ways(traffic, "layer" + mark, lambda: model(x, shared))
         y = _bf16(traffic, 1, length, D)
         with traffic.at("head and loss" + mark):
-            total, _ = model.loss(y, ids, weights)
+            total, _ = model.compute_token_loss(y, ids, weights)
             (total * 0.5).backward()
 
     micro_batch(GATHERED)
     model.zero_grad()
     with traffic.silence():
-        stage = flatten(model, Sharing(slices=True), model.units())
-        optimizer = Optimizer([stage], adamw=lambda slots: AdamW(slots, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1))
+        stage = flatten_parameters(model, ZeroConfig(shard_grads=True), model.list_parameter_units())
+        optimizer = ShardedOptimizer(
+            [stage], adamw=lambda slots: AdamWUpdateRule(slots, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        )
     with _buckets_apart(traffic):
         stage.begin_step()
         for mark in ("", LATER):
-            with stage.backward(last=False):
+            with stage.backward_context(last=False):
                 micro_batch(mark)
     with traffic.at("gradient norm"):
-        optimizer.grad_norm()
+        optimizer.compute_grad_norm()
     with traffic.at("update"):
-        optimizer.update(1e-4, 0.5)
+        optimizer.apply_update(1e-4, 0.5)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def fp8(traffic: Traffic, length: int, recipe: str) -> None:
     """A layer whose products are in eight bits, forward and backward."""
-    config, leaves = _config(length), Leaves(compiled=True)
+    config, leaves = _config(length), LeafCompiler(compiled=True)
     with traffic.silence():
-        build = Builder(config, Groups(), TorchKernels(leaves), dtype=torch.bfloat16, device=CPU)
+        build = LayerBuilder(config, ParallelGroups(), TorchKernels(leaves), dtype=torch.bfloat16, device=CPU)
         model = Decoder(replace(build, by_layer={0: Fp8Kernels(recipe, leaves=leaves)}))
         positions = torch.zeros(1, length, dtype=torch.int64)
-        shared = Context(Sequences(length, CPU), Rotary.of(config, config.rope).at(positions, torch.bfloat16))
+        shared = ForwardContext(
+            SequenceMask(length, CPU),
+            RotaryEmbedding.from_model_config(config, config.rope).compute_rotation(positions, torch.bfloat16),
+        )
 
     def micro_batch(mark: str) -> None:
         x = _bf16(traffic, 1, length, D)
@@ -383,11 +398,13 @@ def fp8(traffic: Traffic, length: int, recipe: str) -> None:
     micro_batch(GATHERED)
     model.zero_grad()
     with traffic.silence():
-        stage = flatten(model, Sharing(slices=True, prepares=True), model.units())
+        stage = flatten_parameters(
+            model, ZeroConfig(shard_grads=True, cache_prepared_weights=True), model.list_parameter_units()
+        )
     with _buckets_apart(traffic):
         stage.begin_step()
         for mark in ("", LATER):
-            with stage.backward(last=False):
+            with stage.backward_context(last=False):
                 micro_batch(mark)
 
 
@@ -407,8 +424,8 @@ def _buckets_apart(traffic: Traffic) -> Iterator[None]:
 
     with ExitStack() as stack:
         for place, name, what in (
-            (buckets.Bucket, "take", "gradient buckets"), (products, "scaled", "gradient buckets"),
-            (products, "rows", "gradient buckets"), (Fp8Kernels, "prepare_weight", "weights"),
+            (gradient_buckets.GradientBucket, "take", "gradient buckets"), (gemm_accumulation, "scaled", "gradient buckets"),
+            (gemm_accumulation, "rows", "gradient buckets"), (Fp8Kernels, "prepare_weight", "weights"),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, counted(getattr(place, name), what)))
         yield
@@ -435,25 +452,32 @@ def ring(traffic: Traffic, length: int, ranks: int) -> None:
                 first += other
             return first
 
-    group = Group("cp", tuple(range(ranks)), 0)
-    kind, sight = context.Blockwise(Passage(), group, TorchKernels()), Sequences(length, CPU)
+    group = CommGroup("cp", tuple(range(ranks)), 0)
+    kind, sight = context.BlockwiseAttention(Passage(), group, TorchKernels()), SequenceMask(length, CPU)
     q, k, v = _heads(traffic, length // ranks)
     _both_ways(
         traffic, f"attention, ring of {ranks}",
-        lambda: kind.attention(q, k, v, Scores(HEAD**-0.5), lambda a, b: sight.parts(a, b, None), lambda *_: q),
+        lambda: kind.compute_attention(q, k, v, ScoreTransform(HEAD**-0.5), lambda a, b: sight.mask_between(a, b, None), lambda *_: q),
     )  # fmt: skip
 
 
 def attention(traffic: Traffic, length: int) -> None:
     """Of a whole sequence: plain, and in documents of an eighth of it."""
     documents = np.repeat(np.arange(8), length // 8)[None]
-    for name, begins in (("plain", None), ("eight documents", Outline.of(documents, documents).begins)):
+    for name, begins in (
+        ("plain", None),
+        ("eight documents", SequenceBounds.from_positions(documents, documents).document_starts),
+    ):
         with traffic.silence():
-            mask = Sequences(length, CPU, begins).mask(None)
+            mask = SequenceMask(length, CPU, begins).mask_for_window(None)
         q, k, v = _heads(traffic, length)
-        with mock.patch.object(blocks, "_documents", _as_one_kernel) if isinstance(mask, Packed) else ExitStack():
+        with (
+            mock.patch.object(blockwise_attention, "_documents", _as_one_kernel)
+            if isinstance(mask, PackedMask)
+            else ExitStack()
+        ):
             _both_ways(traffic, f"attention, {name}", lambda q=q, k=k, v=v, mask=mask: TorchKernels().attention(
-                q, k, v, mask, Scores(HEAD**-0.5)))  # fmt: skip
+                q, k, v, mask, ScoreTransform(HEAD**-0.5)))  # fmt: skip
 
 
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -484,21 +508,28 @@ def experts(traffic: Traffic, length: int) -> dict[str, dict[str, float]]:
         moe = config.moe
         assert moe is not None
         with traffic.silence(), unset_fake_temporarily():
-            chosen = choose(torch.rand(length, moe.num_experts, generator=torch.Generator().manual_seed(0)), moe, None)
+            chosen = select_experts(
+                torch.rand(length, moe.num_experts, generator=torch.Generator().manual_seed(0)), moe, None
+            )
             held = torch.zeros(length, ranks).scatter_(1, chosen * ranks // moe.num_experts, 1.0)
             rows = round(held.sum().item() / ranks)  # to each rank
         for way, bound in (("", None), ("", 1.25), ("nvshmem, ", 1.25), ("nvshmem, ", 1.1), ("te, ", 1.25)):
             region = f"experts, {name}, {ranks} ranks" + (f", {way}bound {bound}" if bound else "")
             wire = Wire(ranks, rows, length * moe.top_k)
             with traffic.silence():
-                groups, own = Groups(ep=Group("ep", tuple(range(ranks)))), None
+                groups, own = ParallelGroups(ep=CommGroup("ep", tuple(range(ranks)))), None
                 if bound and way:
-                    by_te, by_nvshmem = TeDispatch, partial(Nvshmem, parts=1, leaves=Leaves(compiled=True))
+                    by_te, by_nvshmem = (
+                        TransformerEngineDispatcher,
+                        partial(NvshmemDispatcher, parts=1, leaves=LeafCompiler(compiled=True)),
+                    )
                     own = (by_te if way == "te, " else by_nvshmem)(moe.num_experts, groups.ep, bound=bound)
-                build = Builder(config, groups, dtype=torch.bfloat16, device=CPU, dispatcher=own, dispatch_bound=bound)
-                layer = Moe(build, 0)
+                build = LayerBuilder(
+                    config, groups, dtype=torch.bfloat16, device=CPU, dispatcher=own, dispatch_bound=bound
+                )
+                layer = MixtureOfExperts(build, 0)
                 x = _bf16(traffic, 1, length, config.hidden_size)
-                context = Context(Sequences(length, CPU), routing=Routing(None, None, 1.0, 1.0))
+                context = ForwardContext(SequenceMask(length, CPU), routing=StepRouting(None, None, 1.0, 1.0))
             with wire.instead(traffic):
                 _both_ways(traffic, region, lambda layer=layer, x=x, context=context: layer(x, context))
             row = 4 * rows * (ranks - 1) * 2 * config.hidden_size
@@ -529,11 +560,11 @@ class Wire:
             self.size += _nbytes(table)
             return torch.empty_like(table)
 
-        def everyones(counts: Tensor, group: Group) -> Tensor:
+        def everyones(counts: Tensor, group: CommGroup) -> Tensor:
             self.size += _nbytes(counts) * (self.ranks - 1)
             return counts.repeat(self.ranks)
 
-        def send_those_there_are(tables: nvshmem.Tables, group: Group, received: Tensor) -> Any:
+        def send_those_there_are(tables: nvshmem_dispatch.SymmetricTables, group: CommGroup, received: Tensor) -> Any:
             self.size += self.rows * (self.ranks - 1) * _nbytes(tables.leaving[0])
             return SimpleNamespace(wait=lambda: None)
 
@@ -555,10 +586,10 @@ class Wire:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.dict(sys.modules, transformer_engine(by_library)))
             for place, name, stand_in in (
-                (exchange, "all_to_all_into", send), (expert, "all_to_all", counts), (expert, "fetched", fetched),
-                (nvshmem, "all_gather", everyones), (nvshmem, "by_gloo", send_those_there_are),
-                (router, "wide_product", wide_product), (grouped, "_at_once", lambda x, width: True),
-                (grouped, "_zero_without_rows", lambda device: True),
+                (async_all_to_all, "all_to_all_into", send), (expert_parallel, "all_to_all", counts), (expert_parallel, "fetched", fetched),
+                (nvshmem_dispatch, "all_gather", everyones), (nvshmem_dispatch, "by_gloo", send_those_there_are),
+                (expert_router, "wide_product", wide_product), (grouped_gemm, "_at_once", lambda x, width: True),
+                (grouped_gemm, "_zero_without_rows", lambda device: True),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(place, name, stand_in))
             yield
@@ -607,7 +638,7 @@ def transformer_engine(kernel: Callable[..., Tensor]) -> dict[str, ModuleType]:
     return found
 
 
-def _as_one_kernel(mask: Packed, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _as_one_kernel(mask: PackedMask, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """A GPU takes all documents at once; here they are as long as each other, and so rows of a batch."""
     yield tuple(t.view(len(mask.lengths), -1, *t.shape[2:]) for t in tensors)
 

@@ -29,15 +29,15 @@ import torch
 import transformers
 from sides import Side, spread, times_in_turn
 
-from mega_data.loader import StepBatch
-from mega_trainer.batch import micro_batches
-from mega_trainer.build import connect, dtype_of
-from mega_trainer.config import RunConfig
-from mega_trainer.model.init import init_weights
-from mega_trainer.plan.flops import count_parameters
-from mega_trainer.ranks import Ranks
-from mega_trainer.step import count_tokens, train_step
-from mega_trainer.train import assemble
+from mega_data.batch_loader import StepBatch
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.model.weight_init import initialize_weights
+from mega_trainer.plan.flops import count_parameters_by_layer
+from mega_trainer.run.build_components import compute_dtype, connect_groups
+from mega_trainer.run.train_step import count_step_tokens, train_step
+from mega_trainer.run.training_run import assemble_training
 
 LAYERS, WIDTH, FFN, HEADS, VOCABULARY, BATCH, LENGTH = 4, 256, 688, 4, 16_384, 8, 256
 STEPS = 3  # of each contestant in a round
@@ -78,10 +78,10 @@ def tokens(config: RunConfig) -> np.ndarray:
 
 
 def ours(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
-    groups = connect(config, Ranks())
-    state, executor = assemble(config, groups, device)
-    init_weights(state.stages[0], 0)
-    state.optimizer.reload_main()
+    groups = connect_groups(config, RankInfo())
+    state, executor = assemble_training(config, groups, device)
+    initialize_weights(state.stages[0], 0)
+    state.optimizer.load_main_from_model()
     ids = tokens(config)
     rows, length = ids[:, 1:].shape
     batch = StepBatch(
@@ -90,8 +90,8 @@ def ours(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
     )  # fmt: skip
 
     def step() -> None:
-        micro = list(micro_batches(batch, config, device))
-        train_step(executor, state.optimizer, micro, tokens=count_tokens(batch, 0, groups), lr=1e-4, clip=1.0)
+        micro = list(split_micro_batches(batch, config, device))
+        train_step(executor, state.optimizer, micro, tokens=count_step_tokens(batch, 0, groups), lr=1e-4, clip=1.0)
 
     return step
 
@@ -101,14 +101,14 @@ def hf_config(config: RunConfig) -> transformers.LlamaConfig:
     return transformers.LlamaConfig(
         vocab_size=model.vocab_size, hidden_size=model.hidden_size, intermediate_size=model.ffn_hidden_size,
         num_hidden_layers=model.num_layers, num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.kv_heads, tie_word_embeddings=model.tie_embeddings,
+        num_key_value_heads=model.key_value_heads, tie_word_embeddings=model.tie_embeddings,
         max_position_embeddings=config.data.seq_length, attn_implementation="sdpa",
     )  # fmt: skip
 
 
 def theirs(config: RunConfig, device: torch.device = CPU) -> Callable[[], object]:
     with device:
-        llama = transformers.LlamaForCausalLM(hf_config(config)).to(dtype_of(config))
+        llama = transformers.LlamaForCausalLM(hf_config(config)).to(compute_dtype(config))
     ids = torch.from_numpy(tokens(config)[:, :-1].copy()).to(device)
     step: Callable[[], object] = bare_step.step_of(llama, ids, recompute=config.recompute.kind == "full")
     return step
@@ -159,7 +159,7 @@ def bare(config: RunConfig, model: dict[str, Any], threads: int, folder: Path, *
     """transformers' side, on the same tokens."""
     given = {
         "model": model, "tokens": tokens(config)[:, :-1].tolist(), "threads": threads, "compiled": compiled,
-        "dtype": str(dtype_of(config)).removeprefix("torch."),
+        "dtype": str(compute_dtype(config)).removeprefix("torch."),
     }  # fmt: skip
     file = folder / f"{len(list(folder.iterdir()))}.json"
     file.write_text(json.dumps(given))
@@ -202,7 +202,7 @@ def main() -> None:
     options = parser.parse_args()
     model = settings("fp32").model
     results: dict[str, Any] = {
-        "parameters": count_parameters(model).total, "batch": [BATCH, LENGTH], "threads": options.threads,
+        "parameters": count_parameters_by_layer(model).total, "batch": [BATCH, LENGTH], "threads": options.threads,
         "clock": "processor" if options.processor_time else "wall",
     }  # fmt: skip
     for precision in options.precision:

@@ -21,15 +21,15 @@ import record
 import torch
 from torch.distributed import HashStore
 
-from mega_data.loader import StepBatch
-from mega_trainer import build
-from mega_trainer.batch import micro_batches
-from mega_trainer.config import RunConfig
-from mega_trainer.job.phases import Phases
-from mega_trainer.job.watch import Watch
-from mega_trainer.ranks import Ranks
-from mega_trainer.step import train_step
-from mega_trainer.train import assemble
+from mega_data.batch_loader import StepBatch
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.job.hang_watchdog import HangWatchdog
+from mega_trainer.job.phase_timer import PhaseTimer
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run import build_components
+from mega_trainer.run.train_step import train_step
+from mega_trainer.run.training_run import assemble_training
 
 STEPS = 12  # in a second or two, so that a machine is as fast in both halves of a pair
 
@@ -38,20 +38,20 @@ def measure(pairs: int, logs: Path) -> dict[str, float]:
     """Milliseconds of processor time a step without, and the share that the watch adds."""
     torch.set_num_threads(1)
     config, device = RunConfig.parse(model.RUN), torch.device("cpu")
-    groups, phases = build.connect(config, Ranks()), Phases(device)
-    state, executor = assemble(config, groups, device, phases.phase)
+    groups, phases = build_components.connect_groups(config, RankInfo()), PhaseTimer(device)
+    state, executor = assemble_training(config, groups, device, phases.time_phase)
     shape = (model.MICRO_BATCHES, model.LENGTH)
     tokens, places = np.ones((shape[0], shape[1] + 1), np.int64), np.tile(np.arange(shape[1]), (shape[0], 1))
     batch = StepBatch(tokens[:, 1:], tokens[:, :-1], np.ones(shape, bool), places, None, np.arange(shape[0]))
-    micro = list(micro_batches(batch, config, device, groups.cp))
+    micro = list(split_micro_batches(batch, config, device, groups.cp))
 
     def block(*, watched: bool) -> float:
-        watch = Watch(HashStore(), 0, 1, lambda: 1, lambda: phases.current, config.timeout_seconds, logs)
+        watch = HangWatchdog(HashStore(), 0, 1, lambda: 1, lambda: phases.current, config.timeout_seconds, logs)
         begin = time.process_time()
         with watch if watched else nullcontext():
             for _ in range(STEPS):
                 train_step(executor, state.optimizer, micro, tokens=[float(shape[0] * shape[1])], lr=1e-4, clip=1.0)
-                phases.take()
+                phases.take_durations()
         return time.process_time() - begin
 
     block(watched=True)

@@ -17,8 +17,8 @@ from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
 from mega_cli.main import build_app
-from mega_common.config import json_schema
-from mega_trainer.config import RunConfig
+from mega_common.strict_config import json_schema
+from mega_trainer.config.run_config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 FOUR_RANKS = """

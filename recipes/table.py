@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from mega_trainer.config import RunConfig, load_run
-from mega_trainer.plan.advice import run_shape
-from mega_trainer.plan.candidates import settings_of
+from mega_trainer.config.run_config import RunConfig, load_run
 from mega_trainer.plan.flops import published_flops
+from mega_trainer.plan.layout_candidates import settings_of
+from mega_trainer.plan.layout_search import planned, short
 from mega_trainer.plan.machine import load_machine
-from mega_trainer.plan.memory import memory
-from mega_trainer.plan.search import planned, short
+from mega_trainer.plan.memory_advice import run_shape
+from mega_trainer.plan.memory_prediction import memory
 
 HERE = Path(__file__).parent
 MACHINE = "h100"

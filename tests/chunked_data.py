@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from masked_data import save_word_pieces
 
-from mega_data.files.indexed import IndexedReader
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_data.retrieval.neighbors import NeighborsInfo, neighbors_path
-from mega_data.retrieval.retrieve import Encoder, Search, retrieve
+from mega_data.retrieval.neighbor_files import NeighborsInfo, get_neighbors_path
+from mega_data.retrieval.retrieve_neighbors import ChunkEncoder, RetrievalSettings, retrieve_neighbors
+from mega_data.token_files.indexed_reader import IndexedReader
+from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import Tokenizer
 
 FIRST_WORD = 7  # the token w0 of `save_word_pieces`
@@ -41,6 +41,6 @@ def embed(texts: list[str], advance: Callable[[int], None]) -> npt.NDArray[np.fl
 def found(folder: Path, data: Path, database: Path | None = None, **search: Any) -> NeighborsInfo:
     """The neighbours of a data set beside it; a tokenizer comes into `folder`."""
     tokenizer = Tokenizer(save_word_pieces(folder / "words"))
-    settings = Search(**{"chunk_length": 8, **search})
-    encoder = Encoder("words", "1", embed)
-    return retrieve(data, database, neighbors_path(data), tokenizer, encoder, settings, overwrite=True)
+    settings = RetrievalSettings(**{"chunk_length": 8, **search})
+    encoder = ChunkEncoder("words", "1", embed)
+    return retrieve_neighbors(data, database, get_neighbors_path(data), tokenizer, encoder, settings, overwrite=True)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from mega_common.model_config import ModelConfig
-from mega_eval.engine import Engine, Event, Request
-from mega_eval.pages import PAGE
-from mega_trainer.model.builder import Builder
+from mega_eval.inference_engine import EngineEvent, EngineRequest, InferenceEngine
+from mega_eval.page_allocator import PAGE
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.layer_builder import LayerBuilder
 
 
 class Numbers:
@@ -24,35 +24,37 @@ class Numbers:
         return "".join(f"{token} " for token in ids)
 
 
-def run(engine: Engine, requests: Sequence[Request] = (), *, every: int = 0) -> dict[int, list[Event]]:
+def run(
+    engine: InferenceEngine, requests: Sequence[EngineRequest] = (), *, every: int = 0
+) -> dict[int, list[EngineEvent]]:
     """The events of each request until all have finished; the next one is added after `every` so many steps."""
-    found: dict[int, list[Event]] = {}
+    found: dict[int, list[EngineEvent]] = {}
     for request in requests:
-        found[engine.add(request)] = []
+        found[engine.add_request(request)] = []
         for _ in range(every):
             step(engine, found)
-    while engine.waiting or engine.running:
+    while engine.num_waiting or engine.num_running:
         step(engine, found)
     return found
 
 
-def step(engine: Engine, found: dict[int, list[Event]]) -> None:
+def step(engine: InferenceEngine, found: dict[int, list[EngineEvent]]) -> None:
     """One step, its events behind those there are."""
     for event in engine.step():
         found[event.request].append(event)
 
 
-def tokens_of(events: Sequence[Event]) -> list[int]:
+def tokens_of(events: Sequence[EngineEvent]) -> list[int]:
     return [token for event in events for token in event.tokens]
 
 
 def model_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
-    model = Decoder(Builder(config, dtype=dtype)).eval().requires_grad_(False)
+    model = Decoder(LayerBuilder(config, dtype=dtype)).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.3)
     return model
 
 
-def engine_of(model: Decoder, **options: Any) -> Engine:
-    return Engine(model, Numbers(), **{"cache_tokens": 8 * PAGE, "batch_size": 8, **options})
+def engine_of(model: Decoder, **options: Any) -> InferenceEngine:
+    return InferenceEngine(model, Numbers(), **{"cache_tokens": 8 * PAGE, "batch_size": 8, **options})

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mega_data.files.indexed import mask_prefix
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_data.files.info import UNPAIRED, ChatInfo, write_info
+from mega_data.token_files.dataset_info import UNPAIRED, ChatInfo, write_dataset_info
+from mega_data.token_files.indexed_reader import get_mask_prefix
+from mega_data.token_files.indexed_writer import IndexedWriter
 
 VOCABULARY, LENGTH = 32, 48
 Answer = tuple[list[int], int]  # tokens, of which so many are the question
@@ -38,20 +38,20 @@ def rated(count: int, seed: int = 0) -> list[tuple[Answer, Answer]]:
 
 def write_pairs(prefix: Path, made: list[tuple[Answer, Answer]]) -> None:
     """As `mega data preprocess --kind pairs` makes them; a mask of zeros and ones."""
-    for path, dtype in ((prefix, "uint16"), (mask_prefix(prefix), "uint8")):
+    for path, dtype in ((prefix, "uint16"), (get_mask_prefix(prefix), "uint8")):
         with IndexedWriter(path, dtype) as writer:
             for pair in made:
                 rows = [
                     np.array(tokens) if path == prefix else np.arange(len(tokens)) >= asked for tokens, asked in pair
                 ]
-                writer.write(np.concatenate(rows).astype(dtype))
+                writer.write_tokens(np.concatenate(rows).astype(dtype))
                 writer.end_documents([len(row) for row in rows], [2])
     tokens = sum(len(tokens) for pair in made for tokens, _ in pair)
     missing = sum(len(tokens) == asked for pair in made for tokens, asked in pair)
     chat = ChatInfo(
         kind="pairs", loss_on="answers", one=1, template="", marked=True, notes={UNPAIRED: missing} if missing else {}
     )
-    write_info(
+    write_dataset_info(
         prefix, tokenizer=None, append_eod=False, dtype="uint16", documents=len(made), tokens=tokens, text_bytes=0,
         bin_sha256="", chat=chat,
     )  # fmt: skip

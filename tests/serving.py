@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from mega_common.errors import DataError
-from mega_data.chat.template import load_template
+from mega_data.chat.chat_template import read_chat_template
 from mega_data.tokenizer import Tokenizer
-from mega_eval.engine import Event, Request
-from mega_eval.server.driver import Driver
-from mega_eval.server.embeddings import Embedder
-from mega_eval.server.gate import Bounds
-from mega_eval.server.metrics import Metrics
-from mega_eval.server.run import Server, bind
-from mega_eval.server.service import Service
+from mega_eval.inference_engine import EngineEvent, EngineRequest
+from mega_eval.server.embeddings_api import ServedEmbedder
+from mega_eval.server.engine_driver import EngineDriver
+from mega_eval.server.inference_server import InferenceServer, bind_server_socket
+from mega_eval.server.model_service import ModelService
+from mega_eval.server.request_gate import ServerLimits
+from mega_eval.server.server_metrics import ServerMetrics
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Scripted:
     text: str = "x"
     error: Exception | None = None
     go: threading.Event = field(default_factory=threading.Event)
-    requests: dict[int, Request] = field(default_factory=dict)
+    requests: dict[int, EngineRequest] = field(default_factory=dict)
     said: dict[int, int] = field(default_factory=dict)
     waiting = pages = free_pages = 0
 
@@ -38,7 +38,7 @@ class Scripted:
     def running(self) -> int:
         return len(self.requests)
 
-    def add(self, request: Request) -> int:
+    def add(self, request: EngineRequest) -> int:
         number = len(self.said)
         self.requests[number], self.said[number] = request, 0
         return number
@@ -49,19 +49,19 @@ class Scripted:
     def reset(self) -> None:
         self.requests.clear()
 
-    def step(self, *, isolate: bool = False) -> list[Event]:
+    def step(self, *, isolate: bool = False) -> list[EngineEvent]:
         if not self.go.wait(0.01):
             return []
         if self.error is not None:
             raise self.error
         return [self._event(number, request) for number, request in list(self.requests.items())]
 
-    def _event(self, number: int, request: Request) -> Event:
+    def _event(self, number: int, request: EngineRequest) -> EngineEvent:
         self.said[number] += 1
         finish = "length" if self.said[number] == request.limits.max_new_tokens else None
         if finish:
             del self.requests[number]
-        return Event(number, self.text, [0], [], None, finish)
+        return EngineEvent(number, self.text, [0], [], None, finish)
 
 
 def service_of(
@@ -73,32 +73,34 @@ def service_of(
     seconds: float = 60,
     ends: frozenset[int] | None = None,
     adapters: Mapping[str, str] | None = None,
-    embedder: Embedder | str | None = None,
-) -> Service:
+    embedder: ServedEmbedder | str | None = None,
+) -> ModelService:
     words, template = Tokenizer(tokenizer), None
     with contextlib.suppress(DataError):
-        template = load_template(words.path)
-    return Service(
-        name="tiny", version="1.2", driver=Driver(engine, most=most), tokenizer=words, template=template,
-        ends=frozenset({words.eos_id} - {None}) if ends is None else ends, own={}, max_length=max_length, vocab_size=words.vocab_size, seconds=seconds,
-        metrics=Metrics(engine), adapters=adapters or {}, embedder=embedder,
+        template = read_chat_template(words.path)
+    return ModelService(
+        name="tiny", version="1.2", driver=EngineDriver(engine, max_requests=most), tokenizer=words, template=template,
+        ends=frozenset({words.eos_id} - {None}) if ends is None else ends, default_sampling={}, max_length=max_length, vocab_size=words.vocab_size, seconds=seconds,
+        metrics=ServerMetrics(engine), adapters=adapters or {}, embedder=embedder,
     )  # fmt: skip
 
 
 @contextlib.contextmanager
 def serving(
-    service: Service,
+    service: ModelService,
     *,
     key: str | None = None,
     requests: int = 64,
     max_body: int = 100_000,
     drain: float = 30,
     **bounds: Any,
-) -> Iterator[tuple[str, Server]]:
+) -> Iterator[tuple[str, InferenceServer]]:
     """A server on a free port of this machine; its address without the path. It ends as by SIGTERM."""
     hosts = None if key else ("127.0.0.1", "localhost")
-    listener = bind("127.0.0.1", 0, key)
-    server = Server(service, Bounds(key, hosts, requests, service.seconds, max_body, **bounds), drain=drain)
+    listener = bind_server_socket("127.0.0.1", 0, key)
+    server = InferenceServer(
+        service, ServerLimits(key, hosts, requests, service.seconds, max_body, **bounds), drain=drain
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

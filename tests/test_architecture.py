@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from mega_trainer.config import RunConfig
+from mega_trainer.config.run_config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

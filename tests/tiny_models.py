@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mega_ckpt.families import FAMILIES, Family
+from mega_ckpt.families import FAMILIES, ModelFamily
 from mega_common.model_config import ModelConfig
 
 BASE: dict[str, Any] = {
@@ -340,25 +340,25 @@ def variant(name: str) -> ModelConfig:
     return ModelConfig.parse({**BASE, **VARIANTS[name]})
 
 
-def cases() -> list[tuple[Family, str]]:
+def cases() -> list[tuple[ModelFamily, str]]:
     """Every family with every variant that it can express; one of hybrids with hybrids alone."""
     models = {name: variant(name) for name in VARIANTS}
-    hybrids = {family.name for family in FAMILIES if any("layers" in entry.fields for entry in family.entries)}
+    hybrids = {family.name for family in FAMILIES if any("layers" in entry.covered_fields for entry in family.entries)}
     return [
         (family, name)
         for family in FAMILIES
         for name, model in models.items()
-        if (family.name not in hybrids or model.layers) and not family.problems(model)
+        if (family.name not in hybrids or model.layers) and not family.unsupported_settings(model)
     ]
 
 
 def save_tiny(
-    folder: Path, family: Family, model: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
+    folder: Path, family: ModelFamily, model: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Any:
     """Save a random transformers model of `family`; returns it. No weight has the value it would start from."""
     import transformers
 
-    raw = family.write_config(model)
+    raw = family.write_config_json(model)
     kind = transformers.AutoModelForCausalLM if model.causal else getattr(transformers, raw["architectures"][0])
     make, raw = (
         kind.from_config if model.causal else kind._from_config,

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mega_cli.stages import Runner, locked
-from mega_cli.workflow import foresee, run_stages
-from mega_cli.workflow_config import Workflow
+from mega_cli.workflow import forecast_stages, run_workflow_stages
+from mega_cli.workflow_config import WorkflowConfig
+from mega_cli.workflow_runner import WorkflowRunner, hold_workflow_lock
 
 # Stands in for `mega`: joins its inputs into its output, and notes each run and signal.
 PROGRAM = """
@@ -67,22 +67,24 @@ class Flow:
         (base / "a.txt").write_text("text")
         (base / "program.py").write_text(PROGRAM)
 
-    def runner(self, *, verify: bool = False) -> Runner:
+    def runner(self, *, verify: bool = False) -> WorkflowRunner:
         program = (sys.executable, "program.py")
-        return Runner(
-            Workflow.parse(self.raw), self.base, self.base / "flow.state.json", verify=verify, program=program
+        return WorkflowRunner(
+            WorkflowConfig.parse(self.raw), self.base, self.base / "flow.state.json", verify=verify, program=program
         )
 
     def run(self, *force: str, until: str | None = None) -> list[str]:
         """Run it and return which commands ran."""
         log = self.base / "runs.log"
         log.unlink(missing_ok=True)
-        with locked(self.base / "lock") as lock:
-            self.status = run_stages(self.runner(), Workflow.parse(self.raw).order(until), set(force), lock)
+        with hold_workflow_lock(self.base / "lock") as lock:
+            self.status = run_workflow_stages(
+                self.runner(), WorkflowConfig.parse(self.raw).ordered_stages(until), set(force), lock
+            )
         return log.read_text().split() if log.exists() else []
 
     def why(self) -> dict[str, str]:
-        return {told.name: told.why for told in foresee(self.runner(), list(self.raw["stages"]), set())}
+        return {told.name: told.why for told in forecast_stages(self.runner(), list(self.raw["stages"]), set())}
 
     def state(self) -> dict[str, Any]:
         return json.loads((self.base / "flow.state.json").read_text())["stages"]

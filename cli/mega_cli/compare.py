@@ -1,4 +1,4 @@
-"""`mega compare`: two models on the same samples."""
+"""`mega compare`: a paired comparison of two models on the same samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from mega_common.errors import MissingPackageError
 
 if TYPE_CHECKING:
-    from mega_eval.paired import Comparison
+    from mega_eval.paired_comparison import PairedComparison
 
 EXAMPLES = """Examples:
 
@@ -31,24 +31,24 @@ def compare_command(
         Path | None, typer.Option("--json", help="Write the comparison to this file as JSON; - for standard output.")
     ] = None,
 ) -> None:
-    """Tell whether two models differ on tasks, sample by sample.
+    """Test whether two models differ on tasks, sample by sample.
 
     A small p says that the difference is hardly by chance: McNemar's exact test where scores are 0 or 1, else Student's
     paired t-test. With many tasks some p are small by chance: at 0.05, one in twenty.
     """
-    from mega_common.files import atomic_file, write_json
+    from mega_common.atomic_files import open_atomic_file, write_json_atomically
 
     try:
-        from mega_eval.paired import compare_results
+        from mega_eval.paired_comparison import compare_task_results
     except ModuleNotFoundError as error:
         if error.name != "scipy":
             raise
         raise MissingPackageError(
             "mega compare needs scipy, which is not installed", hint="pip install scipy"
         ) from None
-    found = compare_results(first, second)
+    found = compare_task_results(first, second)
     if per_sample is not None:
-        with atomic_file(per_sample, text=True) as stream:
+        with open_atomic_file(per_sample, text=True) as stream:
             for one in found:
                 for number, (a, b) in one.scores.items():
                     if a != b:
@@ -59,14 +59,14 @@ def compare_command(
         print(json.dumps(lines, indent=1))
         return
     if json_file is not None:
-        write_json(json_file, lines)
+        write_json_atomically(json_file, lines)
     print(_table(found))
 
 
-def _table(found: list[Comparison]) -> str:
+def _table(found: list[PairedComparison]) -> str:
     rows = [("task", "metric", "samples", "first", "second", "difference", "lower", "higher", "p", "test")]
     for one in found:
-        (a, b), (lower, higher) = one.means, one.differing
+        (a, b), (lower, higher) = one.mean_scores, one.differing_counts
         metric = one.metric if one.filter == "none" else f"{one.metric},{one.filter}"
         numbers = (f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}", str(lower), str(higher), f"{one.p:.3g}")
         rows.append((one.task, metric, str(len(one.scores)), *numbers, one.test))

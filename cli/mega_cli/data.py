@@ -1,4 +1,4 @@
-"""`mega data`: text to tokens, and what one does with token files."""
+"""`mega data`: tokenizers, cleaning, tokenization and operations on token files."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mega_cli.data_options import Input, JsonKey, MoreInput, Overwrite, TokenizerPath
-from mega_cli.data_preprocess import preprocess
+from mega_cli.data_preprocess import preprocess_command
 from mega_cli.data_retrieve import EXAMPLES as RETRIEVE_EXAMPLES
-from mega_cli.data_retrieve import retrieve
-from mega_cli.data_show import show
+from mega_cli.data_retrieve import retrieve_command
+from mega_cli.data_show import show_command
 from mega_common.errors import DataError, MegaError
-from mega_common.log import human
+from mega_common.progress_logging import format_number
 
 if TYPE_CHECKING:
-    from mega_data.reports.inspect import Inspection
+    from mega_data.reports.inspect_dataset import DatasetInspection
 
 app = typer.Typer(help="Text to tokens, and what one does with token files.", no_args_is_help=True)
 
 app.command(
-    epilog="Example: mega data preprocess --input corpus/*.jsonl --tokenizer tok/ --output data/wiki --append-eod"
-)(preprocess)
+    "preprocess",
+    epilog="Example: mega data preprocess --input corpus/*.jsonl --tokenizer tok/ --output data/wiki --append-eod",
+)(preprocess_command)
 
 
-@app.command(epilog="Example: mega data train-tokenizer --input corpus/*.jsonl --vocab-size 32000 --output tok/")
-def train_tokenizer(
+@app.command(
+    "train-tokenizer",
+    epilog="Example: mega data train-tokenizer --input corpus/*.jsonl --vocab-size 32000 --output tok/",
+)
+def train_tokenizer_command(
     input: Input,
     vocab_size: Annotated[int, typer.Option(help="Number of tokens, at least 257.")],
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="Gets tokenizer.json and tokenizer_config.json.")],
@@ -37,20 +41,23 @@ def train_tokenizer(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level BPE tokenizer, which transformers loads too."""
-    from mega_data.files.info import refuse_inputs
-    from mega_data.reading.readers import texts
-    from mega_data.reading.sources import find_sources
+    from mega_data.reading.corpus_sources import find_corpus_sources
+    from mega_data.reading.source_readers import iterate_texts
+    from mega_data.token_files.dataset_info import reject_input_as_output
     from mega_data.tokenizer import train_tokenizer as run
 
     inputs = [*input, *(more or [])]
     made = (output / name for name in ("tokenizer.json", "tokenizer_config.json"))
-    refuse_inputs(made, (Path(source.name) for source in find_sources(inputs, json_key)))
-    tokenizer = run(texts(inputs, json_key), vocab_size, output, overwrite=overwrite)
+    reject_input_as_output(made, (Path(source.name) for source in find_corpus_sources(inputs, json_key)))
+    tokenizer = run(iterate_texts(inputs, json_key), vocab_size, output, overwrite=overwrite)
     typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens")
 
 
-@app.command(epilog="Example: mega data convert-tokenizer llama-2/tokenizer.model --input corpus/*.jsonl --output tok/")
-def convert_tokenizer(
+@app.command(
+    "convert-tokenizer",
+    epilog="Example: mega data convert-tokenizer llama-2/tokenizer.model --input corpus/*.jsonl --output tok/",
+)
+def convert_tokenizer_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="*.model, *.tiktoken or tekken*.json.")],
     input: Input,
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="Gets tokenizer.json and tokenizer_config.json.")],
@@ -73,13 +80,13 @@ def convert_tokenizer(
     The format's own library and the converted tokenizer both encode the first four million characters of the input;
     nothing is written unless all tokens agree.
     """
-    from mega_data.convert_tokenizer import convert_tokenizer as run
-    from mega_data.reading.readers import texts
+    from mega_data.reading.source_readers import iterate_texts
+    from mega_data.tokenizer_conversion import convert_tokenizer as run
 
     tokenizer = run(
         file,
         output,
-        texts([*input, *(more or [])], json_key),
+        iterate_texts([*input, *(more or [])], json_key),
         pattern=pattern,
         special_tokens=special_token or (),
         overwrite=overwrite,
@@ -87,8 +94,8 @@ def convert_tokenizer(
     typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens, ended by {tokenizer.eos_token or 'none that is named'}")
 
 
-@app.command(epilog="Example: mega data clean --input corpus/*.jsonl --config clean.yaml --output clean/")
-def clean(
+@app.command("clean", epilog="Example: mega data clean --input corpus/*.jsonl --config clean.yaml --output clean/")
+def clean_command(
     input: Input,
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="Gets kept/, dropped/, changed/ and summary.json.")],
     more: MoreInput = None,
@@ -101,7 +108,8 @@ def clean(
     ] = "error",
     overwrite: Overwrite = False,
 ) -> None:
-    """Clean text before it is tokenized: rules on length, language, quality and repetition, personal data, duplicates.
+    """Clean text before it is tokenized: filters of length, language, quality and repetition, personal data,
+    duplicates.
 
     What is read is named as for `mega data preprocess`. Documents that stay are written as JSON lines, with all that
     stood beside their text; those that go, beside them, with rule and reason; summary.json counts both, with samples.
@@ -111,11 +119,11 @@ def clean(
 
     A run that was ended goes on where it was when it is started again.
     """
-    from mega_common.config import apply_overrides, load_yaml
-    from mega_data.cleaning.config import CleanConfig
-    from mega_data.cleaning.run import clean as run
+    from mega_common.strict_config import apply_overrides, load_yaml_mapping
+    from mega_data.cleaning.clean_config import CleanConfig
+    from mega_data.cleaning.clean_run import clean_corpus as run
 
-    raw = apply_overrides(load_yaml(config) if config else {}, changes or [])
+    raw = apply_overrides(load_yaml_mapping(config) if config else {}, changes or [])
     summary = run(
         [*input, *(more or [])],
         CleanConfig.parse(raw, source=str(config or "--set")),
@@ -134,7 +142,7 @@ def _cleaned(output: Path, summary: dict[str, Any]) -> list[str]:
     share = kept["bytes"] / max(1, read["bytes"])
     lines = [
         f"{output}: {kept['documents']:,} of {read['documents']:,} documents stay,"
-        f" {human(kept['bytes'])}B of {human(read['bytes'])}B of text ({share:.1%})"
+        f" {format_number(kept['bytes'])}B of {format_number(read['bytes'])}B of text ({share:.1%})"
     ]
     for name, rule in summary["rules"].items():
         if rule["dropped"]["documents"]:
@@ -147,29 +155,29 @@ def _cleaned(output: Path, summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-@app.command(epilog="Example: mega data inspect data/wiki --samples 5")
-def inspect(
+@app.command("inspect", epilog="Example: mega data inspect data/wiki --samples 5")
+def inspect_command(
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX")],
     tokenizer: TokenizerPath = None,
     samples: Annotated[int, typer.Option(min=0, help="Sequences to show the begin of.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show counts, lengths, the most frequent tokens and decoded samples of a data set."""
-    from mega_data.reports.inspect import inspect as run
+    from mega_data.reports.inspect_dataset import inspect_dataset as run
     from mega_data.tokenizer import Tokenizer
 
     found = run(prefix, Tokenizer(tokenizer) if tokenizer else None, samples=samples)
     typer.echo(json.dumps(_plain(found), indent=1) if as_json else "\n".join(_report(found)))
 
 
-def _plain(found: Inspection) -> dict[str, Any]:
+def _plain(found: DatasetInspection) -> dict[str, Any]:
     return {**asdict(found), "info": found.info.model_dump() if found.info else None}
 
 
-def _report(found: Inspection) -> list[str]:
+def _report(found: DatasetInspection) -> list[str]:
     lines = [
         f"{found.prefix}: {found.documents:,} documents, {found.sequences:,} sequences, {found.tokens:,} tokens"
-        f" ({found.dtype}, {human(found.bytes)}B), {found.distinct_tokens:,} different ones"
+        f" ({found.dtype}, {format_number(found.bytes)}B), {found.distinct_tokens:,} different ones"
     ]
     if found.info and found.info.tokenizer:
         end = "ended by a token" if found.info.append_eod else "not ended by a token"
@@ -189,26 +197,27 @@ def _report(found: Inspection) -> list[str]:
 
 
 app.command(
-    epilog="Examples: mega data show data/chat --sample 7\n\nmega data show --run run.yaml --sample 7 --json | jq"
-)(show)
+    "show",
+    epilog="Examples: mega data show data/chat --sample 7\n\nmega data show --run run.yaml --sample 7 --json | jq",
+)(show_command)
 
 
-app.command(epilog=RETRIEVE_EXAMPLES)(retrieve)
+app.command("retrieve", epilog=RETRIEVE_EXAMPLES)(retrieve_command)
 
 
-@app.command(epilog="Example: mega data report data/wiki data/code clean/ --output report.html")
-def report(
+@app.command("report", epilog="Example: mega data report data/wiki data/code clean/ --output report.html")
+def report_command(
     paths: Annotated[list[Path], typer.Argument(metavar="PREFIX|FOLDER...")],
     output: Annotated[Path, typer.Option(help="The page; its JSON gets the same name.")] = Path("report.html"),
     tokenizer: TokenizerPath = None,
     samples: Annotated[int, typer.Option(min=0, help="Sequences to show of each data set.")] = 4,
 ) -> None:
-    """Write a page on data sets: lengths, tokens per byte, languages, duplicates, what repeats, samples.
+    """Write a page about data sets: lengths, tokens per byte, languages, duplicates, repetition, samples.
 
     Of a folder that `mega data clean` wrote: what was dropped and why. The page is one file that asks for no other, and
     REPORT.json beside it has all that it shows.
     """
-    from mega_data.reports.report import report as run
+    from mega_data.reports.html_report import write_html_report as run
     from mega_data.tokenizer import Tokenizer
 
     if output.suffix.lower() not in (".html", ".htm"):
@@ -217,8 +226,8 @@ def report(
     typer.echo(f"{output}: written, and {output.with_suffix('.json')}")
 
 
-@app.command(epilog="Example: mega data merge data/wiki data/code --output data/all")
-def merge(
+@app.command("merge", epilog="Example: mega data merge data/wiki data/code --output data/all")
+def merge_command(
     prefixes: Annotated[list[Path], typer.Argument(metavar="PREFIX...")],
     output: Annotated[Path, typer.Option(metavar="PREFIX")],
     mixed: Annotated[
@@ -226,39 +235,39 @@ def merge(
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Put several data sets together as one."""
-    from mega_data.files.merge import merge as run
+    """Merge several data sets into one."""
+    from mega_data.token_files.merge_datasets import merge_datasets as run
 
     info = run(prefixes, output, mixed=mixed, overwrite=overwrite)
     typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens")
 
 
-@app.command(epilog="Example: mega data shuffle data/wiki --output data/wiki-shuffled --seed 1")
-def shuffle(
+@app.command("shuffle", epilog="Example: mega data shuffle data/wiki --output data/wiki-shuffled --seed 1")
+def shuffle_command(
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX")],
     output: Annotated[Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.info.")],
     seed: Annotated[int, typer.Option(min=0, help="What draws the order.")] = 1234,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a data set with its documents in another order, drawn by a seed.
+    """Write a data set with its documents in a random order given by a seed.
 
     For data larger than memory: it needs room on disk for the data twice, beside the output, while it runs.
 
     A run shuffles documents as it reads them (data.order: shuffled). On disks that are slow to seek it is faster to
     shuffle once, and to read the result from begin to end with data.order: stable.
     """
-    from mega_data.files.shuffle import shuffle as run
+    from mega_data.token_files.shuffle_documents import shuffle_documents as run
 
     info = run(prefix, output, seed=seed, overwrite=overwrite)
     typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens")
 
 
-@app.command(epilog="Example: mega data verify data/wiki data/code --tokenizer tok/")
-def verify(
+@app.command("verify", epilog="Example: mega data verify data/wiki data/code --tokenizer tok/")
+def verify_command(
     prefixes: Annotated[list[Path], typer.Argument(metavar="PREFIX...")], tokenizer: TokenizerPath = None
 ) -> None:
-    """Check structure, checksums and token ids of data sets, and that a tokenizer is theirs."""
-    from mega_data.files.verify import verify as run
+    """Check structure, checksums and token ids of data sets, and that they belong to a tokenizer."""
+    from mega_data.token_files.verify_dataset import verify_dataset as run
     from mega_data.tokenizer import Tokenizer
 
     loaded = Tokenizer(tokenizer) if tokenizer else None

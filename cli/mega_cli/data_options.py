@@ -1,4 +1,4 @@
-"""Options that commands of `mega data` share."""
+"""Options shared by commands of `mega data`."""
 
 from __future__ import annotations
 

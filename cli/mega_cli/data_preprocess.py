@@ -11,13 +11,13 @@ from mega_cli.data_options import Input, JsonKey, MoreInput, OnBadLine, Overwrit
 from mega_common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mega_common.vision import VisionConfig
-    from mega_data.chat.prepare import ChatOptions
+    from mega_common.vision_config import VisionConfig
+    from mega_data.chat.chat_preparation import ChatOptions
 
 CHAT = "Conversations"
 
 
-def preprocess(
+def preprocess_command(
     input: Input,
     tokenizer: Annotated[Path, typer.Option(help="Folder with tokenizer.json, or that file.")],
     output: Annotated[
@@ -164,9 +164,9 @@ def preprocess(
     The package fastokens encodes the same tokens many times as fast. It is compared with tokenizers on the begin of the
     corpus and a two-hundredth of the rest; at the first difference the work begins again without it.
     """
-    from mega_data.files.fetch import as_given
-    from mega_data.making.preprocess import preprocess as run
-    from mega_data.making.shards import Shard
+    from mega_data.preprocessing.preprocess_corpus import preprocess_corpus as run
+    from mega_data.preprocessing.sharding import InputShard
+    from mega_data.token_files.remote_copies import restore_url
 
     if shard is not None and engine != "threads":
         raise ConfigError("--shard and --engine: one job makes one part, an engine makes all", hint="give one of them")
@@ -188,12 +188,12 @@ def preprocess(
     if images is not None:
         if chat is None or chat.kind != "conversations" or shard is not None or engine != "threads":
             raise ConfigError("--images: is for --kind conversations, made by one process", hint="--kind conversations")
-        from mega_data.images.prepare import ImageOptions, prepare_images
+        from mega_data.images.image_preprocessing import ImageOptions, preprocess_image_chats
 
-        vision = None if image_model is None else _sight_of(image_model, image_tokens)
-        features = vision.tokens if vision else image_tokens or 576
+        vision = None if image_model is None else _read_image_processing(image_model, image_tokens)
+        features = vision.tokens_per_image if vision else image_tokens or 576
         options = ImageOptions(images, features, image_token or "", image_text or "", vision)
-        info = prepare_images(
+        info = preprocess_image_chats(
             [*input, *(more or [])], tokenizer, output, chat, options, on_bad_line=on_bad_line, overwrite=overwrite
         )
         typer.echo(f"{output}: {info.documents:,} conversations, {info.tokens:,} tokens")
@@ -209,23 +209,23 @@ def preprocess(
         on_bad_line=on_bad_line,
         overwrite=overwrite,
         chat=chat,
-        shard=Shard.parse(shard) if shard else None,
+        shard=InputShard.parse(shard) if shard else None,
         engine=engine,
         shards=shards,
         encoder=encoder,
         sentences=(language or "en") if split_sentences else None,
     )
-    made = as_given(output) + (f", part {info.shard.number} of {info.shard.of}" if info.shard else "")
+    made = restore_url(output) + (f", part {info.shard.number} of {info.shard.of}" if info.shard else "")
     typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
 
 
-def _sight_of(folder: Path, image_tokens: int | None) -> VisionConfig:
-    """What the model in a folder sees with."""
-    from mega_ckpt.source import model_at
+def _read_image_processing(folder: Path, image_tokens: int | None) -> VisionConfig:
+    """Return the image preprocessing of the model in a folder."""
+    from mega_ckpt.source import read_model_config
 
     if image_tokens is not None:
         raise ConfigError("--image-tokens: --image-model says it", hint="leave one of both out")
-    vision = model_at(str(folder)).vision
+    vision = read_model_config(str(folder)).vision
     if vision is None:
         raise ConfigError(f"--image-model {folder}: sees no images", hint="a model with a section `vision`")
     return vision
@@ -239,9 +239,9 @@ def _chat_options(
     template_option: list[str] | None,
     turn_weights: bool,
 ) -> ChatOptions | None:
-    """The options that belong to conversations; None for text, which takes none of them."""
-    from mega_common.parsing import BoundedLoader, parse_yaml
-    from mega_data.chat.prepare import ChatOptions
+    """Return the options of conversations, or None for text, which accepts none of them."""
+    from mega_common.bounded_parsing import BoundedYamlLoader, parse_yaml_text
+    from mega_data.chat.chat_preparation import ChatOptions
 
     if kind == "text":
         if loss_on or max_length or chat_template or template_option or turn_weights:
@@ -255,7 +255,7 @@ def _chat_options(
         key, equals, value = one.partition("=")
         if not key or not equals:
             raise ConfigError(f"--template-option {one}: not of the form KEY=VALUE", hint="enable_thinking=false")
-        options[key] = parse_yaml(value, f"--template-option {key}", BoundedLoader)
+        options[key] = parse_yaml_text(value, f"--template-option {key}", BoundedYamlLoader)
     return ChatOptions(
         kind=kind,
         loss_on=loss_on or "answers",

@@ -1,4 +1,4 @@
-"""`mega data retrieve`: the neighbours of a data set's chunks."""
+"""`mega data retrieve`: nearest neighbours of a data set's chunks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mega_cli.data_options import Overwrite, TokenizerPath
-from mega_cli.embed import Pooling, modes_of
-from mega_cli.eval import Device, Precision, PrecisionOption
+from mega_cli.embed import PoolingOption, parse_pooling_modes
+from mega_cli.eval import Device, EvalPrecision, PrecisionOption
 from mega_common.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from mega_data.retrieval.retrieve import Encoder
-    from mega_eval.embed import TextEmbedder
+    from mega_data.retrieval.retrieve_neighbors import ChunkEncoder
+    from mega_eval.text_embedding import TextEmbedder
 
 EXAMPLES = """Examples:
 
@@ -30,7 +30,7 @@ EXAMPLES = """Examples:
 """
 
 
-def retrieve(
+def retrieve_command(
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The data set that a run is to read.")],
     encoder: Annotated[
         str,
@@ -62,38 +62,38 @@ def retrieve(
     ] = None,
     probes: Annotated[int, typer.Option(min=1, help="Lists of an IVF index that are looked at for each chunk.")] = 32,
     pooling: Annotated[
-        Pooling | None,
+        PoolingOption | None,
         typer.Option(
             help="How hidden states become one vector; default: as a sentence-transformers folder says, or mean."
         ),
     ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are computed together.")] = 8192,
-    precision: PrecisionOption = Precision.FP32,
+    precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerPath = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Find, for each chunk of a data set, the chunks of other documents that are nearest, for a run with data.kind: retro.
+    """Find, for each chunk of a data set, the nearest chunks of other documents, for a run with data.kind: retro.
 
     Chunks begin with their document. Their text is embedded by the encoder, and faiss finds the nearest by Euclidean distance.
     Of a chunk's own document, of copies of it and of what holds its continuation none is taken. A run that was ended goes on
     where it was when it is started again. TOKENIZER is that of the data set, where it is no longer where its .info says.
     """
-    from mega_data.config import DataConfig
-    from mega_data.files.info import read_info
-    from mega_data.files.verify import check_tokenizer
-    from mega_data.reports.inspect import tokenizer_of
-    from mega_data.retrieval.neighbors import neighbors_path
-    from mega_data.retrieval.retrieve import Search
-    from mega_data.retrieval.retrieve import retrieve as run
+    from mega_data.data_config import DataConfig
+    from mega_data.reports.inspect_dataset import load_original_tokenizer
+    from mega_data.retrieval.neighbor_files import get_neighbors_path
+    from mega_data.retrieval.retrieve_neighbors import RetrievalSettings
+    from mega_data.retrieval.retrieve_neighbors import retrieve_neighbors as run
+    from mega_data.token_files.dataset_info import read_dataset_info
+    from mega_data.token_files.verify_dataset import check_dataset_tokenizer
     from mega_data.tokenizer import Tokenizer
 
     shares = split or ("1" if database else "969,30,1")
     config = DataConfig.parse({"train": [prefix], "split": shares}, source="--split")
-    info, named = read_info(prefix), Tokenizer(tokenizer) if tokenizer else None
+    info, named = read_dataset_info(prefix), Tokenizer(tokenizer) if tokenizer else None
     if named is not None and info is not None:
-        check_tokenizer(prefix, info, named)
-    words = named or tokenizer_of(info)
+        check_dataset_tokenizer(prefix, info, named)
+    words = named or load_original_tokenizer(info)
     if words is None:
         raise DataError(
             f"{prefix}: its tokenizer is not known, so its text is not", hint="--tokenizer names its folder"
@@ -101,36 +101,40 @@ def retrieve(
     found = run(
         prefix,
         database,
-        output or neighbors_path(prefix),
+        output or get_neighbors_path(prefix),
         words,
-        _encoder(encoder, pooling, batch_tokens, precision, device),
-        Search(chunk_length, neighbors, index, probes, tuple(config.split)),
+        _lazy_encoder(encoder, pooling, batch_tokens, precision, device),
+        RetrievalSettings(chunk_length, neighbors, index, probes, tuple(config.split)),
         overwrite=overwrite,
     )
     typer.echo(
-        f"{output or neighbors_path(prefix)}: {neighbors} neighbours of {found.data.last:,} chunks in {found.database.last:,}"
+        f"{output or get_neighbors_path(prefix)}: {neighbors} neighbours of {found.data.last:,} chunks in {found.database.last:,}"
     )
 
 
-def _encoder(folder: str, pooling: Pooling | None, batch_tokens: int, precision: Precision, device: str) -> Encoder:
-    """What embeds texts. The model is loaded when the first are; nothing of it where all were embedded before."""
+def _lazy_encoder(
+    folder: str, pooling: PoolingOption | None, batch_tokens: int, precision: EvalPrecision, device: str
+) -> ChunkEncoder:
+    """Return a function that embeds texts. It loads the model at the first call, and not at all if every chunk was
+    embedded before.
+    """
     from functools import cache
 
-    from mega_data.retrieval.retrieve import Encoder
+    from mega_data.retrieval.retrieve_neighbors import ChunkEncoder
 
     @cache
-    def loaded() -> TextEmbedder:
-        from mega_eval.embed import load_text_embedder
-        from mega_eval.load import PRECISIONS, device_named
+    def load_encoder() -> TextEmbedder:
+        from mega_eval.model_loading import PRECISIONS, select_device
+        from mega_eval.text_embedding import load_text_embedder
 
         return load_text_embedder(
-            folder, dtype=PRECISIONS[precision], device=device_named(device), modes=modes_of(pooling)
+            folder, dtype=PRECISIONS[precision], device=select_device(device), modes=parse_pooling_modes(pooling)
         )
 
     def embed_texts(texts: list[str], advance: Callable[[int], None]) -> npt.NDArray[np.float32]:
-        return loaded().embed(texts, batch_tokens=batch_tokens, advance=advance)
+        return load_encoder().embed_texts(texts, batch_tokens=batch_tokens, advance=advance)
 
     local = Path(folder)
     paths = sorted(path for path in ([local] if local.is_file() else local.rglob("*")) if path.is_file())
     states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return Encoder(folder, repr((folder, states, pooling and pooling.value, precision.value)), embed_texts)
+    return ChunkEncoder(folder, repr((folder, states, pooling and pooling.value, precision.value)), embed_texts)

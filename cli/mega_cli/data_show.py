@@ -1,4 +1,4 @@
-"""`mega data show`: what a model is taught, token by token."""
+"""`mega data show`: training samples token by token, with their loss mask."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mega_common.errors import ConfigError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from mega_data.reports.show import Part, Token
+    from mega_data.reports.show_tokens import ShownPart, ShownToken
     from mega_data.tokenizer import Tokenizer
-    from mega_trainer.config import RunConfig
+    from mega_trainer.config.run_config import RunConfig
 
 SHADES = {True: ("black on green", "black on bright_green"), False: ("default", "bright_black")}
 
 
-def show(
+def show_command(
     prefix: Annotated[Path | None, typer.Argument(metavar="PREFIX", help="A data set.", show_default=False)] = None,
     sample: Annotated[
         int, typer.Option(min=0, help="Which document of the data set, or which sample of the run; from 0.")
@@ -52,47 +52,52 @@ def show(
     console = Console(highlight=False, soft_wrap=True)
     for part in parts:
         console.print(_heading(part), style="bold")
-        for line in _lines(part):
+        for line in _format_tokens(part):
             console.print(line)
 
 
-def _of_data_set(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[Part]:
-    from mega_data.files.info import read_info
-    from mega_data.files.verify import check_tokenizer
-    from mega_data.reports.inspect import tokenizer_of
-    from mega_data.reports.show import show_document
+def _of_data_set(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[ShownPart]:
+    from mega_data.reports.inspect_dataset import load_original_tokenizer
+    from mega_data.reports.show_tokens import show_document
+    from mega_data.token_files.dataset_info import read_dataset_info
+    from mega_data.token_files.verify_dataset import check_dataset_tokenizer
 
-    info = read_info(prefix)
+    info = read_dataset_info(prefix)
     if tokenizer is not None and info is not None:
-        check_tokenizer(prefix, info, tokenizer)
-    return show_document(prefix, number, tokenizer or tokenizer_of(info))
+        check_dataset_tokenizer(prefix, info, tokenizer)
+    return show_document(prefix, number, tokenizer or load_original_tokenizer(info))
 
 
-def _of_run(run: Path, number: int, tokenizer: Tokenizer | None) -> list[Part]:
-    from mega_data.dataset import build_datasets
-    from mega_data.reports.show import show_sample
-    from mega_trainer.tokens import run_tokenizer
+def _of_run(run: Path, number: int, tokenizer: Tokenizer | None) -> list[ShownPart]:
+    from mega_data.blended_dataset import build_blended_datasets
+    from mega_data.reports.show_tokens import show_training_sample
+    from mega_trainer.data.data_check import find_run_tokenizer
 
-    config = _config(run)
-    tokenizer = tokenizer or run_tokenizer(config.data, config.model.vocab_size)
+    config = _load_run_config(run)
+    tokenizer = tokenizer or find_run_tokenizer(config.data, config.model.vocab_size)
     eod = tokenizer.eos_id if tokenizer else None
-    train, _, _ = build_datasets(
-        config.data, seed=config.train.seed, samples=config.samples, eod=eod, tokenizer=tokenizer,
+    train, _, _ = build_blended_datasets(
+        config.data, seed=config.train.seed, samples=config.samples_per_split, eod=eod, tokenizer=tokenizer,
         vision=config.model.vision,
     )  # fmt: skip
-    return show_sample(train[number], tokenizer)
+    return show_training_sample(train[number], tokenizer)
 
 
-def _config(run: Path) -> RunConfig:
-    """What a run.yaml says, also where it reads data that no model here trains on."""
+def _load_run_config(run: Path) -> RunConfig:
+    """Return the configuration of a run.yaml, also if no model is configured for its data."""
     from pydantic import ValidationError
 
-    from mega_common.config import load_yaml
-    from mega_data.config import DataConfig
-    from mega_trainer.config import RunConfig, resolve
+    from mega_common.strict_config import load_yaml_mapping
+    from mega_data.data_config import DataConfig
+    from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
-    raw = resolve(load_yaml(run))
-    if not DataConfig.parse(raw.get("data") or {}, source=f"{run}: data").kinds & {"bert", "masked", "t5", "pairs"}:
+    raw = resolve_run_config(load_yaml_mapping(run))
+    if not DataConfig.parse(raw.get("data") or {}, source=f"{run}: data").dataset_kinds & {
+        "bert",
+        "masked",
+        "t5",
+        "pairs",
+    }:
         return RunConfig.parse(raw, source=str(run))
     try:
         return RunConfig.model_validate(raw)
@@ -100,13 +105,13 @@ def _config(run: Path) -> RunConfig:
         return RunConfig.parse(raw, source=str(run))
 
 
-def _heading(part: Part) -> str:
+def _heading(part: ShownPart) -> str:
     counted = sum(token.weight > 0 for token in part.tokens)
     return f"{part.name}: {len(part.tokens):,} tokens, {counted:,} count in the loss"
 
 
-def _lines(part: Part) -> list[Text]:
-    """A line for each stretch of tokens of one weight; none for padding, where every token is the same."""
+def _format_tokens(part: ShownPart) -> list[Text]:
+    """Return a line for each stretch of tokens with the same weight; none for padding."""
     from rich.text import Text
 
     if part.name == "padding":
@@ -116,13 +121,13 @@ def _lines(part: Part) -> list[Text]:
         tokens = list(stretch)
         line = Text(f"{tokens[0].position:>7}-{tokens[-1].position:<7} {weight:>4g}  ", style="cyan")
         for token in tokens:
-            line.append(_text(token), style=SHADES[weight > 0][token.position % 2])
+            line.append(_escape_text(token), style=SHADES[weight > 0][token.position % 2])
         lines.append(line)
     return lines
 
 
-def _text(token: Token) -> str:
-    """On one line, with what would not be seen made visible."""
+def _escape_text(token: ShownToken) -> str:
+    """Return a text on one line, with invisible characters escaped."""
     if token.text is None:
         return f"{token.id} "
     return token.text.replace("\n", "↵").replace("\r", "␍").replace("\t", "⇥").replace("\x1b", "␛")

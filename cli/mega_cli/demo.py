@@ -1,4 +1,4 @@
-"""`mega demo`: the whole path on this machine, without network, on the Python standard library as a corpus.
+"""`mega demo`: the whole workflow on this machine, without network, with the Python standard library as corpus.
 
 It writes a workflow and a run.yaml like a user's own, runs them with `mega run`, and tells what came of it.
 """
@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from mega_cli.stages import set_aside
+from mega_cli.workflow_runner import move_aside
 
 EXAMPLES = """Examples:
 
@@ -87,33 +87,33 @@ stages:
 """
 
 
-def demo(
+def demo_command(
     output: Annotated[Path, typer.Option(help="Folder for everything that is made.")] = Path("demo"),
     nproc: Annotated[
         int, typer.Option(min=1, help="Ranks that train the first half; the second half goes on with one.")
     ] = 1,
     steps: Annotated[int, typer.Option(min=4, help="Steps of training; fewer for a quick look.")] = STEPS,
 ) -> None:
-    """Text to tokens to a trained model to a HuggingFace folder to a score, in a few minutes, without network.
+    """Run text to tokens to a trained model to a HuggingFace folder to a score, in a few minutes, without network.
 
     What was made is kept: run it again to see it skip what is done, or to go on after an interruption.
     """
     begun = time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
     _write_corpus(output)
-    _write_plans(output, nproc, steps)
+    _write_workflow(output, nproc, steps)
     print(
         f"The corpus, run.yaml and workflow.yaml are in {output}/; this is `mega run {output}/workflow.yaml`:",
         flush=True,
     )
-    _mega("run", str(output / "workflow.yaml"))
+    _run_mega("run", str(output / "workflow.yaml"))
     print(f"\n{PROMPT}", end="", flush=True)
-    _mega("generate", str(output / "hf"), "--prompt", PROMPT, "--max-new-tokens", "60", "--temperature", "0.7")
-    _tell(output, nproc, steps, time.monotonic() - begun)
+    _run_mega("generate", str(output / "hf"), "--prompt", PROMPT, "--max-new-tokens", "60", "--temperature", "0.7")
+    _print_step(output, nproc, steps, time.monotonic() - begun)
 
 
 def _write_corpus(output: Path) -> None:
-    """The interpreter's own library as JSON lines; one file in fifty is held out."""
+    """Write the interpreter's own library as JSON lines; one file in fifty is held out."""
     if (output / "held-out.jsonl").exists():
         return
     held_out_bytes = 0
@@ -134,8 +134,8 @@ def _library() -> Iterator[str]:
                 yield text
 
 
-def _write_plans(output: Path, nproc: int, steps: int) -> None:
-    """The workflow and its run.yaml. A run of other length has another learning rate at each step, and begins anew."""
+def _write_workflow(output: Path, nproc: int, steps: int) -> None:
+    """Write the workflow and its run.yaml. A run of another length has other learning rates, so it starts anew."""
     numbers = {
         "vocabulary": VOCABULARY,
         "sequence": SEQUENCE,
@@ -145,34 +145,34 @@ def _write_plans(output: Path, nproc: int, steps: int) -> None:
         "nproc": nproc,
     }
     for name, template in (("run.yaml", RUN), ("workflow.yaml", WORKFLOW)):
-        text = template.format(**numbers, precision=_precision())
+        text = template.format(**numbers, precision=_choose_precision())
         path = output / name
         if path.exists() and path.read_text() == text:
             continue
         if name == "run.yaml":
-            set_aside(output / "run")
+            move_aside(output / "run")
         path.write_text(text)
 
 
-def _precision() -> str:
-    """bf16 where the processor has matrix units for it, which are twice as fast; elsewhere it is slower than fp32."""
+def _choose_precision() -> str:
+    """Return bf16 on processors with bf16 matrix units, where it is twice as fast, else fp32."""
     information = Path("/proc/cpuinfo")
     flags = information.read_text() if information.exists() else ""
     return "bf16" if "amx_bf16" in flags else "fp32"
 
 
-def _mega(*arguments: str) -> None:
-    """One mega command, as typed; ends this one with its exit status if it fails."""
+def _run_mega(*arguments: str) -> None:
+    """Run one mega command as typed, and exit with its status if it fails."""
     status = subprocess.call([sys.executable, "-m", "mega_cli.main", *arguments])
     if status:
         raise typer.Exit(status)
 
 
-def _tell(output: Path, nproc: int, steps: int, seconds: float) -> None:
+def _print_step(output: Path, nproc: int, steps: int, seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from mega_common.log import human
+    from mega_common.progress_logging import format_number
 
     score = json.loads((output / "score.json").read_text())
     baseline = _unigram_perplexity(output)
@@ -180,9 +180,9 @@ def _tell(output: Path, nproc: int, steps: int, seconds: float) -> None:
     for column in ("what", "where", "how much"):
         table.add_column(column)
     corpus = sum((output / name).stat().st_size for name in ("train.jsonl", "held-out.jsonl"))
-    table.add_row("text", f"{output}/train.jsonl", f"{human(corpus)}B of Python source")
+    table.add_row("text", f"{output}/train.jsonl", f"{format_number(corpus)}B of Python source")
     table.add_row(
-        "tokens", f"{output}/data/train.bin, .idx", f"{human((output / 'data/train.bin').stat().st_size / 2)}"
+        "tokens", f"{output}/data/train.bin, .idx", f"{format_number((output / 'data/train.bin').stat().st_size / 2)}"
     )
     how = f"{steps} steps, resumed once after {steps // 2}"
     table.add_row("training run", f"{output}/run/", how + (f" ({nproc} ranks, then 1)" if nproc > 1 else ""))
@@ -202,10 +202,10 @@ def _tell(output: Path, nproc: int, steps: int, seconds: float) -> None:
 
 
 def _unigram_perplexity(output: Path) -> float:
-    """Perplexity on the held-out tokens of the tokens' own frequencies in the training data, one added to each count."""
+    """Return the perplexity on the held-out tokens of a unigram model with add-one smoothing."""
     import numpy as np
 
-    from mega_data.files.indexed import IndexedReader
+    from mega_data.token_files.indexed_reader import IndexedReader
 
     train, held_out = (
         np.bincount(IndexedReader(output / "data" / name).tokens, minlength=VOCABULARY)

@@ -1,4 +1,4 @@
-"""`mega embed`: vectors of texts."""
+"""`mega embed`: text embeddings."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mega_cli.eval import Device, Model, Precision, PrecisionOption, TokenizerOption
+from mega_cli.eval import Device, EvalPrecision, Model, PrecisionOption, TokenizerOption
 from mega_common.errors import ConfigError, DataError
-from mega_common.log import logger
+from mega_common.progress_logging import logger
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from mega_eval.sentence_folder import PoolingMode
+    from mega_eval.sentence_transformers_folder import PoolingMode
 
 EXAMPLES = """Examples:
 
@@ -33,8 +33,8 @@ EXAMPLES = """Examples:
 """
 
 
-class Pooling(StrEnum):
-    """Ways to make one vector of a text's hidden states, by the names of sentence-transformers."""
+class PoolingOption(StrEnum):
+    """Ways to pool a text's hidden states into one vector, by the names of sentence-transformers."""
 
     MEAN = "mean"
     CLS = "cls"
@@ -44,8 +44,8 @@ class Pooling(StrEnum):
     MEAN_SQRT = "mean_sqrt_len_tokens"
 
 
-def modes_of(pooling: Pooling | None) -> list[PoolingMode] | None:
-    """Return the pooling modes of the option, None where the folder decides."""
+def parse_pooling_modes(pooling: PoolingOption | None) -> list[PoolingMode] | None:
+    """Return the pooling modes of the option, or None if the folder decides."""
     return None if pooling is None else [pooling.value]
 
 
@@ -60,7 +60,7 @@ def embed_command(
         typer.Option(help="A .npy file, or a .safetensors file with the tensor `embeddings`: fp32 [texts, width]."),
     ],
     pooling: Annotated[
-        Pooling | None,
+        PoolingOption | None,
         typer.Option(
             help="How hidden states become one vector; default: as a sentence-transformers folder says, or mean."
         ),
@@ -82,7 +82,7 @@ def embed_command(
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of texts of about one length that are computed together.")
     ] = 8192,
-    precision: PrecisionOption = Precision.FP32,
+    precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
 ) -> None:
@@ -93,38 +93,38 @@ def embed_command(
     """
     if output.suffix not in (".npy", ".safetensors"):
         raise ConfigError(f"--output {output}: is neither .npy nor .safetensors")
-    ids, read = _read(texts, text_key, id_key)
-    from mega_eval.embed import load_text_embedder
-    from mega_eval.load import PRECISIONS, device_named
+    ids, read = _read_texts(texts, text_key, id_key)
+    from mega_eval.model_loading import PRECISIONS, select_device
+    from mega_eval.text_embedding import load_text_embedder
 
     embedder = load_text_embedder(
         model,
         dtype=PRECISIONS[precision],
-        device=device_named(device),
+        device=select_device(device),
         tokenizer=tokenizer,
-        modes=modes_of(pooling),
+        modes=parse_pooling_modes(pooling),
         normalize=normalize,
     )
     if max_length is not None:
         embedder = replace(embedder, settings=replace(embedder.settings, max_length=max_length))
-    before = embedder.settings.prompt(prompt_name) if prompt is None else prompt
-    vectors = embedder.embed(read, prompt=before, batch_tokens=batch_tokens)
-    _write(output, vectors, ids)
+    before = embedder.settings.select_prompt(prompt_name) if prompt is None else prompt
+    vectors = embedder.embed_texts(read, prompt=before, batch_tokens=batch_tokens)
+    _write_vectors(output, vectors, ids)
     logger.info("%s: %d vectors of %d numbers; %s names them", output, *vectors.shape, _ids_file(output).name)
 
 
-def _read(file: Path, text_key: str, id_key: str) -> tuple[list[Any], list[str]]:
-    """What names each text, and the texts: of plain text its lines, else of what a corpus may be the records."""
-    from mega_data.reading.documents import Rejected
-    from mega_data.reading.readers import read
-    from mega_data.reading.sources import find_sources
+def _read_texts(file: Path, text_key: str, id_key: str) -> tuple[list[Any], list[str]]:
+    """Return an id for each text, and the texts: lines of plain text, or records of any format that a corpus may have."""
+    from mega_data.reading.corpus_sources import find_corpus_sources
+    from mega_data.reading.documents import RejectedItem
+    from mega_data.reading.source_readers import read_documents
 
     ids: list[Any] = []
     texts: list[str] = []
     kinds: list[str] = []
-    for source in find_sources([file], text_key):
-        for item in read(source, text_key, tell_kind=kinds.append, whole=True):
-            if isinstance(item, Rejected):
+    for source in find_corpus_sources([file], text_key):
+        for item in read_documents(source, text_key, on_kind=kinds.append, whole=True):
+            if isinstance(item, RejectedItem):
                 raise DataError(f"{item.file}:{item.line}: {item.reason}", hint="--text-key names the key of the text")
             own = item.text.splitlines() if kinds[-1] == "text" else [item.text]
             for number, text in enumerate(own, item.line):
@@ -142,16 +142,16 @@ def _ids_file(output: Path) -> Path:
     return output.with_suffix(".ids.jsonl")
 
 
-def _write(output: Path, vectors: npt.NDArray[np.float32], ids: Sequence[Any]) -> None:
-    """The vectors, and what they are of; each file whole or not at all."""
+def _write_vectors(output: Path, vectors: npt.NDArray[np.float32], ids: Sequence[Any]) -> None:
+    """Write the vectors and the ids of their texts; each file appears when it is complete."""
     import numpy as np
     from safetensors.numpy import save
 
-    from mega_common.files import atomic_file
+    from mega_common.atomic_files import open_atomic_file
 
-    with atomic_file(_ids_file(output), text=True) as stream:
+    with open_atomic_file(_ids_file(output), text=True) as stream:
         stream.writelines(json.dumps(name) + "\n" for name in ids)
-    with atomic_file(output) as stream:
+    with open_atomic_file(output) as stream:
         if output.suffix == ".npy":
             np.save(stream, vectors)
         else:

@@ -1,4 +1,4 @@
-"""`mega eval` and `mega generate`: what a model's predictions are worth, and what it says."""
+"""`mega eval` and `mega generate`: scores of a model, and text from it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import CheckpointError, ConfigError, DataError
-from mega_common.log import logger
-from mega_common.parsing import parse_json
+from mega_common.progress_logging import logger
 
 if TYPE_CHECKING:
     from mega_data.tokenizer import Tokenizer
+    from mega_eval.dataset_scores import DatasetScore, PreferenceAccuracy
     from mega_eval.generate import Completion
-    from mega_eval.perplexity import Result
-    from mega_eval.rewards import Preferences
 
 EVAL_EXAMPLES = """Examples:
 
@@ -65,8 +64,8 @@ OF_TASKS = (
 )  # fmt: skip
 
 
-class Precision(StrEnum):
-    """What weights and activations are computed in."""
+class EvalPrecision(StrEnum):
+    """Precisions of weights and activations in evaluation."""
 
     FP64 = "fp64"
     FP32 = "fp32"
@@ -80,7 +79,7 @@ Model = Annotated[
         help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace folder or a GGUF file; or its URL."
     ),
 ]
-PrecisionOption = Annotated[Precision, typer.Option(help="What weights and activations are computed in.")]
+PrecisionOption = Annotated[EvalPrecision, typer.Option(help="What weights and activations are computed in.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 TokenizerOption = Annotated[
     Path | None, typer.Option("--tokenizer", help="The model's tokenizer; default: the one beside its weights.")
@@ -125,7 +124,7 @@ def eval_command(
     batch_size: Annotated[
         int, typer.Option(min=1, help="Sequences computed together on a GPU; prompts continued together anywhere.")
     ] = 8,
-    precision: PrecisionOption = Precision.FP32,
+    precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
     check_tokenizer: Annotated[
@@ -188,60 +187,62 @@ def eval_command(
     models or two forms of one can be compared sequence by sequence; with --log-samples `mega compare` does that for tasks.
     Of a reward model --data with preference pairs tells how often the chosen answer has the larger score.
     """
-    _check_use(ctx, data, tasks)
+    _check_option_use(ctx, data, tasks)
     if tasks is not None:
-        from mega_cli.eval_tasks import Asked, evaluate_tasks, import_harness
+        from mega_cli.eval_tasks import TaskEvalOptions, evaluate_tasks, import_harness
 
         import_harness(offline=offline)
-        from mega_eval.replicas import Sharing
-        from mega_eval.tasks import TaskOptions
+        from mega_eval.harness_tasks import TaskOptions
+        from mega_eval.multi_rank_inference import ReplicaLayout
 
-        asked = Asked(model, tokenizer, precision, device, batch_size, seq_length, output)
+        asked = TaskEvalOptions(model, tokenizer, precision, device, batch_size, seq_length, output)
         options = TaskOptions(include_path, num_fewshot, limit, apply_chat_template, log_samples, cache)
-        evaluate_tasks(tasks.split(","), asked, options, Sharing(tp, ep, pp), nproc)
+        evaluate_tasks(tasks.split(","), asked, options, ReplicaLayout(tp, ep, pp), nproc)
         return
     assert data is not None
-    from mega_common.files import write_json
-    from mega_eval.encoder_decoder import evaluate_spans
-    from mega_eval.load import PRECISIONS, device_named, load_model
-    from mega_eval.masked import SHARE, evaluate_masked
-    from mega_eval.perplexity import evaluate
+    from mega_common.atomic_files import write_json_atomically
+    from mega_eval.dataset_scores import evaluate_perplexity
+    from mega_eval.masked_lm_loss import SHARE, evaluate_masked_lm
+    from mega_eval.model_loading import PRECISIONS, load_inference_model, select_device
+    from mega_eval.span_corruption import evaluate_span_corruption
 
-    loaded = load_model(
+    loaded = load_inference_model(
         model,
         dtype=PRECISIONS[precision],
-        device=device_named(device),
+        device=select_device(device),
         kinds=("decoder", "encoder", "encoder-decoder", "reward model"),
     )
     length = seq_length or min(loaded.config.max_position, LONGEST_DEFAULT)
     hides = loaded.config.encoder is not None or not loaded.config.causal
     if not hides and mask_share is not None:
         raise ConfigError("--mask-share is of encoders, and the model is a decoder", hint="leave it out")
-    result: Result | Preferences
+    result: DatasetScore | PreferenceAccuracy
     if loaded.config.score:
-        from mega_eval.rewards import score_pairs
+        from mega_eval.dataset_scores import evaluate_preferences
 
-        result = score_pairs(loaded, data)
+        result = evaluate_preferences(loaded, data)
     elif not hides:
-        theirs = _tokenizer_if_any(model, tokenizer) if check_tokenizer else None
-        result = evaluate(loaded, data, length, batch_size=batch_size, tokenizer=theirs, per_sample=per_sample)
+        theirs = _find_model_tokenizer(model, tokenizer) if check_tokenizer else None
+        result = evaluate_perplexity(
+            loaded, data, length, batch_size=batch_size, tokenizer=theirs, per_sample=per_sample
+        )
     else:
         share = SHARE if mask_share is None else mask_share
-        evaluate_hidden = evaluate_spans if loaded.config.encoder else evaluate_masked
+        evaluate_hidden = evaluate_span_corruption if loaded.config.encoder else evaluate_masked_lm
         result = evaluate_hidden(
-            loaded, data, length, _tokenizer(model, tokenizer), share=share, batch_size=batch_size,
+            loaded, data, length, _load_model_tokenizer(model, tokenizer), share=share, batch_size=batch_size,
             same_tokenizer=check_tokenizer, per_sample=per_sample,
         )  # fmt: skip
     if json_file == Path("-"):
         print(json.dumps(result.as_json(), indent=1))
         return
     if json_file is not None:
-        write_json(json_file, result.as_json())
-    print("\n".join(f"{name:<14}{value}" for name, value in result.lines()))
+        write_json_atomically(json_file, result.as_json())
+    print("\n".join(f"{name:<14}{value}" for name, value in result.summary_lines()))
 
 
-def _check_use(ctx: typer.Context, data: Path | None, tasks: str | None) -> None:
-    """Refuse options of the one use with the other."""
+def _check_option_use(ctx: typer.Context, data: Path | None, tasks: str | None) -> None:
+    """Refuse options of --data with --tasks, and the reverse."""
     if (data is None) == (tasks is None):
         raise ConfigError(
             "neither --data nor --tasks is given"
@@ -258,18 +259,18 @@ def _check_use(ctx: typer.Context, data: Path | None, tasks: str | None) -> None
             raise ConfigError(f"--{option} is for {other}, and {mine} is given")
 
 
-def _tokenizer(model: str, named: Path | None) -> Tokenizer:
-    """The model's tokenizer."""
+def _load_model_tokenizer(model: str, named: Path | None) -> Tokenizer:
+    """Return the model's tokenizer."""
     from mega_data.tokenizer import Tokenizer
-    from mega_eval.load import load_tokenizer
+    from mega_eval.model_loading import load_tokenizer
 
     return load_tokenizer(model) if named is None else Tokenizer(named)
 
 
-def _tokenizer_if_any(model: str, named: Path | None) -> Tokenizer | None:
-    """The model's tokenizer to compare the data with. Weights without one are no mistake."""
+def _find_model_tokenizer(model: str, named: Path | None) -> Tokenizer | None:
+    """Return the model's tokenizer to compare the data with, or None for weights without one."""
     try:
-        return _tokenizer(model, named)
+        return _load_model_tokenizer(model, named)
     except CheckpointError as error:
         logger.warning("%s; only the vocabulary's size is checked", error.message)
         return None
@@ -314,19 +315,19 @@ def generate_command(
         int | None, typer.Option(min=0, help="With --json: each token's log-probability, and so many alternatives.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts continued together.")] = 8,
-    precision: PrecisionOption = Precision.FP32,
+    precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help='A JSON line {"prompt", "text", "tokens", "finish"} for each prompt.')
     ] = False,
 ) -> None:
-    """Continue prompts. A single one is printed as it is written; nothing but the continuation goes to standard output.
+    """Continue prompts. A single one is printed while it is generated; standard output has the continuation only.
 
     How tokens are drawn is what the model's generation_config.json says, as far as no option says otherwise.
     A setting of that file which is not supported (beams, stop strings, ...) is named in a warning.
     """
-    prompts, rule = _prompts(prompt or [], prompt_file), None if grammar is None else _text_of(grammar)
+    prompts, rule = _read_prompts(prompt or [], prompt_file), None if grammar is None else _text_of(grammar)
     if image and len(prompts) > 1:
         raise ConfigError(f"--image: is for one prompt, and there are {len(prompts)}", hint="one --prompt")
     pictures = [_content_of(path) for path in image or []]
@@ -349,9 +350,9 @@ def generate_command(
         told = ", ".join(f"{name} {value}" for name, value in own.items())
         logger.info("%s: from its generation_config.json: %s", model, told)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ()), "grammar": rule, **settings}
-    from mega_eval.pictured import Pictured
+    from mega_eval.image_prompts import ImagePrompt
 
-    asking = [Pictured(prompts[0], pictures)] if pictures else prompts
+    asking = [ImagePrompt(prompts[0], pictures)] if pictures else prompts
     if len(prompts) == 1 and not as_json:
         for text in loaded.stream(asking[0], **options):
             print(text, end="", flush=True)
@@ -369,8 +370,10 @@ def _line(prompt: str, completion: Completion) -> str:
     return json.dumps(line)
 
 
-def _prompts(given: list[str], file: Path | None) -> list[str]:
-    """The prompts of the command line, then those of the file; without either, standard input when it is no terminal."""
+def _read_prompts(given: list[str], file: Path | None) -> list[str]:
+    """Return the prompts of the command line, then those of the file; without either, standard input if it is not a
+    terminal.
+    """
     if file is None and not given:
         if sys.stdin.isatty():
             raise DataError(
@@ -401,7 +404,7 @@ def _text_of(file: Path) -> str:
 
 def _prompt_of(line: str, where: str) -> str:
     try:
-        raw = parse_json(line)
+        raw = parse_json_text(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({error})") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("prompt"), str):

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 from mega_common.errors import DataError, MissingPackageError
 
 if TYPE_CHECKING:
-    from mega_data.chat.template import ChatTemplate
-    from mega_eval.replicas import Replicas, Sharing
-    from mega_eval.tasks import TaskOptions
+    from mega_data.chat.chat_template import ChatTemplate
+    from mega_eval.harness_tasks import TaskOptions
+    from mega_eval.multi_rank_inference import ModelReplicas, ReplicaLayout
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # what the libraries of the hub look at
 WAIT_SECONDS = 24 * 3600.0  # that ranks wait for the first, which may fetch data
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command was given about the model and where results go."""
+class TaskEvalOptions:
+    """Options of the command about the model and its results."""
 
     model: str
     tokenizer: Path | None
@@ -32,7 +32,7 @@ class Asked:
 
 
 def import_harness(*, offline: bool) -> None:
-    """Import lm-evaluation-harness, which takes from the environment whether it may ask the hub.
+    """Import lm-evaluation-harness, which reads from the environment if it may use the hub.
 
     Raises:
         MissingPackageError: where it is not installed.
@@ -48,38 +48,42 @@ def import_harness(*, offline: bool) -> None:
         ) from None
 
 
-def evaluate_tasks(names: list[str], asked: Asked, options: TaskOptions, sharing: Sharing, nproc: int | None) -> None:
-    """Run tasks, in this process when it is a rank already or needs no others; else start `nproc` ranks."""
-    from mega_cli.eval_ranks import ranks_for
+def evaluate_tasks(
+    names: list[str], asked: TaskEvalOptions, options: TaskOptions, sharing: ReplicaLayout, nproc: int | None
+) -> None:
+    """Run tasks in this process if it is a rank or needs no others; else start `nproc` ranks."""
+    from mega_cli.eval_ranks import join_model_ranks
 
-    with ranks_for(sharing, nproc, asked.device, WAIT_SECONDS) as ranks:
+    with join_model_ranks(sharing, nproc, asked.device, WAIT_SECONDS) as ranks:
         if ranks.rank == 0:
             _lead(names, asked, options, sharing, ranks.world_size)
         else:
-            _load(asked, sharing, ranks.rank, ranks.world_size).follow()
+            _load(asked, sharing, ranks.rank, ranks.world_size).follow_first_rank()
 
 
-def _lead(names: list[str], asked: Asked, options: TaskOptions, sharing: Sharing, world_size: int) -> None:
-    from mega_eval.harness import HarnessModel
-    from mega_eval.load import end_tokens
-    from mega_eval.tasks import find_tasks, run_tasks, table, write_results
+def _lead(
+    names: list[str], asked: TaskEvalOptions, options: TaskOptions, sharing: ReplicaLayout, world_size: int
+) -> None:
+    from mega_eval.harness_model import HarnessModel
+    from mega_eval.harness_tasks import find_harness_tasks, format_results_table, run_harness_tasks, write_task_results
+    from mega_eval.model_loading import find_end_tokens
 
-    manager = find_tasks(names, options.include_path)  # a mistake is told before the model is loaded
+    manager = find_harness_tasks(names, options.include_path)  # a mistake is told before the model is loaded
     replicas = _load(asked, sharing, 0, world_size)
     words = replicas.prompts.tokenizer
     length = asked.seq_length or replicas.model.config.max_position
     template = _template(asked) if options.apply_chat_template else None
-    model = HarnessModel(replicas, end_tokens(asked.model, words), template, length)
+    model = HarnessModel(replicas, find_end_tokens(asked.model, words), template, length)
     told = {"model_args": {"model": asked.model, "precision": asked.precision, "max_length": length}}
-    results = run_tasks(model, names, options, told, manager)
-    replicas.close()
+    results = run_harness_tasks(model, names, options, told, manager)
+    replicas.stop_followers()
     if asked.output is not None:
-        write_results(asked.output, results)
-    print(table(results))
+        write_task_results(asked.output, results)
+    print(format_results_table(results))
 
 
-def _template(asked: Asked) -> ChatTemplate:
-    from mega_eval.chat import load_chat_template
+def _template(asked: TaskEvalOptions) -> ChatTemplate:
+    from mega_eval.chat_session import load_chat_template
 
     try:
         return load_chat_template(asked.model, asked.tokenizer)
@@ -88,14 +92,16 @@ def _template(asked: Asked) -> ChatTemplate:
         raise DataError(error.message, hint=hint) from None
 
 
-def _load(asked: Asked, sharing: Sharing, rank: int, world_size: int) -> Replicas:
-    from mega_ckpt.source import model_at
+def _load(asked: TaskEvalOptions, sharing: ReplicaLayout, rank: int, world_size: int) -> ModelReplicas:
+    from mega_ckpt.source import read_model_config
     from mega_data.tokenizer import Tokenizer
-    from mega_eval.load import PRECISIONS, device_named, load_model, load_tokenizer
-    from mega_eval.replicas import Prompts, Replicas, connect
+    from mega_eval.model_loading import PRECISIONS, load_inference_model, load_tokenizer, select_device
+    from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer, build_replica_groups
 
     words = Tokenizer(asked.tokenizer) if asked.tokenizer else load_tokenizer(asked.model)
-    groups = connect(model_at(asked.model), rank, world_size, sharing)
-    dtype, device = PRECISIONS[asked.precision], device_named(asked.device)
-    model = load_model(asked.model, dtype=dtype, device=device, groups=groups, kinds=("decoder", "encoder-decoder"))
-    return Replicas(model, Prompts(words), asked.batch_size, rank, world_size, sharing)
+    groups = build_replica_groups(read_model_config(asked.model), rank, world_size, sharing)
+    dtype, device = PRECISIONS[asked.precision], select_device(asked.device)
+    model = load_inference_model(
+        asked.model, dtype=dtype, device=device, groups=groups, kinds=("decoder", "encoder-decoder")
+    )
+    return ModelReplicas(model, PromptTokenizer(words), asked.batch_size, rank, world_size, sharing)

@@ -1,4 +1,4 @@
-"""The `mega` command: the commands of every module, and the one place where errors become words and exit statuses.
+"""The `mega` command: all subcommands, and the one place that turns errors into messages and exit statuses.
 
 A command's module is imported here, so it keeps heavy imports (torch, and every package but `mega_common`) inside its
 functions: `mega --help` has to answer at once.
@@ -16,16 +16,16 @@ import typer
 
 from mega_cli import __version__, ckpt, compare, data, demo, embed, launch, plan, report, serve, top, train, workflow
 from mega_cli import eval as evaluation
-from mega_cli.fingerprint import STACKS
-from mega_common.errors import Interrupted, MegaError, MissingPackageError
-from mega_common.full_disk import full_disk
-from mega_common.log import logger, setup_log
+from mega_cli.file_digests import STACKS
+from mega_common.atomic_files import convert_full_disk_error
+from mega_common.errors import MegaError, MissingPackageError, TrainingInterrupted
+from mega_common.progress_logging import configure_logging, logger
 
 INTERRUPTED = 130
 
 
-def build_app() -> typer.Typer:
-    """The whole tree of commands."""
+def build_typer_app() -> typer.Typer:
+    """Return the whole tree of commands."""
     app = typer.Typer(
         name="mega",
         help="Train large language models: text to tokens, 5D-parallel training, checkpoints, evaluation.",
@@ -44,11 +44,11 @@ def build_app() -> typer.Typer:
     app.command("serve", epilog=serve.SERVE_EXAMPLES)(serve.serve_command)
     app.command("chat", epilog=serve.CHAT_EXAMPLES)(serve.chat_command)
     app.command("embed", epilog=embed.EXAMPLES)(embed.embed_command)
-    app.command("run", epilog=workflow.EXAMPLES)(workflow.run)
+    app.command("run", epilog=workflow.EXAMPLES)(workflow.run_command)
     app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
     app.command("report", epilog=report.EXAMPLES)(report.report_command)
     app.command("top", epilog=top.EXAMPLES)(top.top_command)
-    app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
+    app.command("demo", epilog=demo.EXAMPLES)(demo.demo_command)
     app.add_typer(launch.app, name="launch")
     return app
 
@@ -65,17 +65,17 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    setup_log(verbose=debug)
+    configure_logging(verbose=debug)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 2 the user's mistake, 1 ours, 75 interrupted and saved, 130 interrupted."""
+    """Run the command line and exit: 0 done, 2 user error, 1 internal error, 75 interrupted and saved, 130 interrupted."""
     given = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in given
     # Wherever it stands, --debug is an option of the root command.
     ordered = ["--debug"] * debug + [arg for arg in given if arg != "--debug"]
-    app = build_app()
-    status = guarded(lambda: app(ordered, prog_name="mega"), debug=debug)
+    app = build_typer_app()
+    status = run_and_report_errors(lambda: app(ordered, prog_name="mega"), debug=debug)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A rank, and all is written: threads of torch that still wait for others may abort a process that ends as usual.
         sys.stdout.flush()
@@ -84,10 +84,10 @@ def main(args: Sequence[str] | None = None) -> None:
     sys.exit(status)
 
 
-def guarded(call: Callable[[], object], *, debug: bool = False) -> int:
-    """Run `call` and return its exit status, with every error told on standard error as one readable message."""
+def run_and_report_errors(call: Callable[[], object], *, debug: bool = False) -> int:
+    """Run `call` and return its exit status; print every error on standard error as one readable message."""
     try:
-        status = _status_of(call)
+        status = _exit_status(call)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output has gone (`mega ... | head`); what is still buffered must not raise at exit.
@@ -95,15 +95,15 @@ def guarded(call: Callable[[], object], *, debug: bool = False) -> int:
         return 1
     except KeyboardInterrupt:
         status = INTERRUPTED
-    except Interrupted as end:
+    except TrainingInterrupted as end:
         logger.info("%s", end)  # no error, and told once however many ranks there are
         return end.exit_status
     except Exception as error:  # noqa: BLE001 - the one place where nothing may pass
         if debug:
             traceback.print_exc()
-        message, status = _in_words(error)
+        message, status = _describe_error(error)
         print(message, file=sys.stderr)
-        if full_disk(error):
+        if convert_full_disk_error(error):
             # Standard output may be what is full; what is still buffered must not raise at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if status == INTERRUPTED:
@@ -111,8 +111,8 @@ def guarded(call: Callable[[], object], *, debug: bool = False) -> int:
     return status
 
 
-def _status_of(call: Callable[[], object]) -> int:
-    """Typer ends every command by SystemExit."""
+def _exit_status(call: Callable[[], object]) -> int:
+    """Return the exit status of a SystemExit, by which Typer ends every command."""
     try:
         call()
     except SystemExit as end:
@@ -120,11 +120,11 @@ def _status_of(call: Callable[[], object]) -> int:
     return 0
 
 
-def _in_words(error: Exception) -> tuple[str, int]:
-    """What to tell about an error, and the exit status."""
+def _describe_error(error: Exception) -> tuple[str, int]:
+    """Return the message of an error, and the exit status."""
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
         error = _missing_package(error.name)
-    full = full_disk(error)
+    full = convert_full_disk_error(error)
     if isinstance(error, MegaError):
         hint = f"\n  {full.hint}" if full and not error.hint else ""
         return f"error: {error}{hint}", error.exit_status
@@ -138,7 +138,7 @@ def _in_words(error: Exception) -> tuple[str, int]:
 
 
 def _missing_package(name: str) -> MissingPackageError:
-    """Which folder of the repository brings the module, if it is one of ours."""
+    """Return the folder of the repository that provides a missing module, if it is one of ours."""
     if name in STACKS:
         what = f"this command needs {name.replace('_', '-')}, which is not installed"
         folder = name.replace("mega_", "packages/")

@@ -1,4 +1,4 @@
-"""`mega plan`: what a run will need and how well its pipeline is filled, told before any device is touched."""
+"""`mega plan`: predicted memory and pipeline utilisation of a run, without a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from mega_trainer.config import RunConfig
+    from mega_trainer.config.run_config import RunConfig
 
 PICTURED = 16  # layouts of a search in a page
 EXAMPLES = """Examples:
@@ -92,13 +92,14 @@ def plan_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline's bubble beside the closed formula.
+    """Show parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline bubble beside the closed
+    formula.
 
     With --machine also the predicted time of a step, where it goes, and which change would gain most.
     """
     from mega_common.errors import ConfigError
-    from mega_trainer.config import load_plan
-    from mega_trainer.layout import fewest_ranks
+    from mega_trainer.config.parallel_layout import minimum_ranks
+    from mega_trainer.config.run_config import load_plan_config
 
     if machine is None and (tokens is not None or search or fit is not None):
         given = "--search" if search else "--fit" if fit is not None else "--tokens"
@@ -113,67 +114,68 @@ def plan_command(
     if write is not None and (not search or write.exists()):
         rule = "is there already" if search else "is for the layout that --search finds"
         raise ConfigError(f"--write {write}: {rule}", hint="a new file's name" if search else "add --search")
-    config = load_plan(run, set_ or [])
-    ranks = ranks or fewest_ranks(config)
+    config = load_plan_config(run, set_ or [])
+    ranks = ranks or minimum_ranks(config)
     if machine is not None and search:
-        from mega_cli.plan_time import SHOWN, found, in_words, write_layout
+        from mega_cli.plan_prediction import SHOWN, describe_layouts, search_layouts, write_layout_yaml
 
-        layouts = found(config, ranks, machine, SHOWN if html is None else PICTURED, precision or [])
+        layouts = search_layouts(config, ranks, machine, SHOWN if html is None else PICTURED, precision or [])
         if html is not None:
-            from mega_cli.plan_html import write_search
+            from mega_cli.plan_prediction import write_search_html
 
-            write_search(html, run, config, ranks, machine, tokens, layouts)
+            write_search_html(html, run, config, ranks, machine, tokens, layouts)
         if write is not None:
-            write_layout(config, layouts[0], write)
-        print(in_words(config, ranks, machine, layouts[:SHOWN], as_json=as_json))
+            write_layout_yaml(config, layouts[0], write)
+        print(describe_layouts(config, ranks, machine, layouts[:SHOWN], as_json=as_json))
         return
-    config.check_ranks(ranks)
+    config.check_world_size(ranks)
     if machine is not None and fit is not None:
-        from mega_cli.plan_time import fit as fit_machine
+        from mega_cli.plan_prediction import fit_machine as fit_machine
 
         print(fit_machine(config, ranks, machine, fit))
         return
-    told = planned(config, ranks, draw)
+    told = describe_plan(config, ranks, draw)
     if like is not None:
         told |= {"like": like, "memory_bytes": _memory_like(config, ranks, like)}
     if machine is not None:
-        from mega_cli.plan_time import timed
+        from mega_cli.plan_prediction import predict_run
 
-        told["time"] = timed(config, ranks, machine, tokens, told["memory_bytes"])
+        told["time"] = predict_run(config, ranks, machine, tokens, told["memory_bytes"])
     if html is not None:
-        from mega_cli.plan_html import write_plan
+        from mega_cli.plan_prediction import write_plan_html
 
-        write_plan(html, run, config, ranks, told)
+        write_plan_html(html, run, config, ranks, told)
     print(json.dumps(told, indent=1) if as_json else _table(told))
 
 
-def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str, Any]:
-    """The plan as --json prints it, without times; its schedule drawn into `draw`."""
-    from mega_trainer.pipeline.draw import draw as drawing
-    from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate
-    from mega_trainer.plan.advice import run_shape
-    from mega_trainer.plan.flops import CONVENTIONS, count_parameters, published_flops
-    from mega_trainer.plan.memory import memory
-    from mega_trainer.plan.pipeline_fill import check_operations, estimate_bubble, make_planning_schedule
-    from mega_trainer.plan.vision import image_flops
+def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str, Any]:
+    """Return the plan as --json prints it, without times; its schedule is drawn into `draw`."""
+    from mega_trainer.pipeline.schedule_svg import draw_schedule_svg as drawing
+    from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate_schedule
+    from mega_trainer.plan.flops import CONVENTIONS, count_parameters_by_layer, published_flops
+    from mega_trainer.plan.layer_flops import image_flops
+    from mega_trainer.plan.memory_advice import make_run_shape
+    from mega_trainer.plan.memory_prediction import predict_memory
+    from mega_trainer.plan.pipeline_fill import check_operation_count, estimate_bubble, make_planning_schedule
 
-    parallel, dp = config.parallel, config.data_parallel(ranks)
-    micro = config.microbatches(dp)
+    parallel, dp = config.parallel, config.data_parallel_size(ranks)
+    micro = config.micro_batches_per_step(dp)
     shape = {"pp": parallel.pp, "microbatches": micro, "virtual_stages": parallel.virtual_stages}
     filled = make_planning_schedule(parallel.schedule, **shape)
     bubble = estimate_bubble(parallel.schedule, **shape)
     if draw is not None:
-        check_operations(micro, parallel.pp * parallel.virtual_stages, "--draw")
+        check_operation_count(micro, parallel.pp * parallel.virtual_stages, "--draw")
         schedule = make_schedule(parallel.schedule, **shape)
-        draw.write_text(drawing(schedule, simulate(schedule)), encoding="utf-8")
-    tokens = config.batch.global_ * config.sample_tokens
+        draw.write_text(drawing(schedule, simulate_schedule(schedule)), encoding="utf-8")
+    tokens = config.batch.global_ * config.tokens_per_sample
     flops = {
-        kind: published_flops(config.model, config.data.seq_length, kind, config.lengths[1]) for kind in CONVENTIONS
+        kind: published_flops(config.model, config.data.seq_length, kind, config.sequence_lengths[1])
+        for kind in CONVENTIONS
     }
     seen = config.model, tuple(config.train.freeze), config.lora
-    growing = [{"global": size, "steps": steps} for size, steps in config.batch.plateaus()]
+    growing = [{"global": size, "steps": steps} for size, steps in config.batch.growth_plateaus()]
     return {
-        "parameters": count_parameters(config.model).total,
+        "parameters": count_parameters_by_layer(config.model).total,
         "ranks": {
             "world": ranks,
             "tp": parallel.tp,
@@ -188,7 +190,7 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
         "flops_per_step": tokens * flops["exact"],
         "flops_per_token": flops,
         **({"flops_per_image": sum(image_flops(*seen).values())} if config.model.vision else {}),
-        "memory_bytes": memory(config.model, run_shape(config, ranks)),
+        "memory_bytes": predict_memory(config.model, make_run_shape(config, ranks)),
         "microbatches_in_flight": peak_activations(filled),
         "bubble": bubble,
         "bubble_by_formula": bubble_formula(replace(filled, microbatches=micro)),
@@ -198,36 +200,40 @@ def planned(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str
 
 def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int]]:
     from mega_common.errors import ConfigError
-    from mega_trainer.plan.advice import run_shape
-    from mega_trainer.plan.like import LIKES, memory_like
+    from mega_trainer.plan.memory_advice import make_run_shape
+    from mega_trainer.plan.other_trainer_memory import LIKES, predict_other_trainer_memory
 
     known = next((name for name in LIKES if name == like), None)
     if known is None:
         raise ConfigError(f"--like {like}: no trainer whose memory is known", hint=f"one of {', '.join(LIKES)}")
-    return memory_like(config.model, run_shape(config, ranks), known)
+    return predict_other_trainer_memory(config.model, make_run_shape(config, ranks), known)
 
 
-def _rampup(told: dict[str, Any]) -> list[str]:
-    """The line of a batch that grows; the others are of its full size."""
+def _format_rampup(told: dict[str, Any]) -> list[str]:
+    """Return the line of a batch size ramp-up; the other lines are for the full batch."""
     growing = told.get("rampup", [])
     steps = sum(plateau["steps"] for plateau in growing)
     return [f"batch ramp-up    from {growing[0]['global']} samples, in {steps} steps"] if growing else []
 
 
 def _table(told: dict[str, Any]) -> str:
-    from mega_common.log import human
+    from mega_common.progress_logging import format_number
 
     formula = told["bubble_by_formula"]
     degrees = ", ".join(f"{name} {size}" for name, size in told["ranks"].items() if name != "world")
     lines = [
-        f"parameters       {human(told['parameters'])}",
+        f"parameters       {format_number(told['parameters'])}",
         f"ranks            {told['ranks']['world']} ({degrees})",
-        f"a step           {human(told['tokens_per_step'])} tokens in {told['microbatches']} micro-batches a rank, "
-        f"{human(told['flops_per_step'])}FLOP",
+        f"a step           {format_number(told['tokens_per_step'])} tokens in {told['microbatches']} micro-batches a rank, "
+        f"{format_number(told['flops_per_step'])}FLOP",
         "a token          "
-        + ", ".join(f"{human(told['flops_per_token'][kind])}FLOP {how}" for kind, how in _COUNTED.items()),
-        *([f"an image         {human(told['flops_per_image'])}FLOP besides"] if "flops_per_image" in told else []),
-        *_rampup(told),
+        + ", ".join(f"{format_number(told['flops_per_token'][kind])}FLOP {how}" for kind, how in _COUNTED.items()),
+        *(
+            [f"an image         {format_number(told['flops_per_image'])}FLOP besides"]
+            if "flops_per_image" in told
+            else []
+        ),
+        *_format_rampup(told),
         f"pipeline bubble  {100 * told['bubble']:.1f} %"
         + ("" if formula is None else f" (formula {100 * formula:.1f} %)"),
         f"estimated bytes a rank{' as ' + told['like'] + ' keeps them' if 'like' in told else ''}, by pipeline rank:",
@@ -238,9 +244,9 @@ def _table(told: dict[str, Any]) -> str:
         parts = ", ".join(f"{kind} {size / scale:.2f}" for kind, size in kinds.items())
         lines.append(f"  {rank}: {sum(kinds.values()) / scale:.2f} {unit} = {parts}; {flight} activations in flight")
     if "time" in told:
-        from mega_cli.plan_time import table
+        from mega_cli.plan_prediction import format_prediction
 
-        lines += table(told["time"])
+        lines += format_prediction(told["time"])
     if told["drawing"]:
         lines.append(f"drawn into {told['drawing']}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`mega train --replay` and `--reproduce`: a step is made once more, and compared with its record."""
+"""`mega train --replay` and `--reproduce`: one step run again and compared with its record."""
 
 from __future__ import annotations
 
@@ -8,68 +8,70 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mega_ckpt.store import Place
-    from mega_trainer.config import RunConfig
+    from mega_ckpt.store import Location
+    from mega_trainer.config.run_config import RunConfig
 
 DIFFERENT = 1  # exit status, as of `cmp`
-Start = Callable[["RunConfig", Path, int | None], int]
+StartTraining = Callable[["RunConfig", Path, int | None], int]
 
 
-def replay(config: RunConfig, step: int, nproc: int | None, start: Start) -> int:
-    """Make the steps up to `step` again, from the newest checkpoint before it. Returns the exit status."""
-    from mega_trainer.job.repeat import replayed
+def replay_step(config: RunConfig, step: int, nproc: int | None, start: StartTraining) -> int:
+    """Run the steps up to `step` again, from the newest checkpoint before it. Returns the exit status."""
+    from mega_trainer.job.step_replay import make_replay_run
 
-    again, checkpoint = replayed(config, step)
+    again, checkpoint = make_replay_run(config, step)
     return _made(again, checkpoint, Path(config.output), nproc, start)
 
 
-def reproduce(checkpoint: str, overrides: list[str], nproc: int | None, start: Start) -> int:
-    """Make the step after a checkpoint again, by the settings saved in it. Returns the exit status."""
-    from mega_ckpt.store import place
-    from mega_trainer.job.repeat import reproduced
+def reproduce_step(checkpoint: str, overrides: list[str], nproc: int | None, start: StartTraining) -> int:
+    """Run the step after a checkpoint again, with the settings saved in it. Returns the exit status."""
+    from mega_ckpt.store import parse_location
+    from mega_trainer.job.step_replay import make_reproduction_run
 
-    found = place(checkpoint)
-    again = reproduced(found, overrides)
+    found = parse_location(checkpoint)
+    again = make_reproduction_run(found, overrides)
     run = found.parent.parent
     recorded = run if isinstance(run, Path) and (run / "metrics.jsonl").exists() else Path(again.output).parent
     return _made(again, found, recorded, nproc, start)
 
 
-def _made(again: RunConfig, checkpoint: Place | None, recorded: Path, nproc: int | None, start: Start) -> int:
+def _made(
+    again: RunConfig, checkpoint: Location | None, recorded: Path, nproc: int | None, start: StartTraining
+) -> int:
     from mega_ckpt.store import Checkpoint
-    from mega_trainer.job.repeat import compared, recorded_steps, write_run
+    from mega_trainer.job.step_replay import compare_steps, read_recorded_steps, write_replay_yaml
 
     leads, saved = os.environ.get("RANK", "0") == "0", {}
     if checkpoint is not None:
-        saved = dict(Checkpoint.open(checkpoint).manifest.provenance)
+        saved = dict(Checkpoint.open_folder(checkpoint).manifest.provenance)
     nproc = nproc or saved.get("ranks")  # type: ignore[assignment]
     if leads:
         print(f"from {checkpoint or 'the first step'}")
         for line in _differences(again, checkpoint, saved, nproc) if checkpoint else ():
             print(line)
-        path = write_run(again)
+        path = write_replay_yaml(again)
     else:
         path = Path(again.output) / "replay.yaml"
     if status := start(again, path, nproc):
         return status
     if not leads:
         return 0
-    found = list(compared(recorded_steps(recorded), recorded_steps(Path(again.output))))
+    found = list(compare_steps(read_recorded_steps(recorded), read_recorded_steps(Path(again.output))))
     print("\n".join(line for line, _ in found))
     return 0 if all(same for _, same in found) else DIFFERENT
 
 
-def _differences(again: RunConfig, checkpoint: Place, saved: Mapping[str, Any], nproc: int | None) -> list[str]:
-    """What differs from when the checkpoint was saved, before anything is trained; of settings the run itself tells."""
-    from mega_trainer.build import load_data
-    from mega_trainer.job.repeat import differences, provenance
-    from mega_trainer.state import continued, state_of
-    from mega_trainer.tokens import run_tokenizer
+def _differences(again: RunConfig, checkpoint: Location, saved: Mapping[str, Any], nproc: int | None) -> list[str]:
+    """Return what differs from the time of the save, before anything is trained; the run itself reports settings."""
+    from mega_trainer.data.data_check import find_run_tokenizer
+    from mega_trainer.job.step_replay import collect_provenance, diff_settings
+    from mega_trainer.run.build_components import load_datasets
+    from mega_trainer.run.train_state import inherit_data_order, read_saved_state
 
     if "data" not in saved:
         return ["differs: unknown, as it does not tell what it was made with"]
-    ranks = int(os.environ.get("WORLD_SIZE") or nproc or again.ranks_asked)
-    tokenizer = run_tokenizer(again.data, again.model.vocab_size)
-    data = load_data(continued(again, state_of(checkpoint)), tokenizer)[0].fingerprint
-    found = [f"differs: {line}" for line in differences(saved, provenance(ranks, data))]
+    ranks = int(os.environ.get("WORLD_SIZE") or nproc or again.minimum_world_size)
+    tokenizer = find_run_tokenizer(again.data, again.model.vocab_size)
+    data = load_datasets(inherit_data_order(again, read_saved_state(checkpoint)), tokenizer)[0].fingerprint
+    found = [f"differs: {line}" for line in diff_settings(saved, collect_provenance(ranks, data))]
     return found or ["versions, commit, machine, ranks and data are the same"]

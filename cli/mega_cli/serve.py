@@ -1,4 +1,4 @@
-"""`mega serve` and `mega chat`: a model for programs, by OpenAI's API, and for people."""
+"""`mega serve` and `mega chat`: a model behind OpenAI's API, and in the terminal."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mega_cli import __version__
 from mega_cli.eval import (
     Device,
     DraftOption,
+    EvalPrecision,
     MinP,
     Model,
-    Precision,
     PrecisionOption,
     Temperature,
     TokenizerOption,
@@ -28,18 +28,18 @@ from mega_cli.eval import (
     TopP,
 )
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
-from mega_common.log import logger
+from mega_common.progress_logging import logger
 
 if TYPE_CHECKING:
-    from mega_data.chat.template import ChatTemplate
+    from mega_data.chat.chat_template import ChatTemplate
     from mega_data.tokenizer import Tokenizer
-    from mega_eval.chat import Chat
-    from mega_eval.engine import Engine
-    from mega_eval.replicas import Sharing
-    from mega_eval.server.embeddings import Embedder
+    from mega_eval.chat_session import ChatSession
+    from mega_eval.inference_engine import InferenceEngine
+    from mega_eval.multi_rank_inference import ReplicaLayout
+    from mega_eval.server.embeddings_api import ServedEmbedder
+    from mega_trainer.launch.local_ranks import RankInfo
     from mega_trainer.model.decoder import Decoder
-    from mega_trainer.parallel.lora import Selection
-    from mega_trainer.ranks import Ranks
+    from mega_trainer.parallel.lora_layers import AdapterSelection
 
 SERVE_EXAMPLES = """Examples:
 
@@ -121,7 +121,7 @@ def serve_command(
     ep: Annotated[int, typer.Option(min=1, help="Ranks that share the experts.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Ranks that share the layers.")] = 1,
     draft: DraftOption = None,
-    precision: PrecisionOption = Precision.FP32,
+    precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
     chat_template: ChatTemplateOption = None,
@@ -134,54 +134,55 @@ def serve_command(
     Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/models, /tokenize, /detokenize,
     /tokenizer_info, /health, /version, /metrics.
     """
-    key = _api_key(api_key, api_key_file)
-    adapters = _named(adapter or [], name or model)
+    key = _read_api_key(api_key, api_key_file)
+    adapters = _parse_adapters(adapter or [], name or model)
     _need_server()
-    from mega_cli.eval_ranks import ranks_for
-    from mega_eval.lead import LeadingEngine, follow
-    from mega_eval.replicas import Sharing
-    from mega_eval.server.driver import Driver
-    from mega_eval.server.gate import Bounds
-    from mega_eval.server.metrics import Metrics
-    from mega_eval.server.run import Server, bind
-    from mega_eval.server.service import Service
+    from mega_cli.eval_ranks import join_model_ranks
+    from mega_eval.multi_rank_inference import BroadcastingEngine, ReplicaLayout, follow_engine_calls
+    from mega_eval.server.engine_driver import EngineDriver
+    from mega_eval.server.inference_server import InferenceServer, bind_server_socket
+    from mega_eval.server.model_service import ModelService
+    from mega_eval.server.request_gate import ServerLimits
+    from mega_eval.server.server_metrics import ServerMetrics
 
-    sharing = Sharing(tp, ep, pp)
-    if sharing.size > 1 and draft not in (None, "ngrams", "none"):
+    sharing = ReplicaLayout(tp, ep, pp)
+    if sharing.ranks_per_copy > 1 and draft not in (None, "ngrams", "none"):
         raise ConfigError(
             f"--draft {draft}: guesses on one rank alone", hint="--draft ngrams, or no --tp, --ep and --pp"
         )
-    with ranks_for(sharing, sharing.size, device, FOREVER) as ranks:
-        listener = bind(host, port, key) if ranks.rank == 0 else None
+    with join_model_ranks(sharing, sharing.ranks_per_copy, device, FOREVER) as ranks:
+        listener = bind_server_socket(host, port, key) if ranks.rank == 0 else None
         found = _load(
             model, precision, device, tokenizer, max_length, cache_tokens, batch_size, sharing, ranks, adapters, draft
         )
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # the first rank ends, when what runs is finished
-            follow(found.engine)
+            follow_engine_calls(found.engine)
             return
-        service = Service(
+        service = ModelService(
             name=name or model,
             version=__version__,
-            driver=Driver(found.engine, most=max_requests),
+            driver=EngineDriver(found.engine, max_requests=max_requests),
             tokenizer=found.tokenizer,
-            template=_template_if_any(model, tokenizer, chat_template),
+            template=_find_template(model, tokenizer, chat_template),
             ends=found.ends,
-            own=_own_sampling(model),
+            default_sampling=_default_sampling(model),
             max_length=found.max_length,
             vocab_size=found.vocab_size,
             seconds=timeout,
-            metrics=Metrics(found.engine),
+            metrics=ServerMetrics(found.engine),
             adapters=adapters,
             embedder=found.embedder,
         )
         hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
-        bounds = Bounds(key, hosts, requests=max_requests, seconds=timeout, body=max_body, origins=allow_origin or ())
-        server = Server(service, bounds, drain=drain)
+        bounds = ServerLimits(
+            key, hosts, requests=max_requests, seconds=timeout, body=max_body, origins=allow_origin or ()
+        )
+        server = InferenceServer(service, bounds, drain=drain)
         server.run(sockets=[listener])
-        if isinstance(found.engine, LeadingEngine) and server.engine_ended:
-            found.engine.close()
+        if isinstance(found.engine, BroadcastingEngine) and server.engine_ended:
+            found.engine.stop_followers()
     if server.force_exit:
         raise KeyboardInterrupt
 
@@ -200,17 +201,17 @@ def chat_command(
     seed: Annotated[int, typer.Option(help="Of the draws; the same seed gives the same answers.")] = 0,
     max_length: MaxLength = None,
     draft: DraftOption = None,
-    precision: PrecisionOption = Precision.FP32,
+    precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
     chat_template: ChatTemplateOption = None,
 ) -> None:
-    """Talk with a model. /reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer.
+    """Chat with a model. /reset clears the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer.
 
     Piped standard input is one turn a line; nothing but the answers goes to standard output. How tokens are drawn is
     what the model's generation_config.json says, as far as no option says otherwise.
     """
-    from mega_eval.chat import Chat, load_chat_template
+    from mega_eval.chat_session import ChatSession, load_chat_template
     from mega_eval.sampling import Sampling
 
     given = {
@@ -219,80 +220,82 @@ def chat_command(
     }  # fmt: skip
     settings = {name: value for name, value in given.items() if value is not None}
     Sampling.parse(settings, source="options")
-    sampling = Sampling.parse({**_own_sampling(model), **settings}, source="options and generation_config.json")
+    sampling = Sampling.parse({**_default_sampling(model), **settings}, source="options and generation_config.json")
     template = load_chat_template(model, tokenizer, chat_template)
     found = _load(model, precision, device, tokenizer, max_length, None, 1, draft=draft)
     sampling = sampling.model_copy(update={"min_length_ends": sorted(found.ends)})
-    chat = Chat(
+    chat = ChatSession(
         found.engine, found.tokenizer, template, sampling, found.ends, max_new_tokens, found.max_length, system=system
     )
     _talk(chat)
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    """A model and what it takes to ask it."""
+class _LoadedModel:
+    """Model with its tokenizer and chat template."""
 
-    engine: Engine
+    engine: InferenceEngine
     tokenizer: Tokenizer
     ends: frozenset[int]
     max_length: int
     vocab_size: int
-    embedder: Embedder | str | None
+    embedder: ServedEmbedder | str | None
 
 
 def _load(
     model: str,
-    precision: Precision,
+    precision: EvalPrecision,
     device: str,
     tokenizer: Path | None,
     max_length: int | None,
     cache_tokens: int | None,
     batch_size: int,
-    sharing: Sharing | None = None,
-    ranks: Ranks | None = None,
+    sharing: ReplicaLayout | None = None,
+    ranks: RankInfo | None = None,
     adapters: Mapping[str, str] | None = None,
     draft: str | None = None,
-) -> _Loaded:
-    from mega_ckpt.source import model_at
-    from mega_eval.engine import Engine
-    from mega_eval.generate import drafter_of
+) -> _LoadedModel:
+    from mega_ckpt.source import read_model_config
+    from mega_eval.generate import make_drafter
+    from mega_eval.inference_engine import InferenceEngine
     from mega_eval.language_model import LanguageModel
-    from mega_eval.lead import LeadingEngine
-    from mega_eval.replicas import connect
-    from mega_trainer.parallel.lora import Selection
+    from mega_eval.multi_rank_inference import BroadcastingEngine, build_replica_groups
+    from mega_trainer.parallel.lora_layers import AdapterSelection
 
     groups, leads = None, False
     if sharing is not None and ranks is not None and ranks.world_size > 1:
-        groups, leads = connect(model_at(model), ranks.rank, ranks.world_size, sharing), ranks.rank == 0
+        groups, leads = (
+            build_replica_groups(read_model_config(model), ranks.rank, ranks.world_size, sharing),
+            ranks.rank == 0,
+        )
     loaded = LanguageModel.load(
         model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, groups=groups, adapters=adapters
     )
     config, words = loaded.model.config, loaded.tokenizer
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
     room = cache_tokens or 2 * longest
-    engine = (LeadingEngine if leads else Engine)(
+    engine = (BroadcastingEngine if leads else InferenceEngine)(
         loaded.model, words, cache_tokens=room, batch_size=batch_size,
-        drafter=drafter_of(loaded.draft, loaded.model, words, room, batch_size), adapters=loaded.adapters,
+        drafter=make_drafter(loaded.draft, loaded.model, words, room, batch_size), adapters=loaded.adapters,
     )  # fmt: skip
     embeds = sharing is not None and groups is None and config.encoder is None
-    embedder = _embedder(model, loaded.model, words, loaded.adapters or Selection([])) if embeds else None
-    return _Loaded(engine, words, loaded.ends, longest, config.vocab_size, embedder)
+    embedder = _embedder(model, loaded.model, words, loaded.adapters or AdapterSelection([])) if embeds else None
+    return _LoadedModel(engine, words, loaded.ends, longest, config.vocab_size, embedder)
 
 
-def _embedder(folder: str, model: Decoder, tokenizer: Tokenizer, adapters: Selection) -> Embedder | str:
+def _embedder(folder: str, model: Decoder, tokenizer: Tokenizer, adapters: AdapterSelection) -> ServedEmbedder | str:
     """Return the embedder of a model, or why its folder's embeddings are not supported."""
-    from mega_eval.server.embeddings import open_embedder
+    from mega_eval.server.embeddings_api import make_served_embedder
 
     try:
-        return open_embedder(folder, model, tokenizer, adapters)
+        return make_served_embedder(folder, model, tokenizer, adapters)
     except MegaError as error:
         logger.warning("/v1/embeddings is refused: %s", error.message)
         return f"embeddings of this model are not supported: {error.message}"
 
 
-def _named(given: Sequence[str], model: str) -> dict[str, str]:
-    """Folders of adapters by their names."""
+def _parse_adapters(given: Sequence[str], model: str) -> dict[str, str]:
+    """Return folders of adapters by their names."""
     found: dict[str, str] = {}
     for one in given:
         name, _, folder = one.partition("=")
@@ -304,12 +307,12 @@ def _named(given: Sequence[str], model: str) -> dict[str, str]:
     return found
 
 
-def _own_sampling(model: str) -> dict[str, Any]:
-    """What the model's generation_config.json says of drawing tokens, told in one line."""
-    from mega_eval.load import own_sampling
+def _default_sampling(model: str) -> dict[str, Any]:
+    """Return the sampling settings of the model's generation_config.json, reported in one line."""
+    from mega_eval.model_loading import load_sampling_settings
     from mega_eval.sampling import Sampling
 
-    own = own_sampling(model)
+    own = load_sampling_settings(model)
     if own:
         Sampling.parse(own, source=f"{model}: generation_config.json")
         told = ", ".join(f"{name} {value}" for name, value in own.items())
@@ -317,8 +320,8 @@ def _own_sampling(model: str) -> dict[str, Any]:
     return own
 
 
-def _api_key(given: str | None, file: Path | None) -> str | None:
-    """The key of the option, the environment or the file."""
+def _read_api_key(given: str | None, file: Path | None) -> str | None:
+    """Return the key of the option, the environment or the file."""
     if file is not None:
         try:
             given = file.read_text(encoding="utf-8").strip()
@@ -342,9 +345,9 @@ def _need_server() -> None:
         )
 
 
-def _template_if_any(model: str, tokenizer: Path | None, file: Path | None) -> ChatTemplate | None:
-    """Base models have none, which is no mistake unless a file was named."""
-    from mega_eval.chat import load_chat_template
+def _find_template(model: str, tokenizer: Path | None, file: Path | None) -> ChatTemplate | None:
+    """Return the chat template, or None for a base model unless a file was named."""
+    from mega_eval.chat_session import load_chat_template
 
     try:
         return load_chat_template(model, tokenizer, file)
@@ -355,13 +358,13 @@ def _template_if_any(model: str, tokenizer: Path | None, file: Path | None) -> C
         return None
 
 
-def _talk(chat: Chat) -> None:
+def _talk(chat: ChatSession) -> None:
     terminal = sys.stdin.isatty()
     if terminal:
         import readline  # noqa: F401 - its import gives input() a line that can be edited
 
         _note("/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer")
-    for turn in _turns(terminal):
+    for turn in _read_turns(terminal):
         if turn == "/quit":
             return
         if turn == "/reset":
@@ -378,8 +381,8 @@ def _note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _turns(terminal: bool) -> Iterator[str]:
-    """What a person says, line by line, until the end of the input. Empty lines say nothing."""
+def _read_turns(terminal: bool) -> Iterator[str]:
+    """Yield what a person types, line by line, until the end of the input, without empty lines."""
     while True:
         try:
             line = input("> " if terminal else "")
@@ -396,11 +399,11 @@ def _turns(terminal: bool) -> Iterator[str]:
             yield line.strip()
 
 
-def _answer(chat: Chat, turn: str) -> None:
+def _answer(chat: ChatSession, turn: str) -> None:
     remembered = len(chat.messages)
     try:
-        with _interrupts(chat) as stopped:
-            for text in chat.ask(turn, stopped):
+        with _catch_interrupt(chat) as stopped:
+            for text in chat.stream_answer(turn, stopped):
                 print(text, end="", flush=True)
             print()
     except MegaError as error:
@@ -411,7 +414,7 @@ def _answer(chat: Chat, turn: str) -> None:
 
 
 @contextlib.contextmanager
-def _interrupts(chat: Chat) -> Iterator[Callable[[], bool]]:
+def _catch_interrupt(chat: ChatSession) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C was pressed; pressed again, it ends the program as usual.
 
     Before the engine has the turn, such as in a chat template that does not end, Ctrl-C raises an error instead.
@@ -422,7 +425,7 @@ def _interrupts(chat: Chat) -> Iterator[Callable[[], bool]]:
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, before)
-        if not chat.engine.waiting and not chat.engine.running:
+        if not chat.engine.num_waiting and not chat.engine.num_running:
             raise DataError("the turn is given up: Ctrl-C was pressed before the answer began")
 
     before = signal.signal(signal.SIGINT, note)

@@ -20,7 +20,8 @@ def top_command(
     once: Annotated[bool, typer.Option("--once", help="Print it as it is now, and end.")] = False,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 2.0,
 ) -> None:
-    """Show a run: step, losses, speed, phases of a step, goodput, the last checkpoint, time left. Ctrl-C ends the view alone.
+    """Show a live run: step, losses, speed, phases of a step, goodput, the last checkpoint, time left. Ctrl-C ends only
+    the view.
 
     It reads what the run writes, and can run on any machine that sees the folder.
     """
@@ -31,16 +32,16 @@ def top_command(
     from rich.live import Live
 
     from mega_trainer.pages.run_log import RunLog
-    from mega_trainer.pages.top import TAIL, view
+    from mega_trainer.pages.terminal_view import TAIL, render_run_view
 
-    def now() -> RenderableType:
-        return view(RunLog.read(run, tail=TAIL), time.time())
+    def current_time() -> RenderableType:
+        return render_run_view(RunLog.read_folder(run, tail=TAIL), time.time())
 
     console = Console()
     if once or not console.is_terminal:
-        console.print(now())
+        console.print(current_time())
         return
-    with suppress(KeyboardInterrupt), Live(now(), console=console, screen=True, auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), Live(current_time(), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(every)
-            live.update(now(), refresh=True)
+            live.update(current_time(), refresh=True)

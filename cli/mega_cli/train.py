@@ -1,4 +1,4 @@
-"""`mega train`: check the run, start its ranks where none are there, train."""
+"""`mega train`: check the run, start its ranks if it is not one of them, train."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from mega_trainer.config import RunConfig
-    from mega_trainer.loop import Scorer
+    from mega_trainer.config.run_config import RunConfig
+    from mega_trainer.run.training_loop import TaskScorer
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -128,7 +128,7 @@ def train_command(
     strict: Strict = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run.yaml, for editors.")] = False,
 ) -> None:
-    """Train a model as run.yaml says. The same command goes on from the newest checkpoint of its output folder.
+    """Train a model as run.yaml says. The same command resumes from the newest checkpoint of its output folder.
 
     Exit status: 0 all steps are done; 75 asked to end before that (SIGTERM, SIGINT, SIGHUP, SIGUSR1), saved, and the same
     command goes on; 2 a mistake in what it was given; 1 a failure; 130 ended at once by a second Ctrl-C.
@@ -137,13 +137,13 @@ def train_command(
 
     import yaml
 
-    from mega_common.config import json_schema
     from mega_common.errors import ConfigError
-    from mega_trainer.config import RunConfig, load_run
-    from mega_trainer.data_check import check_data, told
+    from mega_common.strict_config import build_json_schema
+    from mega_trainer.config.run_config import RunConfig, load_run_config
+    from mega_trainer.data.data_check import check_datasets, format_usage
 
     if schema:
-        print(json.dumps(json_schema(RunConfig), indent=1))
+        print(json.dumps(build_json_schema(RunConfig), indent=1))
         return
     if from_megatron_args is not None:
         print(_translated(from_megatron_args, define or [], words or [], strict=strict), end="")
@@ -161,77 +161,79 @@ def train_command(
     if reproduce is not None:
         if words or replay is not None:
             raise ConfigError("--reproduce takes its settings from the checkpoint", hint="--set changes some of them")
-        raise typer.Exit(again.reproduce(reproduce, set_ or [], nproc, _start))
+        raise typer.Exit(again.reproduce_step(reproduce, set_ or [], nproc, _train_or_start_ranks))
     run = _only_run(words or [])
     overrides: Sequence[str] = set_ or []
-    config = load_run(run, overrides, tell=check)  # a run that starts tells by itself, once
+    config = load_run_config(run, overrides, warn_unread=check)  # a run that starts tells by itself, once
     if nproc is not None:
-        config, overrides = _laid_out(config, run, overrides, nproc)
-        config.check_ranks(nproc)
+        config, overrides = _resolve_layout(config, run, overrides, nproc)
+        config.check_world_size(nproc)
     if check:
         _check_inputs(config, run, data=data)
-        uses = check_data(config) if data else []
+        uses = check_datasets(config) if data else []
         print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
-        print("".join(f"# {told(use)}\n" for use in uses), end="")
-        print(f"# {_kernels(config)}")
+        print("".join(f"# {format_usage(use)}\n" for use in uses), end="")
+        print(f"# {_describe_kernels(config)}")
         return
     _check_patterns(config, run)
     if find_micro_batch:
-        print(_largest_micro_batch(config, run, overrides, nproc))
+        print(_find_micro_batch(config, run, overrides, nproc))
         return
     if replay is not None:
-        raise typer.Exit(again.replay(config, replay, nproc, _start))
-    if status := _start(config, run, nproc, overrides):
+        raise typer.Exit(again.replay_step(config, replay, nproc, _train_or_start_ranks))
+    if status := _train_or_start_ranks(config, run, nproc, overrides):
         raise typer.Exit(status)
 
 
-def _laid_out(
+def _resolve_layout(
     config: RunConfig, run: Path, overrides: Sequence[str], ranks: int, *, tells: bool = True
 ) -> tuple[RunConfig, Sequence[str]]:
-    """The run and its overrides, with the layout that is chosen for so many ranks where it has none."""
+    """Return the run with its overrides, and with the layout chosen for that number of ranks if it has none."""
     from mega_ckpt.checkpoint import Checkpoint
-    from mega_trainer.config import load_run
-    from mega_trainer.device import machine_here
-    from mega_trainer.plan.laid_out import laid_out
-    from mega_trainer.plan.search import overrides as as_overrides
-    from mega_trainer.state import starting_point
+    from mega_trainer.config.run_config import load_run_config
+    from mega_trainer.distributed.device import detect_machine
+    from mega_trainer.plan.automatic_layout import choose_layout
+    from mega_trainer.plan.layout_search import format_overrides as as_overrides
+    from mega_trainer.run.train_state import find_start_checkpoint
 
-    if ranks == 1 or "parallel" in config.model_fields_set or (machine := machine_here(config)) is None:
+    if ranks == 1 or "parallel" in config.model_fields_set or (machine := detect_machine(config)) is None:
         return config, overrides
-    checkpoint = starting_point(config)
-    saved = None if checkpoint is None else Checkpoint.open(checkpoint).state.get("settings")
-    settings, told = laid_out(config, ranks, machine, saved)
+    checkpoint = find_start_checkpoint(config)
+    saved = None if checkpoint is None else Checkpoint.open_folder(checkpoint).trainer_state.get("settings")
+    settings, told = choose_layout(config, ranks, machine, saved)
     if tells:
         typer.echo(told, err=True)
     chosen = [*overrides, *as_overrides(settings)]
-    return load_run(run, chosen), chosen
+    return load_run_config(run, chosen), chosen
 
 
-def _largest_micro_batch(config: RunConfig, run: Path, overrides: Sequence[str], nproc: int | None) -> str:
-    """The command that trains with it."""
+def _find_micro_batch(config: RunConfig, run: Path, overrides: Sequence[str], nproc: int | None) -> str:
+    """Print the command that trains with the largest micro-batch that fits."""
     import sys
 
-    from mega_common.log import setup_log
-    from mega_trainer.job.micro_batch import find_micro_batch
-    from mega_trainer.ranks import default_ranks
+    from mega_common.progress_logging import configure_logging
+    from mega_trainer.job.micro_batch_search import find_micro_batch
+    from mega_trainer.launch.local_ranks import default_rank_count
 
-    count = nproc or default_ranks(config.ranks_asked, config.device)
-    config.check_ranks(count)
-    setup_log(rank=0, world_size=1)
+    count = nproc or default_rank_count(config.minimum_world_size, config.device)
+    config.check_world_size(count)
+    configure_logging(rank=0, world_size=1)
     command = [sys.executable, "-m", "mega_cli.main", "train", f"--nproc={count}"]
     size = find_micro_batch(config, run, overrides, command, count)
     options = [f"--set {setting}" for setting in (*overrides, f"batch.micro={size}")]
     return f"mega train {run} {' '.join(options)}" + (f" --nproc {nproc}" if nproc else "")
 
 
-def _kernels(config: RunConfig) -> str:
-    """Which back ends a run on this machine would use, and why; or why it would not run here, as on a login node."""
+def _describe_kernels(config: RunConfig) -> str:
+    """Return the back ends that a run on this machine would use, and why; or why it would not run here, as on a login
+    node.
+    """
     from mega_common.errors import ConfigError
-    from mega_trainer.build import choose_kernels
-    from mega_trainer.device import pick_device
+    from mega_trainer.distributed.device import select_rank_device
+    from mega_trainer.run.build_components import choose_kernels
 
     try:
-        return str(choose_kernels(config, pick_device(config.device, 0)))
+        return str(choose_kernels(config, select_rank_device(config.device, 0)))
     except ConfigError as error:
         return f"not on this machine: {error}"
 
@@ -247,9 +249,9 @@ def _only_run(words: list[str]) -> Path:
 
 
 def _translated(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
-    from mega_cli.megatron_args import to_yaml, translate
+    from mega_cli.megatron_args import render_run_yaml, translate_script
+    from mega_common.bounded_parsing import LARGEST_SETTINGS
     from mega_common.errors import ConfigError
-    from mega_common.parsing import LARGEST_SETTINGS
 
     try:
         with script.open("rb") as file:
@@ -257,7 +259,7 @@ def _translated(script: Path, define: list[str], arguments: list[str], *, strict
     except OSError as error:
         raise ConfigError(f"{script}: cannot be read ({error})") from None
     variables = dict(_definition(text) for text in define)
-    return to_yaml(translate(text, path=script, define=variables, arguments=arguments, strict=strict))
+    return render_run_yaml(translate_script(text, path=script, define=variables, arguments=arguments, strict=strict))
 
 
 def _check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
@@ -266,33 +268,33 @@ def _check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
     Raises:
         ConfigError: with all that are missing.
     """
-    from mega_common.config import raise_problems
-    from mega_trainer.input_check import input_problems
+    from mega_common.strict_config import raise_config_error
+    from mega_trainer.run.input_check import find_input_problems
 
-    if found := input_problems(config, data=data):
-        raise_problems(found, str(run))
+    if found := find_input_problems(config, data=data):
+        raise_config_error(found, str(run))
 
 
 def _check_patterns(config: RunConfig, run: Path) -> None:
     """Refuse patterns of tensors or modules that match nothing in the model, which would train something else."""
-    from mega_common.config import raise_problems
-    from mega_trainer.input_check import pattern_problems
+    from mega_common.strict_config import raise_config_error
+    from mega_trainer.run.input_check import find_pattern_problems
 
-    if found := pattern_problems(config):
-        raise_problems(found, str(run))
+    if found := find_pattern_problems(config):
+        raise_config_error(found, str(run))
 
 
 def _moved_in(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:
     from mega_cli import moving_in
-    from mega_cli.megatron_args import to_yaml
+    from mega_cli.megatron_args import render_run_yaml
     from mega_common.errors import ConfigError
 
     if deepspeed is not None and hf_args is not None:
         raise ConfigError("--from-deepspeed and --from-hf-args are translated one at a time")
     if deepspeed is not None:
-        return to_yaml(moving_in.from_deepspeed(deepspeed, ranks))
+        return render_run_yaml(moving_in.translate_deepspeed(deepspeed, ranks))
     assert hf_args is not None
-    return to_yaml(moving_in.from_hf_args(hf_args, ranks))
+    return render_run_yaml(moving_in.translate_hf_args(hf_args, ranks))
 
 
 def _definition(text: str) -> tuple[str, str]:
@@ -304,72 +306,73 @@ def _definition(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _start(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[str] = ()) -> int:
-    """Train in this process when it is a rank of a job, or needs no others; else start the ranks. Returns the status."""
+def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[str] = ()) -> int:
+    """Train in this process if it is a rank of a job or needs no others; else start the ranks. Returns the status."""
     import os
     import sys
 
-    _end_with_launcher()
-    from mega_common.errors import ConfigError, DataError, Interrupted, NumbersError, Terminated
+    _follow_launcher_death()
+    from mega_common.errors import ConfigError, DataError, NumericalError, TrainingInterrupted, TrainingTerminated
     from mega_trainer.job.environment import library_settings
 
     for name, value in library_settings(config).items():
         os.environ.setdefault(name, value)
-    from mega_common.log import setup_log
-    from mega_trainer.ranks import (
-        Ranks,
-        default_ranks,
-        end_torchrun,
-        joined,
-        ranks_of,
-        start_local_ranks,
-        tell_torchrun,
-        warn_of_restarts,
+    from mega_common.progress_logging import configure_logging
+    from mega_trainer.launch.local_ranks import (
+        RankInfo,
+        default_rank_count,
+        join_process_group,
+        rank_from_environment,
+        run_local_ranks,
+        terminate_torchrun,
+        warn_unsafe_restarts,
+        write_exit_status_note,
     )
 
-    ranks = ranks_of(os.environ)
+    ranks = rank_from_environment(os.environ)
     if ranks is None:
-        count = nproc or default_ranks(config.ranks_asked, config.device)
-        config, overrides = _laid_out(config, run, overrides, count)
-        config.check_ranks(count)
+        count = nproc or default_rank_count(config.minimum_world_size, config.device)
+        config, overrides = _resolve_layout(config, run, overrides, count)
+        config.check_world_size(count)
         if count > 1:
             options = [f"--set={override}" for override in overrides]
             command = [sys.executable, "-m", "mega_cli.main", "train", str(run), *options]
-            return start_local_ranks(command, count, Path(config.output))
-        ranks = Ranks()
-    config, _ = _laid_out(config, run, overrides, ranks.world_size, tells=ranks.rank == 0)
-    setup_log(rank=ranks.rank, world_size=ranks.world_size)
+            return run_local_ranks(command, count, Path(config.output))
+        ranks = RankInfo()
+    config, _ = _resolve_layout(config, run, overrides, ranks.world_size, tells=ranks.rank == 0)
+    configure_logging(rank=ranks.rank, world_size=ranks.world_size)
     if ranks.rank == 0:
-        warn_of_restarts(os.environ)
-    from mega_trainer.train import run as train
+        warn_unsafe_restarts(os.environ)
+    from mega_trainer.run.training_run import run_training as train
 
     try:
-        config.check_ranks(ranks.world_size)  # who may be fewer than before, since a machine is lost
-        with joined(ranks, config.device, config.timeout_seconds) as store:
-            train(config, ranks, store, _scorer(config))
-    except Terminated as error:  # by torchrun itself, which ends, or goes on with more ranks
-        tell_torchrun(os.environ, error.exit_status)
+        config.check_world_size(ranks.world_size)  # who may be fewer than before, since a machine is lost
+        with join_process_group(ranks, config.device, config.timeout_seconds) as store:
+            train(config, ranks, store, _build_task_scorer(config))
+    except TrainingTerminated as error:  # by torchrun itself, which ends, or goes on with more ranks
+        write_exit_status_note(os.environ, error.exit_status)
         raise
-    except (Interrupted, ConfigError, DataError, NumbersError) as error:
-        end_torchrun(os.environ, error.exit_status)
+    except (TrainingInterrupted, ConfigError, DataError, NumericalError) as error:
+        terminate_torchrun(os.environ, error.exit_status)
         raise
     return 0
 
 
-def _scorer(config: RunConfig) -> Scorer | None:
-    """What runs the tasks of `eval`, if any are asked for."""
+def _build_task_scorer(config: RunConfig) -> TaskScorer | None:
+    """Return a function that runs the tasks of `eval`, or None if there are none."""
     if not config.eval.tasks:
         return None
     from mega_cli.eval_tasks import import_harness
 
     import_harness(offline=False)
-    from mega_eval.in_training import TrainingTasks
+    from mega_eval.in_training_tasks import TrainingTasks
 
     return TrainingTasks(config)
 
 
-def _end_with_launcher() -> None:
-    """Have Linux send a rank SIGTERM when its launcher, torchrun or ours, dies: it saves and ends, and is no orphan.
+def _follow_launcher_death() -> None:
+    """Have Linux send a rank SIGTERM when its launcher (torchrun or ours) dies, so that it saves and ends instead of
+    being orphaned.
 
     To be called before torch is imported, which takes long enough for a launcher to die meanwhile.
     """

@@ -1,4 +1,4 @@
-"""`mega run`: a chain of mega commands that does only what is not done yet, and goes on where it stopped."""
+"""`mega run`: a chain of mega commands that runs only what is not done yet, and resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from typing import Annotated, Any
 
 import typer
 
-from mega_cli.stages import Runner, locked
-from mega_cli.workflow_config import Workflow, command_problems, nearest
-from mega_common.config import Problem, apply_overrides, json_schema, load_yaml, raise_problems
+from mega_cli.workflow_config import WorkflowConfig, command_problems, suggest_nearest
+from mega_cli.workflow_runner import WorkflowRunner, hold_workflow_lock
 from mega_common.errors import ConfigError
-from mega_common.log import logger
+from mega_common.progress_logging import logger
+from mega_common.strict_config import (
+    ConfigProblem,
+    apply_overrides,
+    build_json_schema,
+    load_yaml_mapping,
+    raise_config_error,
+)
 
 EXAMPLES = """Examples:
 
@@ -31,7 +37,7 @@ EXAMPLES = """Examples:
 """
 
 
-def run(
+def run_command(
     context: typer.Context,
     file: Annotated[
         Path | None,
@@ -50,12 +56,12 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="With --status: JSON.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a workflow, for editors.")] = False,
 ) -> None:
-    """Run the stages of a workflow: those that are done and unchanged are skipped, a failed one is taken up again.
+    """Run the stages of a workflow: finished and unchanged stages are skipped, a failed one is resumed.
 
     A stage is up to date when its command, the content of all it reads, the code, and what it made are what they were.
     """
     if schema:
-        print(json.dumps(json_schema(Workflow), indent=1))
+        print(json.dumps(build_json_schema(WorkflowConfig), indent=1))
         return
     if file is None:
         raise ConfigError("no workflow given", hint="mega run workflow.yaml; see mega run --help")
@@ -63,36 +69,36 @@ def run(
     forced = set(force or ())
     workflow = load_workflow(file, override or [], root, names={*forced, *([until] if until else [])})
     base = file.parent.resolve()
-    state, order = base / f"{file.stem}.state.json", workflow.order(until)
+    state, order = base / f"{file.stem}.state.json", workflow.ordered_stages(until)
     if status or dry_run:
-        told = foresee(Runner(workflow, base, state, verify=verify), order, forced)
+        told = forecast_stages(WorkflowRunner(workflow, base, state, verify=verify), order, forced)
         _show(told, as_json=as_json, commands=dry_run)
         return
-    with locked(base / f".{file.name}.lock") as lock:
-        ended = run_stages(Runner(workflow, base, state, verify=verify), order, forced, lock)
+    with hold_workflow_lock(base / f".{file.name}.lock") as lock:
+        ended = run_workflow_stages(WorkflowRunner(workflow, base, state, verify=verify), order, forced, lock)
     raise typer.Exit(ended)
 
 
-def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collection[str] = ()) -> Workflow:
-    """Read and check a workflow, its commands against those of `root`, and the stages that an option named.
+def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collection[str] = ()) -> WorkflowConfig:
+    """Read and check a workflow, its commands against those of `root`, and the stages that an option names.
 
     Raises:
         ConfigError: with everything that is wrong.
     """
-    workflow = Workflow.parse(apply_overrides(load_yaml(file), overrides), source=str(file))
+    workflow = WorkflowConfig.parse(apply_overrides(load_yaml_mapping(file), overrides), source=str(file))
     found = [problem for name, stage in workflow.stages.items() for problem in command_problems(name, stage, root)]
     found += [
-        Problem(name, "no such stage", hint=nearest(name, workflow.stages))
+        ConfigProblem(name, "no such stage", hint=suggest_nearest(name, workflow.stages))
         for name in sorted(set(names) - workflow.stages.keys())
     ]
     if found:
-        raise_problems(found, str(file))
+        raise_config_error(found, str(file))
     return workflow
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Whether a stage would run (None: that depends on a stage before it), why, and its command."""
+class StageForecast:
+    """Forecast of a stage: whether it would run (None: depends on an earlier stage), why, and its command."""
 
     name: str
     run: bool | None
@@ -100,22 +106,22 @@ class Forecast:
     command: str
 
 
-def foresee(runner: Runner, order: list[str], forced: set[str]) -> list[Forecast]:
-    """What each stage would do now. One that needs a stage which is not done can only be judged after that."""
-    told: list[Forecast] = []
+def forecast_stages(runner: WorkflowRunner, order: list[str], forced: set[str]) -> list[StageForecast]:
+    """Return what each stage would do now. A stage that needs an unfinished one can only be judged after that."""
+    told: list[StageForecast] = []
     for name in order:
         stage = runner.workflow.stages[name]
         waits = [other.name for other in told if other.name in stage.needs and other.run is not False]
         if waits and name not in forced:
             run, why = None, f"depends on {', '.join(waits)}"
         else:
-            verdict = runner.judge(name, force=name in forced)
+            verdict = runner.judge_stage(name, force=name in forced)
             run, why = verdict is not None, verdict.reason if verdict else "up to date"
-        told.append(Forecast(name, run, why, shlex.join(["mega", *stage.command])))
+        told.append(StageForecast(name, run, why, shlex.join(["mega", *stage.command_arguments])))
     return told
 
 
-def _show(told: list[Forecast], *, as_json: bool, commands: bool) -> None:
+def _show(told: list[StageForecast], *, as_json: bool, commands: bool) -> None:
     if as_json:
         print(json.dumps({stage.name: {"run": stage.run, "why": stage.why} for stage in told}, indent=1))
     elif commands:
@@ -128,15 +134,15 @@ def _show(told: list[Forecast], *, as_json: bool, commands: bool) -> None:
             print(f"{stage.name:{width}}  " + (f"would run: {stage.why}" if stage.run else stage.why))
 
 
-def run_stages(runner: Runner, order: list[str], forced: set[str], lock: int) -> int:
-    """Run what must run, up to the first stage that fails, and return its exit status, or 0."""
+def run_workflow_stages(runner: WorkflowRunner, order: list[str], forced: set[str], lock: int) -> int:
+    """Run the stages that must run, up to the first that fails, and return its exit status, or 0."""
     for name in order:
-        verdict = runner.judge(name, force=name in forced)
+        verdict = runner.judge_stage(name, force=name in forced)
         if verdict is None:
             logger.info("%s: up to date", name)
             continue
         logger.info("%s: %s", name, verdict.reason)
-        if status := runner.attempt(name, verdict, lock):
+        if status := runner.attempt_stage(name, verdict, lock):
             return status
-    runner.save()
+    runner.save_state()
     return 0

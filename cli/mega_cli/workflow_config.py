@@ -1,4 +1,4 @@
-"""What a workflow file says, and what can be wrong with it."""
+"""Schema of a workflow file, and its checks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, Literal
 from pydantic import Field
 from typer.core import TyperGroup
 
-from mega_cli.fingerprint import expand
-from mega_common.config import Config, Problem
+from mega_cli.file_digests import expand_patterns
+from mega_common.strict_config import ConfigProblem, StrictConfig
 
-Scalar = str | int | float | bool
+OptionScalar = str | int | float | bool
 
 RUN_COMMANDS = ("train", "plan", "launch slurm", "launch kubernetes")  # their first argument is a run.yaml
 
 
-class Stage(Config):
-    """One `mega` command with what it reads and makes. Paths are relative to the workflow file's folder.
+class WorkflowStage(StrictConfig):
+    """One `mega` command with its inputs and outputs. Paths are relative to the workflow file's folder.
 
     Arguments and option values that name existing files, folders or token data sets are inputs without being listed;
     so are the outputs of the stages in `needs`. A run.yaml counts by what it says, as settings; of a training, what it in
@@ -30,8 +30,8 @@ class Stage(Config):
     """
 
     run: str = Field(description="the mega command, as in 'data preprocess'")
-    args: list[Scalar] = Field([], description="its positional arguments")
-    options: dict[str, Scalar | list[Scalar]] = Field(
+    args: list[OptionScalar] = Field([], description="its positional arguments")
+    options: dict[str, OptionScalar | list[OptionScalar]] = Field(
         {}, alias="with", description="its options by long name; true and false are flags, a list repeats the option"
     )
     needs: list[str] = Field([], description="stages that come first")
@@ -42,30 +42,34 @@ class Stage(Config):
     )
 
     @property
-    def command(self) -> list[str]:
-        """The arguments of `mega`."""
+    def command_arguments(self) -> list[str]:
+        """Return the arguments of `mega`."""
         return self._words(self.options, self.args)
 
     @property
-    def identity(self) -> list[str]:
-        """What of the command decides about a new run beside a run.yaml's settings, which count by what they say."""
-        if self.run_file is None:
-            return self.command
+    def run_identity(self) -> list[str]:
+        """Return the part of the command that determines a new run besides a run.yaml's settings, which are compared by
+        value.
+        """
+        if self.run_config_path is None:
+            return self.command_arguments
         told_by_settings = {"set"} | ({"nproc"} if self.run == "train" else set())
         return self._words({k: v for k, v in self.options.items() if k not in told_by_settings}, self.args[1:])
 
     @property
-    def run_file(self) -> str | None:
-        """The run.yaml, of a command that takes one."""
+    def run_config_path(self) -> str | None:
+        """Return the run.yaml of a command that takes one."""
         return str(self.args[0]) if self.run in RUN_COMMANDS and self.args else None
 
     @property
-    def overrides(self) -> list[str]:
-        """What `--set` puts on top of the run.yaml."""
+    def setting_overrides(self) -> list[str]:
+        """Return the `--set` options on top of the run.yaml."""
         given = self.options.get("set", [])
         return [str(item) for item in (given if isinstance(given, list) else [given])]
 
-    def _words(self, options: Mapping[str, Scalar | list[Scalar]], args: Sequence[Scalar]) -> list[str]:
+    def _words(
+        self, options: Mapping[str, OptionScalar | list[OptionScalar]], args: Sequence[OptionScalar]
+    ) -> list[str]:
         words = self.run.split()
         for key, value in options.items():
             for item in value if isinstance(value, list) else [value]:
@@ -73,100 +77,112 @@ class Stage(Config):
                 words += [flag] if isinstance(item, bool) else [flag, str(item)]
         return words + [str(arg) for arg in args]
 
-    def readable(self) -> Iterator[str]:
-        """Every argument and option value that may name files: as a path, a glob, or the prefix of a token data set."""
+    def readable_arguments(self) -> Iterator[str]:
+        """Return every argument and option value that may name files: a path, a glob, or the prefix of a token data
+        set.
+        """
         for value in (*self.args, *self.options.values()):
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, str):
                     yield from (item, f"{item}.bin", f"{item}.idx")
 
-    def read_arguments(self, base: Path) -> list[str]:
-        """Those of `readable` that are there, and are neither of this stage's own making nor its run.yaml."""
-        return self.found(base, (path for path in self.readable() if path != self.run_file))
+    def existing_read_arguments(self, base: Path) -> list[str]:
+        """Return those of `readable_arguments` that exist, are not outputs of this stage, and are not its run.yaml."""
+        return self.existing_inputs(base, (path for path in self.readable_arguments() if path != self.run_config_path))
 
-    def found(self, base: Path, paths: Iterable[str]) -> list[str]:
-        """Those of `paths` that are there, and not of this stage's own making."""
+    def existing_inputs(self, base: Path, paths: Iterable[str]) -> list[str]:
+        """Return those of `paths` that exist and are not outputs of this stage."""
         own = [base / output for output in self.outputs]
-        there = [path for path in paths if any(expand(base, [path]))]
+        there = [path for path in paths if any(expand_patterns(base, [path]))]
         return [
             path
             for path in there
-            if not any(inside(base / path, output) or inside(output, base / path) for output in own)
+            if not any(is_inside_folder(base / path, output) or is_inside_folder(output, base / path) for output in own)
         ]
 
 
-class Workflow(Config):
+class WorkflowConfig(StrictConfig):
     """Stages by name."""
 
-    stages: dict[str, Stage] = Field(min_length=1)
+    stages: dict[str, WorkflowStage] = Field(min_length=1)
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         """Names, needs, cycles, and stages that read or overwrite what another makes."""
         for name, stage in self.stages.items():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-                yield Problem(f"stages.{name}", "a name has letters, digits, - and _ only")
+                yield ConfigProblem(f"stages.{name}", "a name has letters, digits, - and _ only")
             for need in stage.needs:
                 if need not in self.stages:
-                    yield Problem(f"stages.{name}.needs", "no such stage", need, nearest(need, self.stages))
+                    yield ConfigProblem(
+                        f"stages.{name}.needs", "no such stage", need, suggest_nearest(need, self.stages)
+                    )
         try:
             graphlib.TopologicalSorter({name: stage.needs for name, stage in self.stages.items()}).prepare()
         except graphlib.CycleError as error:
-            yield Problem("stages", "these need each other in a circle: " + " -> ".join(reversed(error.args[1])))
+            yield ConfigProblem("stages", "these need each other in a circle: " + " -> ".join(reversed(error.args[1])))
             return
         yield from self._path_problems()
 
-    def _path_problems(self) -> Iterator[Problem]:
+    def _path_problems(self) -> Iterator[ConfigProblem]:
         made = [(maker, path) for maker, stage in self.stages.items() for path in stage.outputs]
         for name, stage in self.stages.items():
-            earlier = self.order(name)
+            earlier = self.ordered_stages(name)
             for maker, output in made:
-                if maker not in earlier and any(inside(path, output) for path in (*stage.inputs, *stage.readable())):
-                    yield Problem(f"stages.{name}", f"reads {output}, which {maker!r} makes", hint=f"needs: [{maker}]")
+                if maker not in earlier and any(
+                    is_inside_folder(path, output) for path in (*stage.inputs, *stage.readable_arguments())
+                ):
+                    yield ConfigProblem(
+                        f"stages.{name}", f"reads {output}, which {maker!r} makes", hint=f"needs: [{maker}]"
+                    )
                 for path in stage.outputs:
-                    if maker != name and inside(path, output):
-                        yield Problem(f"stages.{name}.outputs", f"lies in what {maker!r} makes, {output}", path)
+                    if maker != name and is_inside_folder(path, output):
+                        yield ConfigProblem(f"stages.{name}.outputs", f"lies in what {maker!r} makes, {output}", path)
 
-    def order(self, until: str | None = None) -> list[str]:
-        """All stages, or `until` and what it needs, each after the stages it needs, otherwise as in the file."""
+    def ordered_stages(self, until: str | None = None) -> list[str]:
+        """Return all stages, or `until` and what it needs, each after the stages it needs, otherwise as in the file."""
         ordered: dict[str, None] = {}
 
-        def visit(name: str) -> None:
+        def visit_stage(name: str) -> None:
             for need in self.stages[name].needs if name in self.stages else ():
-                visit(need)
+                visit_stage(need)
             ordered.setdefault(name)
 
         for name in self.stages if until is None else [until]:
-            visit(name)
+            visit_stage(name)
         return list(ordered)
 
 
-def inside(path: str | Path, folder: str | Path) -> bool:
-    """Whether `path` is `folder` or lies in it, by their names."""
+def is_inside_folder(path: str | Path, folder: str | Path) -> bool:
+    """Return whether `path` is `folder` or lies in it, by their names."""
     return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
 
 
-def command_problems(name: str, stage: Stage, root: TyperGroup) -> Iterator[Problem]:
-    """Whether the stage's command and the options it is given exist."""
+def command_problems(name: str, stage: WorkflowStage, root: TyperGroup) -> Iterator[ConfigProblem]:
+    """Return problems of the stage's command and its options."""
     node: Any = root
     for word in stage.run.split():
         known = node.commands if isinstance(node, TyperGroup) else {}
         if word not in known:
-            yield Problem(f"stages.{name}.run", f"no command {word!r}", stage.run, nearest(word, known))
+            yield ConfigProblem(f"stages.{name}.run", f"no command {word!r}", stage.run, suggest_nearest(word, known))
             return
         node = known[word]
     if isinstance(node, TyperGroup):
-        yield Problem(f"stages.{name}.run", "not a whole command", stage.run, f"one of {', '.join(node.commands)}")
+        yield ConfigProblem(
+            f"stages.{name}.run", "not a whole command", stage.run, f"one of {', '.join(node.commands)}"
+        )
         return
     options = {option for param in node.params for option in (*param.opts, *param.secondary_opts)}
-    for word in stage.command:
+    for word in stage.command_arguments:
         key = word.removeprefix("--")
         if word.startswith("--") and word not in options:
             names = [option.removeprefix("--") for option in options if option.startswith("--")]
-            yield Problem(f"stages.{name}.with.{key}", f"mega {stage.run} has no such option", hint=nearest(key, names))
+            yield ConfigProblem(
+                f"stages.{name}.with.{key}", f"mega {stage.run} has no such option", hint=suggest_nearest(key, names)
+            )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint: the known name nearest to a mistyped one, or all of them."""
+def suggest_nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint: the known name nearest to a mistyped one, or all of them."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mega_ckpt import convert as module
-from mega_ckpt.convert import Options, convert
-from mega_ckpt.formats.hf import LAYOUT, HfSource
-from mega_ckpt.names import tensors_of
-from mega_ckpt.pieces import Box, Sharded
-from mega_ckpt.source import MegaSource, Source, copy_assets, load_weights, open_source
-from mega_ckpt.store import Checkpoint, save
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.formats.hf_source import LAYOUT, HfSource
+from mega_ckpt.source import MegaSource, WeightSource, copy_assets, load_weights, open_weight_source
+from mega_ckpt.store import Checkpoint, save_sharded_checkpoint
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -47,12 +47,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mega(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mega") / "llama"
-    convert(llama, folder, "mega")
+    convert_checkpoint(llama, folder, "mega")
     return folder
 
 
-def weights(source: Source) -> dict[str, Tensor]:
-    return {name: source.read(name).clone() for name in source.keys()}  # noqa: SIM118
+def weights(source: WeightSource) -> dict[str, Tensor]:
+    return {name: source.read_tensor(name).clone() for name in source.tensor_names()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -67,11 +67,11 @@ def test_hf_to_mega_to_hf_is_the_same_to_the_byte(case: str, shard: str, tmp_pat
     """P6: names, sharding, headers, tensors, config.json and all other files."""
     dtype = torch.bfloat16 if shard == "8KB" else torch.float32
     folder = add_files(save_model(tmp_path / "hf", case, dtype=dtype, shard=shard))
-    convert(folder, tmp_path / "mega", "mega", verify=True)
-    convert(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
+    convert_checkpoint(folder, tmp_path / "mega", "mega", verify=True)
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
     assert content(tmp_path / "back") == content(folder)
-    assert same(weights(open_source(tmp_path / "mega")), weights(open_source(folder)))
-    assert MegaSource(Checkpoint.open(tmp_path / "mega")).model == HfSource(folder).model
+    assert same(weights(open_weight_source(tmp_path / "mega")), weights(open_weight_source(folder)))
+    assert MegaSource(Checkpoint.open_folder(tmp_path / "mega")).model == HfSource(folder).model
 
 
 def test_folders_of_older_days_come_back_too(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_folders_of_older_days_come_back_too(tmp_path: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     raw |= {"n_ctx": 32, "torch_dtype": "float32", "task_specific_params": {"text-generation": {"max_length": 50}}}
     (folder / "config.json").write_text(json.dumps(raw, separators=(",", ":")))
-    convert(folder, tmp_path / "mega", "mega")
-    convert(tmp_path / "mega", tmp_path / "back", "hf")
+    convert_checkpoint(folder, tmp_path / "mega", "mega")
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf")
     assert content(tmp_path / "back") == content(folder)
 
 
@@ -92,11 +92,11 @@ def test_keys_that_nothing_reads_come_back_and_are_told_once(tmp_path: Path, cap
     folder = save_model(tmp_path / "hf", "llama")
     raw = json.loads((folder / "config.json").read_text()) | {"unsloth_fixed": True, "use_mrope": False}
     (folder / "config.json").write_text(json.dumps(raw))
-    convert(folder, tmp_path / "mega", "mega", verify=True)
+    convert_checkpoint(folder, tmp_path / "mega", "mega", verify=True)
     told = [line for line in caplog.messages if "use_mrope" in line]
     assert len(told) == 1
     assert "reads unsloth_fixed, use_mrope; carried as it is" in told[0]
-    convert(tmp_path / "mega", tmp_path / "back", "hf")
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf")
     assert content(tmp_path / "back") == content(folder)
 
 
@@ -104,20 +104,20 @@ def test_tied_embeddings_that_are_stored_twice_come_back_twice(tmp_path: Path) -
     folder = save_model(tmp_path / "hf", "llama-tied-linear")
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
-    convert(folder, tmp_path / "mega", "mega")
-    convert(tmp_path / "mega", tmp_path / "back", "hf")
+    convert_checkpoint(folder, tmp_path / "mega", "mega")
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf")
     assert content(tmp_path / "back") == content(folder)
 
 
 @pytest.mark.parametrize("to", ["hf", "mega"])
 def test_casting(to: str, llama: Path, tmp_path: Path) -> None:
-    convert(llama, tmp_path / "out", to, options=Options(dtype=torch.float32), verify=True)
-    expected = {name: tensor.float() for name, tensor in weights(open_source(llama)).items()}
-    assert same(weights(open_source(tmp_path / "out")), expected)
+    convert_checkpoint(llama, tmp_path / "out", to, options=ConvertOptions(dtype=torch.float32), verify=True)
+    expected = {name: tensor.float() for name, tensor in weights(open_weight_source(llama)).items()}
+    assert same(weights(open_weight_source(tmp_path / "out")), expected)
 
 
 def test_casting_keeps_the_files_and_tells_config_json(mega: Path, llama: Path, tmp_path: Path) -> None:
-    convert(mega, tmp_path / "out", "hf", options=Options(dtype=torch.float32))
+    convert_checkpoint(mega, tmp_path / "out", "hf", options=ConvertOptions(dtype=torch.float32))
     old, new = content(llama), content(tmp_path / "out")
     assert old.keys() == new.keys()
     assert json.loads(new["config.json"]) == {**json.loads(old["config.json"]), "dtype": "float32"}
@@ -127,14 +127,14 @@ def test_casting_keeps_the_files_and_tells_config_json(mega: Path, llama: Path, 
 
 
 def test_another_shard_size(mega: Path, llama: Path, tmp_path: Path) -> None:
-    convert(mega, tmp_path / "one", "hf", options=Options(max_shard=10**9))
+    convert_checkpoint(mega, tmp_path / "one", "hf", options=ConvertOptions(max_shard=10**9))
     assert sorted(path.name for path in (tmp_path / "one").glob("*.safetensors*")) == ["model.safetensors"]
     assert (tmp_path / "one" / "config.json").read_bytes() == (llama / "config.json").read_bytes()
-    convert(tmp_path / "one", tmp_path / "many", "hf", options=Options(max_shard=4000))
+    convert_checkpoint(tmp_path / "one", tmp_path / "many", "hf", options=ConvertOptions(max_shard=4000))
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     assert all(sum(t.nbytes for t in held.values()) <= 4000 or len(held) == 1 for held in map(load_file, files))
-    assert same(weights(open_source(tmp_path / "many")), weights(open_source(llama)))
+    assert same(weights(open_weight_source(tmp_path / "many")), weights(open_weight_source(llama)))
 
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
@@ -157,13 +157,13 @@ def trained(root: Path, changes: dict[str, Any], assets: Path | None = None, ste
     """A checkpoint that the trainer would write: no HuggingFace folder ever stood behind it."""
     model = ModelConfig.parse(SMALL | changes)
     generator = torch.Generator().manual_seed(step)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in tensors_of(model).items()}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in canonical_tensors(model).items()}
     held = {
-        f"{kind}/{name}": Sharded(tuple(tensor.shape), [Box((0,) * tensor.dim(), tensor)])
+        f"{kind}/{name}": ShardedTensor(tuple(tensor.shape), [TensorBox((0,) * tensor.dim(), tensor)])
         for name, tensor in tensors.items()
         for kind in ("weights", "optimizer/exp_avg")
     }
-    return save(root, step, held, model=model, state={"step": step}, assets=assets)
+    return save_sharded_checkpoint(root, step, held, model=model, state={"step": step}, assets=assets)
 
 
 @pytest.mark.parametrize(
@@ -191,45 +191,51 @@ def test_a_model_that_mega_trained_is_loaded_by_transformers(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     checkpoint = trained(tmp_path / "run" / "checkpoints", changes)
-    convert(checkpoint, tmp_path / "out", "hf", verify=True)
+    convert_checkpoint(checkpoint, tmp_path / "out", "hf", verify=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
     model, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(told.values())
-    assert same(weights(open_source(tmp_path / "out")), weights(open_source(checkpoint)))
+    assert same(weights(open_weight_source(tmp_path / "out")), weights(open_weight_source(checkpoint)))
     model.save_pretrained(tmp_path / "theirs")
-    assert same(weights(open_source(tmp_path / "theirs")), weights(open_source(checkpoint)))
+    assert same(weights(open_weight_source(tmp_path / "theirs")), weights(open_weight_source(checkpoint)))
 
 
 @pytest.fixture
 def predictor(tmp_path: Path) -> Path:
     """A DeepSeek-V3 folder as its makers wrote it: a further predictor behind the layers, with both ends again."""
     moe = {**MOE, **V3, "layers": [1, 2]}
-    source = open_source(trained(tmp_path / "run", {**LATENT, "moe": moe, "mtp_layers": 1}))
-    convert(tmp_path / "run", tmp_path / "hf", "hf", options=Options(dtype=torch.bfloat16, max_shard=4000), verify=True)
+    source = open_weight_source(trained(tmp_path / "run", {**LATENT, "moe": moe, "mtp_layers": 1}))
+    convert_checkpoint(
+        tmp_path / "run",
+        tmp_path / "hf",
+        "hf",
+        options=ConvertOptions(dtype=torch.bfloat16, max_shard=4000),
+        verify=True,
+    )
     disk = {
         name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
     }
     ends = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
     for copy, name in ends.items():
-        assert torch.equal(disk[f"model.layers.2.{copy}.weight"], source.read(f"{name}.weight").bfloat16())
+        assert torch.equal(disk[f"model.layers.2.{copy}.weight"], source.read_tensor(f"{name}.weight").bfloat16())
     assert {"model.layers.2.enorm.weight", "model.layers.2.eh_proj.weight"} <= disk.keys()
     assert "model.layers.2.mlp.experts.3.up_proj.weight" in disk
     return tmp_path / "hf"
 
 
 def test_further_predictors_come_back_with_their_copies(predictor: Path, tmp_path: Path) -> None:
-    convert(predictor, tmp_path / "mega", "mega", verify=True)
-    assert open_source(tmp_path / "mega").model.mtp_layers == 1
-    convert(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
+    convert_checkpoint(predictor, tmp_path / "mega", "mega", verify=True)
+    assert open_weight_source(tmp_path / "mega").model.mtp_layers == 1
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
     assert content(tmp_path / "back") == content(predictor)
 
 
 def test_a_selection_bias_stays_in_fp32(predictor: Path, tmp_path: Path) -> None:
-    convert(predictor, tmp_path / "mega", "mega", options=Options(dtype=torch.float16), verify=True)
+    convert_checkpoint(predictor, tmp_path / "mega", "mega", options=ConvertOptions(dtype=torch.float16), verify=True)
     for folder in (predictor, tmp_path / "mega"):
-        source = open_source(folder)
-        others = {source.dtype(name) for name in source.keys() if not name.endswith("correction_bias")}  # noqa: SIM118
-        assert source.dtype("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
+        source = open_weight_source(folder)
+        others = {source.tensor_dtype(name) for name in source.tensor_names() if not name.endswith("correction_bias")}
+        assert source.tensor_dtype("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
         assert others == {torch.bfloat16 if folder == predictor else torch.float16}
 
 
@@ -239,7 +245,7 @@ def test_experts_of_two_dtypes_are_refused(tmp_path: Path) -> None:
     name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     save_file(tensors | {name: tensors[name].half()}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{name} has another dtype than .*experts.0.w1.weight"):
-        open_source(folder)
+        open_weight_source(folder)
 
 
 def test_predictors_that_are_left_out_and_copies_that_differ(predictor: Path, tmp_path: Path) -> None:
@@ -248,24 +254,24 @@ def test_predictors_that_are_left_out_and_copies_that_differ(predictor: Path, tm
         file.unlink()
     without = {name: tensor for name, tensor in disk.items() if not name.startswith("model.layers.2.")}
     save_file(without, predictor / "model.safetensors")
-    source = open_source(predictor)
+    source = open_weight_source(predictor)
     assert (source.model.mtp_layers, source.model.moe and source.model.moe.layers) == (0, [1])
-    convert(predictor, tmp_path / "mega", "mega")
-    convert(tmp_path / "mega", tmp_path / "back", "hf")
+    convert_checkpoint(predictor, tmp_path / "mega", "mega")
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf")
     assert content(tmp_path / "back") == content(predictor)
     name = "model.layers.2.embed_tokens.weight"
     save_file({key: tensor for key, tensor in disk.items() if key != name}, predictor / "model.safetensors")
-    assert open_source(predictor).model.mtp_layers == 1
+    assert open_weight_source(predictor).model.mtp_layers == 1
     save_file(disk | {name: disk[name] + 1}, predictor / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{name} differs from model.embed_tokens.weight, .* that they are one"):
-        open_source(predictor)
+        open_weight_source(predictor)
 
 
 def test_a_model_that_was_changed_after_it_came_from_hf(llama: Path, tmp_path: Path) -> None:
     """Its assets still tell of the old folder: tokens and tokenizer are kept, the architecture is not."""
-    copy_assets(open_source(llama), tmp_path / "assets")
+    copy_assets(open_weight_source(llama), tmp_path / "assets")
     checkpoint = trained(tmp_path / "run" / "checkpoints", {"qk_norm": True}, assets=tmp_path / "assets")
-    convert(checkpoint, tmp_path / "out", "hf", verify=True)
+    convert_checkpoint(checkpoint, tmp_path / "out", "hf", verify=True)
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (raw["model_type"], raw["eos_token_id"], raw["dtype"]) == ("qwen3", 2, "float32")
     out = content(tmp_path / "out")
@@ -278,18 +284,20 @@ def test_a_model_that_was_changed_after_it_came_from_hf(llama: Path, tmp_path: P
 def test_a_config_that_came_with_a_tokenizer_is_no_obstacle(config: bytes, tmp_path: Path) -> None:
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets" / "config.json").write_bytes(config)
-    convert(trained(tmp_path / "checkpoints", {}, assets=tmp_path / "assets"), tmp_path / "out", "hf")
+    convert_checkpoint(trained(tmp_path / "checkpoints", {}, assets=tmp_path / "assets"), tmp_path / "out", "hf")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
 
 
 def test_a_model_trained_on_from_hf_keeps_its_folder(llama: Path, tmp_path: Path) -> None:
-    source = open_source(llama)
+    source = open_weight_source(llama)
     copy_assets(source, tmp_path / "assets")
     tensors = {name: tensor + 1 for name, tensor in weights(source).items()}
-    held = {f"weights/{k}": Sharded(tuple(t.shape), [Box((0,) * t.dim(), t)]) for k, t in tensors.items()}
+    held = {f"weights/{k}": ShardedTensor(tuple(t.shape), [TensorBox((0,) * t.dim(), t)]) for k, t in tensors.items()}
     model = source.model.model_copy(update={"attention_dropout": 0.1})
-    checkpoint = save(tmp_path / "checkpoints", 5, held, model=model, state={}, assets=tmp_path / "assets")
-    convert(checkpoint, tmp_path / "out", "hf")
+    checkpoint = save_sharded_checkpoint(
+        tmp_path / "checkpoints", 5, held, model=model, state={}, assets=tmp_path / "assets"
+    )
+    convert_checkpoint(checkpoint, tmp_path / "out", "hf")
     old, new = content(llama), content(tmp_path / "out")
     changed = {name for name in old if old[name] != new.get(name)}
     assert old.keys() == new.keys()
@@ -299,12 +307,12 @@ def test_a_model_trained_on_from_hf_keeps_its_folder(llama: Path, tmp_path: Path
 def test_no_family_fits(tmp_path: Path) -> None:
     checkpoint = trained(tmp_path / "checkpoints", {"norm": "layernorm", "activation": "geglu"})
     with pytest.raises(CheckpointError, match="norm must be 'rmsnorm', not 'layernorm'"):
-        convert(checkpoint, tmp_path / "out", "hf")
+        convert_checkpoint(checkpoint, tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match=r"a gpt2 config.json cannot express this model: .*qkv_bias must be True"):
-        convert(checkpoint, tmp_path / "out", "hf", options=Options(family="gpt2"))
+        convert_checkpoint(checkpoint, tmp_path / "out", "hf", options=ConvertOptions(family="gpt2"))
     with pytest.raises(CheckpointError, match="did you mean 'gpt2'"):
-        convert(checkpoint, tmp_path / "out", "hf", options=Options(family="gpt-2"))
+        convert_checkpoint(checkpoint, tmp_path / "out", "hf", options=ConvertOptions(family="gpt-2"))
 
 
 def test_what_is_there_is_not_touched(mega: Path, llama: Path, tmp_path: Path) -> None:
@@ -312,14 +320,14 @@ def test_what_is_there_is_not_touched(mega: Path, llama: Path, tmp_path: Path) -
     old.mkdir()
     (old / "notes").write_text("mine")
     with pytest.raises(CheckpointError, match="exists already"):
-        convert(mega, old, "hf")
+        convert_checkpoint(mega, old, "hf")
     with pytest.raises(CheckpointError, match="is not replaced"):
-        convert(mega, old, "hf", overwrite=True)
+        convert_checkpoint(mega, old, "hf", overwrite=True)
     assert content(old) == {"notes": b"mine"}
     copy = Path(shutil.copytree(llama, tmp_path / "copy"))
     with pytest.raises(CheckpointError, match="is not replaced"):
-        convert(copy, copy, "hf", overwrite=True)
-    convert(mega, tmp_path / "copy", "hf", overwrite=True, options=Options(max_shard=10**9))
+        convert_checkpoint(copy, copy, "hf", overwrite=True)
+    convert_checkpoint(mega, tmp_path / "copy", "hf", overwrite=True, options=ConvertOptions(max_shard=10**9))
     assert (copy / "model.safetensors").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "old"]
 
@@ -328,7 +336,7 @@ def test_nothing_is_left_of_a_conversion_that_fails(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Iterator[int] = iter(range(10**9))
-    read = HfSource.read_slice
+    read = HfSource.read_tensor_slice
 
     def failing(self: HfSource, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         if next(calls) > 5:
@@ -337,27 +345,27 @@ def test_nothing_is_left_of_a_conversion_that_fails(
 
     monkeypatch.setattr(HfSource, "read_slice", failing)
     with pytest.raises(KeyboardInterrupt):
-        convert(llama, tmp_path / "out", "mega")
+        convert_checkpoint(llama, tmp_path / "out", "mega")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_verify_notices_what_was_written_wrongly(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = module.write_folder
+    write = module.write_hf_folder
 
-    def wrong(source: Source, plan: Any, folder: Path, *more: Any) -> None:
+    def wrong(source: WeightSource, plan: Any, folder: Path, *more: Any) -> None:
         write(source, plan, folder, *more)
         path = min(folder.glob("*.safetensors"))
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")
 
     monkeypatch.setattr(module, "write_folder", wrong)
     with pytest.raises(CheckpointError, match="what was written is not what was read"):
-        convert(llama, tmp_path / "out", "hf", verify=True)
+        convert_checkpoint(llama, tmp_path / "out", "hf", verify=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_target(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot convert to 'gguf'"):
-        convert(llama, tmp_path / "out", "gguf")
+        convert_checkpoint(llama, tmp_path / "out", "gguf")
 
 
 def test_a_damaged_layout_is_refused(mega: Path, tmp_path: Path) -> None:
@@ -365,8 +373,8 @@ def test_a_damaged_layout_is_refused(mega: Path, tmp_path: Path) -> None:
     assets = Path(shutil.copytree(mega / "assets", tmp_path / "assets"))
     layout = json.loads((assets / LAYOUT).read_text())
     first = next(iter(layout["files"]))
-    model, tensors = MegaSource(Checkpoint.open(mega)).model, weights(open_source(mega))
-    held = {f"weights/{k}": Sharded(tuple(t.shape), [Box((0,) * t.dim(), t)]) for k, t in tensors.items()}
+    model, tensors = MegaSource(Checkpoint.open_folder(mega)).model, weights(open_weight_source(mega))
+    held = {f"weights/{k}": ShardedTensor(tuple(t.shape), [TensorBox((0,) * t.dim(), t)]) for k, t in tensors.items()}
     broken = {
         "not the plain name": {"files": {"../../x.safetensors": layout["files"][first]}},
         "is missing": {"files": {first: layout["files"][first]}},
@@ -374,22 +382,22 @@ def test_a_damaged_layout_is_refused(mega: Path, tmp_path: Path) -> None:
     }
     for step, (told, value) in enumerate(broken.items()):
         (assets / LAYOUT).write_text(json.dumps(value))
-        checkpoint = save(tmp_path / "checkpoints", step, held, model=model, state={}, assets=assets)
+        checkpoint = save_sharded_checkpoint(tmp_path / "checkpoints", step, held, model=model, state={}, assets=assets)
         with pytest.raises(CheckpointError, match=told):
-            convert(checkpoint, tmp_path / "out", "hf")
+            convert_checkpoint(checkpoint, tmp_path / "out", "hf")
 
 
 def test_open_source_finds_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="a run folder without a complete checkpoint"):
-        open_source(run)
+        open_weight_source(run)
     trained(run / "checkpoints", {}, step=2)
     newest = trained(run / "checkpoints", {}, step=10)
     for path in (run, run / "checkpoints", newest):
-        source = open_source(path)
-        assert same(weights(source), weights(MegaSource(Checkpoint.open(newest))))
-        assert list(source.keys()) == list(tensors_of(source.model))
+        source = open_weight_source(path)
+        assert same(weights(source), weights(MegaSource(Checkpoint.open_folder(newest))))
+        assert list(source.tensor_names()) == list(canonical_tensors(source.model))
 
 
 def test_open_source_of_anything_else(tmp_path: Path) -> None:
@@ -402,34 +410,37 @@ def test_open_source_of_anything_else(tmp_path: Path) -> None:
         "megatron": "there is no iter_0000010",
     }.items():  # fmt: skip
         with pytest.raises(CheckpointError, match=f"(?s){name}.*{told}"):
-            open_source(tmp_path / name)
+            open_weight_source(tmp_path / name)
 
 
 @pytest.mark.parametrize("kind", ["hf", "mega"])
 def test_load_weights_fills_boxes_and_casts(kind: str, llama: Path, mega: Path) -> None:
-    source = open_source(llama if kind == "hf" else mega)
+    source = open_weight_source(llama if kind == "hf" else mega)
     whole = weights(source)
     name = "model.layers.1.self_attn.q_proj.weight"
     rows, columns = whole[name].shape
     top, corner = torch.zeros(5, columns), torch.zeros(3, 4, dtype=torch.float64)
     boxes = {
-        name: Sharded((rows, columns), [Box((0, 0), top), Box((rows - 3, 2), corner)]),
-        "model.norm.weight": Sharded((columns,), [Box((0,), torch.zeros(columns))]),
+        name: ShardedTensor((rows, columns), [TensorBox((0, 0), top), TensorBox((rows - 3, 2), corner)]),
+        "model.norm.weight": ShardedTensor((columns,), [TensorBox((0,), torch.zeros(columns))]),
     }
     load_weights(source, boxes)
     assert torch.equal(top, whole[name][:5].float())
     assert torch.equal(corner, whole[name][-3:, 2:6].double())
     with pytest.raises(CheckpointError, match=r"have no tensor model\.other"):
-        load_weights(source, {"model.other": Sharded((1,), [])})
+        load_weights(source, {"model.other": ShardedTensor((1,), [])})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \[24\].*\[25\] here"):
-        load_weights(source, {"model.norm.weight": Sharded((25,), [])})
+        load_weights(source, {"model.norm.weight": ShardedTensor((25,), [])})
 
 
 def test_a_checkpoint_that_is_of_another_model_than_it_says(tmp_path: Path) -> None:
     model = ModelConfig.parse(SMALL)
     for told, change in (("has no tensor", {"num_layers": 3}), ("has a tensor", {"num_layers": 1}),
                          ("has shape", {"vocab_size": 51}), ("less than or equal to 10000", {"num_layers": 10**12})):  # fmt: skip
-        held = {f"weights/{k}": Sharded(s, [Box((0,) * len(s), torch.zeros(s))]) for k, s in tensors_of(model).items()}
-        folder = save(tmp_path, 1, held, model=model.model_copy(update=change), state={})
+        held = {
+            f"weights/{k}": ShardedTensor(s, [TensorBox((0,) * len(s), torch.zeros(s))])
+            for k, s in canonical_tensors(model).items()
+        }
+        folder = save_sharded_checkpoint(tmp_path, 1, held, model=model.model_copy(update=change), state={})
         with pytest.raises(CheckpointError, match=told):
-            open_source(folder)
+            open_weight_source(folder)

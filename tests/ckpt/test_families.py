@@ -15,9 +15,9 @@ from hf_models import LLAMA3, MODELS, YARN, auto_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_ckpt.families import FAMILIES, Family, family_for, family_named, family_of, same_model
-from mega_ckpt.families.layouts import TRANSPOSED, OneSlab, Rule, disk_tensors
-from mega_ckpt.names import tensors_of
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.families import FAMILIES, ModelFamily, family_by_name, family_for_model, family_of_config, is_same_model
+from mega_ckpt.families.disk_layouts import TRANSPOSED, TensorRule, UnstackedLayout, expand_rules
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig, RopeConfig
 
@@ -41,7 +41,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_h
 
 
 def read(raw: dict[str, Any]) -> ModelConfig:
-    return family_of(raw).read_config(raw)
+    return family_of_config(raw).read_config_json(raw)
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -51,24 +51,27 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
     kind, chosen = MODELS[case]
     theirs = transformers.AutoConfig.for_model(kind, **chosen)
     raw = json.loads(theirs.to_json_string(use_diff=False))
-    family = family_of(raw)
-    model = family.read_config(raw)
-    assert family.problems(model) == []
-    written = family.write_config(model)
-    assert same_model(family.read_config(written), model)
+    family = family_of_config(raw)
+    model = family.read_config_json(raw)
+    assert family.unsupported_settings(model) == []
+    written = family.write_config_json(model)
+    assert is_same_model(family.read_config_json(written), model)
     (tmp_path / "config.json").write_text(json.dumps(written))
     back = transformers.AutoConfig.from_pretrained(tmp_path)
     loaded = json.loads(back.to_json_string(use_diff=False))
-    assert same_model(family.read_config(loaded), model)
+    assert is_same_model(family.read_config_json(loaded), model)
     # Values that say the same in two ways: when a window starts, and defaults of heads and rope that are written out.
     spelled = {"max_window_layers", "use_sliding_window", "sliding_window", "rope_parameters", "head_dim"}
     spelled |= {"decoder_sparse_step", "mlp_only_layers", "num_experts", "num_local_experts", "n_group", "topk_group"}
-    for key in {key for entry in family.entries for key in entry.keys} & raw.keys() - spelled:
+    for key in {key for entry in family.entries for key in entry.covered_keys} & raw.keys() - spelled:
         assert loaded[key] == raw[key], key
 
 
 # In memory transformers fuses the experts of other families, and of these with other names.
-_FUSED_IN_MEMORY = {family.name for family in FAMILIES if family.by_expert} | {"granitemoe", "granitemoehybrid"}
+_FUSED_IN_MEMORY = {family.name for family in FAMILIES if family.has_per_expert_tensors} | {
+    "granitemoe",
+    "granitemoehybrid",
+}
 
 
 @pytest.mark.parametrize("case", [case for case, (kind, _) in MODELS.items() if kind not in _FUSED_IN_MEMORY])
@@ -78,11 +81,11 @@ def test_tensors_are_those_of_transformers(case: str) -> None:
     config = transformers.AutoConfig.for_model(kind, **chosen)
     with torch.device("meta"):
         theirs = auto_class(kind).from_config(config)
-    family = family_named(kind)
+    family = family_by_name(kind)
     disk = {"lm_head.weight": family.head}  # one family calls it differently on disk
     shapes = {disk.get(name, name): tuple(value.shape) for name, value in theirs.named_parameters()}  # a tied one once
-    model = family.read_config(json.loads(config.to_json_string(use_diff=False)))
-    assert {name: tensor.shape for name, tensor in family.table(model).items()} == shapes
+    model = family.read_config_json(json.loads(config.to_json_string(use_diff=False)))
+    assert {name: tensor.shape for name, tensor in family.disk_tensor_table(model).items()} == shapes
 
 
 def test_defaults_of_absent_keys_are_those_of_transformers() -> None:
@@ -90,18 +93,18 @@ def test_defaults_of_absent_keys_are_those_of_transformers() -> None:
     for family in FAMILIES:
         full = json.loads(transformers.AutoConfig.for_model(family.name, **_few(family)).to_json_string(use_diff=False))
         sparse = {key: full[key] for key in full if _is_required(family, full, key)} | {"model_type": family.name}
-        assert same_model(family.read_config(sparse), family.read_config(full)), family.name
+        assert is_same_model(family.read_config_json(sparse), family.read_config_json(full)), family.name
 
 
-def _few(family: Family) -> dict[str, Any]:
+def _few(family: ModelFamily) -> dict[str, Any]:
     """What transformers' class of the family insists on, or needs to make sense."""
     few = {"deepseek_v2": {"num_experts_per_tok": 2}, "glm4_moe": {"num_attention_heads": 32}}
     return few.get(family.name, {})
 
 
-def _is_required(family: Family, full: dict[str, Any], key: str) -> bool:
+def _is_required(family: ModelFamily, full: dict[str, Any], key: str) -> bool:
     try:
-        family.read_config({other: value for other, value in full.items() if other != key})
+        family.read_config_json({other: value for other, value in full.items() if other != key})
     except CheckpointError as error:
         return "missing" in str(error)
     return False
@@ -182,7 +185,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
 )
 def test_what_cannot_be_expressed_is_refused_by_name(raw: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be expressed|problem") as caught:
-        family_of(raw).read_config(raw, "folder/config.json")
+        family_of_config(raw).read_config_json(raw, "folder/config.json")
     assert told in str(caught.value)
     assert "folder/config.json" in str(caught.value)
 
@@ -220,7 +223,7 @@ def test_a_lower_limit_of_steps_without_an_upper_one_comes_back() -> None:
     model = read({**NEMOTRON_H, "time_step_limit": [0.5, float("inf")]})
     assert model.mamba is not None
     assert model.mamba.dt_limit == (0.5, None)
-    assert same_model(read(json.loads(json.dumps(family_named("nemotron_h").write_config(model)))), model)
+    assert is_same_model(read(json.loads(json.dumps(family_by_name("nemotron_h").write_config_json(model)))), model)
 
 
 GRANITE4 = {
@@ -248,7 +251,7 @@ GRANITE4 = {
 )  # fmt: skip
 def test_hybrids_that_cannot_be_expressed_are_refused_by_name(raw: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(told)):
-        family_of(raw).read_config(raw)
+        family_of_config(raw).read_config_json(raw)
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
@@ -273,7 +276,7 @@ UNREAD = {
 
 def test_keys_that_nothing_reads_are_named_and_change_nothing() -> None:
     assert read({**LLAMA, **HARMLESS, **UNREAD, "sliding_window": 4096}) == read(LLAMA)
-    llama = family_named("llama")
+    llama = family_by_name("llama")
     assert llama.unread_keys({**LLAMA, **HARMLESS}) == []
     assert llama.unread_keys({**LLAMA, **HARMLESS, **UNREAD}) == sorted(UNREAD)
 
@@ -282,7 +285,7 @@ def test_parameters_of_rope_that_its_kind_does_not_ask_for_change_nothing() -> N
     yarn = {"type": "yarn", "factor": 2.0}
     raw = {**LLAMA, "rope_scaling": {**yarn, "finetuned": True, "short_factor": [1.0]}, "rope_parameters": None}
     assert read(raw) == read({**LLAMA, "rope_scaling": yarn})
-    assert family_named("llama").unread_keys(raw) == ["rope_scaling.finetuned", "rope_scaling.short_factor"]
+    assert family_by_name("llama").unread_keys(raw) == ["rope_scaling.finetuned", "rope_scaling.short_factor"]
 
 
 _READ = re.compile(r"\b(?:self\.)?config\.(\w+)|getattr\(\s*(?:self\.|decoder_)?config,\s*\"(\w+)\"")
@@ -295,7 +298,7 @@ _NO_KEYS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_key_that_transformers_reads_is_answered_for(family: Family) -> None:
+def test_every_key_that_transformers_reads_is_answered_for(family: ModelFamily) -> None:
     """Of the family's configuration class, of its model code, and of the code for masks, caches and rope of all families."""
     transformers = pytest.importorskip("transformers")
     kind = type(transformers.AutoConfig.for_model(family.name, **_few(family)))
@@ -303,8 +306,8 @@ def test_every_key_that_transformers_reads_is_answered_for(family: Family) -> No
     assert declared - family.known_keys == set()
     code = importlib.import_module(kind.__module__.replace("configuration_", "modeling_"))
     others = _NO_KEYS.get(family.name, set()) | _NO_KEYS[""]
-    if family.whole:  # whose code is in the same file
-        whole = transformers.AutoConfig.for_model(family.whole)
+    if family.outer_model_type:  # whose code is in the same file
+        whole = transformers.AutoConfig.for_model(family.outer_model_type)
         others |= {field.name for part in (whole, whole.vision_config) for field in dataclasses.fields(part)}
     assert _read_by(code) - others - family.known_keys == set()
     for name in ("masking_utils", "cache_utils", "modeling_rope_utils"):
@@ -318,10 +321,10 @@ def _read_by(module: ModuleType) -> set[str]:
 
 def test_unknown_model_type_names_the_known_ones() -> None:
     with pytest.raises(CheckpointError, match="did you mean 'llama'") as caught:
-        family_of({"model_type": "lama"})
+        family_of_config({"model_type": "lama"})
     assert all(family.name in str(caught.value) for family in FAMILIES)
     with pytest.raises(CheckpointError, match="has no model_type"):
-        family_of({"hidden_size": 3})
+        family_of_config({"hidden_size": 3})
 
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
@@ -389,9 +392,9 @@ BIASES = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
 )
 def test_the_first_family_that_fits(changes: dict[str, Any], name: str) -> None:
     model = ModelConfig.parse(SIZES | changes)
-    family = family_for(model)
+    family = family_for_model(model)
     assert family.name == name
-    assert same_model(family.read_config(json.loads(json.dumps(family.write_config(model)))), model)
+    assert is_same_model(family.read_config_json(json.loads(json.dumps(family.write_config_json(model)))), model)
 
 
 @pytest.mark.parametrize(
@@ -413,13 +416,15 @@ def test_the_first_family_that_fits(changes: dict[str, Any], name: str) -> None:
 )  # fmt: skip
 def test_a_model_that_none_can_express_is_told_why(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError, match="no HuggingFace family") as caught:
-        family_for(ModelConfig.parse(SIZES | changes))
+        family_for_model(ModelConfig.parse(SIZES | changes))
     assert told in str(caught.value)
 
 
 def test_no_family_fits_and_the_nearest_say_why() -> None:
     with pytest.raises(CheckpointError) as caught:
-        family_for(ModelConfig.parse(SIZES | {"norm": "layernorm", "rope": {"fraction": 0.5}, "activation": "geglu"}))
+        family_for_model(
+            ModelConfig.parse(SIZES | {"norm": "layernorm", "rope": {"fraction": 0.5}, "activation": "geglu"})
+        )
     first, *reasons = str(caught.value).splitlines()
     assert "no HuggingFace family" in first
     assert reasons[0] == "  stablelm: activation must be 'swiglu', not 'geglu'"
@@ -439,15 +444,15 @@ def test_a_model_that_fits_survives_its_config(
          "hidden_size": 2 * heads * groups, "rope": {"theta": theta}, "tie_embeddings": tied, "sliding_window": window,
          "qkv_bias": bias, "qk_norm": norm}
     )  # fmt: skip
-    fitting = [family for family in FAMILIES if not family.problems(model)]
+    fitting = [family for family in FAMILIES if not family.unsupported_settings(model)]
     for family in fitting:
-        written = json.loads(json.dumps(family.write_config(model)))
-        assert same_model(family.read_config(written), model), family.name
+        written = json.loads(json.dumps(family.write_config_json(model)))
+        assert is_same_model(family.read_config_json(written), model), family.name
 
 
 def raw_of(changes: dict[str, Any]) -> dict[str, Any]:
     model = ModelConfig.parse(SIZES | changes)
-    return family_for(model).write_config(model)
+    return family_for_model(model).write_config_json(model)
 
 
 @pytest.mark.parametrize(
@@ -455,9 +460,9 @@ def raw_of(changes: dict[str, Any]) -> dict[str, Any]:
 )
 def test_every_disk_tensor_is_views_that_tile_the_canonical_ones(raw: dict[str, Any]) -> None:
     model = read(raw)
-    found = {name: torch.zeros(shape) for name, shape in tensors_of(model).items()}
-    for disk in family_of(raw).table(model).values():
-        for slab, view in disk.views(torch.ones(disk.shape)):
+    found = {name: torch.zeros(shape) for name, shape in canonical_tensors(model).items()}
+    for disk in family_of_config(raw).disk_tensor_table(model).values():
+        for slab, view in disk.slice_views(torch.ones(disk.shape)):
             window = tuple(slice(o, o + n) for o, n in zip(slab.offset, slab.shape, strict=True))
             found[slab.name][window] += view
     assert all(bool((tensor == 1).all()) for tensor in found.values())
@@ -466,28 +471,30 @@ def test_every_disk_tensor_is_views_that_tile_the_canonical_ones(raw: dict[str, 
 def test_fused_and_transposed_as_gpt2_computes_it() -> None:
     """x @ W + b, split in three, is x @ q.T and so on."""
     model = read(GPT2)
-    disk = family_named("gpt2").table(model)["transformer.h.1.attn.c_attn.weight"]
+    disk = family_by_name("gpt2").disk_tensor_table(model)["transformer.h.1.attn.c_attn.weight"]
     weight, x = torch.randn(disk.shape, dtype=torch.float64), torch.randn(5, 24, dtype=torch.float64)
-    parts = {slab.name: view for slab, view in disk.views(weight)}
+    parts = {slab.name: view for slab, view in disk.slice_views(weight)}
     for name, expected in zip("qkv", (x @ weight).split(24, dim=1), strict=True):
         torch.testing.assert_close(x @ parts[f"model.layers.1.self_attn.{name}_proj.weight"].t(), expected)
 
 
 def test_experts_whose_rows_take_turns() -> None:
     """x @ W + b, its even columns the gate's and its odd ones the up projection's, is what each canonical part gives."""
-    table = family_named("gpt_oss").table(ModelConfig.parse(SIZES | OSS))
+    table = family_by_name("gpt_oss").disk_tensor_table(ModelConfig.parse(SIZES | OSS))
     disk, bias = (table[f"model.layers.1.mlp.experts.gate_up_proj{kind}"] for kind in ("", "_bias"))
     assert (disk.shape, bias.shape) == ((4, 16, 16), (4, 16))
     weight, offset = torch.randn(disk.shape, dtype=torch.float64), torch.randn(bias.shape, dtype=torch.float64)
-    weights, offsets = ([view for _, view in each.views(value)] for each, value in ((disk, weight), (bias, offset)))
+    weights, offsets = (
+        [view for _, view in each.slice_views(value)] for each, value in ((disk, weight), (bias, offset))
+    )
     x = torch.randn(4, 5, 16, dtype=torch.float64)
     y = x @ weight + offset[:, None]
     for index in range(2):
         torch.testing.assert_close(x @ weights[index].mT + offsets[index][:, None], y[..., index::2])
     whole = torch.zeros(disk.shape)
-    for part, number in zip(disk.portions(), range(4), strict=True):
+    for part, number in zip(disk.split_portions(), range(4), strict=True):
         assert part.shape == (1, 16, 16)
-        for slab, view in part.views(whole[number : number + 1]):
+        for slab, view in part.slice_views(whole[number : number + 1]):
             assert slab.offset == (number, 0, 0)
             view += 1
     assert (whole == 1).all()
@@ -495,8 +502,8 @@ def test_experts_whose_rows_take_turns() -> None:
 
 def test_heads_that_follow_each_other() -> None:
     names = [f"model.layers.0.{name}" for name in "qk"]
-    rule = Rule("{i}.fused", tuple(name.replace("0", "{i}") for name in names), by="kv")
-    (disk,) = disk_tensors([rule], dict.fromkeys(names, (6, 3)), 1, heads={"kv": 2}).values()
+    rule = TensorRule("{i}.fused", tuple(name.replace("0", "{i}") for name in names), by="kv")
+    (disk,) = expand_rules([rule], dict.fromkeys(names, (6, 3)), 1, heads={"kv": 2}).values()
     assert (disk.name, disk.shape) == ("0.fused", (12, 3))
     assert [(slab.name, slab.offset) for slab in disk.slabs] == [(name, (at, 0)) for at in (0, 3) for name in names]
     assert {slab.shape for slab in disk.slabs} == {(3, 3)}
@@ -504,8 +511,8 @@ def test_heads_that_follow_each_other() -> None:
 
 def test_rules_for_experts() -> None:
     tensors = {"model.layers.0.mlp.experts.up_proj.weight": (3, 5, 4), "model.norm.weight": (4,)}
-    rule = Rule("layers.{i}.experts.{e}.w3", ("model.layers.{i}.mlp.experts.up_proj.weight",), OneSlab())
-    table = disk_tensors([rule], tensors, 1)
+    rule = TensorRule("layers.{i}.experts.{e}.w3", ("model.layers.{i}.mlp.experts.up_proj.weight",), UnstackedLayout())
+    table = expand_rules([rule], tensors, 1)
     assert {disk.name: disk.shape for disk in table.values()} == {
         "layers.0.experts.0.w3": (5, 4), "layers.0.experts.1.w3": (5, 4), "layers.0.experts.2.w3": (5, 4),
         "model.norm.weight": (4,),
@@ -515,5 +522,5 @@ def test_rules_for_experts() -> None:
 
 
 def test_a_rule_does_not_apply_where_the_model_lacks_its_tensors() -> None:
-    rules = [Rule("w.{i}", ("model.layers.{i}.a",), TRANSPOSED), Rule("b.{i}", ("model.layers.{i}.bias",))]
-    assert list(disk_tensors(rules, {"model.layers.0.a": (2, 3)}, 1)) == ["w.0"]
+    rules = [TensorRule("w.{i}", ("model.layers.{i}.a",), TRANSPOSED), TensorRule("b.{i}", ("model.layers.{i}.bias",))]
+    assert list(expand_rules(rules, {"model.layers.0.a": (2, 3)}, 1)) == ["w.0"]

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from mega_ckpt.formats.hf import HfSource
-from mega_ckpt.source import Source, open_source
-from mega_ckpt.training import StaysBehindError
+from mega_ckpt.formats.hf_source import HfSource
+from mega_ckpt.source import WeightSource, open_weight_source
+from mega_ckpt.training_state import OptimizerNotConverted
 from mega_common.errors import CheckpointError
 
 SIZES = {
@@ -45,24 +45,26 @@ MOMENTS = {"exp_avg": 2, "exp_avg_sq": 3}  # in the tests, such multiples of the
 STEPS = 5
 
 
-def check_moments(source: Source, state: Mapping[str, Tensor]) -> None:
+def check_moments(source: WeightSource, state: Mapping[str, Tensor]) -> None:
     """Both moments of every weight are there, and the number of steps."""
     assert isinstance(source, HfSource)
-    training = source.training(torch.bfloat16)
+    training = source.read_training_state(torch.bfloat16)
     assert training is not None
     assert training.step == training.state["optimizer_steps"] == STEPS
     assert training.tensors["main"] is source
-    for name in list(source.keys()):
-        shape = source.shape(name)
+    for name in list(source.tensor_names()):
+        shape = source.tensor_shape(name)
         for kind, times in MOMENTS.items():
-            assert torch.equal(training.tensors[kind].read_slice(name, (0,) * len(shape), shape), state[name] * times)
+            assert torch.equal(
+                training.tensors[kind].read_tensor_slice(name, (0,) * len(shape), shape), state[name] * times
+            )
 
 
-def check(source: Source, model: nn.Module) -> None:
+def check(source: WeightSource, model: nn.Module) -> None:
     """Every weight is there, bit for bit."""
     state = model.state_dict()
-    for name in list(source.keys()):
-        assert torch.equal(source.read(name), state[name]), name
+    for name in list(source.tensor_names()):
+        assert torch.equal(source.read_tensor(name), state[name]), name
     assert source.model.num_layers == SIZES["num_hidden_layers"]
 
 
@@ -108,8 +110,8 @@ def test_shards_of_fsdp_as_torch_saves_them(tmp_path: Path) -> None:
     expected = torch.load(tmp_path / "expected.pt")
     for name in SHARDED:
         make_model().config.save_pretrained(tmp_path / name)
-        source = open_source(tmp_path / name)
-        assert all(torch.equal(source.read(key), expected[key]) for key in expected)
+        source = open_weight_source(tmp_path / name)
+        assert all(torch.equal(source.read_tensor(key), expected[key]) for key in expected)
         check_moments(source, expected)
 
 
@@ -121,7 +123,7 @@ def test_what_accelerate_saves(tmp_path: Path) -> None:
         accelerator.prepare(model)
     accelerator.save_state(str(tmp_path))
     model.config.save_pretrained(tmp_path)
-    check(open_source(tmp_path), model)
+    check(open_weight_source(tmp_path), model)
 
 
 class Module(nn.Module):
@@ -147,7 +149,7 @@ def test_a_checkpoint_of_lightning(tmp_path: Path, compiled: bool) -> None:
     }
     torch.save(saved, tmp_path / "epoch=1.ckpt")
     model.config.save_pretrained(tmp_path)
-    check(open_source(tmp_path), model)
+    check(open_weight_source(tmp_path), model)
 
 
 class Enumerated(enum.IntEnum):
@@ -214,10 +216,10 @@ def test_partitions_of_deepspeed(tmp_path: Path, stage: int, ranks: int) -> None
     zero(tmp_path / "global_step70", model, stage, ranks)
     (tmp_path / "latest").write_text("global_step70")
     model.config.save_pretrained(tmp_path)
-    source = open_source(tmp_path)
+    source = open_weight_source(tmp_path)
     check(source, model)
     check_moments(source, model.state_dict())
-    assert not {"latest", "zero_to_fp32.py"} & source.assets().keys()
+    assert not {"latest", "zero_to_fp32.py"} & source.asset_files().keys()
 
 
 def test_tied_and_frozen_weights_and_a_universal_checkpoint_of_deepspeed(tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_tied_and_frozen_weights_and_a_universal_checkpoint_of_deepspeed(tmp_pat
     state["shared_params"] = [["module.lm_head.weight", "module.model.embed_tokens.weight"]]
     torch.save(state, path)
     model.config.save_pretrained(tmp_path / "step")
-    check(open_source(tmp_path / "step"), model)
+    check(open_weight_source(tmp_path / "step"), model)
     for key, tensor in model.state_dict().items():
         place = tmp_path / "universal/zero" / key
         place.mkdir(parents=True)
@@ -242,7 +244,7 @@ def test_tied_and_frozen_weights_and_a_universal_checkpoint_of_deepspeed(tmp_pat
     saved = {"module": {}, "param_shapes": shapes, "global_steps": STEPS + 1, "skipped_steps": 1, "global_samples": 40}
     torch.save(saved, tmp_path / "universal/mp_rank_00_model_states.pt")
     model.config.save_pretrained(tmp_path / "universal")
-    source = open_source(tmp_path / "universal")
+    source = open_weight_source(tmp_path / "universal")
     check(source, model)
     check_moments(source, model.state_dict())
 
@@ -290,7 +292,7 @@ def test_what_is_wrong_with_a_folder_of_deepspeed(tmp_path: Path, spoil: Callabl
     model.config.save_pretrained(tmp_path / "step")
     spoil(tmp_path / "step")
     with pytest.raises(CheckpointError, match=message):
-        open_source(tmp_path / "step")
+        open_weight_source(tmp_path / "step")
 
 
 def pythia() -> transformers.PreTrainedModel:
@@ -343,9 +345,11 @@ def test_names_of_litgpt(tmp_path: Path, make: Callable[[], transformers.PreTrai
     torch.save({key: litgpt(model), "step_count": 7} if key else litgpt(model), tmp_path / "lit_model.pth")
     model.config.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path / "hub")
-    source, expected = open_source(tmp_path), open_source(tmp_path / "hub")
-    assert list(source.keys()) == list(expected.keys())
-    assert all(torch.equal(source.read(name), expected.read(name)) for name in list(expected.keys()))
+    source, expected = open_weight_source(tmp_path), open_weight_source(tmp_path / "hub")
+    assert list(source.tensor_names()) == list(expected.tensor_names())
+    assert all(
+        torch.equal(source.read_tensor(name), expected.read_tensor(name)) for name in list(expected.tensor_names())
+    )
 
 
 TITAN = {
@@ -376,7 +380,7 @@ def test_names_of_torchtitan_and_rotary_pairs_that_are_neighbours(tmp_path: Path
         {**out, "optimizer": {"state": moments}, "train_state": {"step": torch.tensor(STEPS)}}, checkpoint_id=tmp_path
     )
     model.config.save_pretrained(tmp_path)
-    source = open_source(tmp_path)
+    source = open_weight_source(tmp_path)
     check(source, model)
     check_moments(source, model.state_dict())
 
@@ -391,7 +395,7 @@ def test_shards_as_colossalai_saves_them(tmp_path: Path) -> None:
         json.dumps({"metadata": {"total_size": 1}, "weight_map": names})
     )
     model.config.save_pretrained(tmp_path)
-    check(open_source(tmp_path), model)
+    check(open_weight_source(tmp_path), model)
 
 
 def test_moments_that_are_not_whole_stay_behind(tmp_path: Path) -> None:
@@ -400,10 +404,10 @@ def test_moments_that_are_not_whole_stay_behind(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path / "step")
     path = tmp_path / "step/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": {**load_loosely(path), "base_optimizer_state": {"state": {}}}}, path)
-    source = open_source(tmp_path / "step")
+    source = open_weight_source(tmp_path / "step")
     assert isinstance(source, HfSource)
-    with pytest.raises(StaysBehindError, match="no moments of Adam"):
-        source.training(torch.float32)
+    with pytest.raises(OptimizerNotConverted, match="no moments of Adam"):
+        source.read_training_state(torch.float32)
 
 
 def load_loosely(path: Path) -> dict[str, Any]:
@@ -415,8 +419,8 @@ def load_loosely(path: Path) -> dict[str, Any]:
 def test_a_file_of_litgpt_runs_nothing_and_wants_a_config(tmp_path: Path) -> None:
     torch.save({"model": Evil()}, tmp_path / "lit_model.pth")
     with pytest.raises(CheckpointError, match=r"no config.json") as error:
-        open_source(tmp_path)
+        open_weight_source(tmp_path)
     assert "there are weights (lit_model.pth): put the model's config.json beside them" in str(error.value)
     make_model().config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"asks for '_?pickle.loads', which a checkpoint does not need"):
-        open_source(tmp_path)
+        open_weight_source(tmp_path)

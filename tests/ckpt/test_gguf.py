@@ -14,11 +14,11 @@ import torch
 from gguf_models import write_gguf
 from hf_models import save_model
 
-from mega_ckpt.convert import convert
-from mega_ckpt.families import same_model
-from mega_ckpt.formats.gguf_file import open_gguf
-from mega_ckpt.formats.hf import HfSource
-from mega_ckpt.source import open_source
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.families import is_same_model
+from mega_ckpt.formats.gguf_file import open_gguf_model
+from mega_ckpt.formats.hf_source import HfSource
+from mega_ckpt.source import open_weight_source
 from mega_common.errors import CheckpointError
 
 Kind = gguf.GGMLQuantizationType
@@ -72,14 +72,16 @@ def test_a_model_is_what_it_was_before(case: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "hf", case)
     raw = json.loads((folder / "config.json").read_text())
     path = write_gguf(folder, tmp_path / "model.gguf", more=settings(raw), tensors=factors(raw))
-    found, expected = open_source(path), HfSource(folder)
-    assert same_model(found.model, expected.model)
-    for name in expected.keys():  # noqa: SIM118
+    found, expected = open_weight_source(path), HfSource(folder)
+    assert is_same_model(found.model, expected.model)
+    for name in expected.tensor_names():
         close = "gemma" in case and name.endswith("norm.weight")  # one was added, and is taken away
-        assert torch.allclose(found.read(name), expected.read(name), rtol=0, atol=3e-7 if close else 0), name
-    convert(path, tmp_path / "mega", "mega", verify=True)
-    convert(tmp_path / "mega", tmp_path / "out", "hf", verify=True)
-    assert same_model(HfSource(tmp_path / "out").model, expected.model)
+        assert torch.allclose(found.read_tensor(name), expected.read_tensor(name), rtol=0, atol=3e-7 if close else 0), (
+            name
+        )
+    convert_checkpoint(path, tmp_path / "mega", "mega", verify=True)
+    convert_checkpoint(tmp_path / "mega", tmp_path / "out", "hf", verify=True)
+    assert is_same_model(HfSource(tmp_path / "out").model, expected.model)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16", "TQ2_0", "Q4_K", "IQ4_XS", "IQ2_XXS", "MXFP4"])  # fmt: skip
@@ -93,7 +95,7 @@ def test_each_type_is_decoded_as_its_package_does(kind: str, tmp_path: Path) -> 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    stored = open_gguf(tmp_path / "x.gguf").tensors["x"]
+    stored = open_gguf_model(tmp_path / "x.gguf").tensors["x"]
     expected = torch.from_numpy(gguf.dequantize(codes, Kind[kind]))
     plain = {"F16": torch.float16, "BF16": torch.bfloat16, "MXFP4": torch.bfloat16}.get(kind, torch.float32)
     assert (stored.dtype, stored.shape) == (plain, (600, 512))
@@ -128,7 +130,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_not_understood_is_refused_by_name(case: str, tmp_path: Path) -> None:
     more, told = REFUSED[case]
     with pytest.raises(CheckpointError, match=told):
-        open_source(small(tmp_path, **more))
+        open_weight_source(small(tmp_path, **more))
 
 
 def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
@@ -138,7 +140,7 @@ def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(CheckpointError, match="the GGUF architecture 'mamba' is not known"):
-        open_source(tmp_path / "x.gguf")
+        open_weight_source(tmp_path / "x.gguf")
 
 
 @pytest.mark.parametrize("end", [0, 3, 40, 700, -1])
@@ -146,17 +148,17 @@ def test_a_file_that_is_cut_off(end: int, tmp_path: Path) -> None:
     path = small(tmp_path)
     path.write_bytes(path.read_bytes()[:end] if end != -1 else path.read_bytes()[:-4096])
     with pytest.raises(CheckpointError, match=r"model\.gguf: damaged, or not a GGUF file"):
-        open_source(path)
+        open_weight_source(path)
 
 
 def test_a_folder_with_a_file_and_one_with_two(tmp_path: Path) -> None:
     path = small(tmp_path)
     (tmp_path / "one").mkdir()
     shutil.copy(path, tmp_path / "one")
-    assert open_source(tmp_path / "one").model == open_source(path).model
+    assert open_weight_source(tmp_path / "one").model == open_weight_source(path).model
     shutil.copy(path, tmp_path / "one" / "other.gguf")
     with pytest.raises(CheckpointError, match=r"holds several GGUF files: model\.gguf, other\.gguf"):
-        open_source(tmp_path / "one")
+        open_weight_source(tmp_path / "one")
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:
@@ -174,8 +176,8 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    found, expected = open_source(tmp_path / names[1]), open_source(whole)
-    assert all(torch.equal(found.read(name), expected.read(name)) for name in expected.keys())  # noqa: SIM118
+    found, expected = open_weight_source(tmp_path / names[1]), open_weight_source(whole)
+    assert all(torch.equal(found.read_tensor(name), expected.read_tensor(name)) for name in expected.tensor_names())
     (tmp_path / names[1]).unlink()
     with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf: missing"):
-        open_source(tmp_path / names[0])
+        open_weight_source(tmp_path / names[0])

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mega_ckpt.convert import convert
-from mega_ckpt.formats.hf import HfSource
-from mega_ckpt.formats.safetensors import Header, SafetensorsFile, write_file
-from mega_ckpt.names import tensors_of
-from mega_ckpt.pieces import Box, Sharded
-from mega_ckpt.source import tell_unread, uncomputed_parts
-from mega_ckpt.store import save
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.formats.hf_source import HfSource
+from mega_ckpt.formats.safetensors_file import SafetensorsFile, SafetensorsHeader, write_safetensors
+from mega_ckpt.source import find_unsupported_parts, warn_of_unsupported_parts
+from mega_ckpt.store import save_sharded_checkpoint
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.errors import CheckpointError
 
 LLAMA, GPT2 = "llama-biases-head-llama3", "gpt2"
@@ -47,11 +47,11 @@ def on_disk(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", [LLAMA, f"{LLAMA}-sharded"])
 def test_llama_is_read_as_it_is(folders: dict[str, Path], case: str) -> None:
     source, disk = HfSource(folders[case]), on_disk(folders[case])
-    assert list(source.keys()) == list(tensors_of(source.model))
-    assert set(source.keys()) == disk.keys()
+    assert list(source.tensor_names()) == list(canonical_tensors(source.model))
+    assert set(source.tensor_names()) == disk.keys()
     for name, tensor in disk.items():
-        assert (source.shape(name), source.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
-        assert torch.equal(source.read(name), tensor)
+        assert (source.tensor_shape(name), source.tensor_dtype(name)) == (tuple(tensor.shape), tensor.dtype)
+        assert torch.equal(source.read_tensor(name), tensor)
 
 
 @pytest.mark.parametrize("case", [GPT2, f"{GPT2}-sharded"])
@@ -60,29 +60,31 @@ def test_gpt2_is_split_and_turned(folders: dict[str, Path], case: str) -> None:
     fused, bias = disk["transformer.h.2.attn.c_attn.weight"], disk["transformer.h.2.attn.c_attn.bias"]
     for index, name in enumerate("qkv"):
         part = slice(24 * index, 24 * (index + 1))
-        assert torch.equal(source.read(f"model.layers.2.self_attn.{name}_proj.weight"), fused[:, part].T)
-        assert torch.equal(source.read(f"model.layers.2.self_attn.{name}_proj.bias"), bias[part])
-    assert torch.equal(source.read("model.layers.0.mlp.up_proj.weight"), disk["transformer.h.0.mlp.c_fc.weight"].T)
-    assert torch.equal(source.read("model.embed_positions.weight"), disk["transformer.wpe.weight"])
-    assert "lm_head.weight" not in source.keys()  # noqa: SIM118
+        assert torch.equal(source.read_tensor(f"model.layers.2.self_attn.{name}_proj.weight"), fused[:, part].T)
+        assert torch.equal(source.read_tensor(f"model.layers.2.self_attn.{name}_proj.bias"), bias[part])
+    assert torch.equal(
+        source.read_tensor("model.layers.0.mlp.up_proj.weight"), disk["transformer.h.0.mlp.c_fc.weight"].T
+    )
+    assert torch.equal(source.read_tensor("model.embed_positions.weight"), disk["transformer.wpe.weight"])
+    assert "lm_head.weight" not in source.tensor_names()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_slice_is_a_slice_of_the_whole(folders: dict[str, Path], data: st.DataObject) -> None:
     source = HfSource(folders[data.draw(st.sampled_from([LLAMA, f"{GPT2}-sharded"]))])
-    name = data.draw(st.sampled_from(list(source.keys())))
-    bounds = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in source.shape(name)]
+    name = data.draw(st.sampled_from(list(source.tensor_names())))
+    bounds = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in source.tensor_shape(name)]
     offset, shape = tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
-    expected = source.read(name)[tuple(slice(a, b) for a, b in bounds)]
-    assert torch.equal(source.read_slice(name, offset, shape), expected)
+    expected = source.read_tensor(name)[tuple(slice(a, b) for a, b in bounds)]
+    assert torch.equal(source.read_tensor_slice(name, offset, shape), expected)
 
 
 def test_reading_never_writes_to_the_file(folders: dict[str, Path]) -> None:
     source = HfSource(folders[LLAMA])
-    before = source.read("model.norm.weight").clone()
-    source.read("model.norm.weight").zero_()
-    assert torch.equal(source.read("model.norm.weight"), before)
+    before = source.read_tensor("model.norm.weight").clone()
+    source.read_tensor("model.norm.weight").zero_()
+    assert torch.equal(source.read_tensor("model.norm.weight"), before)
 
 
 def test_a_folder_saved_without_its_head(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -92,8 +94,8 @@ def test_a_folder_saved_without_its_head(folders: dict[str, Path], tmp_path: Pat
     mask = torch.ones(1, 1, 32, 32).tril()
     save_file(tensors | {f"h.{i}.attn.bias": mask.clone() for i in range(3)}, folder / "model.safetensors")
     source, whole = HfSource(folder), HfSource(folders[GPT2])
-    assert all(torch.equal(source.read(name), whole.read(name)) for name in whole.keys())  # noqa: SIM118
-    assert sorted(source.buffers()) == [f"h.{i}.attn.bias" for i in range(3)]
+    assert all(torch.equal(source.read_tensor(name), whole.read_tensor(name)) for name in whole.tensor_names())
+    assert sorted(source.buffer_names()) == [f"h.{i}.attn.bias" for i in range(3)]
     assert torch.equal(source.read_buffer("h.1.attn.bias"), mask)
 
 
@@ -102,7 +104,7 @@ def test_tied_embeddings_may_be_stored_twice_if_they_are_the_same(folders: dict[
     tensors = on_disk(folder)
     embedding = tensors["model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors")
-    assert "lm_head.weight" not in HfSource(folder).keys()  # noqa: SIM118
+    assert "lm_head.weight" not in HfSource(folder).tensor_names()
     save_file(tensors | {"lm_head.weight": embedding + 1}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
         HfSource(folder)
@@ -134,10 +136,10 @@ def test_the_text_part_of_a_model_that_sees_images(case: str, tmp_path: Path) ->
         whole / "model.safetensors",
     )
     inner = HfSource(whole)
-    assert all(torch.equal(source.read(name), inner.read(name)) for name in source.keys())  # noqa: SIM118
-    assert sorted(inner.buffers()) == ["model.visual.pos_embed.weight", "mtp.norm.weight"]
-    convert(whole, mega, "mega")
-    convert(mega, back, "hf")
+    assert all(torch.equal(source.read_tensor(name), inner.read_tensor(name)) for name in source.tensor_names())
+    assert sorted(inner.buffer_names()) == ["model.visual.pos_embed.weight", "mtp.norm.weight"]
+    convert_checkpoint(whole, mega, "mega")
+    convert_checkpoint(mega, back, "hf")
     assert content(back) == content(whole)
 
 
@@ -159,7 +161,7 @@ def test_the_text_part_of_a_model_that_sees_images(case: str, tmp_path: Path) ->
     ],
 )
 def test_parts_that_are_carried_and_not_computed_are_known(names: list[str], parts: list[str]) -> None:
-    assert list(uncomputed_parts(names)) == parts
+    assert list(find_unsupported_parts(names)) == parts
 
 
 @pytest.mark.parametrize(("training", "fate"), [(False, "copied by a conversion"), (True, "neither trained nor saved")])
@@ -169,7 +171,7 @@ def test_a_vision_encoder_that_is_only_carried_is_named(
     folder = save_model(tmp_path / "hf", "qwen3_5")
     save_file(on_disk(folder) | {"model.visual.pos_embed.weight": torch.ones(3, 2)}, folder / "model.safetensors")
     with caplog.at_level("WARNING"):
-        tell_unread(HfSource(folder), training=training)
+        warn_of_unsupported_parts(HfSource(folder), training=training)
     (line,) = [record.getMessage() for record in caplog.records if "vision encoder" in record.getMessage()]
     assert "model.visual.pos_embed.weight" in line
     assert fate in line
@@ -189,15 +191,20 @@ def test_a_run_without_the_vision_encoder_exports_the_language_model_alone(
     (whole / "preprocessor_config.json").write_text("{}")
     tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in on_disk(text).items()}
     save_file({**tensors, "model.visual.pos_embed.weight": torch.ones(3, 2)}, whole / "model.safetensors")
-    convert(whole, tmp_path / "mega", "mega")
+    convert_checkpoint(whole, tmp_path / "mega", "mega")
     source = HfSource(whole)
     shards = {
-        f"weights/{name}": Sharded(tuple(source.shape(name)), (Box((0,) * len(source.shape(name)), source.read(name)),))
-        for name in source.keys()  # noqa: SIM118
+        f"weights/{name}": ShardedTensor(
+            tuple(source.tensor_shape(name)),
+            (TensorBox((0,) * len(source.tensor_shape(name)), source.read_tensor(name)),),
+        )
+        for name in source.tensor_names()
     }
-    run = save(tmp_path / "run", 1, shards, model=source.model, state={}, assets=tmp_path / "mega" / "assets")
+    run = save_sharded_checkpoint(
+        tmp_path / "run", 1, shards, model=source.model, state={}, assets=tmp_path / "mega" / "assets"
+    )
     with caplog.at_level("WARNING"):
-        convert(run, tmp_path / "out", "hf", verify=True)
+        convert_checkpoint(run, tmp_path / "out", "hf", verify=True)
     assert "whose weights are not in this checkpoint: the output is the language model alone" in caplog.text
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["model_type"] == "qwen3_5_text"
@@ -206,7 +213,10 @@ def test_a_run_without_the_vision_encoder_exports_the_language_model_alone(
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert all(torch.equal(source.read(name), HfSource(tmp_path / "out").read(name)) for name in source.keys())  # noqa: SIM118
+    assert all(
+        torch.equal(source.read_tensor(name), HfSource(tmp_path / "out").read_tensor(name))
+        for name in source.tensor_names()
+    )
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -326,14 +336,14 @@ def test_a_broken_header_is_refused(tmp_path: Path, case: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(HEADERS[case])) + HEADERS[case] + bytes(8))
     with pytest.raises(CheckpointError, match=r"x\.safetensors"):
-        SafetensorsFile.open(path)
+        SafetensorsFile.open_file(path)
 
 
 def test_a_header_longer_than_the_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     with pytest.raises(CheckpointError, match="truncated"):
-        SafetensorsFile.open(path)
+        SafetensorsFile.open_file(path)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -352,19 +362,19 @@ def test_any_damage_is_told_or_harmless(folders: dict[str, Path], tmp_path: Path
             damaged[place] = value
     path.write_bytes(damaged)
     try:
-        file = SafetensorsFile.open(path)
+        file = SafetensorsFile.open_file(path)
     except CheckpointError as error:
         assert "x.safetensors" in str(error)  # noqa: PT017 - either outcome is right
     else:
         assert len(damaged) == len(whole)
-        assert all(file.read(name).shape == entry.shape for name, entry in file.header.entries.items())
+        assert all(file.read_tensor(name).shape == entry.shape for name, entry in file.header.entries.items())
 
 
 def test_elements_that_are_not_aligned_are_read(tmp_path: Path) -> None:
     text = b'{"x":{"dtype":"F64","shape":[3],"data_offsets":[0,24]}} '
     path, values = tmp_path / "x.safetensors", torch.randn(3, dtype=torch.float64)
     path.write_bytes(struct.pack("<Q", len(text) - 1) + text[:-1] + values.numpy().tobytes())
-    assert torch.equal(SafetensorsFile.open(path).read("x"), values)
+    assert torch.equal(SafetensorsFile.open_file(path).read_tensor("x"), values)
 
 
 def test_a_file_is_written_as_the_library_writes_it(tmp_path: Path) -> None:
@@ -373,12 +383,12 @@ def test_a_file_is_written_as_the_library_writes_it(tmp_path: Path) -> None:
         "ä": torch.tensor(2.0, dtype=torch.float64), "f": torch.ones(2).to(torch.float8_e4m3fn), "g": torch.tensor([True]),
     }  # fmt: skip
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
-    header = Header.make({k: (v.dtype, tuple(v.shape)) for k, v in tensors.items()}, {"format": "pt"})
-    write_file(tmp_path / "ours", header, (tensors[name] for name in header.entries))
+    header = SafetensorsHeader.make_header({k: (v.dtype, tuple(v.shape)) for k, v in tensors.items()}, {"format": "pt"})
+    write_safetensors(tmp_path / "ours", header, (tensors[name] for name in header.entries))
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    ours = SafetensorsFile.open(tmp_path / "ours")
+    ours = SafetensorsFile.open_file(tmp_path / "ours")
     assert ours.header.entries == header.entries
-    assert all(torch.equal(ours.read(k).float(), v.float()) for k, v in tensors.items())
+    assert all(torch.equal(ours.read_tensor(k).float(), v.float()) for k, v in tensors.items())
 
 
 def test_the_cases_cover_every_family() -> None:
@@ -396,7 +406,7 @@ def test_no_more_than_one_tensor_is_read_ahead(tmp_path: Path) -> None:
             made.append(number)
             yield torch.tensor([number])
 
-    header = Header.make({str(number): (torch.int64, (1,)) for number in range(6)}, {})
-    write_file(tmp_path / "one", header, tensors(), lambda _: ahead.append(len(made) - len(ahead)))
+    header = SafetensorsHeader.make_header({str(number): (torch.int64, (1,)) for number in range(6)}, {})
+    write_safetensors(tmp_path / "one", header, tensors(), lambda _: ahead.append(len(made) - len(ahead)))
     assert max(ahead) <= 2  # the one that is written, and the next
-    assert torch.equal(SafetensorsFile.open(tmp_path / "one").read("5"), torch.tensor([5]))
+    assert torch.equal(SafetensorsFile.open_file(tmp_path / "one").read_tensor("5"), torch.tensor([5]))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hf_models import save_model
 
-from mega_ckpt.convert import convert
-from mega_ckpt.hub import pull, push
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.hub import pull_from_hub, push_to_hub
 from mega_common.errors import CheckpointError, MissingPackageError
 
 hub = pytest.importorskip("huggingface_hub", reason="the hub's client is an extra")
@@ -80,13 +80,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_push_and_pull_carry_the_model_and_no_pickle(fake: FakeHub, folder: Path, tmp_path: Path) -> None:
-    assert push(folder, "ada/llama", message="first") == "https://hub.example/ada/llama/commit/1"
+    assert push_to_hub(folder, "ada/llama", message="first") == "https://hub.example/ada/llama/commit/1"
     assert fake.calls == [
         ("create_repo", {"exist_ok": True}),
         ("upload_folder", {"repo_id": "ada/llama", "revision": None, "commit_message": "first"}),
     ]
     (fake.root / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    pull("ada/llama", tmp_path / "deep" / "back")
+    pull_from_hub("ada/llama", tmp_path / "deep" / "back")
     names = {path.name for path in folder.iterdir()} - PICKLES
     back = {path.name: path.read_bytes() for path in (tmp_path / "deep" / "back").iterdir()}
     assert back == {name: (folder / name).read_bytes() for name in names}
@@ -96,7 +96,7 @@ def test_push_and_pull_carry_the_model_and_no_pickle(fake: FakeHub, folder: Path
 
 def test_push_to_a_branch_of_ones_own_private_repository(fake: FakeHub, folder: Path) -> None:
     fake.private = True
-    push(folder, "llama", private=True, revision="v2")
+    push_to_hub(folder, "llama", private=True, revision="v2")
     assert fake.calls[0] == ("create_repo", {"private": True, "exist_ok": True})
     assert fake.calls[1] == ("create_branch", {"branch": "v2", "exist_ok": True})
     assert fake.calls[2][1] == {"repo_id": "ada/llama", "revision": "v2", "commit_message": "Upload the model"}
@@ -104,36 +104,36 @@ def test_push_to_a_branch_of_ones_own_private_repository(fake: FakeHub, folder: 
 
 def test_private_never_goes_to_a_public_repository(fake: FakeHub, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="is public already"):
-        push(folder, "ada/llama", private=True)
+        push_to_hub(folder, "ada/llama", private=True)
     assert not list(fake.root.iterdir())
 
 
 def test_push_sends_nothing_but_a_sound_huggingface_folder(fake: FakeHub, folder: Path, tmp_path: Path) -> None:
-    convert(folder, tmp_path / "mega", "mega")
+    convert_checkpoint(folder, tmp_path / "mega", "mega")
     with pytest.raises(CheckpointError) as caught:
-        push(tmp_path / "mega", "ada/llama")
+        push_to_hub(tmp_path / "mega", "ada/llama")
     assert f"mega ckpt convert {tmp_path / 'mega'} out/hf --to hf" in str(caught.value)
     with pytest.raises(CheckpointError, match="no such folder"):
-        push(tmp_path / "nothing", "ada/llama")
+        push_to_hub(tmp_path / "nothing", "ada/llama")
     next(folder.glob("model-00001*")).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
-        push(folder, "ada/llama")
+        push_to_hub(folder, "ada/llama")
     assert not fake.calls
 
 
 def test_pull_refuses_what_is_there_and_what_is_only_pickled(fake: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already"):
-        pull("ada/llama", tmp_path)
+        pull_from_hub("ada/llama", tmp_path)
     (fake.root / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(CheckpointError, match="no safetensors"):
-        pull("ada/llama", tmp_path / "out")
+        pull_from_hub("ada/llama", tmp_path / "out")
     assert not fake.calls
 
 
 def test_an_interrupted_pull_goes_on_and_never_looks_complete(
     fake: FakeHub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    push(folder, "ada/llama")
+    push_to_hub(folder, "ada/llama")
     whole = fake.snapshot_download
 
     def broken(repo_id: str, *, local_dir: Path, **_: Any) -> str:
@@ -143,20 +143,20 @@ def test_an_interrupted_pull_goes_on_and_never_looks_complete(
 
     monkeypatch.setattr(hub, "snapshot_download", broken)
     with pytest.raises(CheckpointError, match=r"not reached, or broke off.*Connection reset"):
-        pull("ada/llama", tmp_path / "out")
+        pull_from_hub("ada/llama", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(hub, "snapshot_download", whole)
-    pull("ada/llama", tmp_path / "out")
+    pull_from_hub("ada/llama", tmp_path / "out")
     assert fake.calls[-1][1]["found"] == ["config.json"]
     assert not list(tmp_path.glob(".out*"))
 
 
 def test_another_commit_begins_anew(fake: FakeHub, folder: Path, tmp_path: Path) -> None:
-    push(folder, "ada/llama")
-    pull("ada/llama", tmp_path / "one")
+    push_to_hub(folder, "ada/llama")
+    pull_from_hub("ada/llama", tmp_path / "one")
     fake.sha = "decade"
     os.rename(tmp_path / "one", tmp_path / "aside")
-    pull("ada/llama", tmp_path / "one", revision="v2")
+    pull_from_hub("ada/llama", tmp_path / "one", revision="v2")
     assert fake.calls[-1][1] == {"revision": "decade", "found": []}
 
 
@@ -188,8 +188,8 @@ def test_what_the_hub_refuses_is_one_sentence(
     monkeypatch.setattr(hub, "model_info", refused(kind, status))
     monkeypatch.setattr(hub, "upload_folder", refused(kind, status))
     calls: list[Callable[[], object]] = [
-        lambda: pull("ada/llama", tmp_path / "out", revision="v9"),
-        lambda: push(folder, "ada/llama", revision="v9"),
+        lambda: pull_from_hub("ada/llama", tmp_path / "out", revision="v9"),
+        lambda: push_to_hub(folder, "ada/llama", revision="v9"),
     ]
     for call in calls:
         with pytest.raises(CheckpointError, match=message) as caught:
@@ -202,15 +202,15 @@ def test_what_the_hub_refuses_is_one_sentence(
 def test_no_network_and_a_bad_name_with_the_real_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="not the name of a repository"):
-        pull("a/b/c", tmp_path / "out")
+        pull_from_hub("a/b/c", tmp_path / "out")
     with pytest.raises(CheckpointError, match="the hub was not reached"):
-        pull("ada/llama", tmp_path / "out")
+        pull_from_hub("ada/llama", tmp_path / "out")
 
 
 def test_without_the_client(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingPackageError, match="huggingface-hub") as caught:
-        pull("ada/llama", tmp_path / "out")
+        pull_from_hub("ada/llama", tmp_path / "out")
     assert "packages/ckpt[hub]" in str(caught.value)
     with pytest.raises(MissingPackageError):
-        push(folder, "ada/llama")
+        push_to_hub(folder, "ada/llama")

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from mega_ckpt.families import FAMILIES, family_for, family_of, same_model
-from mega_ckpt.names import num_parameters
+from mega_ckpt.canonical_tensors import count_model_parameters
+from mega_ckpt.families import FAMILIES, family_for_model, family_of_config, is_same_model
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig, RopeConfig
-from mega_common.presets import preset
+from mega_common.model_presets import load_model_preset
 
 COMMON = {
     "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": [1, 2], "hidden_act": "silu", "initializer_range": 0.02,
@@ -121,9 +121,9 @@ HUB: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HUB)
 def test_a_folder_of_the_hub_is_the_preset(name: str) -> None:
-    model = ModelConfig.parse(preset(name))
-    assert same_model(family_of(HUB[name]).read_config(HUB[name]), model)
-    assert family_for(model).name == HUB[name]["model_type"]
+    model = ModelConfig.parse(load_model_preset(name))
+    assert is_same_model(family_of_config(HUB[name]).read_config_json(HUB[name]), model)
+    assert family_for_model(model).name == HUB[name]["model_type"]
 
 
 def test_another_way_of_seeing_is_refused() -> None:
@@ -133,15 +133,15 @@ def test_another_way_of_seeing_is_refused() -> None:
         "vision_config": {"depth": 32, "deepstack_visual_indexes": [5]},
     }
     with pytest.raises(CheckpointError, match="'qwen3_vl' sees images in a way that mega does not know") as error:
-        family_of(raw)
+        family_of_config(raw)
     assert error.value.hint == "models that see: llava, llava_next, gemma3, qwen2_5_vl"
 
 
 def test_what_qwen_with_its_eyes_cannot_be() -> None:
     whole = HUB["qwen2.5-vl-7b"]
     tower = whole["vision_config"]
-    assert not family_of(whole).unread_keys(whole)
-    assert family_of(whole).unread_keys({**whole, "wings": 2}) == ["wings"]
+    assert not family_of_config(whole).unread_keys(whole)
+    assert family_of_config(whole).unread_keys({**whole, "wings": 2}) == ["wings"]
     for change, said in (
         ({"vision_config": {**tower, "out_hidden_size": 2048}}, "out_hidden_size = 2048 is not hidden_size = 3584"),
         ({"vision_config": {**tower, "in_chans": 1}}, "in_chans = 1"),
@@ -149,7 +149,7 @@ def test_what_qwen_with_its_eyes_cannot_be() -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            family_of(whole | change).read_config(whole | change)
+            family_of_config(whole | change).read_config_json(whole | change)
 
 
 def test_what_gemma3_cannot_be_with_its_eyes() -> None:
@@ -162,7 +162,7 @@ def test_what_gemma3_cannot_be_with_its_eyes() -> None:
         ({"text_config": llama}, "must be gemma3_text, not llama"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            family_of(whole | change).read_config(whole | change)
+            family_of_config(whole | change).read_config_json(whole | change)
 
 
 HYBRIDS = {
@@ -174,9 +174,9 @@ HYBRIDS = {
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_hybrid_of_the_hub_is_the_preset(name: str) -> None:
-    model, raw = ModelConfig.parse(preset(name)), READ[HYBRIDS[name]]["config"]
-    assert same_model(family_of(raw).read_config(raw), model)
-    assert family_for(model).name == raw["model_type"]
+    model, raw = ModelConfig.parse(load_model_preset(name)), READ[HYBRIDS[name]]["config"]
+    assert is_same_model(family_of_config(raw).read_config_json(raw), model)
+    assert family_for_model(model).name == raw["model_type"]
 
 
 def test_phi3_of_the_hub_stretches_by_lists() -> None:
@@ -191,7 +191,7 @@ def test_phi3_of_the_hub_stretches_by_lists() -> None:
     rope = RopeConfig(
         scaling="longrope", original_max_position=4096, short_factor=factors, long_factor=factors, factor=1.0
     )
-    assert family_of(raw).read_config(raw).rope == rope
+    assert family_of_config(raw).read_config_json(raw).rope == rope
 
 
 LISTED: list[dict[str, Any]] = [
@@ -211,12 +211,12 @@ SPELLED = {
 def test_a_model_of_the_hub_is_read_and_counted(name: str) -> None:
     """And what is written of it says the same, in the keys that the hub's file has."""
     raw = READ[name]["config"]
-    family = family_of(raw)
-    model = family.read_config(raw)
-    assert num_parameters(family.as_held(model, ())) == READ[name]["parameters"]
-    written = json.loads(json.dumps(family.write_config(model)))
-    assert same_model(family.read_config(written), model)
-    said = family.part(raw)
+    family = family_of_config(raw)
+    model = family.read_config_json(raw)
+    assert count_model_parameters(family.restrict_to_stored(model, ())) == READ[name]["parameters"]
+    written = json.loads(json.dumps(family.write_config_json(model)))
+    assert is_same_model(family.read_config_json(written), model)
+    said = family.select_text_config(raw)
     same = written.keys() & said.keys() - SPELLED
     assert {key: written[key] for key in same if key != "rope_parameters"} == {
         key: said[key] for key in same if key != "rope_parameters"
@@ -227,14 +227,14 @@ def test_a_model_of_the_hub_is_read_and_counted(name: str) -> None:
 def test_a_model_that_cannot_be_expressed_is_refused_for_what_it_is(name: str) -> None:
     raw = REFUSED[name]["config"]
     with pytest.raises(CheckpointError) as caught:
-        family_of(raw).read_config(raw)
+        family_of_config(raw).read_config_json(raw)
     assert REFUSED[name]["refused"] in str(caught.value)
 
 
 def test_the_list_is_of_every_family_and_has_what_the_hub_has() -> None:
     configs = [entry["config"] for entry in READ.values()]
-    assert {family_of(raw).name for raw in configs} == {family.name for family in FAMILIES}
+    assert {family_of_config(raw).name for raw in configs} == {family.name for family in FAMILIES}
     assert len(READ) >= 100
-    odd = {key for raw in configs for key in family_of(raw).unread_keys(raw)}
+    odd = {key for raw in configs for key in family_of_config(raw).unread_keys(raw)}
     assert {"use_mrope", "is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed"} <= odd
     assert {"unsloth_version", "_model_name_or_path", "_attn_implementation_autoset", "model_max_length"} <= odd

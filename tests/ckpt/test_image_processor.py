@@ -12,11 +12,18 @@ import pytest
 import transformers
 from PIL import Image
 
-from mega_ckpt.families.image_processor import FILE, WHOLE, described, prepared, section, undone
-from mega_ckpt.formats.hf_files import decode_json
+from mega_ckpt.families.image_processor import (
+    FILE,
+    WHOLE,
+    apply_image_processor,
+    build_preprocessor_config,
+    image_processor_section,
+    unsupported_image_settings,
+)
+from mega_ckpt.formats.hf_weight_files import decode_json_mapping
 from mega_common.errors import CheckpointError
-from mega_common.vision import CLIP_MEAN, VisionConfig
-from mega_data.images.pixels import picture_of
+from mega_common.vision_config import CLIP_MEAN, VisionConfig
+from mega_data.images.image_pixels import prepare_image
 
 TOWER: dict[str, Any] = {
     "num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "image_size": 32, "patch_size": 8,
@@ -37,19 +44,21 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def said(folder: Path) -> Any:
-    return section(lambda name: json.loads((folder / name).read_text()) if (folder / name).is_file() else {})
+    return image_processor_section(
+        lambda name: json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_written_for_transformers_and_read_from_it(tmp_path: Path, name: str) -> None:
     vision = VisionConfig(**CASES[name])
-    (tmp_path / FILE).write_text(json.dumps(described(vision)))
+    (tmp_path / FILE).write_text(json.dumps(build_preprocessor_config(vision)))
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     for size in ((50, 37), (40, 90), (9, 8)):
         noise, stream = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8), io.BytesIO()
         Image.fromarray(noise).save(stream, "png")
         theirs = processor(Image.fromarray(noise), return_tensors="np")
-        found = picture_of(stream.getvalue(), vision).pixels
+        found = prepare_image(stream.getvalue(), vision).pixels
         if vision.native:
             patches = [side // vision.patch_size for side in found.shape[2:]]
             assert theirs["image_grid_thw"].tolist() == [[1, *patches]]
@@ -65,17 +74,21 @@ def test_written_for_transformers_and_read_from_it(tmp_path: Path, name: str) ->
         usual = usual.model_copy(update={"resize": "stretch"})
     (tmp_path / FILE).unlink()
     processor.save_pretrained(tmp_path)
-    assert prepared(usual, said(tmp_path)) == prepared(vision, described(vision)) == vision
-    assert not list(undone(vision, said(tmp_path)))
+    assert (
+        apply_image_processor(usual, said(tmp_path))
+        == apply_image_processor(vision, build_preprocessor_config(vision))
+        == vision
+    )
+    assert not list(unsupported_image_settings(vision, said(tmp_path)))
 
 
 def test_the_section_of_a_processor_goes_first(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps({"image_mean": 0.5}))
-    assert prepared(VisionConfig(**TOWER), said(tmp_path)).mean == HALF
+    assert apply_image_processor(VisionConfig(**TOWER), said(tmp_path)).mean == HALF
     (tmp_path / WHOLE).write_text(json.dumps({"image_seq_length": 3}))
-    assert prepared(VisionConfig(**TOWER), said(tmp_path)).mean == HALF
+    assert apply_image_processor(VisionConfig(**TOWER), said(tmp_path)).mean == HALF
     (tmp_path / WHOLE).write_text(json.dumps({"image_processor": {"image_mean": list(CLIP_MEAN)}}))
-    assert prepared(VisionConfig(**TOWER), said(tmp_path)) == VisionConfig(**TOWER)
+    assert apply_image_processor(VisionConfig(**TOWER), said(tmp_path)) == VisionConfig(**TOWER)
 
 
 @pytest.mark.parametrize(
@@ -88,16 +101,16 @@ def test_the_section_of_a_processor_goes_first(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_done_is_told(raw: dict[str, Any], told: list[str]) -> None:
-    assert list(undone(VisionConfig(**TOWER), raw)) == told
+    assert list(unsupported_image_settings(VisionConfig(**TOWER), raw)) == told
 
 
 @pytest.mark.parametrize("raw", [{"image_mean": [1, 2]}, {"image_std": "x"}])
 def test_what_no_image_could_be_made_by(raw: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=FILE):
-        prepared(VisionConfig(**TOWER), raw)
+        apply_image_processor(VisionConfig(**TOWER), raw)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{", b"3"])
 def test_what_is_no_mapping(content: bytes) -> None:
     with pytest.raises(CheckpointError, match=FILE):
-        section(lambda name: decode_json(content, name) if name == FILE else {})
+        image_processor_section(lambda name: decode_json_mapping(content, name) if name == FILE else {})

@@ -18,8 +18,8 @@ import torch
 from gguf_models import write_gguf
 from hf_models import save_model
 
-from mega_ckpt.formats.gguf import GgufSource
-from mega_ckpt.formats.gguf_file import open_gguf
+from mega_ckpt.formats.gguf_file import open_gguf_model
+from mega_ckpt.formats.gguf_source import GgufSource
 from mega_common.errors import MegaError
 
 ROOM = 1 << 28  # bytes that reading may take beside what the process has
@@ -93,7 +93,7 @@ def read_bounded(read: Callable[[Path], object], path: Path) -> str:
 
 
 def _open_gguf(path: Path) -> object:
-    return open_gguf(path)
+    return open_gguf_model(path)
 
 
 @pytest.mark.parametrize("case", GGUF)
@@ -125,7 +125,7 @@ def test_a_gguf_without_a_needed_part(tmp_path: Path) -> None:
 
 def _refusal(path: Path) -> str:
     try:
-        GgufSource(path).assets()
+        GgufSource(path).asset_files()
     except MegaError as error:
         return str(error)
     return ""
@@ -210,40 +210,40 @@ def _tokens(path: Path, **values: object) -> None:
 
 
 def _state(path: Path) -> object:
-    from mega_ckpt.formats.torch_state import state_tensors
+    from mega_ckpt.formats.torch_archive import load_state_tensors
 
-    return [tensor.read() for tensor in state_tensors(path).values()]
+    return [tensor.read() for tensor in load_state_tensors(path).values()]
 
 
 def _safe(path: Path) -> object:
-    from mega_ckpt.formats.safetensors import SafetensorsFile
+    from mega_ckpt.formats.safetensors_file import SafetensorsFile
 
-    file = SafetensorsFile.open(path)
-    return [file.read(name) for name in file.header.entries]
+    file = SafetensorsFile.open_file(path)
+    return [file.read_tensor(name) for name in file.header.entries]
 
 
 def _pickled(path: Path) -> object:
-    from mega_ckpt.formats.pickles import load_pickle
+    from mega_ckpt.formats.safe_pickles import load_untrusted_pickle
 
     with open(path, "rb") as stream:
-        load_pickle(stream.read(), str(path))
-    return load_pickle(path.read_bytes(), str(path))
+        load_untrusted_pickle(stream.read(), str(path))
+    return load_untrusted_pickle(path.read_bytes(), str(path))
 
 
 def _dist(path: Path) -> object:
     from mega_ckpt.formats import dcp
 
-    return [tensor.read() for tensor in dcp.read(path).tensors.values()]
+    return [tensor.read() for tensor in dcp.read_dcp_folder(path).tensors.values()]
 
 
 def _indexed(path: Path) -> object:
-    from mega_data.files.indexed import IndexedReader
+    from mega_data.token_files.indexed_reader import IndexedReader
 
     return IndexedReader(path)
 
 
 def _converted(path: Path) -> object:
-    from mega_data.convert_tokenizer import convert_tokenizer
+    from mega_data.tokenizer_conversion import convert_tokenizer
 
     return convert_tokenizer(path, path.parent / "out", ["a text"], pattern=".", special_tokens=["<s>"])
 

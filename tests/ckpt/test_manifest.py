@@ -14,12 +14,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_ckpt.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry, make_manifest, tiles
+from mega_ckpt.manifest import MANIFEST, FileEntry, Manifest, TensorChunk, TensorEntry, is_exact_tiling, make_manifest
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
-from mega_common.presets import preset
+from mega_common.model_presets import load_model_preset
 
-MODEL = ModelConfig.parse(preset("tiny"))
+MODEL = ModelConfig.parse(load_model_preset("tiny"))
 SUM = "0" * 32
 
 
@@ -29,14 +29,14 @@ def sound() -> Manifest:
         dtype="F32",
         shape=(4, 2),
         chunks=(
-            Chunk(offset=(0, 0), shape=(2, 2), file="s.safetensors", begin=16, end=32, checksum=SUM),
-            Chunk(offset=(2, 0), shape=(2, 2), file="s.safetensors", begin=32, end=48, checksum=SUM),
+            TensorChunk(offset=(0, 0), shape=(2, 2), file="s.safetensors", begin=16, end=32, checksum=SUM),
+            TensorChunk(offset=(2, 0), shape=(2, 2), file="s.safetensors", begin=32, end=48, checksum=SUM),
         ),
     )
     second = TensorEntry(
         dtype="BF16",
         shape=(3,),
-        chunks=(Chunk(offset=(0,), shape=(3,), file="s.safetensors", begin=48, end=54, checksum=SUM),),
+        chunks=(TensorChunk(offset=(0,), shape=(3,), file="s.safetensors", begin=48, end=54, checksum=SUM),),
     )
     return make_manifest(
         7, MODEL, {"samples": 1 << 70, "scale": 0.1, "list": [1, None, "x"]}, {"by": "test"}
@@ -56,22 +56,22 @@ def signed(raw: dict[str, Any]) -> bytes:
 
 def test_what_is_written_is_read() -> None:
     manifest = sound()
-    assert Manifest.decode(manifest.encode(), Path("m")) == manifest
-    plain = json.loads(manifest.encode())
+    assert Manifest.decode_json(manifest.encode_json(), Path("m")) == manifest
+    plain = json.loads(manifest.encode_json())
     assert plain["tensors"]["weights/a"]["chunks"][1]["begin"] == 32
     assert next(iter(plain)) == "checksum"
 
 
 def test_every_flipped_bit_and_every_truncation_is_seen() -> None:
-    data = sound().encode()
+    data = sound().encode_json()
     for position, bit in itertools.product(range(0, len(data), 3), (0, 5)):
         flipped = bytearray(data)
         flipped[position] ^= 1 << bit
         with pytest.raises(CheckpointError, match="m: damaged"):
-            Manifest.decode(bytes(flipped), Path("m"))
+            Manifest.decode_json(bytes(flipped), Path("m"))
     for length in range(0, len(data), 7):
         with pytest.raises(CheckpointError, match="m: damaged"):
-            Manifest.decode(data[:length], Path("m"))
+            Manifest.decode_json(data[:length], Path("m"))
 
 
 def first_chunk(raw: dict[str, Any]) -> Any:
@@ -141,12 +141,12 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_manifests_are_refused(name: str) -> None:
     change, sentence = HOSTILE[name]
-    raw = json.loads(sound().encode())
+    raw = json.loads(sound().encode_json())
     del raw["checksum"]
-    assert Manifest.decode(signed(raw), Path("m")) == sound()
+    assert Manifest.decode_json(signed(raw), Path("m")) == sound()
     change(raw)
     with pytest.raises(CheckpointError, match=sentence) as caught:
-        Manifest.decode(signed(raw), Path("m"))
+        Manifest.decode_json(signed(raw), Path("m"))
     assert caught.value.message.startswith("m: ")
 
 
@@ -154,22 +154,22 @@ def test_hostile_manifests_are_refused(name: str) -> None:
 def test_other_json_is_refused(body: bytes) -> None:
     data = b'{\n "checksum": "' + xxhash.xxh3_128_hexdigest(body).encode() + b'",\n' + body
     with pytest.raises(CheckpointError):
-        Manifest.decode(data, Path("m"))
+        Manifest.decode_json(data, Path("m"))
 
 
 def test_a_manifest_beyond_reason_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / MANIFEST, "wb") as stream:
         stream.truncate(1 << 42)
     with pytest.raises(CheckpointError, match="larger than"):
-        Manifest.read(tmp_path)
+        Manifest.read_from_folder(tmp_path)
 
 
 def test_a_manifest_behind_a_link_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").write_bytes(sound().encode())
+    (tmp_path / "elsewhere").write_bytes(sound().encode_json())
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / MANIFEST).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="links are not followed"):
-        Manifest.read(tmp_path / "step")
+        Manifest.read_from_folder(tmp_path / "step")
 
 
 @pytest.mark.parametrize("state", [{"x": float("nan")}, {"x": (1, 2)}, {"x": {1: 2}}, {"x": object()}, {"x": b"y"}])
@@ -191,4 +191,4 @@ def test_tiles_agrees_with_counting(data: st.DataObject, shape: tuple[int, ...])
     count = np.zeros(shape, dtype=int)
     for offset, extent in boxes:
         count[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))] += 1
-    assert tiles(shape, boxes) == bool((count == 1).all())
+    assert is_exact_tiling(shape, boxes) == bool((count == 1).all())

@@ -21,17 +21,17 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as save_distributed
 
-from mega_ckpt.convert import Options, convert
-from mega_ckpt.families.plain import resolved
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.families.model_equivalence import resolve_config
 from mega_ckpt.formats import dcp
-from mega_ckpt.formats.megatron import MegatronSource, is_megatron
-from mega_ckpt.formats.megatron_args import read_args, write_args
-from mega_ckpt.names import tensors_of
-from mega_ckpt.pieces import Box, Sharded
-from mega_ckpt.source import Source, open_source
-from mega_ckpt.store import save
+from mega_ckpt.formats.megatron_args import read_megatron_args, write_megatron_args
+from mega_ckpt.formats.megatron_source import MegatronSource, is_megatron_folder
+from mega_ckpt.source import WeightSource, open_weight_source
+from mega_ckpt.store import save_sharded_checkpoint
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.errors import CheckpointError
-from mega_common.layer_pattern import Pattern
+from mega_common.hybrid_pattern import HybridLayerPattern
 from mega_common.model_config import ModelConfig
 
 BASE: dict[str, Any] = {
@@ -50,18 +50,20 @@ def mega(folder: Path, fields: dict[str, Any], dtype: torch.dtype = torch.float3
     """A checkpoint of random weights."""
     model, generator = ModelConfig.parse(BASE | fields), torch.Generator().manual_seed(seed)
     held = {
-        f"weights/{name}": Sharded(shape, [Box((0,) * len(shape), torch.randn(shape, generator=generator).to(dtype))])
-        for name, shape in tensors_of(model).items()
+        f"weights/{name}": ShardedTensor(
+            shape, [TensorBox((0,) * len(shape), torch.randn(shape, generator=generator).to(dtype))]
+        )
+        for name, shape in canonical_tensors(model).items()
     }
-    return save(folder, 0, held, model=model, state={})
+    return save_sharded_checkpoint(folder, 0, held, model=model, state={})
 
 
-def weights(source: Source) -> dict[str, Tensor]:
-    return {name: source.read(name).clone() for name in source.keys()}  # noqa: SIM118
+def weights(source: WeightSource) -> dict[str, Tensor]:
+    return {name: source.read_tensor(name).clone() for name in source.tensor_names()}
 
 
 def same(one: Path, other: Path) -> bool:
-    a, b = weights(open_source(one)), weights(open_source(other))
+    a, b = weights(open_weight_source(one)), weights(open_weight_source(other))
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
 
@@ -108,13 +110,13 @@ def test_there_and_back(
     for name in ("mega", "megatron", "back"):
         shutil.rmtree(tmp_path / name, ignore_errors=True)
     source = mega(tmp_path / "mega", fields, dtype)
-    options = Options(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
-    convert(source, tmp_path / "megatron", "megatron", options=options, verify=True)
-    convert(tmp_path / "megatron", tmp_path / "back", "mega", verify=True)
+    options = ConvertOptions(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
+    convert_checkpoint(source, tmp_path / "megatron", "megatron", options=options, verify=True)
+    convert_checkpoint(tmp_path / "megatron", tmp_path / "back", "mega", verify=True)
     assert same(source, tmp_path / "back")
-    one, other = open_source(source).model, open_source(tmp_path / "back").model
-    assert write_args(one) == write_args(other)
-    assert resolved(one) == resolved(other)
+    one, other = open_weight_source(source).model, open_weight_source(tmp_path / "back").model
+    assert write_megatron_args(one) == write_megatron_args(other)
+    assert resolve_config(one) == resolve_config(other)
 
 
 MAMBA = {"num_heads": 8, "head_dim": 4, "state_size": 5, "num_groups": 2, "norm_eps": 1e-5}
@@ -133,10 +135,12 @@ HYBRID: dict[str, Any] = {
 def test_hybrids_there_and_back(changes: dict[str, Any], kind: str, tp: int, pp: int, tmp_path: Path) -> None:
     source = mega(tmp_path / "mega", HYBRID | changes)
     for implementation in ("transformer_engine", "local"):
-        options = Options(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
-        convert(source, tmp_path / implementation, "megatron", options=options, verify=True)
+        options = ConvertOptions(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
+        convert_checkpoint(source, tmp_path / implementation, "megatron", options=options, verify=True)
         assert same(source, tmp_path / implementation)
-        assert resolved(open_source(tmp_path / implementation).model) == resolved(open_source(source).model)
+        assert resolve_config(open_weight_source(tmp_path / implementation).model) == resolve_config(
+            open_weight_source(source).model
+        )
 
 
 ENCODERS: dict[str, dict[str, Any]] = {
@@ -156,28 +160,30 @@ ENCODERS: dict[str, dict[str, Any]] = {
 def test_encoders_there_and_back(name: str, kind: str, tp: int, pp: int, tmp_path: Path) -> None:
     source, pp = mega(tmp_path / "mega", ENCODERS[name]), pp if name == "bert" else 1
     for implementation in ("transformer_engine", "local"):
-        options = Options(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
-        convert(source, tmp_path / implementation, "megatron", options=options, verify=True)
+        options = ConvertOptions(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
+        convert_checkpoint(source, tmp_path / implementation, "megatron", options=options, verify=True)
         assert same(source, tmp_path / implementation)
-        assert resolved(open_source(tmp_path / implementation).model) == resolved(open_source(source).model)
+        assert resolve_config(open_weight_source(tmp_path / implementation).model) == resolve_config(
+            open_weight_source(source).model
+        )
 
 
 def test_no_t5_in_stages(tmp_path: Path) -> None:
     source = mega(tmp_path / "mega", ENCODERS["t5"])
     with pytest.raises(CheckpointError, match="pp = 2: Megatron has no T5 in stages"):
-        convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", pp=2))
-    convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch"))
+        convert_checkpoint(source, tmp_path / "out", "megatron", options=ConvertOptions(megatron_format="torch", pp=2))
+    convert_checkpoint(source, tmp_path / "out", "megatron", options=ConvertOptions(megatron_format="torch"))
     (tmp_path / "out/release/mp_rank_00").rename(tmp_path / "out/release/mp_rank_00_000")
     shutil.copytree(tmp_path / "out/release/mp_rank_00_000", tmp_path / "out/release/mp_rank_00_001")
     with pytest.raises(CheckpointError, match="a T5 in stages of a pipeline"):
-        open_source(tmp_path / "out")
+        open_weight_source(tmp_path / "out")
 
 
 def test_files_of_ranks_join_the_parts_of_a_mamba_layer(tmp_path: Path) -> None:
     """Rows of each part, rank by rank; a convolution has an axis more, and its name an underscore in newer versions."""
     source = mega(tmp_path / "mega", HYBRID)
-    convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", tp=2))
-    states, held = ranks(tmp_path / "out"), weights(open_source(source))
+    convert_checkpoint(source, tmp_path / "out", "megatron", options=ConvertOptions(megatron_format="torch", tp=2))
+    states, held = ranks(tmp_path / "out"), weights(open_weight_source(source))
     model = states["mp_rank_01"]["model"]
     parts = [held[f"model.layers.0.mamba.in_proj.{part}.weight"].chunk(2)[1] for part in ("z", "x", "B", "C", "dt")]
     assert torch.equal(model["decoder.layers.0.mixer.in_proj.weight"], torch.cat(parts))
@@ -194,7 +200,7 @@ def test_files_of_ranks_join_the_parts_of_a_mamba_layer(tmp_path: Path) -> None:
 def test_layers_of_mamba_split_by_groups_alone(tmp_path: Path) -> None:
     source = mega(tmp_path / "mega", HYBRID | {"mamba": {**MAMBA, "num_groups": 1}})
     with pytest.raises(CheckpointError, match="tp = 2 does not divide the 8 heads in 1 groups"):
-        convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", tp=2))
+        convert_checkpoint(source, tmp_path / "out", "megatron", options=ConvertOptions(megatron_format="torch", tp=2))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +222,7 @@ def test_patterns_of_hybrids(args: dict[str, Any], layers: list[str]) -> None:
         "vocab_size": 50,
         "ffn_hidden_size": 8,
     }
-    model = read_args({**sizes, "position_embedding_type": "none", "mamba_head_dim": 8, **args}, "here")
+    model = read_megatron_args({**sizes, "position_embedding_type": "none", "mamba_head_dim": 8, **args}, "here")
     assert model.layers == layers
     assert model.mamba is not None
     assert (model.mamba.num_heads, model.mamba.head_dim, model.mamba.state_size, model.mamba.num_groups) == (
@@ -228,8 +234,14 @@ def test_patterns_of_hybrids(args: dict[str, Any], layers: list[str]) -> None:
 
 
 def test_further_tokens_of_a_pattern() -> None:
-    assert Pattern.parse("M-|M/*-/*-").layers == ["mamba", "mlp", "mamba", "attention+mlp", "attention+mlp"]
-    assert Pattern.parse("M-|M/*").stages == (2, 1)
+    assert HybridLayerPattern.parse("M-|M/*-/*-").layer_kind_names == [
+        "mamba",
+        "mlp",
+        "mamba",
+        "attention+mlp",
+        "attention+mlp",
+    ]
+    assert HybridLayerPattern.parse("M-|M/*").stages == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -242,14 +254,16 @@ def test_further_tokens_of_a_pattern() -> None:
 )
 def test_patterns_that_are_not_supported(pattern: str, problem: str) -> None:
     with pytest.raises(CheckpointError, match=f"hybrid_layer_pattern.*{problem}"):
-        read_args({"hybrid_layer_pattern": pattern, "hidden_size": 16, "num_attention_heads": 4}, "here")
+        read_megatron_args({"hybrid_layer_pattern": pattern, "hidden_size": 16, "num_attention_heads": 4}, "here")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     source = mega(tmp_path / "mega", {})
-    convert(source, tmp_path / "dist", "megatron")
-    convert(source, tmp_path / "torch", "megatron", options=Options(megatron_format="torch", tp=2, pp=2))
+    convert_checkpoint(source, tmp_path / "dist", "megatron")
+    convert_checkpoint(
+        source, tmp_path / "torch", "megatron", options=ConvertOptions(megatron_format="torch", tp=2, pp=2)
+    )
     return tmp_path
 
 
@@ -276,7 +290,7 @@ def put(root: Path, states: dict[str, dict[str, Any]]) -> Path:
 def test_an_interleaved_pipeline(tmp_path: Path) -> None:
     """Four stages' files as the chunks of two ranks: layers 0 and 2, layers 1 and 3."""
     source = mega(tmp_path / "mega", {})
-    convert(source, tmp_path / "four", "megatron", options=Options(megatron_format="torch", pp=4))
+    convert_checkpoint(source, tmp_path / "four", "megatron", options=ConvertOptions(megatron_format="torch", pp=4))
     found = ranks(tmp_path / "four")
     states = {
         f"mp_rank_00_{stage:03d}": {
@@ -292,7 +306,7 @@ def test_an_interleaved_pipeline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["grouped by name", "grouped in one", "split over ranks"])
 def test_experts_as_others_store_them(kind: str, tmp_path: Path) -> None:
     source = mega(tmp_path / "mega", {"moe": EXPERTS})
-    convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", tp=2))
+    convert_checkpoint(source, tmp_path / "out", "megatron", options=ConvertOptions(megatron_format="torch", tp=2))
     states = ranks(tmp_path / "out")
     out = {}
     for name, state in states.items():
@@ -324,7 +338,7 @@ def test_experts_as_others_store_them(kind: str, tmp_path: Path) -> None:
 def test_further_tokens_as_newer_versions_store_them(tmp_path: Path) -> None:
     """The plain layer inside has another name there; its experts too are found."""
     source = mega(tmp_path / "mega", {"moe": EXPERTS, "mtp_layers": 2})
-    convert(source, tmp_path / "out", "megatron", options=Options(megatron_format="torch", pp=2))
+    convert_checkpoint(source, tmp_path / "out", "megatron", options=ConvertOptions(megatron_format="torch", pp=2))
     states = ranks(tmp_path / "out")
     for state in states.values():
         names = {name: name.replace(".transformer_layer.", ".mtp_model_layer.") for name in state["model"]}
@@ -334,12 +348,12 @@ def test_further_tokens_as_newer_versions_store_them(tmp_path: Path) -> None:
 
 
 def test_further_tokens_that_the_settings_do_not_tell_of(tmp_path: Path) -> None:
-    convert(mega(tmp_path / "mega", {"mtp_layers": 1}), tmp_path / "out", "megatron")
+    convert_checkpoint(mega(tmp_path / "mega", {"mtp_layers": 1}), tmp_path / "out", "megatron")
     path = tmp_path / "out" / "release" / "common.pt"
     rewrite(path, lambda state: setattr(state["args"], "mtp_num_layers", None))
     with pytest.raises(CheckpointError, match=r"the tensor mtp\.layers\.0\..* is not one of a model with its settings"):
-        open_source(tmp_path / "out")
-    assert open_source(tmp_path / "out", settings={"mtp_layers": 1}).model.mtp_layers == 1
+        open_weight_source(tmp_path / "out")
+    assert open_weight_source(tmp_path / "out", settings={"mtp_layers": 1}).model.mtp_layers == 1
 
 
 def test_folders(folder: Path) -> None:
@@ -351,7 +365,7 @@ def test_folders(folder: Path) -> None:
     assert MegatronSource(folder / "dist").contents.kind == "torch"
     (folder / "dist" / "latest_checkpointed_iteration.txt").write_text("release")
     assert MegatronSource(folder / "dist").contents.kind == "torch_dist"
-    assert not is_megatron(folder / "mega")
+    assert not is_megatron_folder(folder / "mega")
 
 
 TRACKERS = {
@@ -366,14 +380,14 @@ TRACKERS = {
 def test_trackers_that_name_nothing(text: str, folder: Path) -> None:
     (folder / "dist" / "latest_checkpointed_iteration.txt").write_text(text)
     with pytest.raises(CheckpointError, match=TRACKERS[text]):
-        open_source(folder / "dist")
+        open_weight_source(folder / "dist")
 
 
 def test_no_tracker(folder: Path) -> None:
     (folder / "dist" / "latest_checkpointed_iteration.txt").unlink()
     (folder / "dist" / "release").rename(folder / "dist" / "iter_0000012")
     with pytest.raises(CheckpointError, match="there is no latest_checkpointed_iteration") as error:
-        open_source(folder / "dist")
+        open_weight_source(folder / "dist")
     assert "iter_0000012" in str(error.value)
 
 
@@ -382,14 +396,14 @@ def test_settings_from_a_file(folder: Path) -> None:
     path = folder / "dist" / "release" / "common.pt"
     rewrite(path, lambda state: [delattr(state["args"], name) for name in ("num_layers", "num_attention_heads")])
     with pytest.raises(CheckpointError, match=r"num_layers is missing; num_attention_heads is missing") as error:
-        open_source(folder / "dist")
+        open_weight_source(folder / "dist")
     assert "--config" in str(error.value)
     given = {"num_layers": 4, "num_attention_heads": 4}
-    assert open_source(folder / "dist", settings=given).model.num_layers == 4
+    assert open_weight_source(folder / "dist", settings=given).model.num_layers == 4
     rewrite(path, lambda state: state.pop("args"))
     with pytest.raises(CheckpointError, match="hidden_size: required"):
-        open_source(folder / "dist", settings=given)
-    convert(folder / "dist", folder / "back", "mega", options=Options(settings=BASE))
+        open_weight_source(folder / "dist", settings=given)
+    convert_checkpoint(folder / "dist", folder / "back", "mega", options=ConvertOptions(settings=BASE))
     assert same(folder / "mega" / "step-00000000", folder / "back")
 
 
@@ -397,7 +411,7 @@ def test_settings_that_mega_has_not(folder: Path) -> None:
     path = folder / "dist" / "release" / "common.pt"
     rewrite(path, lambda state: state["args"].__dict__.update(qk_l2_norm=True, swiglu=False, quick_geglu=True))
     with pytest.raises(CheckpointError, match=r"quick_geglu is not supported.*qk_l2_norm"):
-        open_source(folder / "dist")
+        open_weight_source(folder / "dist")
 
 
 def test_common_state_as_an_object(folder: Path) -> None:
@@ -496,7 +510,7 @@ def test_damaged_torch_dist(what: str, folder: Path) -> None:
     damage, said = DAMAGE[what]
     damage(folder)
     with pytest.raises(CheckpointError, match=said) as error:
-        weights(open_source(folder / "dist"))
+        weights(open_weight_source(folder / "dist"))
     assert "\n" not in error.value.message
 
 
@@ -531,7 +545,7 @@ def test_damaged_torch(what: str, folder: Path) -> None:
     damage, said = LEGACY_DAMAGE[what]
     damage(folder)
     with pytest.raises(CheckpointError, match=said) as error:
-        weights(open_source(folder / "torch"))
+        weights(open_weight_source(folder / "torch"))
     assert "\n" not in error.value.message
 
 
@@ -569,7 +583,7 @@ NOT_MEGATRON: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("said", NOT_MEGATRON)
 def test_models_that_megatron_has_not(said: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"Megatron cannot express this model: .*({said})"):
-        convert(mega(tmp_path / "mega", NOT_MEGATRON[said]), tmp_path / "out", "megatron")
+        convert_checkpoint(mega(tmp_path / "mega", NOT_MEGATRON[said]), tmp_path / "out", "megatron")
     assert not (tmp_path / "out").exists()
 
 
@@ -601,12 +615,12 @@ DIVISIONS: list[tuple[str, dict[str, Any], dict[str, int], str | None]] = [
 def test_sizes_that_megatron_cannot_load(
     kind: str, fields: dict[str, Any], sizes: dict[str, int], said: str | None, tmp_path: Path
 ) -> None:
-    source, options = mega(tmp_path / "mega", fields), Options(megatron_format=kind, **sizes)
+    source, options = mega(tmp_path / "mega", fields), ConvertOptions(megatron_format=kind, **sizes)
     if said is None:
-        convert(source, tmp_path / "out", "megatron", options=options, verify=True)
+        convert_checkpoint(source, tmp_path / "out", "megatron", options=options, verify=True)
         return
     with pytest.raises(CheckpointError, match=said):
-        convert(source, tmp_path / "out", "megatron", options=options)
+        convert_checkpoint(source, tmp_path / "out", "megatron", options=options)
     assert [path.name for path in tmp_path.iterdir()] == ["mega"]
 
 
@@ -643,13 +657,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_there_and_back(name: str) -> None:
     model = ModelConfig.parse(BASE | SETTINGS[name])
-    found = read_args(write_args(model), "x")
+    found = read_megatron_args(write_megatron_args(model), "x")
     different = {field for field in SETTINGS[name] if getattr(found, field) != getattr(model, field)}
     assert not different
-    assert json.loads(json.dumps(write_args(model)))["padded_vocab_size"] == 128
+    assert json.loads(json.dumps(write_megatron_args(model)))["padded_vocab_size"] == 128
 
 
-PLAIN = write_args(ModelConfig.parse(BASE))
+PLAIN = write_megatron_args(ModelConfig.parse(BASE))
 SPARSE = {"num_experts": 4, "moe_router_topk": 2}
 FLAT = {
     "multi_latent_attention": True, "qk_layernorm": True, "position_embedding_type": "rope", "group_query_attention": False,
@@ -696,7 +710,7 @@ MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("given", "expected"), MEANT)
 def test_what_settings_mean(given: dict[str, Any], expected: dict[str, Any]) -> None:
     args = {name: value for name, value in {**PLAIN, **given}.items() if value is not None or name == "rope_type"}
-    model = read_args(args, "x")
+    model = read_megatron_args(args, "x")
     assert {name: attrgetter(name)(model) for name in expected} == expected
 
 
@@ -726,17 +740,17 @@ NOT_MEGA: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("said", NOT_MEGA)
 def test_settings_that_mean_something_else(said: str) -> None:
     with pytest.raises(CheckpointError, match=f"x: its settings .*{said}"):
-        read_args({**PLAIN, **NOT_MEGA[said]}, "x")
+        read_megatron_args({**PLAIN, **NOT_MEGA[said]}, "x")
 
 
 def test_reading_a_part_reads_the_bytes_of_that_part(folder: Path) -> None:
-    source = open_source(folder / "dist")
-    for name in source.keys():  # noqa: SIM118
-        whole = source.read(name)
+    source = open_weight_source(folder / "dist")
+    for name in source.tensor_names():
+        whole = source.read_tensor(name)
         offset = tuple(n // 3 for n in whole.shape)
         extent = tuple(max(1, n // 2) for n in whole.shape)
         window = tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))
-        assert torch.equal(source.read_slice(name, offset, extent), whole[window])
+        assert torch.equal(source.read_tensor_slice(name, offset, extent), whole[window])
         assert math.prod(whole.shape) == whole.numel()
 
 
@@ -766,30 +780,33 @@ def test_settings_that_nemo_and_megatron_bridge_keep_beside_the_weights(folder: 
         root.rename(folder / "nemo/weights")
     else:
         (root / "run_config.yaml").write_text(json.dumps({"train": {"train_iters": 5}, "model": PROVIDER}))
-    source = open_source(folder / ("nemo" if nemo else "dist"))
-    expected = weights(open_source(folder / "torch"))
-    assert source.model == open_source(folder / "torch").model
+    source = open_weight_source(folder / ("nemo" if nemo else "dist"))
+    expected = weights(open_weight_source(folder / "torch"))
+    assert source.model == open_weight_source(folder / "torch").model
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(source).items())
 
 
 def test_archives_and_zarr_folders_of_nemo_are_told_apart(folder: Path) -> None:
     """An unpacked archive of NeMo 1 is read by the settings that it is given."""
     root = folder / "dist" / "release"
-    args = open_source(folder / "dist").model
+    args = open_weight_source(folder / "dist").model
     rewrite(root / "common.pt", lambda state: state.pop("args"))
     (folder / "nemo").mkdir()
     (folder / "nemo/model_config.yaml").write_text("hidden_size: 16")
     root.rename(folder / "nemo/model_weights")
     settings = args.model_dump(mode="json", by_alias=True)
-    found, expected = open_source(folder / "nemo", settings=settings), weights(open_source(folder / "torch"))
+    found, expected = (
+        open_weight_source(folder / "nemo", settings=settings),
+        weights(open_weight_source(folder / "torch")),
+    )
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(found).items())
     (folder / "nemo/model_weights/.metadata").unlink()  # zarr has a folder for each tensor
     with pytest.raises(CheckpointError, match="model_weights: neither a torch_dist checkpoint") as told:
-        open_source(folder / "nemo", settings=settings)
+        open_weight_source(folder / "nemo", settings=settings)
     assert "in NeMo with dist_ckpt_format: torch_dist" in (told.value.hint or "")
     (folder / "model.nemo").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"model\.nemo: is an archive of NeMo") as told:
-        open_source(folder / "model.nemo")
+        open_weight_source(folder / "model.nemo")
     assert "tar xf model.nemo -C FOLDER" in (told.value.hint or "")
 
 
@@ -799,7 +816,7 @@ def test_an_activation_that_megatron_cannot_say_is_refused(folder: Path) -> None
     odd = {**PROVIDER, "activation_func": "torch.nn.functional.gelu"}
     (root / "run_config.yaml").write_text(json.dumps({"model": odd}))
     with pytest.raises(CheckpointError, match=r"run_config.yaml: activation_func gelu as a gate has no counterpart"):
-        open_source(folder / "dist")
+        open_weight_source(folder / "dist")
 
 
 def _singletons(
@@ -808,7 +825,7 @@ def _singletons(
     """The same release as Megatron saves it with `singleton_local_shards`: halves and experts are tensors of their own."""
     (folder / "release").mkdir(parents=True)
     state: dict[str, torch.Tensor] = {}
-    for key, one in dcp.read(source / "release").tensors.items():
+    for key, one in dcp.read_dcp_folder(source / "release").tensors.items():
         stacked = key.startswith("decoder.layers.") and not key.split(".")[2].isdigit()
         for layer, tensor in enumerate(one.read()) if stacked else [(None, one.read())]:
             name = key if layer is None else key.replace("layers.", f"layers.{layer}.", 1)
@@ -831,9 +848,9 @@ def _singletons(
 )
 def test_singleton_local_shards_come_in(fields: dict[str, Any], tmp_path: Path) -> None:
     source = mega(tmp_path / "mega", fields)
-    convert(source, tmp_path / "usual", "megatron")
+    convert_checkpoint(source, tmp_path / "usual", "megatron")
     folder = _singletons(tmp_path / "usual", tmp_path / "singletons")
-    convert(folder, tmp_path / "back", "mega", verify=True)
+    convert_checkpoint(folder, tmp_path / "back", "mega", verify=True)
     assert same(source, tmp_path / "back")
 
 
@@ -853,12 +870,14 @@ SINGLETONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] =
 @pytest.mark.parametrize("case", SINGLETONS)
 def test_singleton_local_shards_that_are_not_whole(case: str, tmp_path: Path) -> None:
     change, said = SINGLETONS[case]
-    convert(mega(tmp_path / "mega", {"moe": EXPERTS | {"shared_ffn_hidden_size": 8}}), tmp_path / "usual", "megatron")
+    convert_checkpoint(
+        mega(tmp_path / "mega", {"moe": EXPERTS | {"shared_ffn_hidden_size": 8}}), tmp_path / "usual", "megatron"
+    )
     with pytest.raises(CheckpointError, match=said):
-        open_source(_singletons(tmp_path / "usual", tmp_path / "singletons", change))
+        open_weight_source(_singletons(tmp_path / "usual", tmp_path / "singletons", change))
 
 
 def test_latent_attention_without_norms_of_the_latents_is_refused_by_name(tmp_path: Path) -> None:
-    args = write_args(ModelConfig.parse(BASE | LATENT)) | {"qk_layernorm": False}
+    args = write_megatron_args(ModelConfig.parse(BASE | LATENT)) | {"qk_layernorm": False}
     with pytest.raises(CheckpointError, match="multi_latent_attention without qk_layernorm is not supported"):
-        read_args(args, tmp_path)
+        read_megatron_args(args, tmp_path)

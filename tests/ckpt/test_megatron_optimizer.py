@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mega_ckpt.convert import Options, convert
-from mega_ckpt.formats.megatron_inspect import inspect_megatron
-from mega_ckpt.source import open_source
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.inspect_foreign import inspect_megatron
+from mega_ckpt.source import open_weight_source
 from mega_ckpt.store import Checkpoint
 from mega_common.errors import CheckpointError
-from mega_common.log import logger
+from mega_common.progress_logging import logger
 
 SEEDS = {"exp_avg": 6, "exp_avg_sq": 7, "fp32_param": 8}
 STEP = {"param_groups": [{"params": 1, "step": 6}, {"params": 2, "step": 6}]}
@@ -89,10 +89,10 @@ def trained(
     prefix: str = "",
 ) -> Path:
     """A checkpoint of Megatron after 7 steps, one of them skipped; what it has of each kind is the model <kind>."""
-    convert(mega(tmp_path / "weights", fields, dtype), tmp_path / "dist", "megatron")
+    convert_checkpoint(mega(tmp_path / "weights", fields, dtype), tmp_path / "dist", "megatron")
     root = tmp_path / "dist" / "release"
     for kind, seed in SEEDS.items():
-        convert(mega(tmp_path / kind, fields, seed=seed), tmp_path / f"{kind}-dist", "megatron")
+        convert_checkpoint(mega(tmp_path / kind, fields, seed=seed), tmp_path / f"{kind}-dist", "megatron")
         found = tensors_in(tmp_path / f"{kind}-dist" / "release")
         moved = {key: tensor for key, tensor in found.items() if not key.endswith("expert_bias")}
         add(root, {f"{prefix}optimizer.state.{kind}.{key}": form(key, tensor) for key, tensor in moved.items()})
@@ -121,30 +121,32 @@ def test_moments_and_main_weights_come_along(
 ) -> None:
     fields = {"moe": EXPERTS | {"selection_bias": True, "layers": [1, 3]}} if experts else {"qk_norm": True}
     source = trained(tmp_path, fields, dtype, form, prefix="chained_1." if experts else "")
-    convert(source, tmp_path / "ours", "mega", verify=True)
-    ours = Checkpoint.open(tmp_path / "ours")
-    numbers = {name: value for name, value in ours.state.items() if name != "settings"}
-    assert (ours.step, ours.model) == (7, open_source(source).model)
+    convert_checkpoint(source, tmp_path / "ours", "mega", verify=True)
+    ours = Checkpoint.open_folder(tmp_path / "ours")
+    numbers = {name: value for name, value in ours.trainer_state.items() if name != "settings"}
+    assert (ours.step, ours.model) == (7, open_weight_source(source).model)
     assert numbers == {
         "consumed_samples": 56, "optimizer_steps": 6, "loss_average": 0.0, "loss_seen": 0, "loss_scale": None,
     }  # fmt: skip
     kinds = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"} | (
         {"main": "fp32_param"} if dtype != torch.float32 else {}
     )
-    assert {key.split("/")[1] for key in ours.keys("optimizer/")} == kinds.keys()
+    assert {key.split("/")[1] for key in ours.tensor_keys("optimizer/")} == kinds.keys()
     for kind, theirs in kinds.items():
-        expected = open_source(tmp_path / theirs)
-        names = [name for name in expected.keys() if not name.endswith("correction_bias")]  # noqa: SIM118
-        assert ours.keys(f"optimizer/{kind}/") == sorted(f"optimizer/{kind}/{name}" for name in names)
-        assert all(torch.equal(ours.read(f"optimizer/{kind}/{name}"), expected.read(name)) for name in names)
+        expected = open_weight_source(tmp_path / theirs)
+        names = [name for name in expected.tensor_names() if not name.endswith("correction_bias")]
+        assert ours.tensor_keys(f"optimizer/{kind}/") == sorted(f"optimizer/{kind}/{name}" for name in names)
+        assert all(
+            torch.equal(ours.read_tensor(f"optimizer/{kind}/{name}"), expected.read_tensor(name)) for name in names
+        )
 
 
 def test_the_loss_scale_of_fp16(tmp_path: Path) -> None:
     source = trained(tmp_path, {}, torch.float16)
     scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 17, "hysteresis_tracker": 2}
     rewrite(source / "release/common.pt", lambda state: state["optimizer"][0].update(grad_scaler=scaler))
-    convert(source, tmp_path / "ours", "mega")
-    assert Checkpoint.open(tmp_path / "ours").state["loss_scale"] == [4096.0, 17]
+    convert_checkpoint(source, tmp_path / "ours", "mega")
+    assert Checkpoint.open_folder(tmp_path / "ours").trainer_state["loss_scale"] == [4096.0, 17]
 
 
 def pop(*keys: str) -> Callable[[Metadata], None]:
@@ -200,23 +202,23 @@ def said(caplog: pytest.LogCaptureFixture, work: Callable[[], None]) -> str:
 def test_what_stays_behind_and_why(what: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     change, why = LEFT[what]
     change(folder)
-    text = said(caplog, lambda: convert(folder / "dist", folder / "ours", "mega"))
+    text = said(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega"))
     assert text.startswith("only the weights are converted: ")
     assert "\n" not in text
     assert re.search(why, text), text
-    ours = Checkpoint.open(folder / "ours")
-    assert not ours.keys("optimizer/")
-    assert (ours.step, ours.state) == (0, {})
+    ours = Checkpoint.open_folder(folder / "ours")
+    assert not ours.tensor_keys("optimizer/")
+    assert (ours.step, ours.trainer_state) == (0, {})
 
 
 def test_samples_as_the_schedule_counted_them(folder: Path) -> None:
     change = folder / "dist/release/common.pt"
     rewrite(change, lambda state: state.update(opt_param_scheduler={"num_steps": 48}))
-    convert(folder / "dist", folder / "one", "mega")
-    assert Checkpoint.open(folder / "one").state["consumed_samples"] == 56
+    convert_checkpoint(folder / "dist", folder / "one", "mega")
+    assert Checkpoint.open_folder(folder / "one").trainer_state["consumed_samples"] == 56
     rewrite(change, lambda state: delattr(state["args"], "consumed_train_samples"))
-    convert(folder / "dist", folder / "two", "mega")
-    assert Checkpoint.open(folder / "two").state["consumed_samples"] == 48
+    convert_checkpoint(folder / "dist", folder / "two", "mega")
+    assert Checkpoint.open_folder(folder / "two").trainer_state["consumed_samples"] == 48
 
 
 def test_inspect_says_what_would_come_along(folder: Path) -> None:
@@ -226,18 +228,20 @@ def test_inspect_says_what_would_come_along(folder: Path) -> None:
 
 
 def test_a_cast_leaves_the_optimizer_behind(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = Options(dtype=torch.bfloat16)
-    text = said(caplog, lambda: convert(folder / "dist", folder / "ours", "mega", options=options))
+    options = ConvertOptions(dtype=torch.bfloat16)
+    text = said(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega", options=options))
     assert "only the weights are converted: they are cast" in text
-    assert not Checkpoint.open(folder / "ours").keys("optimizer/")
+    assert not Checkpoint.open_folder(folder / "ours").tensor_keys("optimizer/")
 
 
 def test_files_of_ranks_say_no_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = Options(megatron_format="torch", tp=2)
-    convert(mega(tmp_path / "mega", BASE), tmp_path / "torch", "megatron", options=options)
-    assert "there is no optimizer" in said(caplog, lambda: convert(tmp_path / "torch", tmp_path / "one", "mega"))
+    options = ConvertOptions(megatron_format="torch", tp=2)
+    convert_checkpoint(mega(tmp_path / "mega", BASE), tmp_path / "torch", "megatron", options=options)
+    assert "there is no optimizer" in said(
+        caplog, lambda: convert_checkpoint(tmp_path / "torch", tmp_path / "one", "mega")
+    )
     (tmp_path / "torch/release/mp_rank_00/distrib_optim.pt").write_bytes(b"not looked into")
-    text = said(caplog, lambda: convert(tmp_path / "torch", tmp_path / "two", "mega"))
+    text = said(caplog, lambda: convert_checkpoint(tmp_path / "torch", tmp_path / "two", "mega"))
     assert (
         "only the weights are converted: in the format torch the optimizer's tensors have numbers of each rank's own"
         in text
@@ -248,11 +252,11 @@ def test_a_damaged_moment_is_an_error(folder: Path) -> None:
     key = f"optimizer.state.exp_avg.{UP}"
     metadata_says(lambda m: setattr(m.state_dict_metadata[key], "size", torch.Size((4, 40, 16))))(folder)
     with pytest.raises(CheckpointError, match=r"linear_fc1\.weight has shape"):
-        convert(folder / "dist", folder / "ours", "mega")
+        convert_checkpoint(folder / "dist", folder / "ours", "mega")
     assert not (folder / "ours").exists()
 
 
 def test_what_comes_along_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    text = said(caplog, lambda: convert(folder / "dist", folder / "ours", "mega"))
+    text = said(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega"))
     assert "the optimizer's state after step 7 comes along" in text
     assert "\n" not in text

@@ -13,9 +13,9 @@ import pytest
 import torch
 import transformers
 
-from mega_ckpt.formats.hf import HfSource
-from mega_ckpt.source import open_source
-from mega_ckpt.training import StaysBehindError
+from mega_ckpt.formats.hf_source import HfSource
+from mega_ckpt.source import open_weight_source
+from mega_ckpt.training_state import OptimizerNotConverted
 from mega_common.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -48,18 +48,18 @@ def lightning(folder: Path, model: transformers.PreTrainedModel, *optimizers: to
     told = {"state_dict": state, "optimizer_states": [one.state_dict() for one in optimizers], "global_step": 2}
     torch.save(told, folder / "last.ckpt")
     model.config.save_pretrained(folder)
-    source = open_source(folder)
+    source = open_weight_source(folder)
     assert isinstance(source, HfSource)
     return source
 
 
 def check(source: HfSource, model: transformers.PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    training = source.training(torch.float32)
+    training = source.read_training_state(torch.float32)
     assert training is not None
     assert training.step == 2
     for name, parameter in model.named_parameters():
         for kind in MOMENTS:
-            found = training.tensors[kind].read_slice(name, (0,) * parameter.dim(), tuple(parameter.shape))
+            found = training.tensors[kind].read_tensor_slice(name, (0,) * parameter.dim(), tuple(parameter.shape))
             assert torch.equal(found, optimizer.state[parameter][kind]), name
 
 
@@ -90,7 +90,7 @@ def test_names_for_numbers_as_fsdp_has_them(tmp_path: Path) -> None:
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({"model": state, "optimizer": named}, tmp_path / "lit_model.pth")
     model.config.save_pretrained(tmp_path)
-    source = open_source(tmp_path)
+    source = open_weight_source(tmp_path)
     assert isinstance(source, HfSource)
     check(source, model, optimizer)
 
@@ -104,9 +104,9 @@ def test_numbers_that_may_be_of_any_parameter_stay_behind(tmp_path: Path) -> Non
             "in another order": [stepped(model, parameters[::-1])], "no moments of Adam": [stepped(model, parameters)] * 2}  # fmt: skip
     for number, (message, optimizers) in enumerate(told.items()):
         source = lightning(tmp_path / str(number), model, *optimizers)
-        assert torch.equal(source.read("lm_head.weight"), model.lm_head.weight)
-        with pytest.raises(StaysBehindError, match=message):
-            source.training(torch.float32)
+        assert torch.equal(source.read_tensor("lm_head.weight"), model.lm_head.weight)
+        with pytest.raises(OptimizerNotConverted, match=message):
+            source.read_training_state(torch.float32)
 
 
 class Evil:
@@ -141,7 +141,7 @@ def test_what_is_wrong_beside_shards_of_colossalai(tmp_path: Path, monkeypatch: 
     torch.save(state["state"], good / "optimizer/pytorch_optim-00001.bin")
     torch.save(state["param_groups"], good / "optimizer/pytorch_optim_group.bin")
     index_of(json.dumps({"weight_map": {"0": "pytorch_optim-00001.bin"}}))(good / "optimizer")
-    source = open_source(good / "modeling")
+    source = open_weight_source(good / "modeling")
     assert isinstance(source, HfSource)
     check(source, model, optimizer)
     monkeypatch.chdir(tmp_path)
@@ -149,6 +149,6 @@ def test_what_is_wrong_beside_shards_of_colossalai(tmp_path: Path, monkeypatch: 
         shutil.copytree(good, tmp_path / name)
         spoil(tmp_path / name / "optimizer")
         with pytest.raises(CheckpointError, match=message) as caught:
-            open_source(tmp_path / name / "modeling")
+            open_weight_source(tmp_path / name / "modeling")
         assert "\n" not in caught.value.message
     assert not (tmp_path / "evil").exists()

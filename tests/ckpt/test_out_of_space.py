@@ -16,18 +16,17 @@ import numpy as np
 import pytest
 from hf_models import save_model
 
-from mega_ckpt.convert import Options, convert
-from mega_cli.main import guarded
-from mega_common.files import atomic_file, write_json
-from mega_common.full_disk import HINT
-from mega_data.files.indexed_writer import IndexedWriter
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_cli.main import run_and_report_errors
+from mega_common.atomic_files import HINT, open_atomic_file, write_json_atomically
+from mega_data.token_files.indexed_writer import IndexedWriter
 
 
 def _limited(call: Callable[[], object], limit: int, log: Connection) -> None:
     os.dup2(log.fileno(), 2)  # a pipe, which the limit does not concern
     sys.stderr = sys.__stderr__
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    os._exit(guarded(call))
+    os._exit(run_and_report_errors(call))
 
 
 def run_limited(call: Callable[[], object], limit: int) -> tuple[int | None, str]:
@@ -45,11 +44,11 @@ def run_limited(call: Callable[[], object], limit: int) -> tuple[int | None, str
 
 
 def _convert(to: str, **options: Any) -> Callable[[Path, Path], object]:
-    return lambda source, out: convert(source, out, to, options=Options(**options))
+    return lambda source, out: convert_checkpoint(source, out, to, options=ConvertOptions(**options))
 
 
 def _embeddings(_: Path, out: Path) -> None:
-    with atomic_file(out) as stream:
+    with open_atomic_file(out) as stream:
         np.save(stream, np.zeros((100, 100), np.float32))
 
 
@@ -57,7 +56,7 @@ def _tokens(_: Path, out: Path) -> None:
     writer = IndexedWriter(out, np.dtype("<u2"))
     for _ in range(100):
         writer.add_document(np.zeros(1000, np.uint16))
-    writer.finish()
+    writer.finish_files()
 
 
 COMMANDS: dict[str, Callable[[Path, Path], object]] = {
@@ -66,7 +65,7 @@ COMMANDS: dict[str, Callable[[Path, Path], object]] = {
     "torch_dist": _convert("megatron"),
     "torch": _convert("megatron", megatron_format="torch"),
     "torch of two ranks": _convert("megatron", megatron_format="torch", tp=2),
-    "json": lambda _, out: write_json(out, list(range(10_000))),
+    "json": lambda _, out: write_json_atomically(out, list(range(10_000))),
     "embeddings": _embeddings,
     "tokens": _tokens,
 }  # fmt: skip

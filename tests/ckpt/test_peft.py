@@ -12,16 +12,16 @@ from tiny_models import BASE, MOE, NEOX
 from torch import Tensor
 from typer.testing import CliRunner
 
-from mega_ckpt.adapter import AdaptedSource, Adapter
-from mega_ckpt.convert import Options, convert
-from mega_ckpt.families import family_named
-from mega_ckpt.formats.peft import read_peft, write_peft
-from mega_ckpt.lora import adapted, adapter_tensors
-from mega_ckpt.pieces import crop
-from mega_ckpt.source import open_adapted, open_source
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.families import family_by_name
+from mega_ckpt.formats.peft_adapter import read_peft_adapter, write_peft_folder
+from mega_ckpt.lora_adapter import AdaptedSource, SavedAdapter
+from mega_ckpt.lora_tensors import adapted_modules, adapter_tensor_shapes
+from mega_ckpt.source import load_with_adapter, open_weight_source
+from mega_ckpt.tensor_pieces import crop_tensor
 from mega_cli.ckpt import app
 from mega_common.errors import CheckpointError, ConfigError
-from mega_common.lora import LoraConfig
+from mega_common.lora_config import LoraConfig
 from mega_common.model_config import ModelConfig
 
 peft = pytest.importorskip("peft")
@@ -43,7 +43,7 @@ DORA = LoraConfig(rank=4, alpha=6.0, dora=True, modules=["v_proj", "o_proj", "do
 
 def folder_of(name: str, path: Path) -> Path:
     """A tiny model of transformers'."""
-    config = family_named(name).write_config(ModelConfig.model_validate({**BASE, **MODELS[name]}))
+    config = family_by_name(name).write_config_json(ModelConfig.model_validate({**BASE, **MODELS[name]}))
     config |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -54,12 +54,14 @@ def folder_of(name: str, path: Path) -> Path:
 
 def adapter_beside(folder: Path, lora: LoraConfig = LORA) -> AdaptedSource:
     """A random adapter of ours."""
-    base = open_source(folder)
-    modules = adapted(base.model, lora)
-    shapes = adapter_tensors(modules)
+    base = open_weight_source(folder)
+    modules = adapted_modules(base.model, lora)
+    shapes = adapter_tensor_shapes(modules)
     made = torch.Generator().manual_seed(1)
     tensors = {name: torch.randn(shape, generator=made) / 4 for name, shape in shapes.items()}
-    return AdaptedSource(base, Adapter(lora, modules, shapes, lambda name, *box: crop(tensors[name], *box), {}))
+    return AdaptedSource(
+        base, SavedAdapter(lora, modules, shapes, lambda name, *box: crop_tensor(tensors[name], *box), {})
+    )
 
 
 def logits(model: Any, tokens: Tensor) -> Tensor:
@@ -76,18 +78,18 @@ def test_a_folder_of_ours_is_peft_s_and_comes_back(name: str, lora: LoraConfig, 
     folder, out = folder_of(name, tmp_path / "base"), tmp_path / "adapter"
     source = adapter_beside(folder, lora)
     out.mkdir()
-    write_peft(source.adapter, source.base, out)
+    write_peft_folder(source.adapter, source.base, out)
     tokens = torch.arange(24).view(2, 12)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     before = logits(base, tokens)
     theirs = logits(peft.PeftModel.from_pretrained(base, out), tokens)
-    convert(folder, tmp_path / "merged", "hf", options=Options(adapter=str(out)))
+    convert_checkpoint(folder, tmp_path / "merged", "hf", options=ConvertOptions(adapter=str(out)))
     ours = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), tokens)
     assert (theirs - before).abs().max() > 0.01
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    back = open_adapted(out, folder)
-    for key in source.keys():  # noqa: SIM118
-        torch.testing.assert_close(back.read(key), source.read(key), rtol=1e-5, atol=1e-6)
+    back = load_with_adapter(out, folder)
+    for key in source.tensor_names():
+        torch.testing.assert_close(back.read_tensor(key), source.read_tensor(key), rtol=1e-5, atol=1e-6)
 
 
 def test_what_peft_saves_is_read_and_what_is_not_ours_is_refused(tmp_path: Path) -> None:
@@ -100,33 +102,33 @@ def test_what_peft_saves_is_read_and_what_is_not_ours_is_refused(tmp_path: Path)
     model = peft.get_peft_model(base, config)
     model.save_pretrained(out)
     theirs = model.merge_and_unload().state_dict()
-    ours = open_adapted(out, folder)
-    for key in ours.keys():  # noqa: SIM118
-        torch.testing.assert_close(ours.read(key), theirs[key], rtol=1e-5, atol=1e-6)
+    ours = load_with_adapter(out, folder)
+    for key in ours.tensor_names():
+        torch.testing.assert_close(ours.read_tensor(key), theirs[key], rtol=1e-5, atol=1e-6)
     raw = json.loads((out / "adapter_config.json").read_text())
     (out / "adapter_config.json").write_text(json.dumps({**raw, "base_model_name_or_path": str(folder)}))
     name = "model.layers.1.mlp.down_proj.weight"
-    assert torch.equal(open_source(out).read(name), ours.read(name))
+    assert torch.equal(open_weight_source(out).read_tensor(name), ours.read_tensor(name))
     (out / "adapter_config.json").write_text(json.dumps({**raw, "bias": "some"}))
     with pytest.raises(CheckpointError, match="bias = 'some' is not supported"):
-        read_peft(out, open_source(folder))
+        read_peft_adapter(out, open_weight_source(folder))
     with pytest.raises(CheckpointError, match="holds no adapter"):
-        convert(folder, tmp_path / "none", "peft")
+        convert_checkpoint(folder, tmp_path / "none", "peft")
     (out / "adapter_config.json").write_text(json.dumps(raw))
     other = folder_of("gpt2", tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"the module model\.layers\.0\..* is not supported in a gpt2 model"):
-        open_adapted(out, other)
+        load_with_adapter(out, other)
 
 
 def test_magnitudes_of_experts_in_a_folder_are_refused(tmp_path: Path) -> None:
     folder, out = folder_of("qwen3_moe", tmp_path / "base"), tmp_path / "adapter"
     source = adapter_beside(folder)
     out.mkdir()
-    write_peft(source.adapter, source.base, out)
+    write_peft_folder(source.adapter, source.base, out)
     raw = json.loads((out / "adapter_config.json").read_text())
     (out / "adapter_config.json").write_text(json.dumps({**raw, "use_dora": True}))
     with pytest.raises(ConfigError, match=r"lora\.dora = True: .*experts\.gate_up_proj has none"):
-        read_peft(out, open_source(folder))
+        read_peft_adapter(out, open_weight_source(folder))
 
 
 def test_experts_have_neither_dropout_nor_magnitudes() -> None:
@@ -134,10 +136,10 @@ def test_experts_have_neither_dropout_nor_magnitudes() -> None:
     with pytest.raises(
         ConfigError, match=r"lora\.dropout = 0\.1: model\.layers\.\d\.mlp\.experts\.gate_up_proj has none"
     ):
-        adapted(model, LoraConfig(dropout=0.1))
+        adapted_modules(model, LoraConfig(dropout=0.1))
     with pytest.raises(ConfigError, match=r"lora\.dora = True"):
-        adapted(model, LoraConfig(dora=True))
-    assert {of.dropout for of in adapted(model, LoraConfig(dropout=0.1, modules=["q_proj"])).values()} == {0.1}
+        adapted_modules(model, LoraConfig(dora=True))
+    assert {of.dropout for of in adapted_modules(model, LoraConfig(dropout=0.1, modules=["q_proj"])).values()} == {0.1}
 
 
 def test_the_commands(tmp_path: Path) -> None:
@@ -145,14 +147,14 @@ def test_the_commands(tmp_path: Path) -> None:
     folder, out = folder_of("llama", tmp_path / "base"), tmp_path / "none"
     source = adapter_beside(folder)
     (tmp_path / "adapter").mkdir()
-    write_peft(source.adapter, source.base, tmp_path / "adapter")
+    write_peft_folder(source.adapter, source.base, tmp_path / "adapter")
 
     def call(*args: object) -> None:
         CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
 
     call("merge-adapter", folder, tmp_path / "adapter", tmp_path / "merged")
     name = "model.layers.1.self_attn.v_proj.weight"
-    torch.testing.assert_close(open_source(tmp_path / "merged").read(name), source.read(name))
+    torch.testing.assert_close(open_weight_source(tmp_path / "merged").read_tensor(name), source.read_tensor(name))
     with pytest.raises(CheckpointError, match="holds no adapter"):
         call("merge-adapter", folder, folder, out)
     with pytest.raises(CheckpointError, match="holds no adapter, which is what PEFT's folders hold"):

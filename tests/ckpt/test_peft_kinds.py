@@ -14,14 +14,13 @@ import torch
 from test_peft import MODELS, logits
 from tiny_models import BASE
 
-from mega_ckpt.convert import Options, convert
-from mega_ckpt.families import family_named
-from mega_ckpt.source import open_adapted, open_source
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.families import family_by_name
+from mega_ckpt.source import load_with_adapter, open_weight_source
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import train_tokenizer
-from mega_eval.adapters import Beside
-from mega_eval.load import load_model, load_tokenizer
+from mega_eval.model_loading import LoraAdapterSet, load_inference_model, load_tokenizer
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -131,7 +130,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models of transformers'."""
     out = {}
     for name, (family, fields) in BASES.items():
-        config = family_named(family).write_config(ModelConfig.model_validate({**BASE, **fields}))
+        config = family_by_name(family).write_config_json(ModelConfig.model_validate({**BASE, **fields}))
         config |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -176,15 +175,15 @@ def test_an_adapter_of_peft_s_is_computed_as_there_or_refused_by_name(
     save_with_peft(case, base, adapter)
     if case.refused:
         with pytest.raises(CheckpointError, match=case.refused):
-            convert(base, merged, "hf", options=Options(adapter=str(adapter)))
+            convert_checkpoint(base, merged, "hf", options=ConvertOptions(adapter=str(adapter)))
         return
-    convert(base, merged, "hf", options=Options(adapter=str(adapter)))
+    convert_checkpoint(base, merged, "hf", options=ConvertOptions(adapter=str(adapter)))
     theirs = logits(peft.PeftModel.from_pretrained(load(base), adapter).eval(), TOKENS)
     assert (theirs - logits(load(base), TOKENS)).abs().max() > 1e-3
     torch.testing.assert_close(logits(load(merged), TOKENS), theirs, rtol=0, atol=5e-6)
-    ours, positions = load_model(base, adapter=adapter), torch.arange(TOKENS.shape[1]).expand(TOKENS.shape)
+    ours, positions = load_inference_model(base, adapter=adapter), torch.arange(TOKENS.shape[1]).expand(TOKENS.shape)
     with torch.no_grad():
-        found = ours.logits(ours(ours.embed(TOKENS, positions), ours.context(positions)))
+        found = ours.compute_logits(ours(ours.embed_inputs(TOKENS, positions), ours.make_forward_context(positions)))
     torch.testing.assert_close(found, theirs, rtol=0, atol=5e-6)
 
 
@@ -223,7 +222,9 @@ def test_all_linear_layers_of_other_families(family: str, options: dict[str, Any
     save_with_peft(lora(target_modules="all-linear", **options), tmp_path / "base", tmp_path / "adapter")
     theirs = logits(peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter").eval(), TOKENS)
     assert (theirs - logits(load(tmp_path / "base"), TOKENS)).abs().max() > 1e-3
-    convert(tmp_path / "base", tmp_path / "merged", "hf", options=Options(adapter=str(tmp_path / "adapter")))
+    convert_checkpoint(
+        tmp_path / "base", tmp_path / "merged", "hf", options=ConvertOptions(adapter=str(tmp_path / "adapter"))
+    )
     torch.testing.assert_close(logits(load(tmp_path / "merged"), TOKENS), theirs, rtol=0, atol=5e-6)
 
 
@@ -236,7 +237,7 @@ def test_an_embedding_that_an_encoder_shares_is_refused(targets: list[str], tmp_
     base = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "base")
     peft.get_peft_model(base, peft.LoraConfig(target_modules=targets)).save_pretrained(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=f"a change of {targets[-1]}.weight is not supported in a t5 model"):
-        open_adapted(tmp_path / "adapter", tmp_path / "base")
+        load_with_adapter(tmp_path / "adapter", tmp_path / "base")
 
 
 def test_every_other_type_and_option_is_refused_by_name(bases: Mapping[str, Path], tmp_path: Path) -> None:
@@ -255,7 +256,7 @@ def test_every_other_type_and_option_is_refused_by_name(bases: Mapping[str, Path
     for key, value in changes:
         path.write_text(json.dumps({**raw, key: value}))
         with pytest.raises(CheckpointError, match=rf"adapter_config.json: {key} = .* is not supported"):
-            open_adapted(tmp_path / "adapter", bases["untied"])
+            load_with_adapter(tmp_path / "adapter", bases["untied"])
     harmless = {
         "eva_config": {"rho": 2.0},
         "velora_config": {"rank": 1},
@@ -264,18 +265,18 @@ def test_every_other_type_and_option_is_refused_by_name(bases: Mapping[str, Path
         "newest": [],
     }
     path.write_text(json.dumps({**raw, **harmless}))
-    open_adapted(tmp_path / "adapter", bases["untied"])
+    load_with_adapter(tmp_path / "adapter", bases["untied"])
 
 
 def test_an_adapter_beside_other_files_of_a_model_is_not_ignored(bases: Mapping[str, Path], tmp_path: Path) -> None:
     """Saved into the folder of a model, or with a config.json: transformers loads its base and the adapter."""
     save_with_peft(CASES["rslora"], bases["untied"], tmp_path)
-    expected = open_source(tmp_path).read("model.layers.0.self_attn.q_proj.weight")
+    expected = open_weight_source(tmp_path).read_tensor("model.layers.0.self_attn.q_proj.weight")
     load(bases["untied"]).config.save_pretrained(tmp_path)
-    assert torch.equal(open_source(tmp_path).read("model.layers.0.self_attn.q_proj.weight"), expected)
+    assert torch.equal(open_weight_source(tmp_path).read_tensor("model.layers.0.self_attn.q_proj.weight"), expected)
     load(bases["untied"]).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="holds the weights of a model and an adapter"):
-        open_source(tmp_path)
+        open_weight_source(tmp_path)
 
 
 def test_the_tokenizer_beside_an_adapter_goes_with_it(bases: Mapping[str, Path], tmp_path: Path) -> None:
@@ -285,16 +286,16 @@ def test_the_tokenizer_beside_an_adapter_goes_with_it(bases: Mapping[str, Path],
     for text, folder in (("the end of the story", base), ("another story", adapter)):
         train_tokenizer([text] * 3, 260, folder)
     (base / "chat_template.jinja").write_text("of the base")
-    convert(base, merged, "hf", options=Options(adapter=str(adapter)))
+    convert_checkpoint(base, merged, "hf", options=ConvertOptions(adapter=str(adapter)))
     own = (adapter / "tokenizer.json").read_bytes()
     assert own != (base / "tokenizer.json").read_bytes()
     assert (merged / "tokenizer.json").read_bytes() == own
     assert not (merged / "chat_template.jinja").exists()
     assert load_tokenizer(base, adapter).path.read_bytes() == own
     with pytest.raises(CheckpointError, match=r"tokenizer\.json has other tokens than the base"):
-        Beside.open(base, {"mine": str(adapter)})
+        LoraAdapterSet.open_adapters(base, {"mine": str(adapter)})
     (adapter / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
-    Beside.open(base, {"mine": str(adapter)})
+    LoraAdapterSet.open_adapters(base, {"mine": str(adapter)})
 
 
 def test_of_several_adapters_each_is_read_from_its_folder(bases: Mapping[str, Path], tmp_path: Path) -> None:
@@ -303,10 +304,12 @@ def test_of_several_adapters_each_is_read_from_its_folder(bases: Mapping[str, Pa
     model.add_adapter("two", second)
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)holds no adapter.*one of the adapters inside: one, two"):
-        open_adapted(tmp_path, bases["untied"])
+        load_with_adapter(tmp_path, bases["untied"])
     for name in ("one", "two"):
         theirs = logits(peft.PeftModel.from_pretrained(load(bases["untied"]), tmp_path / name).eval(), TOKENS)
-        convert(bases["untied"], tmp_path / f"m-{name}", "hf", options=Options(adapter=str(tmp_path / name)))
+        convert_checkpoint(
+            bases["untied"], tmp_path / f"m-{name}", "hf", options=ConvertOptions(adapter=str(tmp_path / name))
+        )
         torch.testing.assert_close(logits(load(tmp_path / f"m-{name}"), TOKENS), theirs, rtol=0, atol=5e-6)
 
 
@@ -328,9 +331,9 @@ def test_an_adapter_of_peft_s_goes_back_to_peft_or_is_refused(
     save_with_peft(case, base, adapter)
     if refused:
         with pytest.raises(CheckpointError, match=refused):
-            convert(adapter, out, "peft")
+            convert_checkpoint(adapter, out, "peft")
         return
-    convert(adapter, out, "peft")
+    convert_checkpoint(adapter, out, "peft")
     first, second = (logits(peft.PeftModel.from_pretrained(load(base), one).eval(), TOKENS) for one in (adapter, out))
     torch.testing.assert_close(second, first, rtol=0, atol=5e-6)
 
@@ -341,10 +344,10 @@ def test_a_pickled_file_a_wider_vocabulary_and_a_part_of_a_model(bases: Mapping[
     from safetensors.torch import load_file, save_file
 
     state = load_file(tmp_path / "safe" / "adapter_model.safetensors")
-    whole = open_source(tmp_path / "safe").read("lm_head.weight")
+    whole = open_weight_source(tmp_path / "safe").read_tensor("lm_head.weight")
     (tmp_path / "safe" / "adapter_model.safetensors").unlink()
     torch.save(state, tmp_path / "safe" / "adapter_model.bin")
-    assert torch.equal(open_source(tmp_path / "safe").read("lm_head.weight"), whole)
+    assert torch.equal(open_weight_source(tmp_path / "safe").read_tensor("lm_head.weight"), whole)
     (tmp_path / "safe" / "adapter_model.bin").unlink()
     for change, refused in (
         ({"base_model.model.lm_head.weight": torch.zeros(70, 24)}, r"lm_head\.weight has shape \[70, 24\].*--vocab-size"),
@@ -356,4 +359,4 @@ def test_a_pickled_file_a_wider_vocabulary_and_a_part_of_a_model(bases: Mapping[
         changed = {key: tensor for key, tensor in {**state, **change}.items() if tensor is not None}
         save_file(changed, tmp_path / "safe" / "adapter_model.safetensors")
         with pytest.raises(CheckpointError, match=f"(?s){refused}"):
-            open_source(tmp_path / "safe")
+            open_weight_source(tmp_path / "safe")

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_ckpt.formats.pickles import Inert, load_pickle
-from mega_ckpt.formats.torch_archive import StoredTensor, load_archive, namespace
+from mega_ckpt.formats.safe_pickles import InertObject, load_untrusted_pickle
+from mega_ckpt.formats.torch_archive import StoredTensor, load_torch_archive, namespace_attributes
 from mega_common.errors import CheckpointError
 
 
@@ -65,10 +65,10 @@ def test_bombs(what: str, tmp_path: Path) -> None:
     data, said = BOMBS[what]
     mark = tmp_path / "mark"
     if not said:  # a stand-in is called, which does nothing
-        load_pickle(data, "x.pt")
+        load_untrusted_pickle(data, "x.pt")
     else:
         with pytest.raises(CheckpointError, match=said) as error:
-            load_pickle(data, "x.pt")
+            load_untrusted_pickle(data, "x.pt")
         assert "x.pt" in str(error.value)
         assert "\n" not in error.value.message
     assert not mark.exists()
@@ -80,17 +80,17 @@ def test_bombs_in_an_archive(what: str, tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", BOMBS[what][0])
     with pytest.raises(CheckpointError, match=BOMBS[what][1]):
-        load_archive(path)
+        load_torch_archive(path)
 
 
 def test_one_pickle_cannot_reach_another() -> None:
     """BUILD sets attributes of whatever lies on the stack, here of a class."""
     pickled = b"\x80\x04\x8c\x08argparse\x8c\tNamespace\x93N}\x8c\x04evilK\x01s\x86b."
     with pytest.raises(CheckpointError, match="damaged"):
-        load_pickle(pickled, "x")
-    found = load_pickle(pickle.dumps(argparse.Namespace(a=1)), "x")
+        load_untrusted_pickle(pickled, "x")
+    found = load_untrusted_pickle(pickle.dumps(argparse.Namespace(a=1)), "x")
     assert (found.name, found.state, found.a) == ("argparse.Namespace", {"a": 1}, 1)
-    assert not any(hasattr(kind, "evil") for kind in (found, Inert, argparse.Namespace))
+    assert not any(hasattr(kind, "evil") for kind in (found, InertObject, argparse.Namespace))
 
 
 def test_what_checkpoints_hold(tmp_path: Path) -> None:
@@ -114,17 +114,17 @@ def test_what_checkpoints_hold(tmp_path: Path) -> None:
         torch.save(value, tmp_path / "x.pt")
     finally:
         del sys.modules[kind.__module__]
-    found = load_archive(tmp_path / "x.pt")
-    args = namespace(found["args"])
+    found = load_torch_archive(tmp_path / "x.pt")
+    args = namespace_attributes(found["args"])
     assert args["sizes"] == [1, 2]
-    assert isinstance(args["backend"], Inert)
+    assert isinstance(args["backend"], InertObject)
     for name, tensor in value["model"].items():
         stored = found["model"][name]
         assert isinstance(stored, StoredTensor)
         assert (stored.dtype, stored.shape) == (tensor.dtype, tuple(tensor.shape))
         assert torch.equal(stored.read(), tensor.detach())
     assert torch.equal(found["rng"].read(), value["rng"])
-    assert namespace(3) == {}
+    assert namespace_attributes(3) == {}
 
 
 def test_an_archive_inside_a_file(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_an_archive_inside_a_file(tmp_path: Path) -> None:
         torch.save(torch.arange(5.0), stream)
         end = stream.tell()
         stream.write(b"more")
-    assert torch.equal(load_archive(path, 3, end).read(), torch.arange(5.0))
+    assert torch.equal(load_torch_archive(path, 3, end).read(), torch.arange(5.0))
 
 
 def archive_with(path: Path, change: Callable[[bytes], bytes], storage: bytes = bytes(16)) -> None:
@@ -169,7 +169,7 @@ def swapped(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
 def test_tensors_that_reach_outside(change: Callable[[bytes], bytes], storage: bytes, tmp_path: Path) -> None:
     archive_with(tmp_path / "x.pt", change, storage)
     with pytest.raises(CheckpointError, match="damaged"):
-        load_archive(tmp_path / "x.pt")
+        load_torch_archive(tmp_path / "x.pt")
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -177,14 +177,14 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     for content in (b"", b"hello", b"PK\x05\x06" + bytes(18)):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"x\.pt: damaged"):
-            load_archive(path)
+            load_torch_archive(path)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_archive(tmp_path / "none")
+        load_torch_archive(tmp_path / "none")
     torch.save({"a": torch.ones(1000)}, path)
     whole = path.read_bytes()
     for length in range(0, len(whole), 97):
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError):
-            load_archive(path)
+            load_torch_archive(path)
     with pytest.raises(CheckpointError, match="bytes long"):
-        load_archive(path, 5, 1 << 40)
+        load_torch_archive(path, 5, 1 << 40)

@@ -26,11 +26,11 @@ from quantised_models import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mega_ckpt.convert import convert
-from mega_ckpt.formats.disk import Stored
-from mega_ckpt.formats.hf import HfSource
-from mega_ckpt.formats.quantised import dequantised
-from mega_ckpt.source import open_source
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.formats.disk_source import LazyTensor
+from mega_ckpt.formats.hf_source import HfSource
+from mega_ckpt.formats.quantized_weights import dequantize_tensors
+from mega_ckpt.source import open_weight_source
 from mega_common.errors import CheckpointError
 
 BLOCK = (16, 16)
@@ -48,9 +48,9 @@ def oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export(folder: Path, out: Path) -> dict[str, Tensor]:
     """What stands in a folder that was made of it by way of a mega checkpoint."""
-    convert(folder, out / "mega", "mega", verify=True)
-    convert(out / "mega", out / "hf", "hf", verify=True)
-    convert(folder, out / "direct", "hf", verify=True)
+    convert_checkpoint(folder, out / "mega", "mega", verify=True)
+    convert_checkpoint(out / "mega", out / "hf", "hf", verify=True)
+    convert_checkpoint(folder, out / "direct", "hf", verify=True)
     assert content(out / "hf") == content(out / "direct")
     raw = json.loads((out / "hf" / "config.json").read_text())
     assert raw["dtype"] == "bfloat16"
@@ -76,7 +76,7 @@ def test_deepseeks_blocks_at_the_edges_too(v3: tuple[Path, dict[str, Tensor]], t
     stored = load_file(folder / "model.safetensors")
     latent = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     assert (stored[latent].shape, stored[f"{latent}_scale_inv"].shape) == ((18, 24), (2, 2))  # blocks of 16, cut off
-    assert HfSource(folder).quantised == "fp8, a scale for 16 x 16 weights; read as bfloat16"
+    assert HfSource(folder).quantization == "fp8, a scale for 16 x 16 weights; read as bfloat16"
     assert same(export(folder, tmp_path), values)
 
 
@@ -88,7 +88,7 @@ def test_blocks_as_transformers_decodes_them(tmp_path: Path) -> None:
     for name in ("self_attn.kv_a_proj_with_mqa", "self_attn.o_proj", "mlp.gate_proj"):
         name = f"model.layers.0.{name}.weight"
         expected = decode(stored[name], stored[f"{name}_scale_inv"], torch.bfloat16)
-        assert torch.equal(source.read(name), expected)
+        assert torch.equal(source.read_tensor(name), expected)
 
 
 def test_mxfp4_as_transformers_decodes_it(oss: Path, tmp_path: Path) -> None:
@@ -107,15 +107,15 @@ def test_every_code_and_exponent_of_mxfp4() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16).contiguous()
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16).contiguous()
     tensors = {"x_blocks": stored_of(blocks), "x_scales": stored_of(scales)}
-    found, _ = dequantised(tensors, {"quantization_config": {"quant_method": "mxfp4"}}, Path("folder"))
+    found, _ = dequantize_tensors(tensors, {"quantization_config": {"quant_method": "mxfp4"}}, Path("folder"))
     with pytest.raises(CheckpointError, match="a scale of x is not finite"):  # 255
         found["x"].read()
     scales[0, 255] = 0
     assert torch.equal(found["x"].read().contiguous().view(torch.int16), decode(blocks, scales).view(torch.int16))
 
 
-def stored_of(tensor: Tensor) -> Stored:
-    return Stored(Path("file"), tensor.dtype, tuple(tensor.shape), lambda: tensor)
+def stored_of(tensor: Tensor) -> LazyTensor:
+    return LazyTensor(Path("file"), tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
 def tensor_fp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -182,7 +182,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], Change, str]] = {
 def test_what_codes_stand_for(case: str, tmp_path: Path) -> None:
     scheme, change, said = SCHEMES[case]
     folder, values = quantise(tmp_path / "source", "llama", scheme, change, "_proj")
-    assert said in str(HfSource(folder).quantised)
+    assert said in str(HfSource(folder).quantization)
     assert same(export(folder, tmp_path), values)
 
 
@@ -218,7 +218,7 @@ def test_what_is_wrong_or_not_plain_is_told_in_a_sentence(
     change, told = REFUSED[case]
     edit(folder, change)
     with pytest.raises(CheckpointError, match=f"(?s){told}") as caught:
-        convert(folder, tmp_path / "out", "mega")
+        convert_checkpoint(folder, tmp_path / "out", "mega")
     assert "\n" not in caught.value.message
     assert not (tmp_path / "out").exists()
 
@@ -228,7 +228,7 @@ def test_mxfp4_without_its_exponents(oss: Path, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.down_proj"
     edit(folder, lambda tensors, _: tensors.pop(f"{name}_scales"))
     with pytest.raises(CheckpointError, match=f"{name} is quantised, but the tensor {name}_scales is missing"):
-        open_source(folder)
+        open_weight_source(folder)
 
 
 SCHEME = group("int-quantized", num_bits=8, strategy="channel")
@@ -245,16 +245,16 @@ def test_codes_are_never_taken_for_weights(lost: str, tmp_path: Path) -> None:
     folder, _ = quantise(tmp_path / "hf", "llama", SCHEME, change, "_proj")
     edit(folder, LOST[lost][0])
     with pytest.raises(CheckpointError, match=LOST[lost][1]):
-        convert(folder, tmp_path / "out", "mega")
+        convert_checkpoint(folder, tmp_path / "out", "mega")
 
 
 def test_a_slice_decodes_no_more_than_once_in_a_row(
     v3: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, name = HfSource(v3[0]), "model.layers.0.self_attn.o_proj.weight"
-    whole = source.read(name)
-    assert source.read(name).data_ptr() == whole.data_ptr()
-    assert torch.equal(source.read_slice(name, (3, 5), (7, 9)), v3[1][name][3:10, 5:14])
+    whole = source.read_tensor(name)
+    assert source.read_tensor(name).data_ptr() == whole.data_ptr()
+    assert torch.equal(source.read_tensor_slice(name, (3, 5), (7, 9)), v3[1][name][3:10, 5:14])
 
 
 LAYERS, WIDTH, FFN = 10, 512, 2048
@@ -264,10 +264,10 @@ def _peak_of_converting(folder: Path, out: Path, pipe: Any) -> None:
     torch.set_num_threads(1)
     status = Path("/proc/self/status")
     read = lambda key: 1024 * int(status.read_text().split(f"{key}:")[1].split()[0])  # noqa: E731
-    convert(deepseek(out.with_name("warm"))[0], out.with_name("warmed"), "mega")
+    convert_checkpoint(deepseek(out.with_name("warm"))[0], out.with_name("warmed"), "mega")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before = read("VmRSS")
-    convert(folder, out, "mega")
+    convert_checkpoint(folder, out, "mega")
     pipe.send(read("VmHWM") - before)
 
 
@@ -305,6 +305,6 @@ def test_memory_for_a_few_tensors_not_for_the_model(tmp_path: Path) -> None:
     process.join()
     assert receive.poll()
     assert receive.recv() < 10 * codes.numel() * 2
-    source, name = open_source(tmp_path / "out"), f"model.layers.{LAYERS - 1}.mlp.down_proj.weight"
+    source, name = open_weight_source(tmp_path / "out"), f"model.layers.{LAYERS - 1}.mlp.down_proj.weight"
     expected = tensors[name].float() * spread(tensors[f"{name}_scale_inv"], (WIDTH, FFN), block)
-    assert torch.equal(source.read(name), expected.bfloat16())
+    assert torch.equal(source.read_tensor(name), expected.bfloat16())

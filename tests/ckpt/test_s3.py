@@ -12,12 +12,23 @@ import torch.distributed as dist
 from crash.savers import MODEL, found, part
 from ranks import run_ranks
 
-from mega_ckpt import planning, shards
-from mega_ckpt.convert import convert
-from mega_ckpt.names import tensors_of
-from mega_ckpt.pieces import Box, Sharded
-from mega_ckpt.store import AsyncSaver, Place, committed, latest, load, place, retain, save, step_folder, sweep
-from mega_ckpt.verify import diff, verify
+from mega_ckpt import dcp_planners, shard_files
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.store import (
+    AsyncSaver,
+    Location,
+    apply_retention,
+    latest_checkpoint,
+    list_checkpoints,
+    load_sharded_checkpoint,
+    parse_location,
+    remove_leftovers,
+    save_sharded_checkpoint,
+    step_folder,
+)
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
+from mega_ckpt.verify import diff_checkpoints, verify_checkpoint
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -42,7 +53,7 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def root(endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+def root(endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Location:
     import s3fs
 
     for name, value in settings(endpoint).items():
@@ -50,55 +61,57 @@ def root(endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     bucket = f"b{abs(hash(request.node.name))}"
     s3fs.S3FileSystem.clear_instance_cache()
     s3fs.S3FileSystem().mkdir(bucket)
-    return place(f"s3://{bucket}/run")
+    return parse_location(f"s3://{bucket}/run")
 
 
-def put(root: Place, version: int) -> Place:
-    return save(root, version, part(version, 0, 1), model=MODEL, state={"version": version})
+def put(root: Location, version: int) -> Location:
+    return save_sharded_checkpoint(root, version, part(version, 0, 1), model=MODEL, state={"version": version})
 
 
-def test_save_load_retain_sweep_verify(root: Place, tmp_path: Path) -> None:
+def test_save_load_retain_sweep_verify(root: Location, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"{}")
-    assert latest(root) is None
+    assert latest_checkpoint(root) is None
     put(root, 1)
     with AsyncSaver() as saver:
         for version in (2, 2, 3):
-            saver.start(root, version, part(version, 0, 1), model=MODEL, state={"version": version}, assets=tmp_path)
+            saver.start_save(
+                root, version, part(version, 0, 1), model=MODEL, state={"version": version}, assets=tmp_path
+            )
     assert found(root) == 3
-    assert verify(step_folder(root, 3), finite=True).ok
-    assert retain(root, keep=2) == [step_folder(root, 1)]
+    assert verify_checkpoint(step_folder(root, 3), finite=True).ok
+    assert apply_retention(root, keep=2) == [step_folder(root, 1)]
     (root / "step-00000009" / "1234" / "shard-00000-000.safetensors").write_bytes(b"half")
-    assert committed(root) == [step_folder(root, 2), step_folder(root, 3)]
-    assert sweep(root) == [root / "step-00000009"]
+    assert list_checkpoints(root) == [step_folder(root, 2), step_folder(root, 3)]
+    assert remove_leftovers(root) == [root / "step-00000009"]
     assert [path.name for path in root.iterdir()] == ["step-00000002", "step-00000003"]
 
 
-def test_a_shard_of_several_parts_is_read_by_ranges(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_of_several_parts_is_read_by_ranges(root: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3 takes parts of 5 MB at least; what is dropped in between leaves no object."""
-    monkeypatch.setattr(planning, "MAX_SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr(dcp_planners, "MAX_SLAB_BYTES", 1 << 20)
     monkeypatch.setattr("s3fs.S3FileSystem.default_block_size", 5 << 20)
     tensor = torch.randn(64, 1 << 15 << 2)[:, ::4].contiguous()
     tensor = torch.cat([tensor, tensor])
-    held = {"t": Sharded(tuple(tensor.shape), [Box((0, 0), tensor)])}
-    folder = save(root, 1, held, model=MODEL, state={})
+    held = {"t": ShardedTensor(tuple(tensor.shape), [TensorBox((0, 0), tensor)])}
+    folder = save_sharded_checkpoint(root, 1, held, model=MODEL, state={})
     quarter = torch.zeros(32, tensor.shape[1])
-    load(folder, {"t": Sharded(tuple(tensor.shape), [Box((32, 0), quarter)])})
+    load_sharded_checkpoint(folder, {"t": ShardedTensor(tuple(tensor.shape), [TensorBox((32, 0), quarter)])})
     assert torch.equal(quarter, tensor[32:64])
 
-    write, calls = shards.NewFile.write, iter(range(1000))
+    write, calls = shard_files.HashedFile.write_hashed, iter(range(1000))
 
-    def failing(self: shards.NewFile, *args: Any) -> None:
+    def failing(self: shard_files.HashedFile, *args: Any) -> None:
         if next(calls) == 12:
             raise OSError(5, "no more")
         write(self, *args)
 
-    monkeypatch.setattr(shards.NewFile, "write", failing)
+    monkeypatch.setattr(shard_files.HashedFile, "write", failing)
     with pytest.raises(CheckpointError, match="no more"):
-        save(root, 2, held, model=MODEL, state={})
+        save_sharded_checkpoint(root, 2, held, model=MODEL, state={})
     assert list(root.iterdir()) == [folder]
 
 
-def test_damage_and_refusal(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_and_refusal(root: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = put(root, 1)
     (inner,) = (path for path in folder.iterdir() if path.name != "manifest.json")
     (shard,) = inner.iterdir()
@@ -109,40 +122,40 @@ def test_damage_and_refusal(root: Place, monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         found(root)
     with pytest.raises(CheckpointError, match=r"s3://nobucket/run/.*bucket does not exist"):
-        put(place("s3://nobucket/run"), 1)
+        put(parse_location("s3://nobucket/run"), 1)
 
 
-def test_conversions(root: Place, tmp_path: Path) -> None:
+def test_conversions(root: Location, tmp_path: Path) -> None:
     model = ModelConfig.parse(
         {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
     )
     held = {
-        f"weights/{name}": Sharded(shape, [Box((0,) * len(shape), torch.randn(shape))])
-        for name, shape in tensors_of(model).items()
+        f"weights/{name}": ShardedTensor(shape, [TensorBox((0,) * len(shape), torch.randn(shape))])
+        for name, shape in canonical_tensors(model).items()
     }
-    save(root, 1, held, model=model, state={})
-    convert(root, tmp_path / "hf", "hf", verify=True)
-    convert(tmp_path / "hf", root / "mega", "mega", verify=True)
-    assert verify(root / "mega").ok
-    assert not verify(root / "mega").extra
+    save_sharded_checkpoint(root, 1, held, model=model, state={})
+    convert_checkpoint(root, tmp_path / "hf", "hf", verify=True)
+    convert_checkpoint(tmp_path / "hf", root / "mega", "mega", verify=True)
+    assert verify_checkpoint(root / "mega").ok
+    assert not verify_checkpoint(root / "mega").extra
     for path in (tmp_path / "hf").iterdir():
         (root / "hf" / path.name).write_bytes(path.read_bytes())
-    convert(root / "hf", tmp_path / "mega", "mega", verify=True)
-    assert diff(root / "mega", tmp_path / "mega").same
+    convert_checkpoint(root / "hf", tmp_path / "mega", "mega", verify=True)
+    assert diff_checkpoints(root / "mega", tmp_path / "mega").is_identical
 
 
-def save_sharded(root: Place, endpoint: str) -> int:
+def save_sharded(root: Location, endpoint: str) -> int:
     import os
 
     os.environ.update(settings(endpoint))
     rank, world = dist.get_rank(), dist.get_world_size()
-    save(root, 1, part(1, rank, world), model=MODEL, state={"version": 1})
+    save_sharded_checkpoint(root, 1, part(1, rank, world), model=MODEL, state={"version": 1})
     with AsyncSaver() as saver:
-        saver.start(root, 2, part(2, rank, world), model=MODEL, state={"version": 2})
+        saver.start_save(root, 2, part(2, rank, world), model=MODEL, state={"version": 2})
     dist.barrier()
     return found(root)
 
 
-def test_four_ranks(root: Place, endpoint: str) -> None:
+def test_four_ranks(root: Location, endpoint: str) -> None:
     assert run_ranks(save_sharded, 4, root, endpoint) == [2] * 4
     assert found(root) == 2

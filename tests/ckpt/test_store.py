@@ -18,34 +18,34 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from mega_ckpt import checkpoint, planning
+from mega_ckpt import checkpoint, dcp_planners
 from mega_ckpt.manifest import DTYPE_NAMES, MANIFEST
-from mega_ckpt.pieces import Box, Piece, Shape, Sharded, boxes_of_range
 from mega_ckpt.store import (
     AsyncSaver,
     Checkpoint,
-    committed,
-    latest,
-    load,
-    retain,
-    save,
+    apply_retention,
+    latest_checkpoint,
+    list_checkpoints,
+    load_sharded_checkpoint,
+    remove_leftovers,
+    save_sharded_checkpoint,
     step_folder,
-    sweep,
 )
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox, TensorPiece, TensorShape, boxes_of_flat_range
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
-from mega_common.presets import preset
+from mega_common.model_presets import load_model_preset
 
-MODEL = ModelConfig.parse(preset("tiny"))
+MODEL = ModelConfig.parse(load_model_preset("tiny"))
 Tensors = dict[str, torch.Tensor]
 
 
-def whole(tensors: Tensors) -> dict[str, Sharded]:
-    return {key: Sharded(tuple(t.shape), [Box((0,) * t.dim(), t)]) for key, t in tensors.items()}
+def whole(tensors: Tensors) -> dict[str, ShardedTensor]:
+    return {key: ShardedTensor(tuple(t.shape), [TensorBox((0,) * t.dim(), t)]) for key, t in tensors.items()}
 
 
 def put(root: Path, step: int, tensors: Tensors, **more: Any) -> Path:
-    return save(root, step, whole(tensors), model=MODEL, state=more.pop("state", {}), **more)
+    return save_sharded_checkpoint(root, step, whole(tensors), model=MODEL, state=more.pop("state", {}), **more)
 
 
 def some_tensors(seed: int = 0) -> Tensors:
@@ -68,24 +68,28 @@ def zeros(tensors: Tensors) -> Tensors:
     return {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
 
 
-def split(tensor: torch.Tensor, parts: int, choose: random.Random) -> list[Sharded]:
+def split(tensor: torch.Tensor, parts: int, choose: random.Random) -> list[ShardedTensor]:
     """Share a tensor out over `parts` holders: by recursive cuts, as flat ranges, or as copies."""
     shape, kind = tuple(tensor.shape), choose.choice(["cuts", "flat", "copies"])
-    held = [Sharded(shape, []) for _ in range(parts)]
+    held = [ShardedTensor(shape, []) for _ in range(parts)]
     if kind == "copies" or not tensor.numel():
-        return [Sharded(shape, [Box((0,) * tensor.dim(), tensor)]) for _ in range(parts)]
+        return [ShardedTensor(shape, [TensorBox((0,) * tensor.dim(), tensor)]) for _ in range(parts)]
     if kind == "flat":
         ends = sorted(choose.randint(0, tensor.numel()) for _ in range(parts - 1))
         for part, (start, stop) in enumerate(zip([0, *ends], [*ends, tensor.numel()], strict=True)):
             flat = tensor.contiguous().view(-1)[start:stop]
-            held[part].boxes += boxes_of_range(flat, [Piece.whole("t", shape)], shape, start).get("t", held[part]).boxes
+            held[part].boxes += (
+                boxes_of_flat_range(flat, [TensorPiece.whole_tensor("t", shape)], shape, start)
+                .get("t", held[part])
+                .boxes
+            )
         return held
-    for box in _random_cuts(Box((0,) * tensor.dim(), tensor), choose):
+    for box in _random_cuts(TensorBox((0,) * tensor.dim(), tensor), choose):
         held[choose.randrange(parts)].boxes.append(box)
     return held
 
 
-def _random_cuts(box: Box, choose: random.Random, depth: int = 3) -> Iterable[Box]:
+def _random_cuts(box: TensorBox, choose: random.Random, depth: int = 3) -> Iterable[TensorBox]:
     axes = [axis for axis, n in enumerate(box.tensor.shape) if n > 1]
     if not axes or not depth or choose.random() < 0.3:
         return [box]
@@ -93,14 +97,17 @@ def _random_cuts(box: Box, choose: random.Random, depth: int = 3) -> Iterable[Bo
     at = choose.randint(1, box.tensor.shape[axis] - 1)
     low, high = box.tensor.tensor_split([at], axis)
     up = (*box.offset[:axis], box.offset[axis] + at, *box.offset[axis + 1 :])
-    return [*_random_cuts(Box(box.offset, low), choose, depth - 1), *_random_cuts(Box(up, high), choose, depth - 1)]
+    return [
+        *_random_cuts(TensorBox(box.offset, low), choose, depth - 1),
+        *_random_cuts(TensorBox(up, high), choose, depth - 1),
+    ]
 
 
-def blank(sharded: Sharded) -> Sharded:
-    return Sharded(sharded.shape, [Box(box.offset, torch.zeros_like(box.tensor)) for box in sharded.boxes])
+def blank(sharded: ShardedTensor) -> ShardedTensor:
+    return ShardedTensor(sharded.shape, [TensorBox(box.offset, torch.zeros_like(box.tensor)) for box in sharded.boxes])
 
 
-def matches(sharded: Sharded, tensor: torch.Tensor) -> bool:
+def matches(sharded: ShardedTensor, tensor: torch.Tensor) -> bool:
     return all(
         torch.equal(
             box.tensor, tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, box.tensor.shape, strict=True))]
@@ -117,12 +124,12 @@ def test_round_trip_is_exact_and_plain_safetensors(tmp_path: Path) -> None:
     folder = put(tmp_path / "new" / "root", 3, tensors, state=state, provenance={"by": "test"})
     assert folder == tmp_path / "new" / "root" / "step-00000003"
     back = zeros(tensors)
-    load(folder, whole(back))
+    load_sharded_checkpoint(folder, whole(back))
     assert equal(tensors, back)
-    opened = Checkpoint.open(folder)
-    assert (opened.step, opened.model, opened.state) == (3, MODEL, state)
-    assert opened.keys("weights/") == ["weights/a", "weights/b"]
-    assert (opened.shape("weights/b"), opened.dtype("weights/b")) == ((7,), torch.bfloat16)
+    opened = Checkpoint.open_folder(folder)
+    assert (opened.step, opened.model, opened.trainer_state) == (3, MODEL, state)
+    assert opened.tensor_keys("weights/") == ["weights/a", "weights/b"]
+    assert (opened.tensor_shape("weights/b"), opened.tensor_dtype("weights/b")) == ((7,), torch.bfloat16)
     (shard,) = folder.glob("*.safetensors")
     assert equal(load_file(shard), tensors)
     assert sorted(os.listdir(folder)) == [MANIFEST, shard.name]
@@ -131,23 +138,26 @@ def test_round_trip_is_exact_and_plain_safetensors(tmp_path: Path) -> None:
 @given(seed=st.integers(0, 10**6), shape=st.lists(st.integers(1, 6), max_size=3).map(tuple), small=st.booleans())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_boxes_load_into_any_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, shape: Shape, small: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, shape: TensorShape, small: bool
 ) -> None:
     choose = random.Random(seed)
     dtype = choose.choice([dtype for dtype in DTYPE_NAMES if dtype.itemsize < 8])
     tensor = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
     with monkeypatch.context() as patch:
         # Tiny limits, so that boxes are cut into slabs and slabs spread over files.
-        patch.setattr(planning, "MAX_SLAB_BYTES", 16 if small else 1 << 20)
-        patch.setattr(planning, "MAX_FILE_BYTES", 40 if small else 1 << 20)
+        patch.setattr(dcp_planners, "MAX_SLAB_BYTES", 16 if small else 1 << 20)
+        patch.setattr(dcp_planners, "MAX_FILE_BYTES", 40 if small else 1 << 20)
         (held,) = split(tensor, 1, choose)
-        folder = save(tmp_path, seed, {"t": held}, model=MODEL, state={})
+        folder = save_sharded_checkpoint(tmp_path, seed, {"t": held}, model=MODEL, state={})
     for target in map(blank, split(tensor, 3, choose)):
-        load(folder, {"t": target})
+        load_sharded_checkpoint(folder, {"t": target})
         assert matches(target, tensor)
     offset = tuple(choose.randrange(n) for n in shape)
     extent = tuple(choose.randint(1, n - o) for n, o in zip(shape, offset, strict=True))
-    assert matches(Sharded(shape, [Box(offset, Checkpoint.open(folder).read("t", offset, extent))]), tensor)
+    assert matches(
+        ShardedTensor(shape, [TensorBox(offset, Checkpoint.open_folder(folder).read_tensor("t", offset, extent))]),
+        tensor,
+    )
 
 
 def test_assets_come_along(tmp_path: Path) -> None:
@@ -155,37 +165,37 @@ def test_assets_come_along(tmp_path: Path) -> None:
     (source / "sub").mkdir(parents=True)
     (source / "tokenizer.json").write_text("{}")
     (source / "sub" / "empty").touch()
-    opened = Checkpoint.open(put(tmp_path / "root", 1, {}, assets=source))
-    assert opened.assets is not None
-    assert (opened.assets / "tokenizer.json").read_text() == "{}"
-    assert (opened.assets / "sub" / "empty").read_bytes() == b""
-    assert Checkpoint.open(put(tmp_path / "root", 2, {})).assets is None
+    opened = Checkpoint.open_folder(put(tmp_path / "root", 1, {}, assets=source))
+    assert opened.assets_folder is not None
+    assert (opened.assets_folder / "tokenizer.json").read_text() == "{}"
+    assert (opened.assets_folder / "sub" / "empty").read_bytes() == b""
+    assert Checkpoint.open_folder(put(tmp_path / "root", 2, {})).assets_folder is None
     with pytest.raises(CheckpointError, match="missing: no such folder"):
         put(tmp_path / "root", 3, {}, assets=tmp_path / "missing")
 
 
 def test_reading_a_part_reads_only_that_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "MAX_SLAB_BYTES", 4 * 10)
+    monkeypatch.setattr(dcp_planners, "MAX_SLAB_BYTES", 4 * 10)
     tensor = torch.arange(80.0).view(8, 10)
-    opened = Checkpoint.open(put(tmp_path, 1, {"t": tensor}))
+    opened = Checkpoint.open_folder(put(tmp_path, 1, {"t": tensor}))
     (shard,) = opened.folder.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    assert torch.equal(opened.read("t", (2, 3), (2, 4)), tensor[2:4, 3:7])
+    assert torch.equal(opened.read_tensor("t", (2, 3), (2, 4)), tensor[2:4, 3:7])
     with pytest.raises(CheckpointError, match=r"t at \[7, 0\]"):
-        opened.read("t", (7, 0), (1, 1))
-    assert not torch.equal(Checkpoint.open(opened.folder, verify=False).read("t"), tensor)
+        opened.read_tensor("t", (7, 0), (1, 1))
+    assert not torch.equal(Checkpoint.open_folder(opened.folder, verify=False).read_tensor("t"), tensor)
 
 
 def test_more_shards_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "MAX_FILE_BYTES", 1)
+    monkeypatch.setattr(dcp_planners, "MAX_FILE_BYTES", 1)
     monkeypatch.setattr(checkpoint, "MAX_OPEN_SHARDS", 2)
     tensors = {f"t{number}": torch.tensor([number]) for number in range(50)}
     before = len(os.listdir("/proc/self/fd"))
-    opened = Checkpoint.open(put(tmp_path, 1, tensors))
+    opened = Checkpoint.open_folder(put(tmp_path, 1, tensors))
     for _ in range(2):
-        assert all(torch.equal(opened.read(key), tensor) for key, tensor in tensors.items())
+        assert all(torch.equal(opened.read_tensor(key), tensor) for key, tensor in tensors.items())
         assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
@@ -201,7 +211,7 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.
 def test_a_tensor_that_is_not_what_is_wanted_is_named(tmp_path: Path, wanted: Tensors, sentence: str) -> None:
     folder = put(tmp_path, 1, some_tensors())
     with pytest.raises(CheckpointError, match=sentence):
-        load(folder, whole(wanted))
+        load_sharded_checkpoint(folder, whole(wanted))
 
 
 @pytest.mark.parametrize(
@@ -213,10 +223,12 @@ def test_a_tensor_that_is_not_what_is_wanted_is_named(tmp_path: Path, wanted: Te
         ([((0,), 4), ((3,), 2)], "t: the boxes"),
     ],
 )
-def test_boxes_that_do_not_tile_are_refused(tmp_path: Path, boxes: list[tuple[Shape, int]], sentence: str) -> None:
-    sharded = Sharded((4,), [Box(offset, torch.zeros(n)) for offset, n in boxes])
+def test_boxes_that_do_not_tile_are_refused(
+    tmp_path: Path, boxes: list[tuple[TensorShape, int]], sentence: str
+) -> None:
+    sharded = ShardedTensor((4,), [TensorBox(offset, torch.zeros(n)) for offset, n in boxes])
     with pytest.raises(CheckpointError, match=sentence):
-        save(tmp_path, 1, {"t": sharded}, model=MODEL, state={})
+        save_sharded_checkpoint(tmp_path, 1, {"t": sharded}, model=MODEL, state={})
     assert os.listdir(tmp_path) == []
 
 
@@ -264,7 +276,7 @@ def test_damage_of_any_file_is_one_sentence_with_file_and_tensor(tmp_path: Path,
             shutil.copytree(folder, copy)
             damaged(copy, name, change, choose)
             with pytest.raises(CheckpointError) as caught:
-                load(copy, whole(zeros(tensors)))
+                load_sharded_checkpoint(copy, whole(zeros(tensors)))
             assert name in caught.value.message
             assert name == MANIFEST or any(key in caught.value.message for key in tensors)
             shutil.rmtree(copy)
@@ -276,7 +288,7 @@ def test_a_shard_behind_a_link_is_refused(tmp_path: Path) -> None:
     shard.rename(tmp_path / "outside")
     shard.symlink_to(tmp_path / "outside")
     with pytest.raises(CheckpointError, match="links are not followed"):
-        Checkpoint.open(folder)
+        Checkpoint.open_folder(folder)
 
 
 def test_a_pipe_in_place_of_a_shard_does_not_hang(tmp_path: Path) -> None:
@@ -285,28 +297,28 @@ def test_a_pipe_in_place_of_a_shard_does_not_hang(tmp_path: Path) -> None:
     shard.unlink()
     os.mkfifo(shard)
     with pytest.raises(CheckpointError, match="not a plain file"):
-        Checkpoint.open(folder)
+        Checkpoint.open_folder(folder)
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(CheckpointError, match="not a mega checkpoint"):
-            load(folder, {})
+            load_sharded_checkpoint(folder, {})
 
 
 # Folders
 
 
 def test_latest_and_committed_see_complete_ones_only(tmp_path: Path) -> None:
-    assert latest(tmp_path / "missing") is None
-    assert committed(tmp_path) == []
+    assert latest_checkpoint(tmp_path / "missing") is None
+    assert list_checkpoints(tmp_path) == []
     folders = [put(tmp_path, step, some_tensors(step)) for step in (5, 100, 20)]
     (tmp_path / "step-00000400").mkdir()
     shutil.copytree(folders[0], tmp_path / ".step-00000500.tmp-0a0a0a0a")
     shutil.copytree(folders[0], tmp_path / "step-00000500.bak")
     (tmp_path / "step-00000600").touch()
-    assert latest(tmp_path) == folders[1]
-    assert committed(tmp_path) == [folders[0], folders[2], folders[1]]
+    assert latest_checkpoint(tmp_path) == folders[1]
+    assert list_checkpoints(tmp_path) == [folders[0], folders[2], folders[1]]
 
 
 def test_a_newest_checkpoint_that_cannot_be_read_is_not_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,12 +336,12 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_not_absent(tmp_path: Path, m
         else:
             (new / MANIFEST).write_bytes(content)
         with pytest.raises(CheckpointError, match=f"{new.name}.*{words}(.|\n)*move {new.name} away"):
-            latest(tmp_path)
-        assert new not in committed(tmp_path)
-        assert retain(tmp_path, keep=1) == []
+            latest_checkpoint(tmp_path)
+        assert new not in list_checkpoints(tmp_path)
+        assert apply_retention(tmp_path, keep=1) == []
     new.rename(tmp_path / "aside")
     monkeypatch.undo()
-    assert latest(tmp_path) == old
+    assert latest_checkpoint(tmp_path) == old
 
 
 def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_empty(
@@ -342,13 +354,13 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_empty(
 
     monkeypatch.setattr(os, "listdir", unreadable)
     with pytest.raises(OSError, match="Input/output error"):
-        latest(tmp_path)
+        latest_checkpoint(tmp_path)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     put(tmp_path, 1, some_tensors(1))
     folder = put(tmp_path, 1, some_tensors(2))
-    assert torch.equal(Checkpoint.open(folder).read("weights/a"), some_tensors(2)["weights/a"])
+    assert torch.equal(Checkpoint.open_folder(folder).read_tensor("weights/a"), some_tensors(2)["weights/a"])
     assert os.listdir(tmp_path) == ["step-00000001"]
 
 
@@ -359,8 +371,8 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 def test_retain(tmp_path: Path, keep: int | None, every: int | None, left: list[int]) -> None:
     for step in range(1, 7):
         put(tmp_path, step, {})
-    gone = retain(tmp_path, keep=keep, keep_every=every)
-    assert committed(tmp_path) == [step_folder(tmp_path, step) for step in left]
+    gone = apply_retention(tmp_path, keep=keep, keep_every=every)
+    assert list_checkpoints(tmp_path) == [step_folder(tmp_path, step) for step in left]
     assert len(os.listdir(tmp_path)) == len(left) == 6 - len(gone)
 
 
@@ -371,10 +383,10 @@ def test_sweep_removes_leftovers_and_puts_a_replaced_one_back(tmp_path: Path) ->
     shutil.copytree(one, tmp_path / ".step-00000001.replaced-0a0a0a0a")
     two.rename(tmp_path / ".step-00000002.replaced-0a0a0a0a")
     (tmp_path / "notes").mkdir()
-    assert latest(tmp_path) == tmp_path / ".step-00000002.replaced-0a0a0a0a"
-    assert len(sweep(tmp_path)) == 3
+    assert latest_checkpoint(tmp_path) == tmp_path / ".step-00000002.replaced-0a0a0a0a"
+    assert len(remove_leftovers(tmp_path)) == 3
     assert sorted(os.listdir(tmp_path)) == ["notes", one.name, two.name]
-    assert latest(tmp_path) == two
+    assert latest_checkpoint(tmp_path) == two
 
 
 # In the background
@@ -384,27 +396,29 @@ def test_what_changes_after_start_is_not_in_the_checkpoint(tmp_path: Path) -> No
     tensors, state = some_tensors(), {"list": [1]}
     with AsyncSaver() as saver:
         for step in (1, 2):
-            saver.start(tmp_path, step, whole(tensors), model=MODEL, state=state)
+            saver.start_save(tmp_path, step, whole(tensors), model=MODEL, state=state)
             tensors["weights/a"].zero_()
             state["list"].append(step)
-        assert saver.wait() == step_folder(tmp_path, 2)
-        assert saver.wait() is None
-        saver.start(tmp_path, 3, whole(some_tensors(3)), model=MODEL, state={})
-    first, second = (Checkpoint.open(step_folder(tmp_path, step)) for step in (1, 2))
-    assert torch.equal(first.read("weights/a"), some_tensors()["weights/a"])
-    assert first.state == {"list": [1]}
-    assert not second.read("weights/a").any()
-    assert latest(tmp_path) == step_folder(tmp_path, 3)
+        assert saver.wait_for_save() == step_folder(tmp_path, 2)
+        assert saver.wait_for_save() is None
+        saver.start_save(tmp_path, 3, whole(some_tensors(3)), model=MODEL, state={})
+    first, second = (Checkpoint.open_folder(step_folder(tmp_path, step)) for step in (1, 2))
+    assert torch.equal(first.read_tensor("weights/a"), some_tensors()["weights/a"])
+    assert first.trainer_state == {"list": [1]}
+    assert not second.read_tensor("weights/a").any()
+    assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 3)
 
 
 def test_an_error_in_the_background_reaches_the_next_call(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
-        for retry in (saver.wait, lambda: saver.start(tmp_path, 2, {}, model=MODEL, state={})):
-            saver.start(tmp_path, 1, {"t": Sharded((4,), [Box((0,), torch.zeros(2))])}, model=MODEL, state={})
+        for retry in (saver.wait_for_save, lambda: saver.start_save(tmp_path, 2, {}, model=MODEL, state={})):
+            saver.start_save(
+                tmp_path, 1, {"t": ShardedTensor((4,), [TensorBox((0,), torch.zeros(2))])}, model=MODEL, state={}
+            )
             with pytest.raises(CheckpointError, match="t: the boxes"):
                 retry()
-        saver.start(tmp_path, 3, {}, model=MODEL, state={})
-    assert committed(tmp_path) == [step_folder(tmp_path, 3)]
+        saver.start_save(tmp_path, 3, {}, model=MODEL, state={})
+    assert list_checkpoints(tmp_path) == [step_folder(tmp_path, 3)]
 
 
 # Several ranks
@@ -419,13 +433,13 @@ def reshard(root: Path, seeds: range) -> bool:
             tensors = some_tensors(seed)
             mine = {key: split(tensor, world, choose)[rank] for key, tensor in tensors.items()}
             if seed % 2:
-                saver.start(root, seed, mine, model=MODEL, state={})
-                folder = saver.wait()
+                saver.start_save(root, seed, mine, model=MODEL, state={})
+                folder = saver.wait_for_save()
             else:
-                folder = save(root, seed, mine, model=MODEL, state={})
+                folder = save_sharded_checkpoint(root, seed, mine, model=MODEL, state={})
             assert folder is not None
             other = {key: blank(split(tensor, world, choose)[rank]) for key, tensor in tensors.items()}
-            load(folder, other)
+            load_sharded_checkpoint(folder, other)
             assert all(matches(other[key], tensors[key]) for key in tensors), f"seed {seed}"
     return True
 
@@ -435,12 +449,14 @@ def test_any_sharding_of_four_ranks_loads_in_any_other(tmp_path: Path) -> None:
     for seed in range(30):
         tensors = some_tensors(seed)
         alone = zeros(tensors)
-        load(step_folder(tmp_path, seed), whole(alone))
+        load_sharded_checkpoint(step_folder(tmp_path, seed), whole(alone))
         assert equal(alone, tensors)
 
 
 def save_copies(root: Path) -> None:
-    save(root, 1, whole({f"t{i}": torch.full((100,), float(i)) for i in range(8)}), model=MODEL, state={})
+    save_sharded_checkpoint(
+        root, 1, whole({f"t{i}": torch.full((100,), float(i)) for i in range(8)}), model=MODEL, state={}
+    )
 
 
 def test_copies_are_written_once_and_shared_out(tmp_path: Path) -> None:
@@ -453,23 +469,23 @@ def test_copies_are_written_once_and_shared_out(tmp_path: Path) -> None:
 def fail(root: Path, case: str) -> str:
     """One rank fails; returns what this rank was told."""
     rank, tensors = dist.get_rank(), whole({"t": torch.ones(4)})
-    folder = save(root, 1, tensors, model=MODEL, state={})
+    folder = save_sharded_checkpoint(root, 1, tensors, model=MODEL, state={})
     try:
         if case == "disk" and rank == 2:
             _break_writes()
         if case == "dtype" and rank == 1:
             tensors = whole({"t": torch.ones(4).double()})
         if case == "missing" and rank == 1:
-            load(folder, whole({"u": torch.ones(4)}))
+            load_sharded_checkpoint(folder, whole({"u": torch.ones(4)}))
         elif case == "missing":
-            load(folder, tensors)
+            load_sharded_checkpoint(folder, tensors)
         elif case == "staging":
             meta = whole({"t": torch.ones(4, device="meta")})
             with AsyncSaver() as saver:
-                saver.start(root, 2, meta if rank == 3 else tensors, model=MODEL, state={})
+                saver.start_save(root, 2, meta if rank == 3 else tensors, model=MODEL, state={})
         else:
-            mine = Sharded((4,), [Box((rank,), torch.ones(1))])
-            save(
+            mine = ShardedTensor((4,), [TensorBox((rank,), torch.ones(1))])
+            save_sharded_checkpoint(
                 root,
                 2,
                 {"t": mine} if case == "disk" else tensors,

@@ -14,9 +14,9 @@ import torch
 from hf_models import save_model
 from safetensors.torch import load_file
 
-from mega_ckpt.convert import convert
-from mega_ckpt.formats.torch_state import state_tensors
-from mega_ckpt.source import open_source
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.formats.torch_archive import load_state_tensors
+from mega_ckpt.source import open_weight_source
 from mega_common.errors import CheckpointError
 
 BIN = "pytorch_model.bin"
@@ -64,12 +64,12 @@ def test_pickled_weights_are_those_of_safetensors(
 ) -> None:
     shutil.copytree(folder, tmp_path / "bin", ignore=shutil.ignore_patterns("*.safetensors"))
     write(state_of(folder), tmp_path / "bin")
-    found, expected = open_source(tmp_path / "bin"), open_source(folder)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found.read(name), expected.read(name)) for name in expected.keys())  # noqa: SIM118
-    convert(tmp_path / "bin", tmp_path / "mega", "mega", verify=True)
-    convert(tmp_path / "mega", tmp_path / "out", "hf", verify=True)
-    convert(tmp_path / "bin", tmp_path / "direct", "hf", verify=True)
+    found, expected = open_weight_source(tmp_path / "bin"), open_weight_source(folder)
+    assert found.tensor_names() == expected.tensor_names()
+    assert all(torch.equal(found.read_tensor(name), expected.read_tensor(name)) for name in expected.tensor_names())
+    convert_checkpoint(tmp_path / "bin", tmp_path / "mega", "mega", verify=True)
+    convert_checkpoint(tmp_path / "mega", tmp_path / "out", "hf", verify=True)
+    convert_checkpoint(tmp_path / "bin", tmp_path / "direct", "hf", verify=True)
     for out in ("out", "direct"):
         made, disk = load_file(tmp_path / out / "model.safetensors"), load_file(folder / "model.safetensors")
         assert made.keys() == disk.keys()
@@ -83,7 +83,7 @@ def test_pickled_weights_are_those_of_safetensors(
 def test_safetensors_win(folder: Path, tmp_path: Path) -> None:
     both = Path(shutil.copytree(folder, tmp_path / "both"))
     torch.save({"other": torch.zeros(1)}, both / BIN)
-    assert open_source(both).keys() == open_source(folder).keys()
+    assert open_weight_source(both).tensor_names() == open_weight_source(folder).tensor_names()
 
 
 @pytest.mark.parametrize("write", [single, old])
@@ -91,7 +91,7 @@ def test_tensors_stay_in_the_file_until_they_are_used(
     write: Callable[[dict[str, Any], Path], None], tmp_path: Path
 ) -> None:
     write({"a": torch.arange(4.0), "b": torch.arange(8).half()}, tmp_path)
-    tensors, content = state_tensors(tmp_path / BIN), (tmp_path / BIN).read_bytes()
+    tensors, content = load_state_tensors(tmp_path / BIN), (tmp_path / BIN).read_bytes()
     later = content.replace(torch.arange(4.0).numpy().tobytes(), torch.full((4,), 7.0).numpy().tobytes())
     with open(tmp_path / BIN, "r+b") as file:
         file.write(later)
@@ -128,6 +128,6 @@ def test_what_is_no_state_is_told_in_a_sentence(case: str, tmp_path: Path, monke
     change, told = DAMAGE[case]
     change(tmp_path / BIN)
     with pytest.raises(CheckpointError, match=f"{BIN}: .*({told})") as caught:
-        state_tensors(tmp_path / BIN)
+        load_state_tensors(tmp_path / BIN)
     assert "\n" not in caught.value.message
     assert not (tmp_path / "evil").exists()

@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from mega_ckpt.formats.hf import HfSource
-from mega_ckpt.source import open_source
-from mega_ckpt.training import MOMENTS, StaysBehindError
+from mega_ckpt.formats.hf_source import HfSource
+from mega_ckpt.source import open_weight_source
+from mega_ckpt.training_state import MOMENTS, OptimizerNotConverted
 
 SIZES = {"vocab_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS: dict[str, Any] = {
@@ -64,30 +64,30 @@ def written(folder: Path, name: str, optimizer: str, *, groups: int) -> transfor
 @pytest.mark.parametrize(("optimizer", "groups"), [("optimizer.pt", 2), ("optimizer.bin", 1)])
 def test_moments_are_those_of_their_weights(tmp_path: Path, name: str, optimizer: str, groups: int) -> None:
     written(tmp_path, name, optimizer, groups=groups)
-    source = open_source(tmp_path)
+    source = open_weight_source(tmp_path)
     assert isinstance(source, HfSource)
-    training = source.training(torch.float32)
+    training = source.read_training_state(torch.float32)
     assert training is not None
     assert training.step == 7
-    for key in source.keys():  # noqa: SIM118
-        shape = source.shape(key)
+    for key in source.tensor_names():
+        shape = source.tensor_shape(key)
         for kind, times in zip(MOMENTS, (2, 3), strict=True):
             assert torch.equal(
-                training.tensors[kind].read_slice(key, (0,) * len(shape), shape), source.read(key) * times
+                training.tensors[kind].read_tensor_slice(key, (0,) * len(shape), shape), source.read_tensor(key) * times
             )
 
 
 def test_moments_of_experts_that_are_held_together_stay_behind(tmp_path: Path) -> None:
     written(tmp_path, "qwen3_moe", "optimizer.pt", groups=2)
-    source = open_source(tmp_path)
+    source = open_weight_source(tmp_path)
     assert isinstance(source, HfSource)
-    with pytest.raises(StaysBehindError, match=r"its optimizer has no exp_avg of model.layers.0.mlp.experts"):
-        source.training(torch.float32)
+    with pytest.raises(OptimizerNotConverted, match=r"its optimizer has no exp_avg of model.layers.0.mlp.experts"):
+        source.read_training_state(torch.float32)
 
 
 def test_moments_that_nobody_can_tell_apart_stay_behind(tmp_path: Path) -> None:
     model = written(tmp_path, "qwen3", "optimizer.pt", groups=2)
-    path, source = tmp_path / "optimizer.pt", open_source(tmp_path)
+    path, source = tmp_path / "optimizer.pt", open_weight_source(tmp_path)
     assert isinstance(source, HfSource)
     broken = mock.patch.object(transformers.Qwen3ForCausalLM, "__init__", side_effect=RuntimeError("no such kernel"))
     missing = mock.patch.dict(sys.modules, {"transformers": None})
@@ -95,8 +95,8 @@ def test_moments_that_nobody_can_tell_apart_stay_behind(tmp_path: Path) -> None:
         (missing, "transformers, which knows their order, is not installed"),
         (broken, r"cannot tell their order \(no such kernel\)"),
     ):
-        with lacking, pytest.raises(StaysBehindError, match=said):
-            source.training(torch.float32)
+        with lacking, pytest.raises(OptimizerNotConverted, match=said):
+            source.read_training_state(torch.float32)
     parameters = list(model.parameters())
     for spoilt, said in (
         (torch.optim.AdamW([{"params": [one]} for one in parameters[:3]]), "3 in 3 groups, the weights are 25"),
@@ -106,12 +106,12 @@ def test_moments_that_nobody_can_tell_apart_stay_behind(tmp_path: Path) -> None:
             for one in group["params"]:
                 spoilt.state[one] = {"step": torch.tensor(1.0), "exp_avg": one.detach(), "exp_avg_sq": one.detach()}
         torch.save(spoilt.state_dict(), path)
-        with pytest.raises(StaysBehindError, match=said):
-            source.training(torch.float32)
+        with pytest.raises(OptimizerNotConverted, match=said):
+            source.read_training_state(torch.float32)
     for content, said in (([1], "not the state of an optimizer"), ({"param_groups": print}, "print")):
         torch.save(content, path)
-        with pytest.raises(StaysBehindError, match=f"optimizer.pt.*{said}"):
-            source.training(torch.float32)
+        with pytest.raises(OptimizerNotConverted, match=f"optimizer.pt.*{said}"):
+            source.read_training_state(torch.float32)
     path.write_bytes(b"x")
-    with pytest.raises(StaysBehindError, match=r"optimizer.pt: damaged"):
-        source.training(torch.float32)
+    with pytest.raises(OptimizerNotConverted, match=r"optimizer.pt: damaged"):
+        source.read_training_state(torch.float32)

@@ -9,22 +9,22 @@ import pytest
 import torch
 
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.pieces import Box, Sharded
-from mega_ckpt.store import save
-from mega_ckpt.verify import diff, inspect, verify
+from mega_ckpt.store import save_sharded_checkpoint
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
+from mega_ckpt.verify import diff_checkpoints, inspect_checkpoint, verify_checkpoint
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
-from mega_common.presets import preset
+from mega_common.model_presets import load_model_preset
 
-MODEL = ModelConfig.parse(preset("tiny"))
+MODEL = ModelConfig.parse(load_model_preset("tiny"))
 
 
 def put(root: Path, tensors: dict[str, torch.Tensor], *, model: ModelConfig = MODEL, **state: Any) -> Path:
     assets = root.parent / "assets"
     assets.mkdir(parents=True, exist_ok=True)
     (assets / "tokenizer.json").write_text("{}")
-    whole = {key: Sharded(tuple(t.shape), [Box((0,) * t.dim(), t)]) for key, t in tensors.items()}
-    return save(root, 1, whole, model=model, state=state, assets=assets)
+    whole = {key: ShardedTensor(tuple(t.shape), [TensorBox((0,) * t.dim(), t)]) for key, t in tensors.items()}
+    return save_sharded_checkpoint(root, 1, whole, model=model, state=state, assets=assets)
 
 
 def two(fill: float = 1.0) -> dict[str, torch.Tensor]:
@@ -38,7 +38,7 @@ def flip(path: Path, position: int) -> None:
 
 
 def test_a_sound_checkpoint(tmp_path: Path) -> None:
-    report = verify(put(tmp_path / "root", two()), finite=True)
+    report = verify_checkpoint(put(tmp_path / "root", two()), finite=True)
     assert report.ok
     assert (report.files, report.tensors, report.extra) == (2, 2, [])
     assert "every byte is as it was written" in str(report)
@@ -56,7 +56,7 @@ def test_a_sound_checkpoint(tmp_path: Path) -> None:
 def test_any_flipped_byte_is_found(tmp_path: Path, name: str, position: int, named: str) -> None:
     folder = put(tmp_path / "root", two())
     flip(folder / name, position)
-    report = verify(folder)
+    report = verify_checkpoint(folder)
     assert not report.ok
     (problem,) = report.problems
     assert name in problem
@@ -70,7 +70,7 @@ def test_all_damaged_tensors_and_files_are_named(tmp_path: Path) -> None:
     flip(shard, -(48 + 1))
     (folder / "assets" / "tokenizer.json").unlink()
     (folder / "assets" / "stray").touch()
-    report = verify(folder)
+    report = verify_checkpoint(folder)
     assert ["tokenizer.json: missing" in report.problems[0], "main/a" in report.problems[1]] == [True, True]
     assert "weights/a" in report.problems[2]
     assert report.extra == ["assets/stray"]
@@ -80,22 +80,22 @@ def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
     folder = put(tmp_path / "root", two())
     flip(folder / MANIFEST, 200)
     with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
-        verify(folder)
+        verify_checkpoint(folder)
 
 
 def test_elements_that_are_not_finite_are_counted_when_asked(tmp_path: Path) -> None:
     tensor = torch.tensor([1.0, float("nan"), float("-inf")]).bfloat16()
     folder = put(tmp_path / "root", {"weights/a": tensor, "count": torch.tensor(3)})
-    assert verify(folder).ok
-    report = verify(folder, finite=True)
+    assert verify_checkpoint(folder).ok
+    report = verify_checkpoint(folder, finite=True)
     assert report.not_finite == {"weights/a": 2}
     assert not report.ok
 
 
 def test_diff_of_the_same(tmp_path: Path) -> None:
     nan = {"weights/a": torch.tensor([float("nan"), 1.0])}
-    found = diff(put(tmp_path / "a" / "root", nan, x=1), put(tmp_path / "b" / "root", nan, x=1))
-    assert found.same
+    found = diff_checkpoints(put(tmp_path / "a" / "root", nan, x=1), put(tmp_path / "b" / "root", nan, x=1))
+    assert found.is_identical
     assert found.equal == 1
 
 
@@ -105,8 +105,8 @@ def test_diff_tells_settings_and_tensors(tmp_path: Path) -> None:
     right |= {"optimizer/main/a": torch.ones(3, 4), "weights/nan": torch.tensor([1.0, float("nan")])}
     other = MODEL.model_copy(update={"norm_eps": 1e-6})
     a, b = put(tmp_path / "a" / "r", left, x={"y": 1}), put(tmp_path / "b" / "r", right, model=other, x={"y": 2}, z=3)
-    found = diff(a, b)
-    assert not found.same
+    found = diff_checkpoints(a, b)
+    assert not found.is_identical
     assert found.settings == {"model.norm_eps": (1e-5, 1e-6), "state.x.y": (1, 2), "state.z": (None, 3)}
     assert (found.only_in_a, found.only_in_b) == (["weights/left"], ["weights/right"])
     told = {one.key: one for one in found.tensors}
@@ -121,12 +121,12 @@ def test_diff_tells_settings_and_tensors(tmp_path: Path) -> None:
 def test_diff_sees_the_sign_of_zero(tmp_path: Path) -> None:
     a = put(tmp_path / "a" / "root", {"t": torch.tensor([0.0])})
     b = put(tmp_path / "b" / "root", {"t": torch.tensor([-0.0])})
-    (only,) = diff(a, b).tensors
+    (only,) = diff_checkpoints(a, b).tensors
     assert only.max_abs == 0.0
 
 
 def test_inspect(tmp_path: Path) -> None:
-    summary = inspect(put(tmp_path / "root", two(), samples=12))
+    summary = inspect_checkpoint(put(tmp_path / "root", two(), samples=12))
     assert (summary.step, summary.parameters, summary.state) == (1, 12, {"samples": 12})
     assert [(g.prefix, g.dtype, g.tensors, g.elements, g.bytes) for g in summary.groups] == [
         ("optimizer/main", "F64", 1, 12, 96),

@@ -11,9 +11,9 @@ import torch
 from hf_models import save_model
 from safetensors.torch import load_file, save_file
 
-from mega_ckpt.convert import convert
-from mega_ckpt.formats.foreign_state import unprefixed, unwrapped
-from mega_ckpt.formats.hf import HfSource
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.formats.foreign_checkpoint import strip_common_prefix, strip_wrappers
+from mega_ckpt.formats.hf_source import HfSource
 from mega_common.errors import CheckpointError
 
 TIED, UNTIED = "llama-tied-linear", "llama-biases-head-llama3"
@@ -49,27 +49,27 @@ def test_names_that_a_tool_changed_are_read(tmp_path: Path, case: str, tool: str
     plain, changed = (save_model(tmp_path / name, case) for name in ("plain", "changed"))
     rename(changed, RENAMED[tool])
     one, other = HfSource(plain), HfSource(changed)
-    assert list(one.keys()) == list(other.keys())
-    assert all(torch.equal(one.read(name), other.read(name)) for name in list(one.keys()))
+    assert list(one.tensor_names()) == list(other.tensor_names())
+    assert all(torch.equal(one.read_tensor(name), other.read_tensor(name)) for name in list(one.tensor_names()))
 
 
 def test_what_is_written_from_them_has_the_models_names(tmp_path: Path) -> None:
     plain, changed = (save_model(tmp_path / name, UNTIED) for name in ("plain", "changed"))
     rename(changed, RENAMED["torch.compile"])
-    convert(changed, tmp_path / "mega", "mega", verify=True)
-    convert(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
+    convert_checkpoint(changed, tmp_path / "mega", "mega", verify=True)
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == load_file(plain / "model.safetensors").keys()
 
 
 def test_a_pickle_of_a_wrapped_model_is_read(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "hf", UNTIED)
-    before = {name: HfSource(folder).read(name).clone() for name in list(HfSource(folder).keys())}
+    before = {name: HfSource(folder).read_tensor(name).clone() for name in list(HfSource(folder).tensor_names())}
     torch.save(
         {f"module.{name}": one for name, one in load_file(folder / "model.safetensors").items()},
         folder / "pytorch_model.bin",
     )
     (folder / "model.safetensors").unlink()
-    assert all(torch.equal(HfSource(folder).read(name), tensor) for name, tensor in before.items())
+    assert all(torch.equal(HfSource(folder).read_tensor(name), tensor) for name, tensor in before.items())
 
 
 def test_a_name_that_is_there_wrapped_and_plain_is_refused(tmp_path: Path) -> None:
@@ -101,11 +101,11 @@ def test_names_that_cannot_be_read_are_shown(tmp_path: Path) -> None:
     ],
 )
 def test_only_whole_parts_of_a_name_are_wrappers(name: str, bare: str) -> None:
-    assert unwrapped(name) == bare
+    assert strip_wrappers(name) == bare
 
 
 def test_no_prefix_is_stripped_where_names_are_as_expected() -> None:
-    assert unprefixed({"a.b": 1, "c": 2}, {"a.b", "b", "c"}) == {"a.b": 1, "c": 2}  # type: ignore[dict-item, comparison-overlap]
+    assert strip_common_prefix({"a.b": 1, "c": 2}, {"a.b", "b", "c"}) == {"a.b": 1, "c": 2}  # type: ignore[dict-item, comparison-overlap]
 
 
 HEADS = [
@@ -132,7 +132,7 @@ def test_a_tied_embedding_may_be_stored_under_another_of_its_names_alone(
     assert json.loads((plain / "config.json").read_text()).get("tie_word_embeddings", True)
     rename(changed, lambda name: head if name == embedding else name)
     one, other = HfSource(plain), HfSource(changed)
-    assert all(torch.equal(one.read(name), other.read(name)) for name in list(one.keys()))
-    convert(changed, tmp_path / "mega", "mega", verify=True)
-    convert(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
+    assert all(torch.equal(one.read_tensor(name), other.read_tensor(name)) for name in list(one.tensor_names()))
+    convert_checkpoint(changed, tmp_path / "mega", "mega", verify=True)
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (changed / "model.safetensors").read_bytes()

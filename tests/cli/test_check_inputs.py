@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mega_cli.train import _check_inputs
-from mega_common.config import apply_overrides
 from mega_common.errors import ConfigError
-from mega_trainer.config import RunConfig
+from mega_common.strict_config import apply_overrides
+from mega_trainer.config.run_config import RunConfig
 
 RUN: Mapping[str, Any] = {
     "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 64, "vocab_size": 64},

@@ -10,13 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mega_ckpt.names import tensors_of
-from mega_ckpt.pieces import Box, Sharded
-from mega_ckpt.store import place, save
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.store import parse_location, save_sharded_checkpoint
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_cli.ckpt import app
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.model_config import ModelConfig
-from mega_data.files.indexed_writer import IndexedWriter
+from mega_data.token_files.indexed_writer import IndexedWriter
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
 
@@ -24,10 +24,10 @@ MODEL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attenti
 def save_run(folder: Path, step: int = 3, scale: float = 1.0) -> Path:
     model = ModelConfig.parse(MODEL)
     held = {
-        f"weights/{name}": Sharded(shape, [Box((0,) * len(shape), torch.full(shape, scale))])
-        for name, shape in tensors_of(model).items()
+        f"weights/{name}": ShardedTensor(shape, [TensorBox((0,) * len(shape), torch.full(shape, scale))])
+        for name, shape in canonical_tensors(model).items()
     }
-    save(folder / "checkpoints", step, held, model=model, state={"step": step})
+    save_sharded_checkpoint(folder / "checkpoints", step, held, model=model, state={"step": step})
     return folder
 
 
@@ -57,14 +57,14 @@ def test_convert_to_hf_and_back(run: Path, tmp_path: Path) -> None:
 
 
 def test_convert_compares_logits(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mega_eval import compare
+    from mega_eval import logit_comparison
 
     seen = []
-    real = compare.compare_logits
-    monkeypatch.setattr(compare, "compare_logits", lambda *args: seen.append(real(*args)) or seen[-1])
+    real = logit_comparison.compare_logits
+    monkeypatch.setattr(logit_comparison, "compare_logits", lambda *args: seen.append(real(*args)) or seen[-1])
     call("convert", run, tmp_path / "hf", "--to", "hf", "--verify")
     assert [found.difference for found in seen] == [0.0]
-    monkeypatch.setattr(compare, "TOLERANCES", dict.fromkeys(compare.TOLERANCES, -1.0))
+    monkeypatch.setattr(logit_comparison, "TOLERANCES", dict.fromkeys(logit_comparison.TOLERANCES, -1.0))
     with pytest.raises(CheckpointError, match="is not the same model"):
         call("convert", run, tmp_path / "other", "--to", "mega", "--verify")
     assert not (tmp_path / "other").exists()
@@ -111,7 +111,7 @@ def test_diff(run: Path, tmp_path: Path) -> None:
 def test_urls(run: Path, tmp_path: Path) -> None:
     url = f"memory://bucket/{tmp_path.name}"
     for path in (run / "checkpoints").rglob("*.*"):
-        (place(url) / path.relative_to(run)).write_bytes(path.read_bytes())
+        (parse_location(url) / path.relative_to(run)).write_bytes(path.read_bytes())
     assert json.loads(call("inspect", url, "--json"))["folder"] == f"{url}/checkpoints/step-00000003"
     assert "every byte is as it was written" in call("verify", url)
     assert "are the same, bit for bit" in call("diff", url, run)

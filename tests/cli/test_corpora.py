@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from mega_cli.main import main
-from mega_cli.workflow_config import Workflow
-from mega_data.files.indexed import IndexedReader
+from mega_cli.workflow_config import WorkflowConfig
+from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def preprocess(arguments: str) -> int:
 
 def documents(prefix: str, tokenizer: str = "tok") -> list[str]:
     reader, loaded = IndexedReader(Path(prefix)), Tokenizer(Path(tokenizer))
-    return [loaded.decode(reader.read(i).tolist()) for i in range(len(reader))]
+    return [loaded.decode(reader.read_sequence(i).tolist()) for i in range(len(reader))]
 
 
 def lines(*texts: str, key: str = "text") -> str:
@@ -123,19 +123,19 @@ def test_an_example_runs_again_with_another_file_in_its_corpus(
     corpus.mkdir(parents=True)
     shutil.copytree(here / "tok", folder / "tokenizer")
     (corpus / "a.txt").write_text("one")
-    loaded = Workflow.parse(yaml.safe_load((ROOT / "examples" / workflow / "workflow.yaml").read_text()))
+    loaded = WorkflowConfig.parse(yaml.safe_load((ROOT / "examples" / workflow / "workflow.yaml").read_text()))
     stage = loaded.stages["tokens"]
     monkeypatch.chdir(folder)
-    assert mega(" ".join(stage.command)) == 0
+    assert mega(" ".join(stage.command_arguments)) == 0
     (corpus / "b.txt").write_text("two")
     for output in stage.outputs:
         (folder / output).rename(folder / f"{output}.old-1")
-    assert mega(" ".join(stage.command)) == 0
+    assert mega(" ".join(stage.command_arguments)) == 0
     assert documents("data/corpus", "tokenizer") == ["one<|endoftext|>", "two<|endoftext|>"]
     # As workflows written before name them, with the description staying behind.
     for suffix in ("bin", "idx"):
         (folder / f"data/corpus.{suffix}").unlink()
-    assert mega(" ".join(stage.command)) == 0
+    assert mega(" ".join(stage.command_arguments)) == 0
 
 
 def gz(text: str) -> bytes:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mega_cli.data import app
 from mega_common.errors import ConfigError, DataError
-from mega_data.reports.inspect import inspect
+from mega_data.reports.inspect_dataset import inspect_dataset
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def test_the_command_of_the_readme(corpus: Path, tokenizer: Path) -> None:
     )
     assert (status, told) == (
         0,
-        f"{corpus / 'd'}: 3 documents, {inspect(corpus / 'd').tokens} tokens, 360 bytes of text\n",
+        f"{corpus / 'd'}: 3 documents, {inspect_dataset(corpus / 'd').tokens} tokens, 360 bytes of text\n",
     )
-    assert [sample.text for sample in inspect(corpus / "d", head=1000).samples] == [
+    assert [sample.text for sample in inspect_dataset(corpus / "d", head=1000).samples] == [
         f"the {name} " * 20 + "<|endoftext|>" for name in "abc"
     ]
 
@@ -63,7 +63,7 @@ def test_inputs_in_any_form_are_read_in_order(corpus: Path, tokenizer: Path, for
         else:
             words.append(corpus / f"{word}.jsonl" if word in "abc" else word)
     assert data("preprocess", *words)[0] == 0
-    assert [sample.text for sample in inspect(corpus / "d").samples] == ["a", "b", "c"]
+    assert [sample.text for sample in inspect_dataset(corpus / "d").samples] == ["a", "b", "c"]
 
 
 def test_options_reach_their_place(corpus: Path, tokenizer: Path) -> None:
@@ -110,7 +110,7 @@ def test_help_has_examples(command: str) -> None:
 
 def test_neither_command_nor_package_imports_torch() -> None:
     code = (
-        "import sys, mega_cli.data, mega_data.making.preprocess, mega_data.reports.inspect, mega_data.files.merge\n"
+        "import sys, mega_cli.data, mega_data.preprocessing.preprocess_corpus, mega_data.reports.inspect_dataset, mega_data.token_files.merge_datasets\n"
         "assert not {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
@@ -121,7 +121,7 @@ def test_sentences_are_sequences(corpus: Path, tokenizer: Path) -> None:
     (corpus / "s.txt").write_text("The cat sat. Did it sit? It did!")
     options = ("--input", corpus / "s.txt", "--tokenizer", tokenizer, "--output", corpus / "d")
     assert data("preprocess", *options, "--split-sentences", "--language", "de")[0] == 0
-    found = inspect(corpus / "d")
+    found = inspect_dataset(corpus / "d")
     assert (found.documents, found.sequences) == (1, 3)
     with pytest.raises(ConfigError, match="--language: says where sentences end"):
         data("preprocess", *options, "--language", "de")

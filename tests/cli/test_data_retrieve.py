@@ -13,13 +13,13 @@ from masked_data import save_word_pieces
 from tiny_models import save_tiny, variant
 from typer.testing import Result
 
-from mega_ckpt.families import family_for
+from mega_ckpt.families import family_for_model
 from mega_cli.data import app
-from mega_common.config import load_yaml
 from mega_common.errors import DataError, MegaError
-from mega_data.retrieval.neighbors import read_neighbors_info
-from mega_trainer.config import RunConfig, resolve
-from mega_trainer.data_check import check_data
+from mega_common.strict_config import load_yaml_mapping
+from mega_data.retrieval.neighbor_files import read_neighbors_info
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.data.data_check import check_datasets
 
 
 def mega(*args: object, fails: type[MegaError] | None = None) -> Result:
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("retrieve")
     save_word_pieces(folder / "bert", around=True)
     config = variant("bert").model_copy(update={"vocab_size": 207})
-    save_tiny(folder / "bert", family_for(config), config)
+    save_tiny(folder / "bert", family_for_model(config), config)
     texts = [" ".join(f"w{word}" for word in row) for row in np.random.default_rng(1).integers(0, 60, (24, 20))]
     (folder / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = ("--input", folder / "d.jsonl", "--tokenizer", folder / "bert", "--append-eod")
@@ -59,8 +59,8 @@ def test_a_run_reads_what_was_found_beside_its_data(folder: Path) -> None:
     shown = json.loads(mega("data", "show", "--run", folder / "run.yaml", "--json").stdout)
     names = [part["name"] for part in shown if part["name"].startswith("neighbour")]
     assert len(names) == 8
-    config = RunConfig.parse(resolve(load_yaml(folder / "run.yaml")), source="run.yaml")
-    (use,) = [use for use in check_data(config) if use.split == "train"]
+    config = RunConfig.parse(resolve_run_config(load_yaml_mapping(folder / "run.yaml")), source="run.yaml")
+    (use,) = [use for use in check_datasets(config) if use.split == "train"]
     assert (use.samples, use.epochs) == (138, pytest.approx(8))
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import typer
 
-from mega_cli.main import build_app
-from mega_trainer.config import load_run
+from mega_cli.main import build_typer_app
+from mega_trainer.config.run_config import load_run_config
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDERS = ("", "docs", "docker", "cli", "examples/*", "packages/*", "benchmarks")
@@ -34,7 +34,7 @@ def commands(text: str) -> Iterator[list[str]]:
 @cache
 def everything() -> Any:
     """The tree of commands."""
-    return typer.main.get_command(build_app())
+    return typer.main.get_command(build_typer_app())
 
 
 def unknown(words: list[str]) -> list[str]:
@@ -71,4 +71,4 @@ def test_the_run_of_the_architecture_is_one(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(# run.yaml.*?)```", text, re.DOTALL)
     (tmp_path / "run.yaml").write_text(block)
-    assert load_run(tmp_path / "run.yaml").parallel.virtual_stages == 2
+    assert load_run_config(tmp_path / "run.yaml").parallel.virtual_stages == 2

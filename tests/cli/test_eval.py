@@ -14,13 +14,13 @@ from tiny_adapters import save_adapter
 from tiny_models import save_tiny, variant
 from typer.testing import Result
 
-from mega_ckpt.convert import Options, convert
-from mega_ckpt.families import family_named
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.families import family_by_name
 from mega_cli.eval import EVAL_EXAMPLES, GENERATE_EXAMPLES, eval_command, generate_command
 from mega_common.errors import ConfigError, DataError, MegaError
-from mega_common.lora import LoraConfig
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_data.files.info import TokenizerInfo, write_info
+from mega_common.lora_config import LoraConfig
+from mega_data.token_files.dataset_info import TokenizerInfo, write_dataset_info
+from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import train_tokenizer
 
 TEXTS = ["the end of the story", "is the beginning of another one"]
@@ -31,12 +31,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, its tokenizer, and held-out data `held-out` that was made with it."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = train_tokenizer(TEXTS, 270, folder)
-    save_tiny(folder, family_named("llama"), variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size}))
+    save_tiny(
+        folder, family_by_name("llama"), variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size})
+    )
     with IndexedWriter(folder / "held-out", np.uint16) as writer:
         for text in TEXTS:
             writer.add_document(np.array(tokenizer.encode(text)))
-    write_info(
-        folder / "held-out", tokenizer=TokenizerInfo.of(tokenizer), append_eod=False, dtype="uint16", documents=2,
+    write_dataset_info(
+        folder / "held-out", tokenizer=TokenizerInfo.from_tokenizer(tokenizer), append_eod=False, dtype="uint16", documents=2,
         tokens=1, text_bytes=sum(map(len, TEXTS)), bin_sha256="",
     )  # fmt: skip
     return folder
@@ -94,7 +96,7 @@ def test_generate_one_prompt(folder: Path):
 def test_generate_with_an_adapter_is_as_by_the_model_with_it(folder: Path, tmp_path: Path):
     adapter, args = save_adapter(tmp_path / "adapter", folder, LoraConfig(rank=2)), ["--prompt", "the end"]
     args += ["--max-new-tokens", "8", "--temperature", "0"]
-    convert(folder, tmp_path / "merged", "hf", options=Options(adapter=str(adapter)))
+    convert_checkpoint(folder, tmp_path / "merged", "hf", options=ConvertOptions(adapter=str(adapter)))
     given = mega("generate", folder, *args, "--adapter", adapter).stdout
     assert given == mega("generate", tmp_path / "merged", *args).stdout
     assert given != mega("generate", folder, *args).stdout

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mega_cli.launch.command import app, dns_label
-from mega_cli.launch.values import escape_references
+from mega_cli.launch.command import app, to_dns_label
+from mega_cli.launch.value_grammars import escape_kubernetes_references
 from mega_common.errors import ConfigError
 
 CONFIG = {
@@ -148,7 +148,7 @@ def test_a_slurm_job_trains_in_a_container(tmp_path: Path, image: str, step: str
     ],
 )
 def test_the_interpreter_is_the_one_that_has_mega(tmp_path: Path, options: tuple[str, ...], interpreter: str) -> None:
-    assert f"exec {interpreter} -m mega_trainer.elastic" in launch(tmp_path, "slurm", "--nodes", "2", *options)
+    assert f"exec {interpreter} -m mega_trainer.launch.elastic" in launch(tmp_path, "slurm", "--nodes", "2", *options)
 
 
 def objects(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
@@ -217,7 +217,7 @@ def test_the_first_pod_hosts_the_meeting_whatever_its_name_resolves_to(tmp_path:
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index)}
     subprocess.run(container["command"], cwd=tmp_path, env=env, check=True)
     args = (tmp_path / "args").read_text().splitlines()
-    assert args[:2] == ["-m", "mega_trainer.elastic"]
+    assert args[:2] == ["-m", "mega_trainer.launch.elastic"]
     assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-endpoint=big-run-0.big-run:29500"} <= set(args)
     assert f"--rdzv-conf=is_host={int(index == 0)},read_timeout=600,join_timeout=600" in args
     assert args[-3:] == ["train", "/config/run.yaml", "--set=train.steps=7"]
@@ -231,7 +231,7 @@ def test_the_first_pod_hosts_the_meeting_whatever_its_name_resolves_to(tmp_path:
     ],
 )  # fmt: skip
 def test_names_are_dns_labels(text: str, label: str) -> None:
-    assert dns_label(text) == label
+    assert to_dns_label(text) == label
     assert re.fullmatch(r"[a-z]([a-z0-9-]{0,52}[a-z0-9])?", label)
 
 
@@ -333,4 +333,4 @@ def test_a_configuration_with_a_strange_name_is_refused(kind: str, path: str) ->
 def test_kubernetes_expands_nothing_in_a_word(word: str) -> None:
     """Kubernetes replaces $$ by $ and $(NAME) by a variable, once, from left to right."""
     expand = re.compile(r"\$\$|\$\(([^)]*)\)")
-    assert expand.sub(lambda found: "$" if found[0] == "$$" else "expanded", escape_references(word)) == word
+    assert expand.sub(lambda found: "$" if found[0] == "$$" else "expanded", escape_kubernetes_references(word)) == word

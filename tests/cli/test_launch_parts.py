@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from mega_cli.launch.command import app
-from mega_data.making.preprocess import preprocess
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 
 
@@ -46,7 +46,7 @@ def launch(*words: str | Path) -> str:
 
 
 def straight(folder: Path) -> bytes:
-    preprocess([folder / "text.jsonl"], folder / "tok", folder / "straight", append_eod=True)
+    preprocess_corpus([folder / "text.jsonl"], folder / "tok", folder / "straight", append_eod=True)
     return (folder / "straight.bin").read_bytes()
 
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mega_cli.main import build_app, guarded
+from mega_cli.main import build_typer_app, run_and_report_errors
 from mega_common.errors import ConfigError, TrainingError
 
 
@@ -43,7 +43,7 @@ except SystemExit as end:
 
 
 def test_each_command_has_help_with_an_example() -> None:
-    app = build_app()
+    app = build_typer_app()
     root = typer.main.get_command(app)
 
     def leaves(node: object, words: list[str]) -> list[list[str]]:
@@ -136,20 +136,20 @@ class TestGuarded:
     def test_statuses_and_words(
         self, capsys: pytest.CaptureFixture[str], error: BaseException, status: int, said: str
     ) -> None:
-        assert guarded(lambda: fails(error)) == status
+        assert run_and_report_errors(lambda: fails(error)) == status
         assert capsys.readouterr().err == said
 
     def test_a_missing_package_of_ours_names_its_folders(self, capsys: pytest.CaptureFixture[str]) -> None:
         error = ModuleNotFoundError("No module named 'mega_data'", name="mega_data")
-        assert guarded(lambda: fails(error)) == 2
+        assert run_and_report_errors(lambda: fails(error)) == 2
         assert "pip install packages/data" in capsys.readouterr().err
 
     def test_a_missing_library_is_named(self, capsys: pytest.CaptureFixture[str]) -> None:
         error = ModuleNotFoundError("No module named 'zstandard'", name="zstandard")
-        assert guarded(lambda: fails(error)) == 2
+        assert run_and_report_errors(lambda: fails(error)) == 2
         assert "'zstandard'" in capsys.readouterr().err
 
     def test_a_missing_module_inside_a_package_is_our_failure(self, capsys: pytest.CaptureFixture[str]) -> None:
         error = ModuleNotFoundError("No module named 'mega_data.gone'", name="mega_data.gone")
-        assert guarded(lambda: fails(error)) == 1
+        assert run_and_report_errors(lambda: fails(error)) == 1
         assert "internal error" in capsys.readouterr().err

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mega_cli.main import build_app
-from mega_cli.megatron_args import to_yaml
-from mega_cli.moving_in import from_deepspeed, from_hf_args
+from mega_cli.main import build_typer_app
+from mega_cli.megatron_args import render_run_yaml
+from mega_cli.moving_in import translate_deepspeed, translate_hf_args
 from mega_common.errors import ConfigError
-from mega_trainer.config import RunConfig, flat, resolve
+from mega_trainer.config.run_config import RunConfig, flatten_settings, resolve_run_config
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
 
@@ -22,7 +22,7 @@ MODEL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 32, "num_attenti
 def loaded(text: str) -> RunConfig:
     """The run, with what was to be filled in filled in."""
     known = {"model": MODEL, "init_from": "model", "data": {"train": "data/train", "seq_length": 64}}
-    return RunConfig.parse(resolve(yaml.safe_load(text) | known))
+    return RunConfig.parse(resolve_run_config(yaml.safe_load(text) | known))
 
 
 def written(folder: Path, values: dict[str, Any]) -> Path:
@@ -49,7 +49,7 @@ DEEPSPEED = {
 
 
 def test_deepspeed(tmp_path: Path) -> None:
-    text = to_yaml(from_deepspeed(written(tmp_path, DEEPSPEED), ranks=2))
+    text = render_run_yaml(translate_deepspeed(written(tmp_path, DEEPSPEED), ranks=2))
     run = loaded(text)
     assert (run.batch.micro, run.batch.global_) == (4, 64)
     assert (run.optimizer.lr, run.optimizer.betas, run.optimizer.eps) == (3e-5, (0.9, 0.98), 1e-6)
@@ -67,7 +67,7 @@ def test_what_deepspeed_leaves_to_others_is_told_and_its_defaults_are_written_ou
         "fp16": {"enabled": True, "initial_scale_power": 12},
         "optimizer": {"type": "Lamb"},
     }
-    text = to_yaml(from_deepspeed(written(tmp_path, values)))
+    text = render_run_yaml(translate_deepspeed(written(tmp_path, values)))
     run = loaded(text)
     assert (run.precision, run.fp16.initial_scale, run.optimizer.clip_grad, run.parallel.zero) == ("fp16", 4096, 0, 0)
     assert "train_batch_size: is left to the program" in text
@@ -84,7 +84,7 @@ ARGUMENTS = {
 
 
 def test_training_arguments(tmp_path: Path) -> None:
-    text = to_yaml(from_hf_args(written(tmp_path, ARGUMENTS), ranks=8))
+    text = render_run_yaml(translate_hf_args(written(tmp_path, ARGUMENTS), ranks=8))
     run = loaded(text)
     assert (run.batch.micro, run.batch.global_, run.train.steps, run.train.eval_every) == (2, 64, 500, 50)
     assert (run.optimizer.lr, run.optimizer.betas, run.optimizer.clip_grad) == (1e-4, (0.9, 0.95), 2.0)
@@ -112,7 +112,7 @@ warmup_ratio: 0.1
 
 def test_a_file_of_axolotl(tmp_path: Path) -> None:
     (tmp_path / "axolotl.yml").write_text(AXOLOTL)
-    done = CliRunner().invoke(build_app(), ["train", "--from-hf-args", str(tmp_path / "axolotl.yml")])
+    done = CliRunner().invoke(build_typer_app(), ["train", "--from-hf-args", str(tmp_path / "axolotl.yml")])
     run = loaded(done.stdout)
     assert run.lora is not None
     assert (run.lora.rank, run.lora.alpha, run.lora.modules) == (8, 16, [".*q_proj", ".*v_proj"])
@@ -129,7 +129,7 @@ def test_accelerate_says_how_many_ranks_and_what_they_share(tmp_path: Path) -> N
         "distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 4, "per_device_train_batch_size": 1,
         "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     }  # fmt: skip
-    run = loaded(to_yaml(from_hf_args(written(tmp_path, values))))
+    run = loaded(render_run_yaml(translate_hf_args(written(tmp_path, values))))
     assert (run.batch.global_, run.precision, run.parallel.zero) == (4, "bf16", 2)
 
 
@@ -138,7 +138,7 @@ def test_a_file_that_is_none_is_told(tmp_path: Path, text: str) -> None:
     path = tmp_path / "settings"
     path.write_text(text)
     with pytest.raises(ConfigError, match="settings"):
-        from_hf_args(path)
+        translate_hf_args(path)
 
 
 AXOLOTL_BASE = {
@@ -150,8 +150,8 @@ PAIRS = {"data.kind": "pairs"}
 
 def translated(folder: Path, values: dict[str, Any], ranks: int = 1) -> tuple[dict[str, Any], str]:
     """The run by dotted keys, and the whole text."""
-    text = to_yaml(from_hf_args(written(folder, values), ranks))
-    return dict(flat(yaml.safe_load(text))), text
+    text = render_run_yaml(translate_hf_args(written(folder, values), ranks))
+    return dict(flatten_settings(yaml.safe_load(text))), text
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_an_objective_is_translated(tmp_path: Path, values: dict[str, Any], expe
     wanted = yaml.safe_load(text)
     model = MODEL | {"score": True} if wanted.get("model", {}).get("score") else MODEL
     data = {"train": "data/train", "seq_length": 64} | ({"kind": "pairs"} if run.get("data.kind") == "pairs" else {})
-    parsed = RunConfig.parse(resolve(wanted | {"model": model, "init_from": "model", "data": data}))
-    assert parsed.objective.of_pairs == (run.get("data.kind") == "pairs")
+    parsed = RunConfig.parse(resolve_run_config(wanted | {"model": model, "init_from": "model", "data": data}))
+    assert parsed.objective.is_pairwise == (run.get("data.kind") == "pairs")
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_batch_of_deepspeed_that_does_not_fit_is_refused(
     tmp_path: Path, values: dict[str, Any], ranks: int, named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        from_deepspeed(written(tmp_path, values), ranks)
+        translate_deepspeed(written(tmp_path, values), ranks)
 
 
 def test_what_huggingface_fills_into_deepspeeds_file_is_left_to_fill_in(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_what_huggingface_fills_into_deepspeeds_file_is_left_to_fill_in(tmp_path
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-8}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}},
     }
-    run = dict(flat(yaml.safe_load(to_yaml(from_deepspeed(written(tmp_path, values), 1)))))
+    run = dict(flatten_settings(yaml.safe_load(render_run_yaml(translate_deepspeed(written(tmp_path, values), 1)))))
     for key in ("optimizer.lr", "optimizer.betas", "lr_schedule.name"):
         assert run[key] == "TO BE FILLED IN", key
 

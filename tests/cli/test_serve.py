@@ -19,12 +19,12 @@ from tiny_adapters import save_adapter
 from tiny_models import save_tiny, variant
 from typer.testing import Result
 
-from mega_ckpt.families import family_named
+from mega_ckpt.families import family_by_name
 from mega_cli.serve import CHAT_EXAMPLES, SERVE_EXAMPLES, chat_command, serve_command
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
-from mega_common.lora import LoraConfig
-from mega_data.chat.records import Conversation
-from mega_data.chat.template import ChatTemplate
+from mega_common.lora_config import LoraConfig
+from mega_data.chat.chat_records import Conversation
+from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tokenizer(["the end of the story"] * 3, 270, base)
     tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
     config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 256})
-    save_tiny(folder, family_named("llama"), config)
+    save_tiny(folder, family_by_name("llama"), config)
     return folder
 
 

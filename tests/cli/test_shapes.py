@@ -14,11 +14,11 @@ from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from mega_ckpt.families import family_for
-from mega_cli.main import build_app
+from mega_ckpt.families import family_for_model
+from mega_cli.main import build_typer_app
 from mega_common.model_config import ModelConfig
+from mega_eval.image_prompts import ImagePrompt
 from mega_eval.language_model import LanguageModel
-from mega_eval.pictured import Pictured
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 40), "blue": (40, 60, 220), "yellow": (230, 220, 40)}
 SHAPES = ("circle", "square", "triangle")
@@ -57,7 +57,7 @@ def records(folder: Path, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def mega(*args: object) -> str:
-    done = CliRunner().invoke(build_app(), [str(arg) for arg in args], catch_exceptions=False)
+    done = CliRunner().invoke(build_typer_app(), [str(arg) for arg in args], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -96,7 +96,7 @@ def trained(tmp_path: Path, images: int, steps: int, batch: int, **more: Any) ->
     run, features = config(tmp_path, steps, batch, **more), ("--image-tokens", 36)
     if more:
         model = ModelConfig.parse(run["model"])
-        (tmp_path / "config.json").write_text(json.dumps(family_for(model).write_config(model)))
+        (tmp_path / "config.json").write_text(json.dumps(family_for_model(model).write_config_json(model)))
         features = ("--image-model", tmp_path)
     (tmp_path / "seen.json").write_text(json.dumps(records(pictures, images, 1)))
     said = mega(
@@ -125,7 +125,7 @@ def test_the_whole_way(tmp_path: Path, kind: str, more: dict[str, Any], features
     (tmp_path / "text.png").write_text("no image")
     for wrong, told in (("text.png", "no image that can be read"), ("none.png", "cannot be read")):
         done = CliRunner().invoke(
-            build_app(), ["generate", str(hf), "--image", str(tmp_path / wrong), *map(str, prompt)]
+            build_typer_app(), ["generate", str(hf), "--image", str(tmp_path / wrong), *map(str, prompt)]
         )
         assert told in str(done.exception)
 
@@ -136,7 +136,7 @@ def test_a_tiny_llava_names_coloured_shapes_that_it_has_not_seen(tmp_path: Path)
     others = records(tmp_path / "others", 200, 2)
     model = LanguageModel.load(hf, device="cpu")
     asked = [
-        Pictured("<user> <image> what is it ", [(tmp_path / "others" / one["image"]).read_bytes()]) for one in others
+        ImagePrompt("<user> <image> what is it ", [(tmp_path / "others" / one["image"]).read_bytes()]) for one in others
     ]
     found = model.generate(asked, max_new_tokens=4, batch_size=50)
     right = sum(

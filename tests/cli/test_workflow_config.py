@@ -9,13 +9,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_cli.main import build_app
+from mega_cli.main import build_typer_app
 from mega_cli.workflow import load_workflow
-from mega_cli.workflow_config import Workflow
+from mega_cli.workflow_config import WorkflowConfig
 from mega_common.errors import ConfigError
-from mega_trainer.config import load_run
+from mega_trainer.config.run_config import load_run_config
 
-ROOT = typer.main.get_command(build_app())
+ROOT = typer.main.get_command(build_typer_app())
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -25,10 +25,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_the_examples_are_valid(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(example.parent)
     workflow = load_workflow(example, [], ROOT)
-    assert workflow.order()
+    assert workflow.ordered_stages()
     start = yaml.safe_load((example.parent / "run.yaml").read_text())["model"].get("from")
     if start is None:
-        load_run(example.parent / "run.yaml")
+        load_run_config(example.parent / "run.yaml")
     else:  # a stage makes it
         assert any(start in stage.outputs for stage in workflow.stages.values())
 
@@ -93,9 +93,9 @@ def test_a_workflow_that_cannot_be_is_refused(tmp_path: Path, text: str, said: s
 def test_options_become_arguments() -> None:
     raw = {"run": "data preprocess", "args": ["x", 1], "outputs": ["y"]}
     options = {"input": ["a", "b"], "append-eod": True, "progress": False, "lr": 0.5}
-    workflow = Workflow.parse({"stages": {"one": {**raw, "with": options}}})
+    workflow = WorkflowConfig.parse({"stages": {"one": {**raw, "with": options}}})
     expected = "data preprocess --input a --input b --append-eod --no-progress --lr 0.5 x 1"
-    assert workflow.stages["one"].command == expected.split()
+    assert workflow.stages["one"].command_arguments == expected.split()
 
 
 @given(st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=10), st.randoms())
@@ -106,11 +106,11 @@ def test_each_stage_comes_after_what_it_needs(needs: list[set[int]], random: Any
         for i, (name, earlier) in enumerate(zip(names, needs, strict=True))
     ]
     random.shuffle(items)
-    workflow = Workflow.parse({"stages": dict(items)})
-    order = workflow.order()
+    workflow = WorkflowConfig.parse({"stages": dict(items)})
+    order = workflow.ordered_stages()
     assert sorted(order) == sorted(names)
     for name, config in workflow.stages.items():
         assert all(order.index(need) < order.index(name) for need in config.needs)
-        part = workflow.order(name)
+        part = workflow.ordered_stages(name)
         assert part[-1] == name
         assert set(config.needs) < set(part) <= set(order)

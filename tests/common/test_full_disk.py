@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mega_common.atomic_files import HINT, add_path_to_errors, convert_full_disk_error
 from mega_common.errors import DataError
-from mega_common.files import naming
-from mega_common.full_disk import HINT, full_disk
 
 
 def os_error(code: int, *names: str) -> OSError:
@@ -48,7 +47,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(("error", "said"), FULL)
 def test_a_full_disk_names_the_file_and_the_way_out(error: Exception, said: str) -> None:
-    found = full_disk(error, "out")
+    found = convert_full_disk_error(error, "out")
     assert found is not None
     assert found.message.startswith(said)
     assert (found.hint, found.exit_status) == (HINT, 2)
@@ -56,12 +55,12 @@ def test_a_full_disk_names_the_file_and_the_way_out(error: Exception, said: str)
 
 @pytest.mark.parametrize("error", OTHERS)
 def test_other_errors_are_left_alone(error: BaseException) -> None:
-    assert full_disk(error) is None
+    assert convert_full_disk_error(error) is None
 
 
 def test_naming_reaches_an_error_behind_another() -> None:
-    with pytest.raises(RuntimeError) as caught, naming(Path("x.pt")):
+    with pytest.raises(RuntimeError) as caught, add_path_to_errors(Path("x.pt")):
         raise RuntimeError("unexpected pos") from os_error(errno.ENOSPC)
-    found = full_disk(caught.value)
+    found = convert_full_disk_error(caught.value)
     assert found is not None
     assert found.message.startswith("x.pt: ")

@@ -18,12 +18,17 @@ MAMBA = {"num_heads": 4, "head_dim": 8}
 
 def test_what_follows_from_what_is_given() -> None:
     config = ModelConfig.parse(SMALL)
-    assert (config.kv_heads, config.head_size, config.gated) == (4, 16, True)
+    assert (config.key_value_heads, config.query_key_head_dim, config.has_gated_mlp) == (4, 16, True)
     config = ModelConfig.parse({**SMALL, "num_kv_heads": 2, "head_dim": 32, "activation": "gelu"})
-    assert (config.kv_heads, config.head_size, config.gated) == (2, 32, False)
+    assert (config.key_value_heads, config.query_key_head_dim, config.has_gated_mlp) == (2, 32, False)
 
     config = ModelConfig.parse({**SMALL, "hidden_size": 66, "mla": LATENT})
-    assert (config.kv_heads, config.head_size, config.value_size, config.rotated_size) == (4, 12, 6, 4)
+    assert (config.key_value_heads, config.query_key_head_dim, config.attention_value_dim, config.rotary_dim) == (
+        4,
+        12,
+        6,
+        4,
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,13 +89,13 @@ def test_a_pattern_says_the_kind_of_every_layer() -> None:
     sections = {"moe": MOE, "mamba": MAMBA, "delta": DELTA}
     letters = ModelConfig.parse({**plain, **sections, "layers": "MG*-E"})
     halves = [("mamba", None), ("delta", None), ("attention", None), (None, "mlp"), (None, "moe")]
-    assert (letters.num_layers, letters.kinds) == (5, halves)
+    assert (letters.num_layers, letters.layer_kinds) == (5, halves)
     names = ["mamba+mlp", {"times": 2, "of": ["delta+moe", "attention+moe"]}]
     named = ModelConfig.parse({**plain, **sections, "layers": names, "mtp_layers": 1})
-    assert [named.mixer(layer) for layer in range(6)] == ["mamba", *["delta", "attention"] * 2, "attention"]
-    assert [named.has_experts(layer) for layer in range(6)] == [False, *[True] * 5]
+    assert [named.get_mixer_kind(layer) for layer in range(6)] == ["mamba", *["delta", "attention"] * 2, "attention"]
+    assert [named.is_moe_layer(layer) for layer in range(6)] == [False, *[True] * 5]
     assert ModelConfig.parse(named.model_dump(mode="json")) == named
     further = ModelConfig.parse({**SMALL, "mamba": MAMBA, "layers": "*-M", "mtp_layers": 1})
-    assert (further.num_layers, further.mixer(2)) == (2, "mamba")
+    assert (further.num_layers, further.get_mixer_kind(2)) == (2, "mamba")
     switched = ModelConfig.parse({**SMALL, "mtp_layers": 1, "moe": {**MOE, "layers": [1]}})
-    assert switched.kinds == [("attention", "mlp"), ("attention", "moe"), ("attention", "mlp")]
+    assert switched.layer_kinds == [("attention", "mlp"), ("attention", "moe"), ("attention", "mlp")]

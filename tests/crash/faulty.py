@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from mega_cli.main import main
-from mega_trainer import loop, train
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.run import training_loop, training_run
 
 
 def faults(text: str, run: Path, rank: str) -> dict[int, str]:
@@ -30,9 +30,9 @@ def faults(text: str, run: Path, rank: str) -> dict[int, str]:
 
 def plant(kinds: dict[int, str]) -> None:
     """Have this process meet with them."""
-    steps, step, whole, at = train.steps, loop.train_step, Decoder.whole, [0]
+    steps, step, whole, at = training_run.run_training_loop, training_loop.train_step, Decoder.whole, [0]
 
-    def noted(job: loop.Job) -> str | None:
+    def noted(job: training_loop.TrainingContext) -> str | None:
         def faulty(*args: Any, **more: Any) -> Any:
             at[0] = job.state.step + 1
             match kinds.get(at[0]):
@@ -47,7 +47,7 @@ def plant(kinds: dict[int, str]) -> None:
                     raise ValueError("planted")
             return step(*args, **more)
 
-        loop.train_step = faulty
+        training_loop.train_step = faulty
         return steps(job)
 
     def forward(model: Decoder, *args: Any) -> Any:
@@ -57,7 +57,7 @@ def plant(kinds: dict[int, str]) -> None:
             time.sleep(0.1)
         return whole(model, *args)
 
-    train.steps = noted
+    training_run.run_training_loop = noted
     Decoder.whole = forward  # type: ignore[method-assign]
 
 

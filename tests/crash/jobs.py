@@ -17,12 +17,12 @@ import torch.distributed as dist
 import yaml
 from ranks import run_ranks
 
-from mega_ckpt.store import Checkpoint, latest
-from mega_common.errors import Interrupted
-from mega_trainer.config import RunConfig
-from mega_trainer.job.repeat import recorded_steps
-from mega_trainer.ranks import Ranks
-from mega_trainer.train import run
+from mega_ckpt.store import Checkpoint, latest_checkpoint
+from mega_common.errors import TrainingInterrupted
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.job.step_replay import read_recorded_steps
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run.training_run import run_training
 
 FAULTY = Path(__file__).parent / "faulty.py"
 Settings = Callable[..., dict[str, Any]]
@@ -105,7 +105,7 @@ class Job:
         """Start a node; the first one holds the meeting."""
         number = len(self._launchers)
         meeting = f"is_host={int(not number)},join_timeout={self._wait},read_timeout={self._wait},last_call_timeout=2"
-        command = [sys.executable, "-m", "mega_trainer.elastic", *self._options, f"--rdzv-conf={meeting}"]
+        command = [sys.executable, "-m", "mega_trainer.launch.elastic", *self._options, f"--rdzv-conf={meeting}"]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "OMP_NUM_THREADS": "1",
             "FAULTS": faults, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "8",
@@ -128,7 +128,7 @@ class Job:
 
     def lines(self) -> list[dict[str, Any]]:
         """Of the run's metrics."""
-        return list(recorded_steps(self.output).values())
+        return list(read_recorded_steps(self.output).values())
 
     def reaches(self, step: int) -> None:
         """Wait until a step is done."""
@@ -165,20 +165,24 @@ def settings_of(
 def undisturbed(raw: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
     """The run on ranks of the test's own; returns the lines of its metrics."""
     run_ranks(_trained, ranks, raw, timeout=300)
-    return list(recorded_steps(Path(raw["output"])).values())
+    return list(read_recorded_steps(Path(raw["output"])).values())
 
 
 def _trained(raw: dict[str, Any]) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    with contextlib.suppress(Interrupted):
-        run(RunConfig.parse(raw), Ranks(rank, size, rank))
+    with contextlib.suppress(TrainingInterrupted):
+        run_training(RunConfig.parse(raw), RankInfo(rank, size, rank))
 
 
 def same_bits(one: Path, other: Path) -> bool:
     """Whether the newest checkpoints of two runs hold the same."""
-    first, second = (Checkpoint.open(found) for output in (one, other) if (found := latest(output / "checkpoints")))
-    keys = list(first.keys())
-    return keys == list(second.keys()) and all(torch.equal(first.read(key), second.read(key)) for key in keys)
+    first, second = (
+        Checkpoint.open_folder(found) for output in (one, other) if (found := latest_checkpoint(output / "checkpoints"))
+    )
+    keys = list(first.tensor_keys())
+    return keys == list(second.tensor_keys()) and all(
+        torch.equal(first.read_tensor(key), second.read_tensor(key)) for key in keys
+    )
 
 
 def ended(launchers: Sequence[subprocess.Popen[bytes]]) -> list[int]:

@@ -14,7 +14,7 @@ from crash.disk import Disk, Operation, Tree, crashes, put
 from crash.savers import MODEL, found, part, save_and_watch, save_until_killed
 from ranks import PRELOAD, run_ranks
 
-from mega_ckpt.store import save, sweep
+from mega_ckpt.store import remove_leftovers, save_sharded_checkpoint
 
 
 def resumed(content: Tree, scratch: Path) -> int:
@@ -22,7 +22,7 @@ def resumed(content: Tree, scratch: Path) -> int:
     put(content, scratch)
     root = scratch / "checkpoints"
     version = found(root)
-    sweep(root)
+    remove_leftovers(root)
     assert found(root) == version
     assert not [name for name in (os.listdir(root) if root.exists() else []) if name.startswith(".")]
     return version
@@ -140,5 +140,5 @@ def test_kill_at_random_times(tmp_path: Path) -> None:
                 break
         reached = found(tmp_path)
         assert returned <= reached <= returned + 1
-    save(tmp_path, 10**6, part(10**6, 0, 1), model=MODEL, state={"version": 10**6})
+    save_sharded_checkpoint(tmp_path, 10**6, part(10**6, 0, 1), model=MODEL, state={"version": 10**6})
     assert found(tmp_path) == 10**6

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from crash.jobs import Job, Network, Settings, ended, networks, same_bits, settings_of, undisturbed
 
-from mega_ckpt.store import committed, latest
+from mega_ckpt.store import latest_checkpoint, list_checkpoints
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 needs_networks = pytest.mark.skipif(not networks(), reason="needs to be allowed to make network namespaces")
@@ -43,7 +43,7 @@ def test_each_fault_is_named_and_the_run_goes_on_with_the_same_bits(
         part.split("\n")[1] for part in first.split("error: no progress for 10 seconds; the job is ended")[1:]
     )
     assert re.match(r"  rank 1 on host1, step [123], was in ", stopped)
-    assert hung.startswith("  rank 1 on host1, step 5, was in forward, at mega_trainer/pipeline/run.py:")
+    assert hung.startswith("  rank 1 on host1, step 5, was in forward, at mega_trainer/pipeline/executor.py:")
     assert "    | crash/faulty.py:" in first
     assert "internal error: ValueError: planted\n  rank 0 on host0, step 7\n" in first
     assert "rank 1 on host1, step 7: the other ranks cannot be reached" in told
@@ -111,7 +111,7 @@ def test_a_node_that_never_comes_back_ends_a_run_that_cannot_do_without(
         faults = "0:2:5:node 0:3:5:kill"
         assert ended([job.launch(faults), job.launch(faults)]) == [status, -9], job.told()
         assert words in job.told(0)
-    assert latest(tmp_path / "run" / "checkpoints") is not None
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") is not None
 
 
 def mega_train(run: Path) -> tuple[int, str]:
@@ -151,10 +151,10 @@ def test_a_full_disk_is_told_in_a_line_and_the_same_command_goes_on_when_there_i
         len(re.findall(r"^error: .*/disk/run/checkpoints/.*: No space left on device\n  free space there", told, re.M))
         == 1
     ), told
-    newest = latest(disk / "run" / "checkpoints")
+    newest = latest_checkpoint(disk / "run" / "checkpoints")
     assert newest is not None
     assert newest.name == "step-00000004"
-    assert sorted(os.listdir(newest.parent)) == [one.name for one in committed(newest.parent)]
+    assert sorted(os.listdir(newest.parent)) == [one.name for one in list_checkpoints(newest.parent)]
     (disk / "filler").unlink()
     assert mega_train(run)[0] == 0
     undisturbed({**raw, "output": str(tmp_path / "straight")}, 2)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_data.making.preprocess import preprocess
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.long
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.long
 RUN = """
 import sys
 from pathlib import Path
-import mega_data.making.batches as batches, mega_data.making.output as output
-from mega_data.making.preprocess import preprocess
+import mega_data.preprocessing.text_batches as batches, mega_data.preprocessing.dataset_output as output
+from mega_data.preprocessing.preprocess_corpus import preprocess
 if __name__ == "__main__":
     output.EVERY, batches.BATCH = 0.05, 1 << 15
     engine, workers, shards, tokenizer, whole, *inputs = sys.argv[1:]
@@ -53,7 +53,7 @@ def filled(folder: Path) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(records[500 * name : 500 * name + 500]))
     train_tokenizer(texts[:300], 2000, folder / "tok")
     (folder / "run.py").write_text(RUN)
-    preprocess(inputs(folder), folder / "tok", folder / "straight" / "d", append_eod=True, on_bad_line="skip")
+    preprocess_corpus(inputs(folder), folder / "tok", folder / "straight" / "d", append_eod=True, on_bad_line="skip")
     return folder
 
 

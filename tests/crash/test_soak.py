@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from crash.jobs import Job, Settings, ended, same_bits, settings_of, undisturbed
 
-from mega_trainer.job.repeat import recorded_steps
+from mega_trainer.job.step_replay import read_recorded_steps
 from mega_trainer.pages.run_log import RunLog
-from mega_trainer.pages.run_page import run_page
+from mega_trainer.pages.run_page import render_run_page
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 LAYOUTS = ((4, 150, 2), (2, 260, 2), (3, 400, 2))  # ranks, the step they end after, and how many faults befall them
@@ -59,11 +59,11 @@ def test_400_steps_with_faults_in_changing_layouts_have_the_bits_of_an_undisturb
         undisturbed(raw, ranks)
     assert same_bits(tmp_path / "quiet", tmp_path / "soaked")
     undisturbed(settings_of(settings, tmp_path, "alone", **parts), 1)
-    expected, lines = (recorded_steps(tmp_path / name).values() for name in ("alone", "soaked"))
+    expected, lines = (read_recorded_steps(tmp_path / name).values() for name in ("alone", "soaked"))
     assert [line["consumed_samples"] for line in lines] == [12 * step for step in range(1, 401)]
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-9)
-    log = RunLog.read(tmp_path / "soaked")
-    page = html.unescape(run_page([log]))
+    log = RunLog.read_folder(tmp_path / "soaked")
+    page = html.unescape(render_run_page([log]))
     assert len(log.starts) == len(faults) + len(LAYOUTS)
     for step, fault in faults:
         start, rank, _, kind = fault.split(":")

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from mega_common.errors import ConfigError, DataError, MissingPackageError
-from mega_common.log import ProgressBar
-from mega_common.remote import Remote, RemoteError
-from mega_data.making.engines import Engine
-from mega_data.making.preprocess import preprocess
-from mega_data.making.shards import Shard
-from mega_data.reading.sources import LeftOut, find_sources
+from mega_common.object_store import ObjectStoreError, RemotePath
+from mega_common.progress_logging import ProgressBar
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
+from mega_data.preprocessing.sharding import EngineName, InputShard
+from mega_data.reading.corpus_sources import SkippedFiles, find_corpus_sources
 
 TEXT = "the cat sat on the mat "
 
@@ -49,12 +48,12 @@ def content(prefix: Path) -> dict[str, bytes]:
 def test_a_url_is_read_as_the_folder_is(tmp_path: Path, tokenizer_folder: Path, store: Any) -> None:
     fill(tmp_path / "in", store)
     for name, where in (("files", str(tmp_path / "in")), ("objects", "memory://bucket/in")):
-        preprocess([where], tokenizer_folder, tmp_path / name, on_bad_line="skip")
+        preprocess_corpus([where], tokenizer_folder, tmp_path / name, on_bad_line="skip")
     assert content(tmp_path / "objects") == content(tmp_path / "files")
     bad = json.loads((tmp_path / "objects.quarantine.jsonl").read_text())
     assert (bad["file"], bad["line"]) == ("memory://bucket/in/a.jsonl", 31)
-    left_out = LeftOut()
-    find_sources(["memory://bucket/in"], left_out=left_out)
+    left_out = SkippedFiles()
+    find_corpus_sources(["memory://bucket/in"], left_out=left_out)
     assert {Path(name).name for names in left_out.names.values() for name in names} == {"README.md", "test.jsonl"}
 
 
@@ -63,16 +62,16 @@ def test_a_url_is_read_as_the_folder_is(tmp_path: Path, tokenizer_folder: Path, 
 )
 def test_an_object_and_globs(tmp_path: Path, tokenizer_folder: Path, store: Any, where: str) -> None:
     fill(tmp_path / "in", store)
-    preprocess([tmp_path / "in" / "a.jsonl"], tokenizer_folder, tmp_path / "file", on_bad_line="skip")
-    preprocess([where], tokenizer_folder, tmp_path / "objects", on_bad_line="skip")
+    preprocess_corpus([tmp_path / "in" / "a.jsonl"], tokenizer_folder, tmp_path / "file", on_bad_line="skip")
+    preprocess_corpus([where], tokenizer_folder, tmp_path / "objects", on_bad_line="skip")
     assert content(tmp_path / "objects") == content(tmp_path / "file")
 
 
 def test_shards_of_objects(tmp_path: Path, tokenizer_folder: Path, store: Any) -> None:
     fill(tmp_path / "in", store)
-    preprocess(["memory://bucket/in"], tokenizer_folder, tmp_path / "one", on_bad_line="skip")
-    for shard in Shard(1, 5).all:
-        preprocess(["memory://bucket/in"], tokenizer_folder, tmp_path / "d", on_bad_line="skip", shard=shard)
+    preprocess_corpus(["memory://bucket/in"], tokenizer_folder, tmp_path / "one", on_bad_line="skip")
+    for shard in InputShard(1, 5).all_shards:
+        preprocess_corpus(["memory://bucket/in"], tokenizer_folder, tmp_path / "d", on_bad_line="skip", shard=shard)
     assert content(tmp_path / "d") == content(tmp_path / "one")
     assert (tmp_path / "d.info").read_bytes() == (tmp_path / "one.info").read_bytes()
 
@@ -85,13 +84,13 @@ def test_progress_of_a_small_range_ends_at_all_of_it(
     monkeypatch.setattr(ProgressBar, "advance", lambda _, amount: told.append(amount))
     store.pipe("/bucket/a.jsonl", records("a", 300))
     size = len(records("a", 300))
-    preprocess(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", shard=Shard(2, 3))
+    preprocess_corpus(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", shard=InputShard(2, 3))
     assert sum(told) == pytest.approx(size / 3, abs=300)  # a line more or less
 
 
 def test_file_urls_are_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(records("a"))
-    assert find_sources([f"file://{tmp_path}/*.jsonl"]) == find_sources([tmp_path / "a.jsonl"])
+    assert find_corpus_sources([f"file://{tmp_path}/*.jsonl"]) == find_corpus_sources([tmp_path / "a.jsonl"])
 
 
 def test_a_store_that_fails_is_no_damaged_file(
@@ -99,7 +98,7 @@ def test_a_store_that_fails_is_no_damaged_file(
 ) -> None:
     """Bad lines would be put aside; here the run ends, and goes on when the store is back."""
     store.pipe("/bucket/a.jsonl", records("a", 2000))
-    preprocess(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "straight")
+    preprocess_corpus(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "straight")
 
     class Failing(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
@@ -108,13 +107,13 @@ def test_a_store_that_fails_is_no_damaged_file(
             return super().read(min(size or 0, 20_000))
 
     with monkeypatch.context() as patch:
-        patch.setattr("mega_data.making.output.EVERY", 0.0)
-        patch.setattr("mega_data.making.batches.BATCH", 4000)
-        patch.setattr(Remote, "open", lambda place: Failing(place.read_bytes()))
-        with pytest.raises(RemoteError, match=r"memory://bucket/a.jsonl: OSError: connection reset"):
-            preprocess(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
+        patch.setattr("mega_data.preprocessing.dataset_output.EVERY", 0.0)
+        patch.setattr("mega_data.preprocessing.text_batches.BATCH", 4000)
+        patch.setattr(RemotePath, "open", lambda place: Failing(place.read_bytes()))
+        with pytest.raises(ObjectStoreError, match=r"memory://bucket/a.jsonl: OSError: connection reset"):
+            preprocess_corpus(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
     assert (tmp_path / ".d.partial" / "progress.json").exists()
-    preprocess(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
+    preprocess_corpus(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
     assert content(tmp_path / "d") == content(tmp_path / "straight")
 
 
@@ -125,23 +124,25 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("engine", ["threads", "processes"])
-def test_outputs_go_to_a_store(tmp_path: Path, tokenizer_folder: Path, store: Any, home: Path, engine: Engine) -> None:
+def test_outputs_go_to_a_store(
+    tmp_path: Path, tokenizer_folder: Path, store: Any, home: Path, engine: EngineName
+) -> None:
     """What lies there is what is made in files, and nothing is left here."""
     (tmp_path / "a.jsonl").write_bytes(records("a") + b"{\n")
     url = Path("memory://bucket/d")
-    preprocess([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
-    preprocess([tmp_path / "a.jsonl"], tokenizer_folder, url, on_bad_line="skip", engine=engine)
+    preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
+    preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, url, on_bad_line="skip", engine=engine)
     names = ["d.bin", "d.idx", "d.info", "d.quarantine.jsonl"]
     assert sorted(Path(name).name for name in store.find("/bucket")) == names
     assert all(store.cat(f"/bucket/{name}") == (tmp_path / name).read_bytes() for name in names)
     assert not [path for path in home.rglob("*") if path.is_file()]
     with pytest.raises(DataError, match=r"memory://bucket/d.idx: exists already"):
-        preprocess([tmp_path / "a.jsonl"], tokenizer_folder, url, on_bad_line="skip")
+        preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, url, on_bad_line="skip")
     (tmp_path / "a.jsonl").write_bytes(records("b"))
-    preprocess([tmp_path / "a.jsonl"], tokenizer_folder, url, overwrite=True)
+    preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, url, overwrite=True)
     assert sorted(Path(name).name for name in store.find("/bucket")) == names[:3]
     with pytest.raises(DataError, match="joined in a folder that all see"):
-        preprocess([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/e"), shard=Shard(1, 2))
+        preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/e"), shard=InputShard(1, 2))
 
 
 def test_a_store_that_fails_gets_what_is_made_already(
@@ -150,19 +151,19 @@ def test_a_store_that_fails_gets_what_is_made_already(
     (tmp_path / "a.jsonl").write_bytes(records("a"))
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "put_file", lambda *_, **__: 1 / 0)
-        with pytest.raises(RemoteError, match=r"memory://bucket/d.info: ZeroDivisionError"):
-            preprocess([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
+        with pytest.raises(ObjectStoreError, match=r"memory://bucket/d.info: ZeroDivisionError"):
+            preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
     with monkeypatch.context() as patch:
-        patch.setattr("mega_data.making.preprocess.encode_all", lambda *_: 1 / 0)  # nothing is done again
-        preprocess([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
-    preprocess([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "d")
+        patch.setattr("mega_data.preprocessing.preprocess_corpus.encode_all", lambda *_: 1 / 0)  # nothing is done again
+        preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
+    preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "d")
     assert store.cat("/bucket/d.idx") == (tmp_path / "d.idx").read_bytes()
 
 
 def test_what_is_not_there(store: Any) -> None:
     with pytest.raises(DataError, match=r"memory://bucket/none: no such object"):
-        find_sources(["memory://bucket/none"])
+        find_corpus_sources(["memory://bucket/none"])
     with pytest.raises(ConfigError, match=r"no object store is called s4://"):
-        find_sources(["s4://bucket/a.jsonl"])
+        find_corpus_sources(["s4://bucket/a.jsonl"])
     with pytest.raises(MissingPackageError, match=r"gs://bucket/a.jsonl(?s:.*)gcsfs"):
-        find_sources(["gs://bucket/a.jsonl"])
+        find_corpus_sources(["gs://bucket/a.jsonl"])

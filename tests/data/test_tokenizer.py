@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
 from mega_common.errors import DataError
-from mega_data.tokenizer import Tokenizer, one_thread_per_call, train_tokenizer
+from mega_data.tokenizer import Tokenizer, disable_encoder_threads, train_tokenizer
 
 
 @given(text=st.text())
@@ -122,18 +122,18 @@ def test_pieces_encode_to_the_tokens_of_the_whole(
     tokenizer, text = Tokenizer(tokenizer_folder), "\n".join(lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mega_data.tokenizer.WINDOW", 16)  # small, so that a cut is judged by less than the whole text
-        pieces = list(tokenizer.split([text], size))
+        pieces = list(tokenizer.split_long_text([text], size))
         blocks = [text[at : at + block] for at in range(0, len(text), block)]
-        assert list(tokenizer.split(blocks, size)) == pieces
+        assert list(tokenizer.split_long_text(blocks, size)) == pieces
     assert "".join(piece.text for piece in pieces) == text
-    tokens = [token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)]
+    tokens = [token for piece in pieces for token in tokenizer.encode_after_lead(piece.lead, piece.text)]
     if all(piece.exact for piece in pieces):
         assert tokens == tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
 
 
 def test_long_text_is_cut(tokenizer_folder: Path) -> None:
-    pieces = list(Tokenizer(tokenizer_folder).split(["the cat sat on the mat\n" * 1000], 1000))
+    pieces = list(Tokenizer(tokenizer_folder).split_long_text(["the cat sat on the mat\n" * 1000], 1000))
     assert max(len(piece.text) for piece in pieces) < 2000
 
 
@@ -146,31 +146,31 @@ def test_a_lead_keeps_the_mark_of_the_begin_from_a_piece(tmp_path: Path, text: s
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)
-    pieces = list(tokenizer.split([text], 100))
+    pieces = list(tokenizer.split_long_text([text], 100))
     assert len(pieces) >= 10
-    tokens = [token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)]
+    tokens = [token for piece in pieces for token in tokenizer.encode_after_lead(piece.lead, piece.text)]
     assert tokens == tokenizer.encode(text)
 
 
 def test_text_is_not_cut_where_the_text_would_change(tmp_path: Path) -> None:
     Backend(models.WordLevel({"?": 0}, "?")).save(str(tmp_path / "tokenizer.json"))  # whatever it is given is one word
-    assert [piece.text for piece in Tokenizer(tmp_path).split(["a b " * 100], 10)] == ["a b " * 100]
+    assert [piece.text for piece in Tokenizer(tmp_path).split_long_text(["a b " * 100], 10)] == ["a b " * 100]
 
 
 def test_text_without_a_place_to_cut_is_cut_anywhere(tokenizer_folder: Path) -> None:
     tokenizer, text = Tokenizer(tokenizer_folder), "0123456789" * 1000
-    pieces = list(tokenizer.split([text], 1000))
+    pieces = list(tokenizer.split_long_text([text], 1000))
     assert max(len(piece.text) for piece in pieces) < 2000
     assert {piece.exact for piece in pieces[:-1]} == {False}
     assert (
-        tokenizer.decode([token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)])
+        tokenizer.decode([token for piece in pieces for token in tokenizer.encode_after_lead(piece.lead, piece.text)])
         == text
     )
 
 
 def test_numbers_and_marks_are_places_to_cut(tokenizer_folder: Path) -> None:
     for text in ("12345 67 " * 2000, "1,2\n33,4\n" * 2000, "日本語。中文，" * 2000):
-        pieces = list(Tokenizer(tokenizer_folder).split([text], 1000))
+        pieces = list(Tokenizer(tokenizer_folder).split_long_text([text], 1000))
         assert len(pieces) > 5
         assert all(piece.exact for piece in pieces)
 
@@ -180,11 +180,11 @@ def test_the_space_that_a_tokenizer_puts_before_each_text_stands_for_the_one_at_
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer, text = Tokenizer(tmp_path), "a b " * 1000
-    pieces = list(tokenizer.split([text], 100))
+    pieces = list(tokenizer.split_long_text([text], 100))
     assert len(pieces) > 10
-    assert [token for piece in pieces for token in tokenizer.encode_after(piece.lead, piece.text)] == tokenizer.encode(
-        text
-    )
+    assert [
+        token for piece in pieces for token in tokenizer.encode_after_lead(piece.lead, piece.text)
+    ] == tokenizer.encode(text)
 
 
 def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +192,6 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
         if before:
             monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
-        with one_thread_per_call():
+        with disable_encoder_threads():
             assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
         assert os.environ.get("TOKENIZERS_PARALLELISM") == before

@@ -12,8 +12,8 @@ import pytest
 import typer
 import yaml
 
-from mega_cli.main import build_app
-from mega_trainer.config import load_run
+from mega_cli.main import build_typer_app
+from mega_trainer.config.run_config import load_run_config
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -87,7 +87,7 @@ class TestCompose:
             assert ((ROOT / "docker" / build["context"]).resolve() / build["dockerfile"]) in DOCKERFILES
 
     def test_every_command_and_option_exists(self) -> None:
-        root = typer.main.get_command(build_app())
+        root = typer.main.get_command(build_typer_app())
         for service in compose()["services"].values():
             node: Any = root
             words = [str(word) for word in service["command"]]
@@ -97,7 +97,7 @@ class TestCompose:
             assert {word.split("=")[0] for word in words if word.startswith("--")} <= options
 
     def test_the_run_of_the_chain_is_valid(self) -> None:
-        config = load_run(ROOT / "docker/run.yaml")
+        config = load_run_config(ROOT / "docker/run.yaml")
         assert config.output in compose()["services"]["convert"]["command"]
 
     def test_volumes_are_declared_or_exist(self) -> None:

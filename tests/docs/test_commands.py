@@ -8,9 +8,9 @@ import pytest
 import typer
 from doc_pages import ROOT, commands, named, pages
 
-from mega_cli.main import build_app
+from mega_cli.main import build_typer_app
 
-APP = typer.main.get_command(build_app())
+APP = typer.main.get_command(build_typer_app())
 
 
 def parse(words: list[str], *, whole: bool) -> None:

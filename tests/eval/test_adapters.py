@@ -13,18 +13,17 @@ from engines import Numbers, run, tokens_of
 from tiny_adapters import save_adapter
 from tiny_models import BASE, LATENT, MOE, NEOX, V3, save_tiny
 
-from mega_ckpt.families import family_named
+from mega_ckpt.families import family_by_name
 from mega_common.errors import CheckpointError, DataError
-from mega_common.lora import LoraConfig
+from mega_common.lora_config import LoraConfig
 from mega_common.model_config import ModelConfig
-from mega_eval.adapters import Beside
-from mega_eval.draft import ModelDrafter, NgramDrafter
-from mega_eval.engine import Engine, Request
-from mega_eval.load import load_model
-from mega_eval.pages import PAGE
-from mega_eval.text import Limits
+from mega_eval.drafters import ModelDrafter, NgramDrafter
+from mega_eval.inference_engine import EngineRequest, InferenceEngine
+from mega_eval.model_loading import LoraAdapterSet, load_inference_model
+from mega_eval.page_allocator import PAGE
+from mega_eval.text_stream import GenerationLimits
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.parallel.lora import Adapter, Selected
+from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters
 
 EXPERTS = {"qk_norm": True, "head_dim": 6, "moe": MOE}
 ATTENTION = LoraConfig(rank=3, alpha=8.0, modules=["q_proj", "v_proj", "o_proj"], ranks={".*1.*o_proj": 2})
@@ -45,7 +44,7 @@ SHARED = [(5 * i + 2) % 61 for i in range(PAGE + 3)]  # of which a page is full
 def saved(path: Path, family: str, fields: Mapping[str, Any], *loras: LoraConfig) -> tuple[Path, dict[str, str]]:
     """A tiny model in fp64 and adapters beside it."""
     base = path / "base"
-    save_tiny(base, family_named(family), ModelConfig.parse({**BASE, **fields}), dtype=torch.float64)
+    save_tiny(base, family_by_name(family), ModelConfig.parse({**BASE, **fields}), dtype=torch.float64)
     folders = {
         name: str(save_adapter(path / name, base, lora, seed=seed, dtype=torch.float64))
         for seed, (name, lora) in enumerate(zip("ab", loras, strict=False))
@@ -53,12 +52,12 @@ def saved(path: Path, family: str, fields: Mapping[str, Any], *loras: LoraConfig
     return base, folders
 
 
-def engine_of(model: Decoder, beside: Beside | None = None, **options: Any) -> Engine:
+def engine_of(model: Decoder, beside: LoraAdapterSet | None = None, **options: Any) -> InferenceEngine:
     given = {"cache_tokens": 24 * PAGE, "batch_size": 8, "chunk_tokens": 11, **options}
-    return Engine(model, Numbers(), adapters=beside and beside.choice.selection, **given)
+    return InferenceEngine(model, Numbers(), adapters=beside and beside.choice.selection, **given)
 
 
-def told(engine: Engine, requests: list[Request], every: int = 0) -> list[tuple[list[int], list[float]]]:
+def told(engine: InferenceEngine, requests: list[EngineRequest], every: int = 0) -> list[tuple[list[int], list[float]]]:
     """Of each request its tokens and their log-probabilities."""
     found = run(engine, requests, every=every).values()
     return [(tokens_of(events), [one.logprob for event in events for one in event.scored]) for events in found]
@@ -69,20 +68,21 @@ def test_each_row_of_a_mixed_batch_is_as_by_its_adapter_merged(name: str, tmp_pa
     """Prompts that begin alike, in chunks, beside rows that come and go."""
     family, fields, *loras = MODELS[name]
     base, folders = saved(tmp_path, family, fields, *loras)
-    beside = Beside.open(base, folders)
-    model = load_model(base, dtype=torch.float64, beside=beside)
+    beside = LoraAdapterSet.open_adapters(base, folders)
+    model = load_inference_model(base, dtype=torch.float64, lora_adapters=beside)
     chosen = [None, "a", "b", "a", None]
     prompts = [SHARED, SHARED, SHARED, [7, 3], [60, 1, 1]]
     asked = [
-        Request(prompt, Limits(9), logprobs=0, adapter=adapter) for prompt, adapter in zip(prompts, chosen, strict=True)
+        EngineRequest(prompt, GenerationLimits(9), logprobs=0, adapter=adapter)
+        for prompt, adapter in zip(prompts, chosen, strict=True)
     ]
     mixed = told(engine_of(model, beside, drafter=NgramDrafter()), asked, every=1)
     texts = set()
     for adapter in (None, "a", "b"):
-        whole = load_model(base, dtype=torch.float64, adapter=None if adapter is None else folders[adapter])
+        whole = load_inference_model(base, dtype=torch.float64, adapter=None if adapter is None else folders[adapter])
         for prompt, mine, (tokens, logprobs) in zip(prompts, chosen, mixed, strict=True):
             if mine == adapter:
-                ((alone, expected),) = told(engine_of(whole), [Request(prompt, Limits(9), logprobs=0)])
+                ((alone, expected),) = told(engine_of(whole), [EngineRequest(prompt, GenerationLimits(9), logprobs=0)])
                 assert tokens == alone
                 assert logprobs == pytest.approx(expected, abs=1e-9)
                 texts.add((tuple(prompt), round(logprobs[0], 6)))
@@ -91,29 +91,42 @@ def test_each_row_of_a_mixed_batch_is_as_by_its_adapter_merged(name: str, tmp_pa
 
 def test_what_magnitudes_multiply_is_worked_out_once(tmp_path: Path) -> None:
     base, folders = saved(tmp_path, *MODELS["magnitudes"][:3])
-    beside = Beside.open(base, folders)
-    model = load_model(base, beside=beside)
-    layers = [layer for layer in model.modules() if isinstance(layer, Selected)]
-    with mock.patch.object(Adapter, "factors", autospec=True, side_effect=Adapter.factors) as worked_out:
-        told(engine_of(model, beside), [Request(prompt, Limits(6), adapter="a") for prompt in (SHARED, [7])])
+    beside = LoraAdapterSet.open_adapters(base, folders)
+    model = load_inference_model(base, lora_adapters=beside)
+    layers = [layer for layer in model.modules() if isinstance(layer, PerRowAdapters)]
+    with mock.patch.object(
+        LoraAdapterLayer, "factors", autospec=True, side_effect=LoraAdapterLayer.magnitude_factors
+    ) as worked_out:
+        told(
+            engine_of(model, beside),
+            [EngineRequest(prompt, GenerationLimits(6), adapter="a") for prompt in (SHARED, [7])],
+        )
     assert worked_out.call_count == len(layers) > 0
 
 
 def test_rows_without_an_adapter_keep_their_bits(tmp_path: Path) -> None:
     base, folders = saved(tmp_path, "llama", {}, ATTENTION, ALL)
-    beside = Beside.open(base, folders)
-    without = [Request(prompt, Limits(6), logprobs=0) for prompt in (SHARED, [7], [9], [7, 3])]
-    mixed = [without[0], Request([7], Limits(6), adapter="b"), Request([9], Limits(6), adapter="a"), without[3]]
-    found = told(engine_of(load_model(base, beside=beside), beside), mixed)
-    plain = told(engine_of(load_model(base)), without)
+    beside = LoraAdapterSet.open_adapters(base, folders)
+    without = [EngineRequest(prompt, GenerationLimits(6), logprobs=0) for prompt in (SHARED, [7], [9], [7, 3])]
+    mixed = [
+        without[0],
+        EngineRequest([7], GenerationLimits(6), adapter="b"),
+        EngineRequest([9], GenerationLimits(6), adapter="a"),
+        without[3],
+    ]
+    found = told(engine_of(load_inference_model(base, lora_adapters=beside), beside), mixed)
+    plain = told(engine_of(load_inference_model(base)), without)
     assert [found[0], found[3]] == [plain[0], plain[3]]
 
 
 def test_a_drafting_model_guesses_for_texts_with_adapters_too(tmp_path: Path) -> None:
     base, folders = saved(tmp_path, "llama", {}, ALL)
-    beside, asked = Beside.open(base, folders), [Request(SHARED, Limits(12), adapter="a"), Request(SHARED, Limits(12))]
-    model = load_model(base, dtype=torch.float64, beside=beside)
-    drafter = ModelDrafter(engine_of(load_model(base, dtype=torch.float64)))
+    beside, asked = (
+        LoraAdapterSet.open_adapters(base, folders),
+        [EngineRequest(SHARED, GenerationLimits(12), adapter="a"), EngineRequest(SHARED, GenerationLimits(12))],
+    )
+    model = load_inference_model(base, dtype=torch.float64, lora_adapters=beside)
+    drafter = ModelDrafter(engine_of(load_inference_model(base, dtype=torch.float64)))
     guessed = told(engine_of(model, beside, drafter=drafter), asked)
     assert guessed == told(engine_of(model, beside), asked)
 
@@ -134,8 +147,10 @@ def test_adapters_that_cannot_be_apart_are_refused(tmp_path: Path) -> None:
     ):
         base, folders = saved(tmp_path / str(number), family, fields, lora)
         with pytest.raises(CheckpointError, match=f"(?s){message}"):
-            Beside.open(base, folders)
+            LoraAdapterSet.open_adapters(base, folders)
     base, folders = saved(tmp_path / "last", "llama", {}, ATTENTION)
-    beside = Beside.open(base, folders)
+    beside = LoraAdapterSet.open_adapters(base, folders)
     with pytest.raises(DataError, match="no adapter 'other'"):
-        engine_of(load_model(base, beside=beside), beside).add(Request([1], adapter="other"))
+        engine_of(load_inference_model(base, lora_adapters=beside), beside).add_request(
+            EngineRequest([1], adapter="other")
+        )

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import cases, save_tiny, variant
 
-from mega_ckpt.families import family_named
+from mega_ckpt.families import family_by_name
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.generate import Completion, generate, stream
-from mega_eval.load import load_model
+from mega_eval.generate import Completion, generate_completions, stream_completion
+from mega_eval.model_loading import load_inference_model
 from mega_eval.sampling import Sampling
-from mega_eval.text import Continuation, Limits, TextStream
-from mega_trainer.model.builder import Builder
+from mega_eval.text_stream import Continuation, GenerationLimits, TextStream
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.layer_builder import LayerBuilder
 
 
 class Numbers:
@@ -39,7 +39,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def model_of(config: ModelConfig) -> Decoder:
-    model = Decoder(Builder(config, dtype=torch.float64)).eval().requires_grad_(False)
+    model = Decoder(LayerBuilder(config, dtype=torch.float64)).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
@@ -69,7 +69,7 @@ GREEDY += {
 )
 def test_greedy_is_that_of_transformers(tmp_path: Path, family: str, name: str, dtype: torch.dtype):
     pytest.importorskip("transformers", reason="the reference implementation")
-    reference = save_tiny(tmp_path, family_named(family), variant(name), dtype=dtype)
+    reference = save_tiny(tmp_path, family_by_name(family), variant(name), dtype=dtype)
     expected = []
     for prompt in PROMPTS:
         tokens = torch.tensor([Numbers().encode(prompt)])
@@ -78,28 +78,39 @@ def test_greedy_is_that_of_transformers(tmp_path: Path, family: str, name: str, 
             pad_token_id=0,
         )  # fmt: skip
         expected.append(out[0, tokens.shape[1] :].tolist())
-    found = generate(load_model(tmp_path, dtype=dtype), Numbers(), PROMPTS, Limits(25, ends={33, 44}), batch_size=3)
+    found = generate_completions(
+        load_inference_model(tmp_path, dtype=dtype),
+        Numbers(),
+        PROMPTS,
+        GenerationLimits(25, ends={33, 44}),
+        batch_size=3,
+    )
     assert [completion.tokens for completion in found] == expected
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 def test_what_follows_a_prompt_does_not_depend_on_the_batch(batch_size: int):
-    sampling, limits = Sampling(temperature=1.3, top_p=0.95, seed=5), Limits(12, stop=["1 "])
-    assert generate(MODEL, Numbers(), PROMPTS, limits, sampling, batch_size=batch_size) == generate(
-        MODEL, Numbers(), PROMPTS, limits, sampling, batch_size=len(PROMPTS)
-    )
+    sampling, limits = Sampling(temperature=1.3, top_p=0.95, seed=5), GenerationLimits(12, stop=["1 "])
+    assert generate_completions(
+        MODEL, Numbers(), PROMPTS, limits, sampling, batch_size=batch_size
+    ) == generate_completions(MODEL, Numbers(), PROMPTS, limits, sampling, batch_size=len(PROMPTS))
 
 
 def test_equal_prompts_are_different_samples():
-    texts = {c.text for c in generate(MODEL, Numbers(), ["7"] * 5, Limits(9), Sampling(temperature=2.0))}
+    texts = {
+        c.text
+        for c in generate_completions(MODEL, Numbers(), ["7"] * 5, GenerationLimits(9), Sampling(temperature=2.0))
+    }
     assert len(texts) == 5
 
 
 def test_end_tokens_and_limit():
-    (free,) = generate(MODEL, Numbers(), ["7"], Limits(6), Sampling(temperature=3.0, seed=1))
+    (free,) = generate_completions(MODEL, Numbers(), ["7"], GenerationLimits(6), Sampling(temperature=3.0, seed=1))
     assert (len(free.tokens), free.finish, free.text) == (6, "length", Numbers().decode(free.tokens))
     end = free.tokens[3]
-    (ended,) = generate(MODEL, Numbers(), ["7"], Limits(6, ends={end}), Sampling(temperature=3.0, seed=1))
+    (ended,) = generate_completions(
+        MODEL, Numbers(), ["7"], GenerationLimits(6, ends={end}), Sampling(temperature=3.0, seed=1)
+    )
     cut = free.tokens.index(end) + 1
     assert ended == Completion(Numbers().decode(free.tokens[: cut - 1]), free.tokens[:cut], "end")
 
@@ -107,22 +118,22 @@ def test_end_tokens_and_limit():
 @pytest.mark.parametrize("cut", [None, 3, 30, 77])
 def test_streamed_text_is_the_text(cut: int | None):
     sampling = Sampling(temperature=2.0, seed=3)
-    (free,) = generate(MODEL, Numbers(), ["7"], Limits(40), sampling)
+    (free,) = generate_completions(MODEL, Numbers(), ["7"], GenerationLimits(40), sampling)
     stop = "never" if cut is None else free.text[cut : cut + 8]
-    limits = Limits(40, stop=["x", stop])
-    (completion,) = generate(MODEL, Numbers(), ["7"], limits, sampling)
+    limits = GenerationLimits(40, stop=["x", stop])
+    (completion,) = generate_completions(MODEL, Numbers(), ["7"], limits, sampling)
     assert completion.text == free.text.partition(stop)[0]
     assert completion.finish == ("length" if cut is None else "stop")
-    assert "".join(stream(MODEL, Numbers(), "7", limits, sampling)) == completion.text
+    assert "".join(stream_completion(MODEL, Numbers(), "7", limits, sampling)) == completion.text
 
 
 def pieces_of(tokenizer: Tokenizer, text: str, *stop: str) -> tuple[list[str], Continuation]:
     tokens = tokenizer.encode(text)
-    row = Continuation(tokenizer, Limits(len(tokens), stop=stop), tokenizer.encode("A prompt,"))
+    row = Continuation(tokenizer, GenerationLimits(len(tokens), stop=stop), tokenizer.encode("A prompt,"))
     pieces = []
     for token in tokens:
         if row.finish is None:
-            pieces.append(row.add(token))
+            pieces.append(row.append_token(token))
     return pieces, row
 
 
@@ -167,13 +178,13 @@ def test_words_keep_the_space_before_them_and_bytes_become_characters():
             return backend.decode(ids)
 
     told = TextStream(Backend(), [0, 1])
-    assert [told.add(token) for token in (2, 0, 3, 4, 5, 1)] == [" of", " the", "", "", "€", " end"]
+    assert [told.append_token(token) for token in (2, 0, 3, 4, 5, 1)] == [" of", " the", "", "", "€", " end"]
 
 
 @given(st.lists(st.integers(1, 256), max_size=200))
 def test_any_bytes_are_survived(tokenizer: Tokenizer, tokens: list[int]):
     told = TextStream(tokenizer, [])
-    found = "".join(map(told.add, tokens))
+    found = "".join(map(told.append_token, tokens))
     assert found == tokenizer.decode(tokens)[: len(found)]
     assert not tokenizer.decode(tokens)[len(found) :].strip("\ufffd")
 
@@ -181,22 +192,22 @@ def test_any_bytes_are_survived(tokenizer: Tokenizer, tokens: list[int]):
 @pytest.mark.parametrize(
     ("prompt", "limits", "message"),
     [
-        ("", Limits(9), "prompt 2.*no tokens"),
-        ("61", Limits(9), "prompt 2.*token 61 .*vocabulary of 61"),
-        ("1 2 3", Limits(63), r"prompt 2 \('1 2 3'\): 3 tokens and 63 new ones.*64 positions"),
+        ("", GenerationLimits(9), "prompt 2.*no tokens"),
+        ("61", GenerationLimits(9), "prompt 2.*token 61 .*vocabulary of 61"),
+        ("1 2 3", GenerationLimits(63), r"prompt 2 \('1 2 3'\): 3 tokens and 63 new ones.*64 positions"),
     ],
 )
-def test_prompts_that_cannot_be(prompt: str, limits: Limits, message: str):
+def test_prompts_that_cannot_be(prompt: str, limits: GenerationLimits, message: str):
     with pytest.raises(DataError, match=message):
-        generate(model_of(variant("gpt2")), Numbers(), ["1", prompt], limits)
+        generate_completions(model_of(variant("gpt2")), Numbers(), ["1", prompt], limits)
 
 
 def test_all_positions_can_be_used():
-    (found,) = generate(model_of(variant("gpt2")), Numbers(), ["1 2 3"], Limits(62))
+    (found,) = generate_completions(model_of(variant("gpt2")), Numbers(), ["1 2 3"], GenerationLimits(62))
     assert len(found.tokens) == 62
 
 
-@pytest.mark.parametrize("make", [lambda: Limits(0), lambda: Limits(stop=[""])])
+@pytest.mark.parametrize("make", [lambda: GenerationLimits(0), lambda: GenerationLimits(stop=[""])])
 def test_limits_that_cannot_be(make):
     with pytest.raises(ConfigError):
         make()
@@ -204,6 +215,6 @@ def test_limits_that_cannot_be(make):
 
 def test_model_that_gives_no_numbers():
     model = model_of(variant("plain"))
-    model.head_weight[5, 0] = float("nan")
+    model.output_weight[5, 0] = float("nan")
     with pytest.raises(CheckpointError, match="not a number"):
-        generate(model, Numbers(), ["1"], Limits())
+        generate_completions(model, Numbers(), ["1"], GenerationLimits())

@@ -12,11 +12,11 @@ import torch
 import transformers
 
 from mega_common.errors import ConfigError
-from mega_eval.generate import generate
-from mega_eval.generation_config import sampling_settings, unsupported_settings
-from mega_eval.load import load_model, own_sampling, warn_of_unsupported
-from mega_eval.sampling import Sampling, penalised, probabilities
-from mega_eval.text import Limits
+from mega_eval.generate import generate_completions
+from mega_eval.generation_config import list_unsupported_settings, parse_sampling_settings
+from mega_eval.model_loading import load_inference_model, load_sampling_settings, warn_unsupported_settings
+from mega_eval.sampling import Sampling, apply_penalties, compute_probabilities
+from mega_eval.text_stream import GenerationLimits
 
 PROMPT, NEW = [5, 9, 5, 9, 7], 14
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )  # fmt: skip
 def test_draws_are_from_as_many_tokens_as_transformers_takes(given: dict[str, Any], top_k: int | None) -> None:
-    assert sampling_settings(given).get("top_k") == top_k
+    assert parse_sampling_settings(given).get("top_k") == top_k
     if given.get("do_sample"):
         theirs = transformers.GenerationConfig(**given)
         theirs.update(**transformers.GenerationConfig()._get_default_generation_params(), defaults_only=True)
@@ -88,10 +88,12 @@ def test_tokens_are_those_of_transformers(folder: Path, settings: dict[str, Any]
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0]
     ends = given["eos_token_id"] if isinstance(given["eos_token_id"], list) else [given["eos_token_id"]]
-    sampling = Sampling.parse(own_sampling(folder))
-    (found,) = generate(load_model(folder), Numbers(), [prompt], Limits(NEW, ends=ends), sampling)
+    sampling = Sampling.parse(load_sampling_settings(folder))
+    (found,) = generate_completions(
+        load_inference_model(folder), Numbers(), [prompt], GenerationLimits(NEW, ends=ends), sampling
+    )
     assert found.tokens == expected[len(prompt) :].tolist()
-    assert unsupported_settings(given) == []
+    assert list_unsupported_settings(given) == []
 
 
 def test_settings_of_config_json_count_where_there_is_no_generation_config(tmp_path: Path, folder: Path) -> None:
@@ -100,7 +102,7 @@ def test_settings_of_config_json_count_where_there_is_no_generation_config(tmp_p
     (tmp_path / "generation_config.json").unlink()
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "no_repeat_ngram_size": 2, "repetition_penalty": 1.5}))
-    assert own_sampling(tmp_path) == {"no_repeat_ngram_size": 2, "repetition_penalty": 1.5}
+    assert load_sampling_settings(tmp_path) == {"no_repeat_ngram_size": 2, "repetition_penalty": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_settings_of_config_json_count_where_there_is_no_generation_config(tmp_p
     ],
 )
 def test_settings_without_counterpart_are_named(raw: dict[str, Any], named: list[str]) -> None:
-    found = unsupported_settings(raw)
+    found = list_unsupported_settings(raw)
     assert len(found) == len(named)
     assert all(one.startswith(name) for one, name in zip(found, named, strict=True))
 
@@ -141,7 +143,7 @@ def test_settings_without_counterpart_are_named(raw: dict[str, Any], named: list
 def test_they_are_named_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"num_beams": 4, "typical_p": 0.5, "do_sample": True}))
     with caplog.at_level("WARNING", logger="mega"):
-        warn_of_unsupported(folder)
+        warn_unsupported_settings(folder)
     (line,) = caplog.messages
     assert "num_beams = 4, typical_p = 0.5" in line
 
@@ -149,11 +151,11 @@ def test_they_are_named_in_one_line(folder: Path, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("name", ["no_repeat_ngram_size", "suppress_tokens", "bad_words_ids", "min_length"])
 def test_a_value_of_the_wrong_kind_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        Sampling.parse(sampling_settings({name: "often"}))
+        Sampling.parse(parse_sampling_settings({name: "often"}))
 
 
 def test_a_token_is_left_where_all_are_restricted() -> None:
     sampling = Sampling(no_repeat_ngram_size=1, temperature=1.0)
-    p = probabilities(penalised(torch.randn(5), sampling, [0, 1, 2, 3, 4], []), sampling)
+    p = compute_probabilities(apply_penalties(torch.randn(5), sampling, [0, 1, 2, 3, 4], []), sampling)
     assert p.isfinite().all()
     assert p.sum() == pytest.approx(1.0)

@@ -9,18 +9,18 @@ import pytest
 import torch
 from tiny_models import BASE, save_tiny, variant
 
-from mega_ckpt.families import family_named
-from mega_ckpt.store import save
+from mega_ckpt.families import family_by_name
+from mega_ckpt.store import save_sharded_checkpoint
 from mega_common.errors import ConfigError, DataError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import train_tokenizer
-from mega_eval.draft import NgramDrafter
-from mega_eval.generate import usual_drafter
+from mega_eval.drafters import NgramDrafter
+from mega_eval.generate import choose_default_drafter
 from mega_eval.language_model import LanguageModel
-from mega_trainer.model.builder import Builder
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.init import init_weights
-from mega_trainer.state import weights_of
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.weight_init import initialize_weights
+from mega_trainer.run.train_state import collect_weights
 
 EXAMPLE = Path(__file__).parents[2] / "examples/python/ask.py"
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     words = train_tokenizer(["the end of the story"] * 3, 270, folder)
     config = variant("grouped").model_copy(update={"vocab_size": words.vocab_size})
-    save_tiny(folder, family_named("llama"), config, dtype=torch.float64)
+    save_tiny(folder, family_by_name("llama"), config, dtype=torch.float64)
     (folder / "generation_config.json").write_text(
         '{"repetition_penalty": 1.5, "temperature": 7.0, "do_sample": false}'
     )
@@ -66,9 +66,11 @@ def test_a_chat_is_its_templates_text(folder: Path):
 def test_layers_for_further_tokens_guess_where_they_are_asked_to(tmp_path: Path):
     words = train_tokenizer(["the end of the story"] * 3, 270, tmp_path / "tok")
     config = ModelConfig.parse({**BASE, "vocab_size": words.vocab_size, "mtp_layers": 1})
-    whole = Decoder(Builder(config)).eval()
-    init_weights(whole, 1)
-    save(tmp_path / "model", 0, weights_of({0: whole}, prefix="weights/"), model=config, state={})
+    whole = Decoder(LayerBuilder(config)).eval()
+    initialize_weights(whole, 1)
+    save_sharded_checkpoint(
+        tmp_path / "model", 0, collect_weights({0: whole}, prefix="weights/"), model=config, state={}
+    )
     found = {
         draft: LanguageModel.load(tmp_path / "model", tokenizer=tmp_path / "tok", precision="fp64", draft=draft)
         for draft in ("mtp", "none")
@@ -81,7 +83,9 @@ def test_layers_for_further_tokens_guess_where_they_are_asked_to(tmp_path: Path)
 
 
 def test_guesses_are_usual_where_rounding_does_not_show(folder: Path):
-    found = {name: usual_drafter(LanguageModel.load(folder, precision=name).model) for name in ("fp32", "bf16")}
+    found = {
+        name: choose_default_drafter(LanguageModel.load(folder, precision=name).model) for name in ("fp32", "bf16")
+    }
     assert isinstance(found["fp32"], NgramDrafter)
     assert found["bf16"] is None
 

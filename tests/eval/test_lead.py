@@ -11,22 +11,20 @@ from local_tasks import write_model
 from ranks import run_ranks
 from tiny_adapters import save_adapter
 
-from mega_ckpt.source import model_at
+from mega_ckpt.source import read_model_config
 from mega_common.errors import DataError
-from mega_common.lora import LoraConfig
-from mega_eval.adapters import Beside
-from mega_eval.engine import Engine, Request
-from mega_eval.lead import LeadingEngine, follow
-from mega_eval.load import load_model, load_tokenizer
-from mega_eval.replicas import Sharing, connect
+from mega_common.lora_config import LoraConfig
+from mega_eval.inference_engine import EngineRequest, InferenceEngine
+from mega_eval.model_loading import LoraAdapterSet, load_inference_model, load_tokenizer
+from mega_eval.multi_rank_inference import BroadcastingEngine, ReplicaLayout, build_replica_groups, follow_engine_calls
 from mega_eval.sampling import Sampling
-from mega_eval.text import Limits
-from mega_trainer.mesh import Groups
+from mega_eval.text_stream import GenerationLimits
+from mega_trainer.distributed.process_groups import ParallelGroups
 
 Told = dict[int, list[int]]
 
 
-def asked(engine: Engine) -> Told:
+def asked(engine: InferenceEngine) -> Told:
     """Requests that come between steps, one that is dropped, one that is refused; what becomes of the others."""
     found: Told = defaultdict(list)
     drawn = Sampling(temperature=1.0, seed=2)
@@ -36,38 +34,40 @@ def asked(engine: Engine) -> Told:
             for event in engine.step():
                 found[event.request] += event.tokens
 
-    engine.add(Request([1, 2, 3], Limits(12)))
-    dropped = engine.add(Request([4, 5], Limits(30)))
+    engine.add_request(EngineRequest([1, 2, 3], GenerationLimits(12)))
+    dropped = engine.add_request(EngineRequest([4, 5], GenerationLimits(30)))
     steps(3)
     with pytest.raises(DataError, match="the prompt has no tokens"):
-        engine.add(Request([], Limits(2)))
-    engine.cancel(dropped)
-    engine.add(Request([6], Limits(5), drawn))
-    engine.add(Request([1, 2, 3], Limits(7), adapter="a"))
-    engine.add(Request([6], Limits(3), adapter="b"))
+        engine.add_request(EngineRequest([], GenerationLimits(2)))
+    engine.cancel_request(dropped)
+    engine.add_request(EngineRequest([6], GenerationLimits(5), drawn))
+    engine.add_request(EngineRequest([1, 2, 3], GenerationLimits(7), adapter="a"))
+    engine.add_request(EngineRequest([6], GenerationLimits(3), adapter="b"))
     steps(20)
-    assert (engine.waiting, engine.running, engine.free_pages) == (0, 0, engine.pages)
+    assert (engine.num_waiting, engine.num_running, engine.num_free_pages) == (0, 0, engine.num_pages)
     return dict(found)
 
 
-def engine_of(folder: Path, kind: type[Engine] = Engine, groups: Groups | None = None) -> Engine:
-    beside = Beside.open(folder, {name: str(folder / name) for name in "ab"})
-    model = load_model(folder, groups=groups, beside=beside)
+def engine_of(
+    folder: Path, kind: type[InferenceEngine] = InferenceEngine, groups: ParallelGroups | None = None
+) -> InferenceEngine:
+    beside = LoraAdapterSet.open_adapters(folder, {name: str(folder / name) for name in "ab"})
+    model = load_inference_model(folder, groups=groups, lora_adapters=beside)
     selection = beside.choice.selection
     return kind(model, load_tokenizer(folder), cache_tokens=256, batch_size=6, adapters=selection)
 
 
-def on_a_rank(folder: Path, layouts: list[Sharing]) -> list[Told]:
+def on_a_rank(folder: Path, layouts: list[ReplicaLayout]) -> list[Told]:
     rank, found = dist.get_rank(), []
     for sharing in layouts:
-        groups = connect(model_at(folder), rank, dist.get_world_size(), sharing)
-        kind = Engine if rank else LeadingEngine
+        groups = build_replica_groups(read_model_config(folder), rank, dist.get_world_size(), sharing)
+        kind = InferenceEngine if rank else BroadcastingEngine
         engine = engine_of(folder, kind, groups)
-        if isinstance(engine, LeadingEngine):
+        if isinstance(engine, BroadcastingEngine):
             found.append(asked(engine))
-            engine.close()
+            engine.stop_followers()
         else:
-            follow(engine)
+            follow_engine_calls(engine)
     return found
 
 
@@ -78,5 +78,5 @@ def test_ranks_answer_as_one(tmp_path: Path) -> None:
     alone = asked(engine_of(tmp_path))
     assert {request: len(tokens) for request, tokens in alone.items()} == {0: 12, 1: 3, 2: 5, 3: 7, 4: 3}
     assert alone[0][:7] != alone[3]
-    found = run_ranks(on_a_rank, 2, tmp_path, [Sharing(tp=2), Sharing(pp=2)])[0]
+    found = run_ranks(on_a_rank, 2, tmp_path, [ReplicaLayout(tp=2), ReplicaLayout(pp=2)])[0]
     assert found == [alone, alone]

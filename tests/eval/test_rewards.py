@@ -9,8 +9,8 @@ import torch
 from preference_pairs import pairs, write_model, write_pairs
 
 from mega_common.errors import ConfigError
-from mega_eval.load import load_model
-from mega_eval.rewards import score_pairs
+from mega_eval.dataset_scores import evaluate_preferences
+from mega_eval.model_loading import load_inference_model
 
 transformers = pytest.importorskip("transformers", reason="whose scores are the truth here")
 
@@ -25,9 +25,9 @@ def test_accuracy_and_margin_are_those_of_transformers_and_nothing_else_is_asked
         for (good, _), (bad, _) in made
     ]
     with pytest.raises(ConfigError, match="a reward model, which scores texts and tells no tokens"):
-        load_model(tmp_path / "scorer")
-    found = score_pairs(
-        load_model(tmp_path / "scorer", dtype=torch.float64, kinds=("reward model",)), tmp_path / "pairs"
+        load_inference_model(tmp_path / "scorer")
+    found = evaluate_preferences(
+        load_inference_model(tmp_path / "scorer", dtype=torch.float64, kinds=("reward model",)), tmp_path / "pairs"
     )
     assert found.pairs == 9
     assert found.accuracy == pytest.approx(sum(each > 0 for each in apart) / 9)

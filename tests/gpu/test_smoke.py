@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from mega_ckpt.store import Checkpoint, latest
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_trainer.config import RunConfig
-from mega_trainer.kernels import products
-from mega_trainer.kernels.grouped import Rows
-from mega_trainer.kernels.torch import TorchKernels
-from mega_trainer.ranks import Ranks
-from mega_trainer.train import run
+from mega_ckpt.store import Checkpoint, latest_checkpoint
+from mega_data.token_files.indexed_writer import IndexedWriter
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.kernels import gemm_accumulation
+from mega_trainer.kernels.grouped_gemm import GroupedRows
+from mega_trainer.kernels.torch_kernels import TorchKernels
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run.training_run import run_training
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -61,13 +61,13 @@ def test_trains_saves_and_resumes_on_a_gpu(tmp_path: Path, model: str, precision
         "output": str(tmp_path / "run"),
     }  # fmt: skip
     for steps in (20, 40):
-        run(RunConfig.parse({**raw, "train": {"steps": steps}}), Ranks())
+        run_training(RunConfig.parse({**raw, "train": {"steps": steps}}), RankInfo())
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 40
     assert losses[-1] < 0.7 * losses[0]
-    saved = latest(tmp_path / "run/checkpoints")
+    saved = latest_checkpoint(tmp_path / "run/checkpoints")
     assert saved is not None
-    assert Checkpoint.open(saved).step == 40
+    assert Checkpoint.open_folder(saved).step == 40
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 13, 8], [0, 0, 0, 0], [5, 7, 1, 0]])
@@ -76,8 +76,8 @@ def test_grouped_products_are_those_of_a_loop(counts: list[int]) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(sum(counts), 32), (sum(counts), 48), (len(counts), 48, 32)]
     x, y, weight = (torch.randn(shape, generator=generator, device="cuda") for shape in shapes)
-    rows, kernels = Rows.of(counts, x.device), TorchKernels()
-    for function, tensors in ((kernels.grouped_linear, (x, weight)), (kernels.grouped_dw, (y, x))):
+    rows, kernels = GroupedRows.from_counts(counts, x.device), TorchKernels()
+    for function, tensors in ((kernels.grouped_linear, (x, weight)), (kernels.grouped_wgrad, (y, x))):
         fused = function(*(tensor.bfloat16() for tensor in tensors), rows)
         alone = function(*(tensor.bfloat16().float() for tensor in tensors), rows)
         torch.testing.assert_close(fused.float(), alone, rtol=1e-2, atol=1e-2)
@@ -95,7 +95,7 @@ def test_gradients_are_added_in_fp32(add: bool) -> None:
     one_hot = torch.nn.functional.one_hot(places, 48).double()
     kept = there.double() if add else 0
     for function, factors, exact in (
-        (products.product, (a, b), a.double() @ b.double()), (products.rows, (rows, places), one_hot.t() @ rows.double()),
+        (gemm_accumulation.gemm_into, (a, b), a.double() @ b.double()), (gemm_accumulation.write_embedding_grad, (rows, places), one_hot.t() @ rows.double()),
     ):  # fmt: skip
         out = function(*factors, there.clone(), add=add)
         torch.testing.assert_close(out.double(), exact + kept, rtol=1e-5, atol=1e-4)

@@ -17,14 +17,14 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from mega_ckpt.convert import Options, convert
-from mega_ckpt.formats.hf import HfSource
-from mega_ckpt.source import open_source
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.formats.hf_source import HfSource
+from mega_ckpt.source import open_weight_source
 from mega_ckpt.store import Checkpoint
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_trainer.config import RunConfig
-from mega_trainer.ranks import Ranks
-from mega_trainer.train import run
+from mega_data.token_files.indexed_writer import IndexedWriter
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run.training_run import run_training
 
 TOKENS = np.random.default_rng(0).integers(0, 48, (4, 17))
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0}
@@ -198,9 +198,9 @@ def assert_the_next_step_is_theirs(tmp_path: Path, theirs: Path, after: Path) ->
     """That a run of ours goes on from one folder as theirs did to the other."""
     with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
         writer.add_document(TOKENS[3].astype(np.uint16))
-    convert(theirs, tmp_path / "ours", "mega", verify=True)
+    convert_checkpoint(theirs, tmp_path / "ours", "mega", verify=True)
     config = {
-        "model": Checkpoint.open(tmp_path / "ours").model.model_dump(),
+        "model": Checkpoint.open_folder(tmp_path / "ours").model.model_dump(),
         "data": {"train": str(tmp_path / "tokens"), "seq_length": 16, "kind": "documents", "split": "1"},
         "batch": {"micro": 1, "global": 1},
         "train": {"steps": 4},
@@ -212,19 +212,19 @@ def assert_the_next_step_is_theirs(tmp_path: Path, theirs: Path, after: Path) ->
         "device": "cpu",
         "output": str(tmp_path / "run"),
     }
-    assert run(RunConfig.parse(config), Ranks()).step == 4
-    found, expected = open_source(tmp_path / "run"), open_source(after)
-    made = Checkpoint.open(tmp_path / "run/checkpoints/step-00000004")
+    assert run_training(RunConfig.parse(config), RankInfo()).step == 4
+    found, expected = open_weight_source(tmp_path / "run"), open_weight_source(after)
+    made = Checkpoint.open_folder(tmp_path / "run/checkpoints/step-00000004")
     assert isinstance(expected, HfSource)
-    training = expected.training(torch.float32)
+    training = expected.read_training_state(torch.float32)
     assert training is not None
     assert training.step == 4
-    for key in expected.keys():  # noqa: SIM118
-        torch.testing.assert_close(found.read(key), expected.read(key), rtol=1e-4, atol=1e-6)
+    for key in expected.tensor_names():
+        torch.testing.assert_close(found.read_tensor(key), expected.read_tensor(key), rtol=1e-4, atol=1e-6)
         for kind, moments in training.tensors.items():
-            shape = moments.shape(key)
-            moment = moments.read_slice(key, (0,) * len(shape), shape)
-            torch.testing.assert_close(made.read(f"optimizer/{kind}/{key}"), moment)
+            shape = moments.tensor_shape(key)
+            moment = moments.read_tensor_slice(key, (0,) * len(shape), shape)
+            torch.testing.assert_close(made.read_tensor(f"optimizer/{kind}/{key}"), moment)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -237,7 +237,9 @@ def test_weights_that_are_cast_have_what_they_were_beside_them(tmp_path: Path) -
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     step(model, optimizer, 0)
     save(model, optimizer, tmp_path / "theirs")
-    convert(tmp_path / "theirs", tmp_path / "ours", "mega", options=Options(dtype=torch.bfloat16), verify=True)
-    made = Checkpoint.open(tmp_path / "ours")
-    assert (made.step, made.dtype("weights/lm_head.weight")) == (1, torch.bfloat16)
-    assert torch.equal(made.read("optimizer/main/lm_head.weight"), model.lm_head.weight)
+    convert_checkpoint(
+        tmp_path / "theirs", tmp_path / "ours", "mega", options=ConvertOptions(dtype=torch.bfloat16), verify=True
+    )
+    made = Checkpoint.open_folder(tmp_path / "ours")
+    assert (made.step, made.tensor_dtype("weights/lm_head.weight")) == (1, torch.bfloat16)
+    assert torch.equal(made.read_tensor("optimizer/main/lm_head.weight"), model.lm_head.weight)

@@ -18,10 +18,10 @@ import torch
 import transformers
 import yaml
 
-from mega_cli.megatron_args import to_yaml
-from mega_cli.moving_in import from_deepspeed, from_hf_args
+from mega_cli.megatron_args import render_run_yaml
+from mega_cli.moving_in import translate_deepspeed, translate_hf_args
 from mega_common.errors import ConfigError
-from mega_trainer.config import RunConfig, resolve
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
 STEPS = 60
 MODEL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
@@ -49,7 +49,7 @@ class Case:
 def translated(folder: Path, case: Case, translate: Any) -> str:
     path = folder / "settings.json"
     path.write_text(json.dumps(case.file | case.accelerate))
-    return to_yaml(translate(path, case.ranks))
+    return render_run_yaml(translate(path, case.ranks))
 
 
 def load_run(text: str) -> RunConfig:
@@ -59,7 +59,7 @@ def load_run(text: str) -> RunConfig:
         run["train"] = {key: value for key, value in run.get("train", {}).items() if key != "epochs"} | {"steps": STEPS}
     parallel = {key: value for key, value in run.get("parallel", {}).items() if key in ("tp", "pp", "cp")}
     known = {"model": MODEL, "init_from": "model", "data": {"train": "data/train", "seq_length": 64}}
-    return RunConfig.parse(resolve(run | known | {"parallel": parallel}))
+    return RunConfig.parse(resolve_run_config(run | known | {"parallel": parallel}))
 
 
 def assert_equal(text: str, case: Case, batch: int, rates: list[float]) -> None:
@@ -69,8 +69,8 @@ def assert_equal(text: str, case: Case, batch: int, rates: list[float]) -> None:
             load_run(text)
         return
     run = load_run(text)
-    curve = run.lr_curve()
-    found = [curve(run.batch.consumed(step)) for step in range(len(rates))]
+    curve = run.build_lr_curve()
+    found = [curve(run.batch.samples_after_steps(step)) for step in range(len(rates))]
     first = 1 if case.named else 0
     assert run.batch.global_ == batch
     assert found[first:] == pytest.approx(rates[first:], rel=1e-9, abs=1e-18)
@@ -140,7 +140,7 @@ def by_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("case", DEEPSPEED, ids=lambda case: case.name)
 def test_deepspeed(tmp_path: Path, by_deepspeed: dict[str, Any], case: Case) -> None:
     own = by_deepspeed[case.name]
-    assert_equal(translated(tmp_path, case, from_deepspeed), case, own["batch"], own["rates"])
+    assert_equal(translated(tmp_path, case, translate_deepspeed), case, own["batch"], own["rates"])
 
 
 def arguments(kind: str | None = None, kwargs: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def trainer_batch(file: dict[str, Any], ranks: int, parallel: Any = None) -> int
 @pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
 def test_transformers(tmp_path: Path, case: Case) -> None:
     assert case.ranks is not None
-    text = translated(tmp_path, case, from_hf_args)
+    text = translated(tmp_path, case, translate_hf_args)
     rates = [] if case.open else transformers_rates(tmp_path, case.file)
     assert_equal(text, case, trainer_batch(case.file, case.ranks), rates)
 
@@ -250,7 +250,7 @@ def test_accelerate(tmp_path: Path, case: Case) -> None:
     own = config.load_config_from_file(str(path))
     sizes = {key.removeprefix("parallelism_config_"): size for key, size in own.parallelism_config.items()}
     batch = trainer_batch(case.file, own.num_processes, ParallelismConfig(**sizes))
-    assert_equal(translated(tmp_path, case, from_hf_args), case, batch, transformers_rates(tmp_path, case.file))
+    assert_equal(translated(tmp_path, case, translate_hf_args), case, batch, transformers_rates(tmp_path, case.file))
 
 
 def axolotl(**fields: Any) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def test_axolotl(tmp_path: Path, case: Case) -> None:
     rows = file.get("batch_size", file.get("micro_batch_size", 1) * file.get("gradient_accumulation_steps", 1))
     rates = [] if case.open else list(axolotl_rates(file))
     assert case.ranks is not None
-    assert_equal(translated(tmp_path, case, from_hf_args), case, rows * case.ranks // shared, rates)
+    assert_equal(translated(tmp_path, case, translate_hf_args), case, rows * case.ranks // shared, rates)
 
 
 def test_the_table_has_forty_files() -> None:

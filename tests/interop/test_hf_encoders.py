@@ -11,10 +11,10 @@ import torch
 from tiny_models import VARIANTS, save_tiny, variant
 from torch import Tensor
 
-from mega_ckpt.convert import convert
-from mega_ckpt.families import family_for
-from mega_eval.load import load_model
-from mega_trainer.batch import Outline, Pairs
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.families import family_for_model
+from mega_eval.model_loading import load_inference_model
+from mega_trainer.data.micro_batch import SegmentOrderTargets, SequenceBounds
 from mega_trainer.model.decoder import Decoder
 
 pytest.importorskip("transformers", reason="the reference implementation")
@@ -33,14 +33,20 @@ def given(vocab: int, types: int) -> tuple[Tensor, Tensor, np.ndarray]:
 def stream(model: Decoder, tokens: Tensor, types: Tensor, padding: np.ndarray) -> Tensor:
     """The residual stream behind all layers, where padding is a document by itself."""
     positions = torch.arange(S).expand(tokens.shape)
-    outline = Outline.of(positions.numpy(), padding.astype(np.int32))
-    return model(model.embed(tokens, positions, types=types), model.context(positions, outline=outline))
+    outline = SequenceBounds.from_positions(positions.numpy(), padding.astype(np.int32))
+    return model(
+        model.embed_inputs(tokens, positions, types=types),
+        model.make_forward_context(positions, sequence_bounds=outline),
+    )
 
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_hidden_states_logits_and_losses(tmp_path: Path, name: str) -> None:
     config = variant(name)
-    reference, model = save_tiny(tmp_path, family_for(config), config), load_model(tmp_path, kinds=("encoder",))
+    reference, model = (
+        save_tiny(tmp_path, family_for_model(config), config),
+        load_inference_model(tmp_path, kinds=("encoder",)),
+    )
     tokens, types, padding = given(config.vocab_size, config.token_types)
     there = torch.from_numpy(~padding)
     labels = torch.where(there & (torch.rand(tokens.shape) < 0.3), tokens.flip(1), -100)
@@ -60,13 +66,17 @@ def test_hidden_states_logits_and_losses(tmp_path: Path, name: str) -> None:
         loss = torch.tensor(0.0)
         if config.masked_lm:
             logits = expected.prediction_logits if config.sentence_pairs else expected.logits
-            torch.testing.assert_close(model.logits(x)[there], logits[there], **near)
+            torch.testing.assert_close(model.compute_logits(x)[there], logits[there], **near)
             weights = (labels >= 0).float()
-            loss = model.loss(x, labels.clamp(min=0), weights)[0] / weights.sum()
+            loss = model.compute_token_loss(x, labels.clamp(min=0), weights)[0] / weights.sum()
         if config.sentence_pairs:
             assert model.head.pooler is not None
-            torch.testing.assert_close(model.head.pooler.logits(hidden), expected.seq_relationship_logits, **near)
-            loss = loss + model.head.pooler.loss(hidden, Pairs(order, torch.full((3,), 1 / 3)))
+            torch.testing.assert_close(
+                model.head.pooler.segment_order_logits(hidden), expected.seq_relationship_logits, **near
+            )
+            loss = loss + model.head.pooler.segment_order_loss(
+                hidden, SegmentOrderTargets(order, torch.full((3,), 1 / 3))
+            )
         elif config.pooler:
             assert model.head.pooler is not None
             torch.testing.assert_close(model.head.pooler(hidden), expected.pooler_output, **near)
@@ -77,9 +87,9 @@ def test_hidden_states_logits_and_losses(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ENCODERS)
 def test_folders_come_back_to_the_byte(tmp_path: Path, name: str) -> None:
     config = variant(name)
-    save_tiny(tmp_path / "hf", family_for(config), config)
-    convert(tmp_path / "hf", tmp_path / "mega", "mega")
-    convert(tmp_path / "mega", tmp_path / "back", "hf")
+    save_tiny(tmp_path / "hf", family_for_model(config), config)
+    convert_checkpoint(tmp_path / "hf", tmp_path / "mega", "mega")
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf")
     for file in (tmp_path / "hf").iterdir():
         assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
 
@@ -89,9 +99,9 @@ def test_norms_with_the_names_of_the_first_folders(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     config = variant("bert")
-    save_tiny(tmp_path, family_for(config), config)
+    save_tiny(tmp_path, family_for_model(config), config)
     held = load_file(tmp_path / "model.safetensors")
-    model = load_model(tmp_path, kinds=("encoder",))
+    model = load_inference_model(tmp_path, kinds=("encoder",))
     old = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
         for name, t in held.items()
@@ -101,6 +111,6 @@ def test_norms_with_the_names_of_the_first_folders(tmp_path: Path) -> None:
         "bert.embeddings.position_ids": torch.arange(64)[None],
     }
     save_file(old, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    again = load_model(tmp_path, kinds=("encoder",))
+    again = load_inference_model(tmp_path, kinds=("encoder",))
     for (_, one), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert one.equal(other)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny_models import VARIANTS, cases, save_tiny, variant
 
-from mega_ckpt.families import FAMILIES, Family, family_for
-from mega_eval.generate import generate
-from mega_eval.load import load_model
-from mega_eval.text import Limits
+from mega_ckpt.families import FAMILIES, ModelFamily, family_for_model
+from mega_eval.generate import generate_completions
+from mega_eval.model_loading import load_inference_model
+from mega_eval.text_stream import GenerationLimits
 
 pytest.importorskip("transformers", reason="the reference implementation")
 
@@ -30,15 +30,17 @@ DECODERS = [(family, name) for family, name in cases() if variant(name).causal] 
 
 
 @pytest.mark.parametrize(("family", "name"), [pytest.param(f, n, id=f"{f.name}-{n}") for f, n in DECODERS])
-def test_logits(tmp_path: Path, family: Family, name: str):
+def test_logits(tmp_path: Path, family: ModelFamily, name: str):
     config = variant(name)
     reference = save_tiny(tmp_path, family, config)
-    model = load_model(tmp_path)
+    model = load_inference_model(tmp_path)
     tokens = torch.randint(config.vocab_size, (2, 29), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(29)[None]
     with torch.no_grad():
         expected = reference(tokens).logits
-        found = model.logits(model(model.embed(tokens, positions), model.context(positions)))
+        found = model.compute_logits(
+            model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
+        )
     assert expected.std() > 0.1, "logits that say nothing"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
@@ -59,9 +61,9 @@ class Numbers:
 def test_greedy_text_of_hybrids(tmp_path: Path, name: str):
     """From states that go on token by token here; transformers reads the whole row again for each."""
     config = variant(name)
-    reference = save_tiny(tmp_path, family_for(config), config)
+    reference = save_tiny(tmp_path, family_for_model(config), config)
     row = [(7 * i * i + 3) % config.vocab_size for i in range(11)]
-    (found,) = generate(load_model(tmp_path), Numbers(), [row], Limits(20))
+    (found,) = generate_completions(load_inference_model(tmp_path), Numbers(), [row], GenerationLimits(20))
     with torch.no_grad():
         for _ in range(20):
             row.append(int(reference(torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))

@@ -28,20 +28,20 @@ from transformers import (
 )
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
-from mega_ckpt.convert import convert
+from mega_ckpt.convert import convert_checkpoint
 from mega_common.errors import DataError
-from mega_common.vision import VisionConfig
-from mega_data.images.pixels import picture_of
-from mega_data.images.tiles import features_of
+from mega_common.vision_config import VisionConfig
+from mega_data.images.image_geometry import list_placeholder_features
+from mega_data.images.image_pixels import prepare_image
 from mega_eval import generate as generating
-from mega_eval.engine import Engine
-from mega_eval.generate import generate
-from mega_eval.load import load_model
-from mega_eval.pictured import Pictured
-from mega_eval.text import Limits
-from mega_trainer.batch import Outline
+from mega_eval.generate import generate_completions
+from mega_eval.image_prompts import ImagePrompt
+from mega_eval.inference_engine import InferenceEngine
+from mega_eval.model_loading import load_inference_model
+from mega_eval.text_stream import GenerationLimits
+from mega_trainer.data.batch_images import BatchImages
+from mega_trainer.data.micro_batch import SequenceBounds
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.vision.images import Images
 
 BEGIN, IMAGE, VOCAB = 48, 50, 64
 SIZES = [(30, 17), (9, 31), (14, 13)]  # heights and widths of images
@@ -125,11 +125,11 @@ def squares_of(grids: Any, size: tuple[int, int]) -> int:
     return int(image_size_to_num_patches(list(size), grids, TOWER["image_size"]))
 
 
-def inputs(vision: VisionConfig) -> tuple[Tensor, Tensor, Images]:
+def inputs(vision: VisionConfig) -> tuple[Tensor, Tensor, BatchImages]:
     """Two rows of tokens, with one image and with two, their pixels, and what the house is given of them."""
     size = vision.image_size
     draw = torch.Generator().manual_seed(3)
-    found = [torch.from_numpy(features_of(vision, *sides)) for sides in SIZES]
+    found = [torch.from_numpy(list_placeholder_features(vision, *sides)) for sides in SIZES]
     squares = [1 if vision.pinpoints is None else squares_of([*map(list, vision.pinpoints)], sides) for sides in SIZES]
     a, b, c = map(len, found)
     tokens = torch.randint(1, BEGIN, (2, max(a, b + c) + 7), generator=draw)
@@ -137,27 +137,27 @@ def inputs(vision: VisionConfig) -> tuple[Tensor, Tensor, Images]:
     tokens[1, 1 : 1 + b] = tokens[1, 3 + b : 3 + b + c] = IMAGE
     pixels = torch.randn(sum(squares), 3, size, size, generator=draw)
     rows = torch.full(tokens.shape, -1)
-    before = [sum(squares[:number]) * vision.rows for number in range(3)]
+    before = [sum(squares[:number]) * vision.features_per_square for number in range(3)]
     rows[tokens == IMAGE] = torch.cat([one + first for one, first in zip(found, before, strict=True)])
-    return tokens, pixels, Images(pixels, rows)
+    return tokens, pixels, BatchImages(pixels, rows)
 
 
-def logits_of(model: Decoder, tokens: Tensor, images: Images) -> Tensor:
+def logits_of(model: Decoder, tokens: Tensor, images: BatchImages) -> Tensor:
     positions = torch.arange(tokens.shape[1])[None]
-    context = model.context(positions, outline=outline_of(model, tokens))
-    return model.logits(model(model.embed(tokens, positions, images=images), context))
+    context = model.make_forward_context(positions, sequence_bounds=outline_of(model, tokens))
+    return model.compute_logits(model(model.embed_inputs(tokens, positions, images=images), context))
 
 
-def outline_of(model: Decoder, tokens: Tensor) -> Outline:
+def outline_of(model: Decoder, tokens: Tensor) -> SequenceBounds:
     together = model.config.vision is not None and model.config.vision.bidirectional
     places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    return Outline.of(places, None, tokens.numpy() == IMAGE if together else None)
+    return SequenceBounds.from_positions(places, None, tokens.numpy() == IMAGE if together else None)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_a_round_trip(tmp_path: Path, name: str) -> None:
     theirs = reference(name, tmp_path / "hf")
-    ours = load_model(tmp_path / "hf")
+    ours = load_inference_model(tmp_path / "hf")
     assert ours.config.vision is not None
     tokens, pixels, images = inputs(ours.config.vision)
     with torch.no_grad():
@@ -166,8 +166,8 @@ def test_logits_and_a_round_trip(tmp_path: Path, name: str) -> None:
         blind = theirs(input_ids=tokens, **told(name, tokens, torch.zeros_like(pixels), SIZES)).logits
     assert (expected - blind).abs().max() > 0.1, "images that say nothing"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    convert(tmp_path / "hf", tmp_path / "mega", to="mega")
-    convert(tmp_path / "mega", tmp_path / "back", to="hf")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "mega", to="mega")
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", to="hf")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
 
@@ -188,14 +188,14 @@ def test_a_folder_with_published_names_and_few_keys(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     theirs.config.from_dict(config).save_pretrained(tmp_path / "old")
     save_file(renamed, tmp_path / "old" / "model.safetensors", {"format": "pt"})
-    ours = load_model(tmp_path / "old")
+    ours = load_inference_model(tmp_path / "old")
     tokens, pixels, images = inputs(ours.config.vision)
     with torch.no_grad():
         torch.testing.assert_close(
             logits_of(ours, tokens, images), theirs(input_ids=tokens, pixel_values=pixels).logits, rtol=0, atol=1e-5
         )
-    convert(tmp_path / "old", tmp_path / "mega", to="mega")
-    convert(tmp_path / "mega", tmp_path / "back", to="hf")
+    convert_checkpoint(tmp_path / "old", tmp_path / "mega", to="mega")
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", to="hf")
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (
         tmp_path / "old" / "model.safetensors"
     ).read_bytes()
@@ -221,22 +221,22 @@ def picture(number: int, size: tuple[int, int] = (20, 15)) -> bytes:
 def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
     """Several prompts at once, in chunks that cut images where these may be, which share no pages though their tokens are the same."""
     theirs = reference(name, tmp_path)
-    model = load_model(tmp_path)
+    model = load_inference_model(tmp_path)
     vision = model.config.vision
     assert vision is not None
     mark = IMAGE if vision.begin_token is None else vision.begin_token
     text = " ".join(map(str, [*range(1, 20), mark, 3, 4]))
-    prompts = [Pictured(text, [picture(number)]) for number in (1, 2, 3)] + [
-        Pictured(f"{text} {mark} 7", [picture(4), picture(5, SIZES[1])])
+    prompts = [ImagePrompt(text, [picture(number)]) for number in (1, 2, 3)] + [
+        ImagePrompt(f"{text} {mark} 7", [picture(4), picture(5, SIZES[1])])
     ]
     sizes = [[(20, 15)]] * 3 + [[(20, 15), SIZES[1]]]
-    found = generate(model, Numbers(), [*prompts, [5, 6, 7]], Limits(12))
-    with mock.patch.object(generating, "Engine", partial(Engine, chunk_tokens=5)):
-        chunked = generate(model, Numbers(), prompts, Limits(12), draft="none")
+    found = generate_completions(model, Numbers(), [*prompts, [5, 6, 7]], GenerationLimits(12))
+    with mock.patch.object(generating, "Engine", partial(InferenceEngine, chunk_tokens=5)):
+        chunked = generate_completions(model, Numbers(), prompts, GenerationLimits(12), draft="none")
     assert [one.tokens for one in chunked] == [one.tokens for one in found[:-1]]
     for prompt, one, each_size in zip(prompts, found, sizes, strict=False):
-        tokens, _ = prompt.read(model, Numbers())
-        pixels = torch.from_numpy(np.concatenate([picture_of(each, vision).pixels for each in prompt.pictures]))
+        tokens, _ = prompt.encode_prompt(model, Numbers())
+        pixels = torch.from_numpy(np.concatenate([prepare_image(each, vision).pixels for each in prompt.pictures]))
         assert (vision.begin_token in tokens) == (name == "gemma 3")
         row = theirs.generate(
             torch.tensor([tokens]), do_sample=False, max_new_tokens=12, eos_token_id=None,
@@ -245,13 +245,13 @@ def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
         assert one.tokens == row[0, len(tokens) :].tolist()
     assert len({tuple(one.tokens) for one in found[:3]}) > 1, "images that say nothing"
     with pytest.raises(DataError, match=r"prompt 1 .*2 image.s., and 1 placeholders  \d+  in the text"):
-        generate(model, Numbers(), [Pictured(text, [picture(1), picture(2)])], Limits(1))
+        generate_completions(model, Numbers(), [ImagePrompt(text, [picture(1), picture(2)])], GenerationLimits(1))
 
 
 @pytest.mark.parametrize("name", ["llava 1.5", "llava next", "gemma 3"])
 def test_loss_and_gradients_without_the_layer_that_is_for_nothing(tmp_path: Path, name: str) -> None:
     theirs = reference(name, tmp_path / "hf")
-    ours = load_model(tmp_path / "hf").requires_grad_(True)
+    ours = load_inference_model(tmp_path / "hf").requires_grad_(True)
     assert ours.config.vision is not None
     assert ours.vision is not None
     tokens, pixels, images = inputs(ours.config.vision)
@@ -260,9 +260,9 @@ def test_loss_and_gradients_without_the_layer_that_is_for_nothing(tmp_path: Path
     expected.backward()
     positions = torch.arange(tokens.shape[1] - 1)[None]
     weights = (labels[:, 1:] >= 0).float()
-    context = ours.context(positions, outline=outline_of(ours, tokens[:, :-1]))
-    x = ours(ours.embed(tokens[:, :-1], positions, images=images.part(slice(-1))), context)
-    loss, _ = ours.loss(x, tokens[:, 1:], weights / weights.sum())
+    context = ours.make_forward_context(positions, sequence_bounds=outline_of(ours, tokens[:, :-1]))
+    x = ours(ours.embed_inputs(tokens[:, :-1], positions, images=images.select_positions(slice(-1))), context)
+    loss, _ = ours.compute_token_loss(x, tokens[:, 1:], weights / weights.sum())
     loss.backward()
     projector = theirs.model.multi_modal_projector
     found = {

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mega_ckpt.source import open_source
+from mega_ckpt.source import open_weight_source
 from mega_common.errors import CheckpointError
-from mega_eval.load import load_model
+from mega_eval.model_loading import load_inference_model
 
 lit = pytest.importorskip("litgpt", reason="LitGPT is not installed")
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 4, "intermediate_size": 48, "block_size": 64, "padded_vocab_size": 56}
@@ -59,9 +59,9 @@ def written(folder: Path, name: str, **fields: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_its_description_of_a_model_is_read(tmp_path: Path, name: str) -> None:
     theirs = written(tmp_path, name, **MODELS[name])
-    ours, positions = load_model(str(tmp_path)), torch.arange(TOKENS.shape[1])[None]
+    ours, positions = load_inference_model(str(tmp_path)), torch.arange(TOKENS.shape[1])[None]
     with torch.no_grad():
-        found = ours.logits(ours(ours.embed(TOKENS, positions), ours.context(positions)))
+        found = ours.compute_logits(ours(ours.embed_inputs(TOKENS, positions), ours.make_forward_context(positions)))
         torch.testing.assert_close(found, theirs(TOKENS), rtol=1e-5, atol=1e-5)
 
 
@@ -74,15 +74,15 @@ def test_what_it_alone_does_not_tell_is_refused_with_a_way_out(tmp_path: Path) -
     for said, fields in refused.items():
         lit.utils.save_config(lit.Config.from_name("tiny-llama-1.1b", **SMALL, n_query_groups=2, **fields), tmp_path)
         with pytest.raises(CheckpointError, match=f"{said}.* is not read") as error:
-            open_source(tmp_path)
+            open_weight_source(tmp_path)
         assert "put the config.json of the model beside" in str(error.value)
     for damage in ("n_layer: 2\n", "- 1\n", "n_layer: [\n"):
         (tmp_path / "model_config.yaml").write_text(damage)
         with pytest.raises(CheckpointError, match=r"model_config.yaml: describes no model"):
-            open_source(tmp_path)
+            open_weight_source(tmp_path)
     lit.utils.save_config(lit.Config.from_name("pythia-14m", **SMALL), tmp_path)
     (tmp_path / "model_config.yaml").write_text(
         (tmp_path / "model_config.yaml").read_text().replace("n_head: 4", "n_head: 0")
     )
     with pytest.raises(CheckpointError, match=r"model_config.yaml: describes no model"):
-        open_source(tmp_path)
+        open_weight_source(tmp_path)

@@ -11,15 +11,15 @@ import torch
 from megatron_oracle import BASE, EXPERTS, GROUPED, run
 from torch import nn
 
-from mega_ckpt.convert import Options, convert
-from mega_ckpt.pieces import boxes_of
-from mega_ckpt.source import load_weights, open_source
-from mega_eval.load import load_model
-from mega_trainer.batch import Ahead, MicroBatch, Outline
-from mega_trainer.model.builder import Builder
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.source import load_weights, open_weight_source
+from mega_ckpt.tensor_pieces import boxes_by_name
+from mega_eval.model_loading import load_inference_model
+from mega_trainer.data.micro_batch import MicroBatch, MtpTargets, SequenceBounds
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.parallel.param import info_of, kept_of
-from mega_trainer.step import weigh_ahead
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.parallel.parameter_info import get_parameter_info, non_trainable_buffers
+from mega_trainer.run.train_step import normalize_mtp_weights
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
 pytestmark = [
@@ -138,13 +138,13 @@ def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         tp = (
             1 if changes.get("num_experts") and changes.get("add_bias_linear") else 2
         )  # biases of experts are not split
-        convert(theirs / name, root / "mega" / name, "mega", verify=True)
-        convert(root / "mega" / name, root / name, "megatron", options=Options(tp=tp), verify=True)
+        convert_checkpoint(theirs / name, root / "mega" / name, "mega", verify=True)
+        convert_checkpoint(root / "mega" / name, root / name, "megatron", options=ConvertOptions(tp=tp), verify=True)
         jobs.append({"do": "load", "folder": str(root / name / "release"), "tp": tp})
         for pp in (1, 2):
             legacy = root / f"{name}-{tp}-{pp}"
-            options = Options(megatron_format="torch", tp=tp, pp=pp, implementation="local")
-            convert(root / "mega" / name, legacy, "megatron", options=options)
+            options = ConvertOptions(megatron_format="torch", tp=tp, pp=pp, implementation="local")
+            convert_checkpoint(root / "mega" / name, legacy, "megatron", options=options)
             same = {"folder": str(legacy / "release"), "like": str(root / name / "release"), "tp": tp, "pp": pp}
             jobs.append({"do": "load legacy", **same})
     run(sorted(jobs, key=lambda job: (job["do"], job["tp"], job.get("pp", 1))), root)
@@ -152,11 +152,11 @@ def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    model, config = load_model(folder), open_source(folder).model
+    model, config = load_inference_model(folder), open_weight_source(folder).model
     tokens = megatron_oracle.tokens(config.vocab_size)
     positions = torch.arange(tokens.shape[1])[None]
     with torch.no_grad():
-        return model.logits(model(model.embed(tokens, positions), model.context(positions)))
+        return model.compute_logits(model(model.embed_inputs(tokens, positions), model.make_forward_context(positions)))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -174,16 +174,16 @@ def test_what_mega_writes_megatron_loads(theirs: Path, ours: Path, name: str) ->
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_files_of_all_ranks_are_the_same_model(theirs: Path, name: str) -> None:
-    dist, legacy = open_source(theirs / name), open_source(theirs / f"{name}-legacy")
-    assert all(torch.equal(dist.read(key), legacy.read(key)) for key in dist.keys())  # noqa: SIM118
+    dist, legacy = open_weight_source(theirs / name), open_weight_source(theirs / f"{name}-legacy")
+    assert all(torch.equal(dist.read_tensor(key), legacy.read_tensor(key)) for key in dist.tensor_names())
 
 
 def whole_model(folder: Path) -> Decoder:
     """The model with the layers that predict further tokens."""
-    source = open_source(folder)
-    model = Decoder(Builder(source.model))
-    held = [(parameter.detach(), info_of(parameter).pieces) for parameter in model.parameters()]
-    load_weights(source, boxes_of([*held, *kept_of(model)]))
+    source = open_weight_source(folder)
+    model = Decoder(LayerBuilder(source.model))
+    held = [(parameter.detach(), get_parameter_info(parameter).pieces) for parameter in model.parameters()]
+    load_weights(source, boxes_by_name([*held, *non_trainable_buffers(model)]))
     return model
 
 
@@ -194,15 +194,23 @@ def test_further_tokens(theirs: Path, ours: Path, name: str) -> None:
     tokens, found = megatron_oracle.tokens(model.config.vocab_size), []
     labels, positions, ones = tokens.roll(-1, 1), torch.arange(tokens.shape[1])[None], torch.ones(tokens.shape)
     ahead = [
-        Ahead(*(nn.functional.pad(one[:, k:], (0, k)) for one in (tokens, labels, ones)))
+        MtpTargets(*(nn.functional.pad(one[:, k:], (0, k)) for one in (tokens, labels, ones)))
         for k in range(1, model.config.mtp_layers + 1)
     ]
     for predictor in model.predictors:
-        predictor.register_forward_hook(lambda module, inputs, output: found.append(output @ model.head_weight.T))
-    batch = MicroBatch(tokens, labels, ones, positions, Outline.of(positions.numpy(), None), [0, 1], ahead=ahead)
-    (batch,) = weigh_ahead([batch], [ones.sum().item(), *(one.weights.sum().item() for one in ahead)])
+        predictor.register_forward_hook(lambda module, inputs, output: found.append(output @ model.output_weight.T))
+    batch = MicroBatch(
+        tokens,
+        labels,
+        ones,
+        positions,
+        SequenceBounds.from_positions(positions.numpy(), None),
+        [0, 1],
+        mtp_targets=ahead,
+    )
+    (batch,) = normalize_mtp_weights([batch], [ones.sum().item(), *(one.weights.sum().item() for one in ahead)])
     with torch.no_grad():
-        _, (_, loss), _ = model.whole(batch, model.context(positions))
+        _, (_, loss), _ = model.whole(batch, model.make_forward_context(positions))
     written = torch.load(ours / name / "release.pt")["further"]
     for mine, one, other in zip(found, expected["further"], written, strict=True):
         assert one.std() > 0.1, "logits that say nothing"

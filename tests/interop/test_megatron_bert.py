@@ -10,13 +10,13 @@ import torch
 from masked_data import save_word_pieces, sentences
 from megatron_oracle import BASE, run
 
-from mega_ckpt.convert import Options, convert
-from mega_data.config import DataConfig
-from mega_data.dataset import build_datasets
-from mega_data.loader import Loader, StepBatch
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_data.batch_loader import BatchLoader, StepBatch
+from mega_data.blended_dataset import build_blended_datasets
+from mega_data.data_config import DataConfig
 from mega_data.tokenizer import Tokenizer
-from mega_eval.load import load_model
-from mega_trainer.batch import Outline, Pairs
+from mega_eval.model_loading import load_inference_model
+from mega_trainer.data.micro_batch import SegmentOrderTargets, SequenceBounds
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -44,7 +44,7 @@ def megatrons_samples(folder: Path, name: str) -> StepBatch:
     }
     config = DataConfig.parse({**raw, "bert": {"sentence_pairs": pairs}})
     tokenizer = Tokenizer(save_word_pieces(folder / "tok"))
-    data, *_ = build_datasets(config, seed=5, samples={"train": SAMPLES}, eod=None, tokenizer=tokenizer)
+    data, *_ = build_blended_datasets(config, seed=5, samples={"train": SAMPLES}, eod=None, tokenizer=tokenizer)
     given = [data[k] for k in range(SAMPLES)]
     columns = {"text": "tokens", "labels": "labels", "padding_mask": "padding_mask", "types": "token_types"}
     theirs = {
@@ -54,7 +54,7 @@ def megatrons_samples(folder: Path, name: str) -> StepBatch:
     torch.save(
         {**theirs, "is_random": torch.tensor([int(one.is_random) for one in given])}, folder / f"{name}-samples.pt"
     )
-    return next(iter(Loader(data, global_batch=SAMPLES, seq_length=S)))
+    return next(iter(BatchLoader(data, global_batch=SAMPLES, seq_length=S)))
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,13 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, St
     )
     jobs = []
     for name in MODELS:
-        convert(root / name, root / f"{name}-mega", "mega", verify=True)
-        convert(root / f"{name}-mega", root / f"{name}-back", "megatron", options=Options(tp=2, implementation="local"))
+        convert_checkpoint(root / name, root / f"{name}-mega", "mega", verify=True)
+        convert_checkpoint(
+            root / f"{name}-mega",
+            root / f"{name}-back",
+            "megatron",
+            options=ConvertOptions(tp=2, implementation="local"),
+        )
         for folder in (root / name / "iter_0000007", root / f"{name}-back" / "release"):
             jobs.append({"do": "bert", "folder": str(folder), "samples": str(root / f"{name}-samples.pt")})
     run(jobs, root / "b")
@@ -83,23 +88,26 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, St
 def test_losses_on_megatrons_samples_are_megatrons(theirs: tuple[Path, dict[str, StepBatch]], name: str) -> None:
     root, batches = theirs
     batch, expected = batches[name], torch.load(root / name / "iter_0000007.pt")
-    model = load_model(root / f"{name}-mega", kinds=("encoder",))
+    model = load_inference_model(root / f"{name}-mega", kinds=("encoder",))
     assert batch.document_ids is not None
     tokens, labels, weights, positions = (
         torch.from_numpy(each) for each in (batch.tokens, batch.labels, batch.loss_weights, batch.position_ids)
     )
     types = torch.from_numpy(batch.token_types) if model.config.token_types and batch.token_types is not None else None
-    outline = Outline.of(batch.position_ids, batch.document_ids)
-    x = model(model.embed(tokens, positions, types=types), model.context(positions, outline=outline))
-    _, each = model.loss(x, labels, weights)
+    outline = SequenceBounds.from_positions(batch.position_ids, batch.document_ids)
+    x = model(
+        model.embed_inputs(tokens, positions, types=types),
+        model.make_forward_context(positions, sequence_bounds=outline),
+    )
+    _, each = model.compute_token_loss(x, labels, weights)
     at = weights > 0
     assert at.sum() > 20
     torch.testing.assert_close(each[at], expected["lm"][at], rtol=1e-5, atol=1e-5)
     if model.head.pooler is not None:
         assert batch.pair_labels is not None
-        order = Pairs(torch.from_numpy(batch.pair_labels), torch.full((SAMPLES,), 1 / SAMPLES))
+        order = SegmentOrderTargets(torch.from_numpy(batch.pair_labels), torch.full((SAMPLES,), 1 / SAMPLES))
         torch.testing.assert_close(
-            model.head.pooler.loss(model.head.norm(x), order), expected["pairs"], rtol=1e-5, atol=1e-5
+            model.head.pooler.segment_order_loss(model.head.norm(x), order), expected["pairs"], rtol=1e-5, atol=1e-5
         )
 
 

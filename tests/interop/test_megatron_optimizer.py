@@ -15,16 +15,16 @@ import torch
 from megatron_oracle import BASE, EXPERTS, GROUPED, run
 from torch import Tensor
 
-from mega_ckpt.convert import convert
-from mega_ckpt.source import open_source
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.source import open_weight_source
 from mega_ckpt.store import Checkpoint
-from mega_common.log import logger
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_trainer import loop
-from mega_trainer.config import RunConfig
-from mega_trainer.ranks import Ranks
-from mega_trainer.state import TrainState
-from mega_trainer.train import run as train
+from mega_common.progress_logging import logger
+from mega_data.token_files.indexed_writer import IndexedWriter
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run import training_loop
+from mega_trainer.run.train_state import TrainState
+from mega_trainer.run.training_run import run_training as train
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # the first test waits for four ranks
@@ -51,7 +51,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs.append({"do": "train", "args": BASE | changes, **layout, **places})
     run(jobs, root)
     for name in CASES:
-        convert(root / name / "theirs", root / name / "ours", "mega", verify=True)
+        convert_checkpoint(root / name / "theirs", root / name / "ours", "mega", verify=True)
     return root
 
 
@@ -65,13 +65,13 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_memory(root: Path, name: str, what: str) -> dict[str, Tensor]:
-    source = open_source(root / name / f"memory-{what}")
-    return {key: source.read(key) for key in source.keys()}  # noqa: SIM118
+    source = open_weight_source(root / name / f"memory-{what}")
+    return {key: source.read_tensor(key) for key in source.tensor_names()}
 
 
 def resumed(root: Path, name: str, tokens: Path, *, steps: int) -> TrainState:
     """A run of mega that goes on from the converted checkpoint by so many steps; with none, it ends before its first."""
-    with mock.patch.object(loop, "islice", lambda batches, left: islice(batches, steps)):
+    with mock.patch.object(training_loop, "islice", lambda batches, left: islice(batches, steps)):
         return _run_from(root, name, tokens, steps)
 
 
@@ -80,7 +80,7 @@ def _run_from(root: Path, name: str, tokens: Path, steps: int) -> TrainState:
     return train(
         RunConfig.parse(
             {
-                "model": Checkpoint.open(root / name / "ours").model.model_dump(),
+                "model": Checkpoint.open_folder(root / name / "ours").model.model_dump(),
                 "data": {"train": str(tokens), "seq_length": 16},
                 "batch": {"micro": 2, "global": 4},
                 "train": {"steps": 4},
@@ -96,12 +96,12 @@ def _run_from(root: Path, name: str, tokens: Path, steps: int) -> TrainState:
                 "output": str(tokens.parent / f"{name}-{steps}"),
             }
         ),
-        Ranks(),
+        RankInfo(),
     )  # fmt: skip
 
 
 def main_weights(state: TrainState) -> dict[str, Tensor]:
-    tensors = state.tensors()
+    tensors = state.checkpoint_tensors()
     prefix = "optimizer/main/" if any(key.startswith("optimizer/main/") for key in tensors) else "weights/"
     return whole({key.removeprefix(prefix): held for key, held in tensors.items() if key.startswith(prefix)})
 
@@ -118,26 +118,28 @@ def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_was_in_memory_is_what_mega_has(root: Path, name: str) -> None:
-    ours = Checkpoint.open(root / name / "ours")
-    assert (ours.step, ours.state["optimizer_steps"], ours.state["consumed_samples"]) == (3, 3, 24)
+    ours = Checkpoint.open_folder(root / name / "ours")
+    assert (ours.step, ours.trainer_state["optimizer_steps"], ours.trainer_state["consumed_samples"]) == (3, 3, 24)
     kinds = (*MOMENTS, "main") if CASES[name][1].get("bf16") else MOMENTS
-    assert {key.split("/")[1] for key in ours.keys("optimizer/")} == {*kinds}
+    assert {key.split("/")[1] for key in ours.tensor_keys("optimizer/")} == {*kinds}
     for kind in kinds:
         expected = in_memory(root, name, kind)
-        assert {key.removeprefix(f"optimizer/{kind}/") for key in ours.keys(f"optimizer/{kind}/")} == expected.keys()
+        assert {
+            key.removeprefix(f"optimizer/{kind}/") for key in ours.tensor_keys(f"optimizer/{kind}/")
+        } == expected.keys()
         for key, tensor in expected.items():
             assert tensor.abs().max() > 0
-            assert torch.equal(ours.read(f"optimizer/{kind}/{key}"), tensor), f"{kind} of {key}"
+            assert torch.equal(ours.read_tensor(f"optimizer/{kind}/{key}"), tensor), f"{kind} of {key}"
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_next_step_is_the_one_that_megatron_makes(root: Path, name: str, tokens: Path) -> None:
     """Both with their weights for gradients."""
     state = resumed(root, name, tokens, steps=0)
-    assert (state.step, state.consumed_samples, state.optimizer.steps) == (3, 24, 3)
+    assert (state.step, state.consumed_samples, state.optimizer.update_count) == (3, 24, 3)
     for slot in state.optimizer.slots:
         slot.shard.grads.copy_(slot.shard.weights)
-    state.optimizer.update(megatron_oracle.ADAM["lr"], 1.0)
+    state.optimizer.apply_update(megatron_oracle.ADAM["lr"], 1.0)
     found, expected, before = main_weights(state), in_memory(root, name, "after"), in_memory(root, name, "main")
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -148,7 +150,7 @@ def test_the_next_step_is_the_one_that_megatron_makes(root: Path, name: str, tok
 def test_a_run_makes_the_step_of_adam(root: Path, tokens: Path) -> None:
     """On data, from the moments that Megatron had; its gradients go to torch's own optimizer."""
     state = resumed(root, "fp32", tokens, steps=1)
-    found, gradients = main_weights(state), whole(state.optimizer.gradients())
+    found, gradients = main_weights(state), whole(state.optimizer.gradients_by_name())
     weights = in_memory(root, "fp32", "main")
     moments = {kind: in_memory(root, "fp32", kind) for kind in MOMENTS}
     for key, weight in weights.items():
@@ -162,9 +164,9 @@ def test_a_run_makes_the_step_of_adam(root: Path, tokens: Path) -> None:
 
 def test_buckets_stay_behind(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger.name):
-        convert(root / "buckets" / "theirs", tmp_path / "ours", "mega")
+        convert_checkpoint(root / "buckets" / "theirs", tmp_path / "ours", "mega")
     assert [record.message for record in caplog.records] == [
         "only the weights are converted: the distributed optimizer's buckets fit only the ranks that wrote them "
         "(Megatron saves it otherwise with --dist-ckpt-optim-fully-reshardable)"
     ]
-    assert not Checkpoint.open(tmp_path / "ours").keys("optimizer/")
+    assert not Checkpoint.open_folder(tmp_path / "ours").tensor_keys("optimizer/")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from megatron_oracle import BASE
 
-from mega_ckpt.formats.megatron_args import read_args
+from mega_ckpt.formats.megatron_args import read_megatron_args
 from mega_common.model_config import ModelConfig
-from mega_trainer.config import RunConfig
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.init import init_weights
-from mega_trainer.model.router import Router
-from mega_trainer.model.routing import Routing, Tokens
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.model.expert_router import ExpertRouter
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.weight_init import initialize_weights
+from mega_trainer.parallel.expert_routing import RoutedTokens, StepRouting
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
 
@@ -43,11 +43,11 @@ def test_a_growing_batch(start: int, increment: int, size: int, samples: int) ->
     consumed = 0
     for step in range(400):
         theirs.update(consumed, consistency_check=True)
-        assert ours.batch.at(consumed) == theirs.get_current_global_batch_size(), step
+        assert ours.batch.batch_size_at(consumed) == theirs.get_current_global_batch_size(), step
         consumed += theirs.get_current_global_batch_size()
     for consumed in range(samples + 2):  # also where no step begins
         theirs.update(consumed, consistency_check=False)
-        assert ours.batch.at(consumed) == theirs.get_current_global_batch_size()
+        assert ours.batch.batch_size_at(consumed) == theirs.get_current_global_batch_size()
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
@@ -68,7 +68,7 @@ def test_learning_rates(name: str, warmup: int, decoupled_min: float | None) -> 
         lr_warmup_steps=4 * warmup, lr_decay_steps=4 * STEPS, lr_decay_style=name,
         start_wd=0.0, end_wd=0.0, wd_incr_steps=1, wd_incr_style="constant",
     )  # fmt: skip
-    curve, decoupled = ours.lr_curve(), ours.decoupled_lr_curve()
+    curve, decoupled = ours.build_lr_curve(), ours.build_decoupled_lr_curve()
     assert decoupled is not None
     for samples in range(0, 4 * STEPS + 8, 4):
         theirs.num_steps = samples
@@ -83,16 +83,18 @@ def test_a_balanced_choice_of_experts(top_k: int) -> None:
 
     torch.manual_seed(0)
     settings = {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": top_k, "num_experts": 8}
-    moe = read_args({**BASE, **settings}, "args").moe
+    moe = read_megatron_args({**BASE, **settings}, "args").moe
     assert moe is not None
     like = SimpleNamespace(topk=top_k, config=SimpleNamespace(moe_aux_loss_coeff=0.0), training=True)
     width = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
-    ours = Router(Builder(ModelConfig.model_validate({**width, "init_std": 1.0, "moe": moe.model_dump()})), 0)
-    init_weights(ours, 1)
+    ours = ExpertRouter(
+        LayerBuilder(ModelConfig.model_validate({**width, "init_std": 1.0, "moe": moe.model_dump()})), 0
+    )
+    initialize_weights(ours, 1)
     x = torch.randn(64, 16)
     logits, there = torch.nn.functional.linear(x, ours.weight), torch.ones(64, dtype=torch.bool)
-    tokens = Tokens(torch.zeros(64, dtype=torch.long), torch.arange(64), there, 1, 64)
-    for like.training, routing in ((True, Routing(None, None, 1.0, 1.0)), (False, None)):
+    tokens = RoutedTokens(torch.zeros(64, dtype=torch.long), torch.arange(64), there, 1, 64)
+    for like.training, routing in ((True, StepRouting(None, None, 1.0, 1.0)), (False, None)):
         scores, chosen_there = TopKRouter.sinkhorn_load_balancing(like, logits)
         chosen, weights, _ = ours(x, tokens, routing)
         assert torch.zeros_like(chosen_there).scatter(1, chosen, True).equal(chosen_there)

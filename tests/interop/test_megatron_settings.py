@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_ckpt.families.plain import plain
-from mega_ckpt.formats.megatron_args import read_args
-from mega_cli.megatron_args import translate
-from mega_cli.megatron_args.arithmetic import layer_pattern
-from mega_cli.megatron_args.flags import load_flags
-from mega_cli.megatron_args.launch import find_launch
-from mega_cli.megatron_args.parse import parse_arguments
+from mega_ckpt.families.model_equivalence import normalize_config
+from mega_ckpt.formats.megatron_args import read_megatron_args
+from mega_cli.megatron_args import translate_script
+from mega_cli.megatron_args.arithmetic import parse_layer_pattern
+from mega_cli.megatron_args.flag_tables import load_flag_tables
+from mega_cli.megatron_args.parse_arguments import parse_command_arguments
+from mega_cli.megatron_args.training_command import find_training_command
 from mega_common.errors import CheckpointError, ConfigError
-from mega_common.layer_pattern import spread
+from mega_common.hybrid_pattern import distribute_layer_kinds
 from mega_common.model_config import ModelConfig
 
 SCRIPT = """
@@ -121,11 +121,11 @@ FLAGS = st.tuples(
 
 def args_of(script: str) -> dict[str, Any]:
     """What Megatron keeps of a command line, with what it fills in."""
-    arguments = parse_arguments(find_launch(script).arguments, load_flags())
-    arguments.check()
+    arguments = parse_command_arguments(find_training_command(script).arguments, load_flag_tables())
+    arguments.raise_problems()
     args = {dest: arguments[dest] for dest in arguments.flags}
     for name in ("moe_layer_freq", "window_attn_skip_freq"):
-        args[name] = layer_pattern(args[name]) if isinstance(args[name], str) else args[name]
+        args[name] = parse_layer_pattern(args[name]) if isinstance(args[name], str) else args[name]
     whole = "yarn_correction_range_round_to_int"  # on, off, or neither
     args[whole] = args[whole] if whole in arguments else None
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts"):  # lists here, or in forks
@@ -139,7 +139,10 @@ def args_of(script: str) -> dict[str, Any]:
 
 def meaning(model: ModelConfig) -> dict[str, Any]:
     """A model's fields without those that have no effect."""
-    fields = plain(model).model_dump() | {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
+    fields = normalize_config(model).model_dump() | {
+        "num_kv_heads": model.key_value_heads,
+        "head_dim": model.query_key_head_dim,
+    }
     if model.position != "rope":
         fields["rope"] = None
     if model.moe and model.moe.groups == 1:
@@ -154,11 +157,11 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
 def test_a_launch_script_and_the_checkpoint_of_its_run(flags: str) -> None:
     """Where the checkpoint's settings are refused, something is said of the script's flags."""
     try:
-        theirs = read_args(args_of(SCRIPT + flags), "the checkpoint")
+        theirs = read_megatron_args(args_of(SCRIPT + flags), "the checkpoint")
     except CheckpointError:
         theirs = None
     try:
-        translation = translate(SCRIPT + flags)
+        translation = translate_script(SCRIPT + flags)
         ours = ModelConfig.parse(translation.run["model"])
     except ConfigError:
         assert theirs is None
@@ -185,8 +188,8 @@ HYBRID = """
     ],
 )
 def test_a_launch_script_of_a_hybrid_and_the_checkpoint_of_its_run(flags: str) -> None:
-    theirs = read_args(args_of(HYBRID + flags), "the checkpoint")
-    assert meaning(ModelConfig.parse(translate(HYBRID + flags).run["model"])) == meaning(theirs)
+    theirs = read_megatron_args(args_of(HYBRID + flags), "the checkpoint")
+    assert meaning(ModelConfig.parse(translate_script(HYBRID + flags).run["model"])) == meaning(theirs)
 
 
 def test_shares_of_kinds_are_spread_as_megatron_spreads_them() -> None:
@@ -194,13 +197,13 @@ def test_shares_of_kinds_are_spread_as_megatron_spreads_them() -> None:
     from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
     for layers, attention, mlp in itertools.product(range(1, 60, 3), (0.0, 0.08, 0.1, 0.25), (0.0, 0.1, 0.3, 0.5)):
-        assert spread(layers, attention, mlp) == "".join(allocate_layers(layers, attention, mlp))
+        assert distribute_layer_kinds(layers, attention, mlp) == "".join(allocate_layers(layers, attention, mlp))
 
 
 def test_nothing_is_said_of_the_flags_that_all_have() -> None:
-    assert {note.kind for note in translate(SCRIPT).notes if note.flag} <= {"translated", "not needed"}
+    assert {note.kind for note in translate_script(SCRIPT).notes if note.flag} <= {"translated", "not needed"}
 
 
 def test_latents_that_turn_a_part_of_their_rotary_dimensions_are_told_of() -> None:
-    notes = translate(SCRIPT + LATENT.replace("\n", " ") + "--rope-type rope --rotary-percent 0.5").notes
+    notes = translate_script(SCRIPT + LATENT.replace("\n", " ") + "--rope-type rope --rotary-percent 0.5").notes
     assert [note.kind for note in notes if "--rotary-percent" in (note.flag or "")] == ["no equivalent"]

@@ -13,15 +13,15 @@ from masked_data import sentences, word_piece_tokenizer
 from megatron_oracle import BASE, run
 from torch import Tensor
 
-from mega_ckpt.convert import Options, convert
-from mega_ckpt.source import open_source
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.source import open_weight_source
 from mega_ckpt.store import Checkpoint
-from mega_data.dataset import build_datasets
-from mega_data.loader import Loader
-from mega_eval.load import load_model
-from mega_trainer.batch import MicroBatch, micro_batches
-from mega_trainer.config import RunConfig, resolve
-from mega_trainer.model.encoder_decoder import EncoderDecoder
+from mega_data.batch_loader import BatchLoader
+from mega_data.blended_dataset import build_blended_datasets
+from mega_eval.model_loading import load_inference_model
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
+from mega_trainer.model.encoder_decoder import EncoderDecoderModel
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -59,11 +59,11 @@ def megatrons_samples(folder: Path) -> MicroBatch:
         "data": {**data, "t5": {"decoder_seq_length": DECODER}},
         "batch": {"micro": SAMPLES, "global": SAMPLES},
     }
-    config = RunConfig.parse(resolve(raw), source="test")
+    config = RunConfig.parse(resolve_run_config(raw), source="test")
     words = word_piece_tokenizer(folder)
-    samples, *_ = build_datasets(config.data, seed=1, samples={"train": SAMPLES}, eod=None, tokenizer=words)
-    batch = next(iter(Loader(samples, global_batch=SAMPLES, seq_length=S)))
-    (micro,) = micro_batches(batch, config, torch.device("cpu"))
+    samples, *_ = build_blended_datasets(config.data, seed=1, samples={"train": SAMPLES}, eod=None, tokenizer=words)
+    batch = next(iter(BatchLoader(samples, global_batch=SAMPLES, seq_length=S)))
+    (micro,) = split_micro_batches(batch, config, torch.device("cpu"))
     assert batch.source is not None
     assert np.unique(batch.source.lengths).size > 1
     theirs = {
@@ -108,11 +108,13 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
     for name, (args, _, tp) in KINDS.items():
         place = root / name
         samples = None if args["position_embedding_type"] == "relative" else str(root / "samples.pt")
-        convert(place, place / "mega", "mega", verify=True)
-        convert(place / "ranks", place / "from-ranks", "mega", verify=True)
-        convert(place / "mega", place / "back", "megatron", options=Options(tp=2, implementation="local"))
-        older = Options(tp=tp, implementation="local", megatron_format="torch")
-        convert(place / "mega", place / "older", "megatron", options=older, verify=True)
+        convert_checkpoint(place, place / "mega", "mega", verify=True)
+        convert_checkpoint(place / "ranks", place / "from-ranks", "mega", verify=True)
+        convert_checkpoint(
+            place / "mega", place / "back", "megatron", options=ConvertOptions(tp=2, implementation="local")
+        )
+        older = ConvertOptions(tp=tp, implementation="local", megatron_format="torch")
+        convert_checkpoint(place / "mega", place / "older", "megatron", options=older, verify=True)
         jobs += [
             {"do": "t5", "folder": str(place / "iter_0000007"), "samples": samples},
             {"do": "t5", "folder": str(place / "back" / "release"), "samples": samples},
@@ -124,10 +126,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "relative"])
 def test_losses_on_megatrons_samples_are_megatrons(theirs: Theirs, name: str) -> None:
-    micro, model = theirs.micro, load_model(str(theirs.root / name / "mega"), kinds=("encoder-decoder",))
-    assert isinstance(model, EncoderDecoder)
+    micro, model = theirs.micro, load_inference_model(str(theirs.root / name / "mega"), kinds=("encoder-decoder",))
+    assert isinstance(model, EncoderDecoderModel)
     with torch.no_grad():
-        _, _, ours = model.whole(micro, model.context_of(micro, lambda *_: None))
+        _, _, ours = model.whole(micro, model.make_batch_context(micro, lambda *_: None))
     read = torch.load(theirs.root / "samples.pt")["read"]
     assert read.sum() > 20
     losses: Tensor = theirs.found(name, "iter_0000007")["losses"]
@@ -145,18 +147,18 @@ def test_what_mega_writes_is_what_megatron_wrote(theirs: Theirs, name: str) -> N
 
 @pytest.mark.parametrize("name", KINDS)
 def test_files_of_ranks_hold_the_same(theirs: Theirs, name: str) -> None:
-    one, other = open_source(theirs.root / name / "mega"), open_source(theirs.root / name / "from-ranks")
+    one, other = open_weight_source(theirs.root / name / "mega"), open_weight_source(theirs.root / name / "from-ranks")
     assert one.model == other.model
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one.read(tensor), other.read(tensor)) for tensor in one.keys())  # noqa: SIM118
+    assert one.tensor_names() == other.tensor_names()
+    assert all(torch.equal(one.read_tensor(tensor), other.read_tensor(tensor)) for tensor in one.tensor_names())
 
 
 def test_moments_come_along(theirs: Theirs) -> None:
     """Those of a T5 that Megatron trained are what it had in memory."""
     place = theirs.root / "trained"
-    convert(place / "theirs", place / "ours", "mega", verify=True)
-    ours = Checkpoint.open(place / "ours")
+    convert_checkpoint(place / "theirs", place / "ours", "mega", verify=True)
+    ours = Checkpoint.open_folder(place / "ours")
     for moment in ("exp_avg", "exp_avg_sq"):
-        memory = open_source(f"{place}/memory-{moment}")
-        for tensor in memory.keys():  # noqa: SIM118
-            assert torch.equal(ours.read(f"optimizer/{moment}/{tensor}"), memory.read(tensor)), tensor
+        memory = open_weight_source(f"{place}/memory-{moment}")
+        for tensor in memory.tensor_names():
+            assert torch.equal(ours.read_tensor(f"optimizer/{moment}/{tensor}"), memory.read_tensor(tensor)), tensor

@@ -16,20 +16,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from mega_ckpt.convert import convert
-from mega_ckpt.formats.hf_write import plan_folder
-from mega_ckpt.source import open_source
-from mega_common.vision import VisionConfig
-from mega_data.images.native import rotary_positions
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.formats.hf_write import plan_hf_folder
+from mega_ckpt.source import open_weight_source
+from mega_common.vision_config import VisionConfig
+from mega_data.images.image_geometry import compute_mrope_positions
 from mega_eval import generate as generating
-from mega_eval.engine import Engine
-from mega_eval.generate import generate
-from mega_eval.load import load_model
-from mega_eval.pictured import Pictured
-from mega_eval.text import Limits
+from mega_eval.generate import generate_completions
+from mega_eval.image_prompts import ImagePrompt
+from mega_eval.inference_engine import InferenceEngine
+from mega_eval.model_loading import load_inference_model
+from mega_eval.text_stream import GenerationLimits
+from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.vision.images import Images
-from mega_trainer.model.vision.native import Deal
+from mega_trainer.model.vision.native_resolution import ImagePartition
 
 IMAGE, VOCAB = 50, 64
 SIZES = [(40, 24), (16, 56), (8, 8)]  # heights and widths of images
@@ -70,42 +70,42 @@ def reference(name: str, folder: Path) -> tuple[Any, list[tuple[int, int]]]:
 
 def told(vision: VisionConfig, tokens: Tensor, images: list[Tensor]) -> dict[str, Tensor]:
     """What transformers is told of images [3, H, W]: their patches, and how many."""
-    alone = [Deal([image], vision, 0, 1) for image in images]
+    alone = [ImagePartition([image], vision, 0, 1) for image in images]
     grids = [[1, *(side // vision.patch_size for side in image.shape[1:])] for image in images]
     return {
-        "pixel_values": torch.cat([deal._cut(image).flatten(0, 1) for deal, image in zip(alone, images, strict=True)]),
+        "pixel_values": torch.cat([deal._cut_patches(image).flatten(0, 1) for deal, image in zip(alone, images, strict=True)]),
         "image_grid_thw": torch.tensor(grids), "mm_token_type_ids": (tokens == IMAGE).int(),
     }  # fmt: skip
 
 
-def inputs(vision: VisionConfig, sizes: list[tuple[int, int]]) -> tuple[Tensor, list[Tensor], Images]:
+def inputs(vision: VisionConfig, sizes: list[tuple[int, int]]) -> tuple[Tensor, list[Tensor], BatchImages]:
     """Two rows of tokens, with one image and with two, their pixels, and what the house is given of them."""
     draw = torch.Generator().manual_seed(3)
-    a, b, c = (vision.features(*size) for size in sizes)
+    a, b, c = (vision.count_features(*size) for size in sizes)
     tokens = torch.randint(1, IMAGE - 1, (2, max(a, b + c) + 7), generator=draw)
     tokens[0, 2 : 2 + a] = IMAGE
     tokens[1, 1 : 1 + b] = tokens[1, 3 + b : 3 + b + c] = IMAGE
     pixels = [torch.randn(3, *size, generator=draw) for size in sizes]
     rows = torch.full(tokens.shape, -1)
     rows[tokens == IMAGE] = torch.arange(a + b + c)
-    grids = [vision.grid(*size) for size in sizes]
+    grids = [vision.get_feature_grid(*size) for size in sizes]
     turned = []
     for row, own in zip(rows.numpy(), (grids[:1], grids[1:]), strict=True):
         places = np.flatnonzero(row >= 0)
-        turned.append(rotary_positions(np.arange(len(row)), places, row[places] - row[places[0]], own))
-    return tokens, pixels, Images(pixels, rows, positions=torch.from_numpy(np.stack(turned, 1)))
+        turned.append(compute_mrope_positions(np.arange(len(row)), places, row[places] - row[places[0]], own))
+    return tokens, pixels, BatchImages(pixels, rows, positions=torch.from_numpy(np.stack(turned, 1)))
 
 
-def logits_of(model: Decoder, tokens: Tensor, images: Images) -> Tensor:
+def logits_of(model: Decoder, tokens: Tensor, images: BatchImages) -> Tensor:
     assert images.positions is not None
-    context = model.context(images.positions)
-    return model.logits(model(model.embed(tokens, images.positions[0], images=images), context))
+    context = model.make_forward_context(images.positions)
+    return model.compute_logits(model(model.embed_inputs(tokens, images.positions[0], images=images), context))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_a_round_trip(tmp_path: Path, name: str) -> None:
     theirs, sizes = reference(name, tmp_path / "hf")
-    ours = load_model(tmp_path / "hf")
+    ours = load_inference_model(tmp_path / "hf")
     assert ours.config.vision is not None
     tokens, pixels, images = inputs(ours.config.vision, sizes)
     with torch.no_grad():
@@ -114,15 +114,15 @@ def test_logits_and_a_round_trip(tmp_path: Path, name: str) -> None:
         black = told(ours.config.vision, tokens, [torch.zeros_like(one) for one in pixels])
         assert (expected - theirs(input_ids=tokens, **black).logits).abs().max() > 0.1, "images that say nothing"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    convert(tmp_path / "hf", tmp_path / "mega", to="mega")
-    convert(tmp_path / "mega", tmp_path / "back", to="hf")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "mega", to="mega")
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", to="hf")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
 
 
 def test_positions_are_transformers(tmp_path: Path) -> None:
     theirs, sizes = reference("as published", tmp_path / "hf")
-    vision = load_model(tmp_path / "hf").config.vision
+    vision = load_inference_model(tmp_path / "hf").config.vision
     assert vision is not None
     tokens, pixels, images = inputs(vision, sizes)
     seen = told(vision, tokens, pixels)
@@ -160,14 +160,14 @@ def test_a_folder_as_it_was_first_published(tmp_path: Path) -> None:
     (tmp_path / "inside" / "config.json").write_bytes((tmp_path / "new" / "config.json").read_bytes())
     save_file(inside, tmp_path / "inside" / "model.safetensors", {"format": "pt"})
     for folder in ("old", "inside"):
-        ours = load_model(tmp_path / folder)
+        ours = load_inference_model(tmp_path / folder)
         assert ours.config.vision is not None
         tokens, pixels, images = inputs(ours.config.vision, sizes)
         with torch.no_grad():
             expected = theirs(input_ids=tokens, **told(ours.config.vision, tokens, pixels)).logits
             torch.testing.assert_close(logits_of(ours, tokens, images), expected, rtol=0, atol=1e-5)
-        convert(tmp_path / folder, tmp_path / f"{folder}.mega", to="mega")
-        convert(tmp_path / f"{folder}.mega", tmp_path / f"{folder}.back", to="hf")
+        convert_checkpoint(tmp_path / folder, tmp_path / f"{folder}.mega", to="mega")
+        convert_checkpoint(tmp_path / f"{folder}.mega", tmp_path / f"{folder}.back", to="hf")
         there, back = (tmp_path / name / "model.safetensors" for name in (folder, f"{folder}.back"))
         assert back.read_bytes() == there.read_bytes()
 
@@ -175,25 +175,25 @@ def test_a_folder_as_it_was_first_published(tmp_path: Path) -> None:
 def test_greedy_text_image_by_image(tmp_path: Path) -> None:
     """Several prompts at once, in chunks that cut images, and behind an image positions that are fewer than tokens."""
     theirs, _ = reference("as published", tmp_path)
-    model = load_model(tmp_path)
+    model = load_inference_model(tmp_path)
     vision = model.config.vision
     assert vision is not None
     assert vision.native is not None
     text = " ".join(map(str, [*range(1, 20), IMAGE, 3, 4]))
     shapes = [[(60, 75)], [(75, 60)], [(90, 80)], [(60, 70), (57, 99)]]
     prompts = [
-        Pictured(
+        ImagePrompt(
             " ".join([text, *([f"{IMAGE} 7"] if len(own) > 1 else [])]),
             [picture(7 * n + m, one) for m, one in enumerate(own)],
         )
         for n, own in enumerate(shapes)
     ]
-    found = generate(model, Numbers(), [*prompts, [5, 6, 7]], Limits(12))
-    with mock.patch.object(generating, "Engine", partial(Engine, chunk_tokens=5)):
-        chunked = generate(model, Numbers(), prompts, Limits(12), draft="none")
+    found = generate_completions(model, Numbers(), [*prompts, [5, 6, 7]], GenerationLimits(12))
+    with mock.patch.object(generating, "Engine", partial(InferenceEngine, chunk_tokens=5)):
+        chunked = generate_completions(model, Numbers(), prompts, GenerationLimits(12), draft="none")
     assert [one.tokens for one in chunked] == [one.tokens for one in found[:-1]]
     for prompt, one in zip(prompts, found, strict=False):
-        tokens, images = prompt.read(model, Numbers())
+        tokens, images = prompt.encode_prompt(model, Numbers())
         row = torch.tensor([tokens])
         seen = theirs.generate(
             row, do_sample=False, max_new_tokens=12, eos_token_id=None, **told(vision, row, list(images.pixels))
@@ -206,7 +206,7 @@ def test_greedy_text_image_by_image(tmp_path: Path) -> None:
 
 def test_loss_and_gradients(tmp_path: Path) -> None:
     theirs, sizes = reference("as published", tmp_path / "hf")
-    ours = load_model(tmp_path / "hf").requires_grad_(True)
+    ours = load_inference_model(tmp_path / "hf").requires_grad_(True)
     assert ours.config.vision is not None
     assert ours.vision is not None
     tokens, pixels, images = inputs(ours.config.vision, sizes)
@@ -214,9 +214,11 @@ def test_loss_and_gradients(tmp_path: Path) -> None:
     expected = theirs(input_ids=tokens, labels=labels, **told(ours.config.vision, tokens, pixels)).loss
     expected.backward()
     weights = (labels[:, 1:] >= 0).float()
-    part = images.part(slice(-1))
-    x = ours(ours.embed(tokens[:, :-1], part.positions[0], images=part), ours.context(part.positions))
-    loss, _ = ours.loss(x, tokens[:, 1:], weights / weights.sum())
+    part = images.select_positions(slice(-1))
+    x = ours(
+        ours.embed_inputs(tokens[:, :-1], part.positions[0], images=part), ours.make_forward_context(part.positions)
+    )
+    loss, _ = ours.compute_token_loss(x, tokens[:, 1:], weights / weights.sum())
     loss.backward()
     assert np.isclose(loss.item(), expected.item(), rtol=1e-5)
     visual = theirs.model.visual
@@ -236,18 +238,18 @@ def test_the_sizes_of_images_travel_with_the_weights(tmp_path: Path) -> None:
     reference("as published", tmp_path / "hf")
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 256, "max_pixels": 4096}
     (tmp_path / "hf/preprocessor_config.json").write_text(json.dumps(processor))
-    convert(tmp_path / "hf", tmp_path / "mega", to="mega")
-    vision = open_source(tmp_path / "mega").model.vision
+    convert_checkpoint(tmp_path / "hf", tmp_path / "mega", to="mega")
+    vision = open_weight_source(tmp_path / "mega").model.vision
     assert vision is not None
     assert vision.native is not None
     assert (vision.native.min_pixels, vision.native.max_pixels) == (256, 4096)
-    convert(tmp_path / "mega", tmp_path / "back", to="hf")
+    convert_checkpoint(tmp_path / "mega", tmp_path / "back", to="hf")
     for file in ("config.json", "preprocessor_config.json"):
         assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
-    source = open_source(tmp_path / "mega")
+    source = open_weight_source(tmp_path / "mega")
     smaller = vision.model_copy(update={"native": vision.native.model_copy(update={"max_pixels": 2048})})
     with mock.patch.object(source, "model", source.model.model_copy(update={"vision": smaller})):
-        content = plan_folder(source).others["preprocessor_config.json"]
+        content = plan_hf_folder(source).others["preprocessor_config.json"]
     assert isinstance(content, bytes)
     found = json.loads(content)
     assert (found["min_pixels"], found["max_pixels"]) == (256, 2048)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from mega_ckpt.convert import convert
-from mega_ckpt.formats.hf_write import plan_folder, write_folder
-from mega_ckpt.source import MegaSource, open_source
-from mega_eval.encoder_decoder import hidden
-from mega_eval.load import load_model
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
+from mega_ckpt.source import MegaSource, open_weight_source
+from mega_eval.model_loading import load_inference_model
+from mega_eval.span_corruption import compute_decoder_states
 
 transformers = pytest.importorskip("transformers", reason="the reference implementation")
 
@@ -90,20 +90,20 @@ def test_a_model_comes_in_and_goes_out_again(tmp_path: Path, case: str, length: 
     tokens = torch.randint(3, 97, (1, length))
     expected = computed(theirs, tokens)
 
-    convert(tmp_path / "hf", tmp_path / "mega", "mega")
-    ours = load_model(tmp_path / "mega", kinds=("decoder", "encoder-decoder"))
+    convert_checkpoint(tmp_path / "hf", tmp_path / "mega", "mega")
+    ours = load_inference_model(tmp_path / "mega", kinds=("decoder", "encoder-decoder"))
     positions = torch.arange(length)[None]
     if config.is_encoder_decoder:
-        x = hidden(ours, tokens.tolist(), tokens.tolist())
+        x = compute_decoder_states(ours, tokens.tolist(), tokens.tolist())
     else:
-        x = ours(ours.embed(tokens, positions), ours.context(positions))
-    torch.testing.assert_close(ours.logits(x), expected, rtol=1e-4, atol=1e-4)
+        x = ours(ours.embed_inputs(tokens, positions), ours.make_forward_context(positions))
+    torch.testing.assert_close(ours.compute_logits(x), expected, rtol=1e-4, atol=1e-4)
 
-    source = open_source(tmp_path / "mega")
+    source = open_weight_source(tmp_path / "mega")
     assert isinstance(source, MegaSource)
     bare = Bare(source.checkpoint)
     (tmp_path / "anew").mkdir()
-    write_folder(bare, plan_folder(bare), tmp_path / "anew", lambda _: None)
+    write_hf_folder(bare, plan_hf_folder(bare), tmp_path / "anew", lambda _: None)
     again, info = auto.from_pretrained(tmp_path / "anew", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from serving import service_of, serving
 from torch import Tensor
 
-from mega_ckpt.convert import Options, convert
-from mega_ckpt.source import open_source
-from mega_data.files.indexed import IndexedReader
-from mega_eval.engine import Engine
-from mega_eval.generate import generate
-from mega_eval.load import end_tokens, load_model, load_tokenizer
-from mega_eval.text import Limits
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.source import open_weight_source
+from mega_data.token_files.indexed_reader import IndexedReader
+from mega_eval.generate import generate_completions
+from mega_eval.inference_engine import InferenceEngine
+from mega_eval.model_loading import find_end_tokens, load_inference_model, load_tokenizer
+from mega_eval.text_stream import GenerationLimits
 
 pytestmark = pytest.mark.long
 
@@ -48,13 +48,13 @@ def gguf() -> Path:
 @pytest.fixture(scope="module")
 def mega(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("smollm2") / "mega"
-    convert(gguf, out, "mega", options=Options(dtype=torch.bfloat16))
+    convert_checkpoint(gguf, out, "mega", options=ConvertOptions(dtype=torch.bfloat16))
     return out
 
 
 @pytest.fixture(scope="module")
 def hf(mega: Path) -> Path:
-    convert(mega, mega.with_name("hf"), "hf")
+    convert_checkpoint(mega, mega.with_name("hf"), "hf")
     return mega.with_name("hf")
 
 
@@ -72,10 +72,10 @@ def test_every_weight_is_what_transformers_own_reader_of_gguf_gives(gguf: Path, 
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     theirs: Mapping[str, Tensor] = load_gguf_checkpoint(gguf, return_tensors=True, model_to_load=reference)["tensors"]
-    ours, exported = open_source(gguf), load_file(hf / "model.safetensors")
-    assert set(ours.keys()) == exported.keys() == theirs.keys() - {"lm_head.weight"}
-    for name in ours.keys():  # noqa: SIM118
-        assert torch.equal(ours.read(name), theirs[name]), name
+    ours, exported = open_weight_source(gguf), load_file(hf / "model.safetensors")
+    assert set(ours.tensor_names()) == exported.keys() == theirs.keys() - {"lm_head.weight"}
+    for name in ours.tensor_names():
+        assert torch.equal(ours.read_tensor(name), theirs[name]), name
         assert torch.equal(exported[name], theirs[name].bfloat16()), name
 
 
@@ -94,17 +94,19 @@ def test_text_becomes_the_same_tokens(gguf: Path, tokenizer: Any) -> None:
 
 
 def test_logits_loss_and_greedy_text_are_those_of_transformers(mega: Path, reference: Any, tokenizer: Any) -> None:
-    model, ours = load_model(mega), load_tokenizer(mega)
+    model, ours = load_inference_model(mega), load_tokenizer(mega)
     tokens = torch.tensor([ours.encode(PARAGRAPH)])
     positions = torch.arange(tokens.shape[1])[None]
     with torch.no_grad():
-        found = model.logits(model(model.embed(tokens, positions), model.context(positions)))
+        found = model.compute_logits(
+            model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
+        )
         expected = reference(tokens, labels=tokens)
     loss = torch.nn.functional.cross_entropy(found[0, :-1], tokens[0, 1:])
     torch.testing.assert_close(found, expected.logits, rtol=0, atol=2e-3)  # of up to 40, after 30 layers
     assert abs(float(loss) - float(expected.loss)) < 1e-5
     prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
-    (one,) = generate(model, ours, [prompt], Limits(10, ends=end_tokens(mega, ours)))
+    (one,) = generate_completions(model, ours, [prompt], GenerationLimits(10, ends=find_end_tokens(mega, ours)))
     theirs = reference.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=10, do_sample=False)
     assert tokenizer.decode(theirs[0]) == prompt + one.text + "<|im_end|>"
     assert one.text == "The capital of France is Paris."
@@ -143,7 +145,7 @@ def test_training_goes_on_from_it_with_three_tensor_ranks(
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 3
     out = tmp_path / "out"
-    convert(tmp_path / "run", out, "hf")
+    convert_checkpoint(tmp_path / "run", out, "hf")
     trained = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     tokens = torch.tensor([tokenizer(PARAGRAPH).input_ids])
     with torch.no_grad():
@@ -166,7 +168,7 @@ def test_answers_are_learned_the_same_in_two_layouts_and_the_chat_goes_with_the_
          "--kind", "conversations")  # fmt: skip
     for number, record in enumerate(records):
         theirs = tokenizer.apply_chat_template(record["messages"], return_dict=True)["input_ids"]
-        assert IndexedReader(tmp_path / "chat").read(number).tolist() == theirs
+        assert IndexedReader(tmp_path / "chat").read_sequence(number).tolist() == theirs
     run = {
         "model": {"from": str(hf)}, "data": {"train": str(tmp_path / "chat"), "kind": "conversations", "seq_length": 96, "split": "1"},
         "batch": {"micro": 1, "global": 2}, "train": {"steps": 4}, "optimizer": {"lr": 1e-4}, "precision": "fp32",
@@ -180,7 +182,7 @@ def test_answers_are_learned_the_same_in_two_layouts_and_the_chat_goes_with_the_
         losses.append([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()])
     assert losses[0] == pytest.approx(losses[1], rel=3e-5, abs=1e-6)  # fp32 rounds what is left of a learned answer
     assert losses[0][-1] < 0.5 * losses[0][0]
-    convert(tmp_path / "tp", tmp_path / "out", "hf")
+    convert_checkpoint(tmp_path / "tp", tmp_path / "out", "hf")
     chat = transformers.pipeline("text-generation", str(tmp_path / "out"), dtype=torch.float32)
     assert chat.tokenizer.chat_template == tokenizer.chat_template
     said = chat([{"role": "user", "content": questions[0]}], max_new_tokens=8, do_sample=False)
@@ -203,8 +205,8 @@ def test_chats_over_http_and_in_the_terminal_are_transformers_greedy_ones(
     said = subprocess.run(command, input="\n".join(turns), capture_output=True, text=True)
     assert said.stdout == "".join(f"{answer}\n" for answer in answers), said.stderr
     words = load_tokenizer(hf)
-    engine = Engine(load_model(hf), words, cache_tokens=1024, batch_size=4)
-    service = service_of(engine, hf, ends=end_tokens(hf, words))
+    engine = InferenceEngine(load_inference_model(hf), words, cache_tokens=1024, batch_size=4)
+    service = service_of(engine, hf, ends=find_end_tokens(hf, words))
     with serving(service) as (url, _), OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         for number, answer in enumerate(answers):
             given = messages[: 2 * number + 1]

@@ -26,9 +26,9 @@ from parity.worker import (
     whole,
 )
 
-from mega_ckpt.pieces import merge
-from mega_ckpt.store import save
-from mega_trainer.mesh import GroupMaker
+from mega_ckpt.store import save_sharded_checkpoint
+from mega_ckpt.tensor_pieces import merge_sharded
+from mega_trainer.distributed.process_groups import ProcessGroupCache
 
 BEFORE, AFTER = 2, 2  # steps before a save and after it
 
@@ -92,7 +92,7 @@ def resumed(cases: Sequence[Case], folder: Path) -> list[list[str] | None]:
         saved = checkpoint(first, maker, folder / str(number))
         second = Trainer.make(case, rank, maker)
         spoil(second)
-        second.state.restore(saved, _group(maker, case))
+        second.state.restore_checkpoint(saved, _group(maker, case))
         rest = second.run(AFTER)
         straight.gradients = {}
         rest.gradients = {}
@@ -140,8 +140,8 @@ def moved(
         with restoring[number]() if restoring else nullcontext():
             second = Trainer.make(after, rank, maker)
             spoil(second)
-            second.state.restore(everywhere[0][0], _group(maker, after))
-        broken = unlike(clone(second.state.tensors()), merge(held for _, held in everywhere))
+            second.state.restore_checkpoint(everywhere[0][0], _group(maker, after))
+        broken = unlike(clone(second.state.checkpoint_tensors()), merge_sharded(held for _, held in everywhere))
         out.append(Moved(broken, _straight_on(second, references)))
     return out
 
@@ -155,11 +155,11 @@ def _straight_on(second: Trainer, references: References) -> Found:
     return Found(compare(rest, reference), places(rest), shapes)
 
 
-def checkpoint(trainer: Trainer, maker: GroupMaker, folder: Path) -> Path:
+def checkpoint(trainer: Trainer, maker: ProcessGroupCache, folder: Path) -> Path:
     """Save; a collective call of the case's ranks."""
     state = trainer.state
-    return save(
-        folder, state.step, state.to_save(), model=trainer.config.model, state=state.numbers(),
+    return save_sharded_checkpoint(
+        folder, state.step, state.tensors_to_save(), model=trainer.config.model, state=state.checkpoint_state(),
         group=_group(maker, trainer.case),
     )  # fmt: skip
 
@@ -167,19 +167,19 @@ def checkpoint(trainer: Trainer, maker: GroupMaker, folder: Path) -> Path:
 def spoil(trainer: Trainer) -> None:
     """Make sure that whatever a restore leaves out is seen."""
     with torch.no_grad():
-        for held in trainer.state.tensors().values():
+        for held in trainer.state.checkpoint_tensors().values():
             for box in held.boxes:
                 box.tensor.fill_(3.0)
 
 
-def _with_single(maker: GroupMaker) -> GroupMaker:
+def _with_single(maker: ProcessGroupCache) -> ProcessGroupCache:
     """With a group of rank 0 alone: to the store, no group means the whole world."""
-    maker.made[(0,)] = dist.new_group([0])
+    maker.groups_by_ranks[(0,)] = dist.new_group([0])
     return maker
 
 
-def _group(maker: GroupMaker, case: Case) -> dist.ProcessGroup:
-    return maker.made[tuple(range(case.ranks))]
+def _group(maker: ProcessGroupCache, case: Case) -> dist.ProcessGroup:
+    return maker.groups_by_ranks[tuple(range(case.ranks))]
 
 
 def told(cases: Sequence[object], results: Sequence[Sequence[list[str] | None]]) -> Mapping[str, list[str]]:

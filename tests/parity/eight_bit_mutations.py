@@ -12,11 +12,10 @@ import torch
 from parity.cases import Case
 from parity.eight_bits import case
 
-from mega_trainer.kernels import fp8, quantise
-from mega_trainer.kernels.fp8 import Fp8Kernels
-from mega_trainer.kernels.quantise import E4M3, E5M2, Both, Quantised
-from mega_trainer.model.builder import Builder
-from mega_trainer.parallel.param import PreparedWeight
+from mega_trainer.kernels import fp8_kernels
+from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels, QuantizedMatrix, QuantizedPair
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.parallel.parameter_info import PreparedWeight
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -28,26 +27,26 @@ PP = case("mxfp8", 2, {"pp": 2}, fp8={"recipe": "mxfp8", "bf16_first": 1})
 
 def _scales(wrong: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     """The second factor's scales are others."""
-    real = fp8.product
+    real = fp8_kernels.scaled_gemm
 
-    def product(a: Quantised, b: Quantised, *args: Any, **options: Any) -> torch.Tensor:
+    def product(a: QuantizedMatrix, b: QuantizedMatrix, *args: Any, **options: Any) -> torch.Tensor:
         return real(a, b._replace(scale=wrong(b.scale)), *args, **options)
 
-    return lambda: swap(fp8, "product", product)
+    return lambda: swap(fp8_kernels, "product", product)
 
 
 def _formats_swapped() -> AbstractContextManager[Any]:
-    real, other = quantise.quantised, {E4M3: E5M2, E5M2: E4M3}
-    return swap(quantise, "quantised", lambda x, rows, columns, dtype: real(x, rows, columns, other[dtype]))
+    real, other = fp8_kernels.quantize_leaf, {E4M3: E5M2, E5M2: E4M3}
+    return swap(fp8_kernels, "quantised", lambda x, rows, columns, dtype: real(x, rows, columns, other[dtype]))
 
 
 def _weight_by_its_rows() -> AbstractContextManager[Any]:
     """A weight's scales for dX are laid out as those for Y."""
     real = Fp8Kernels.prepare_weight
 
-    def prepare(self: Fp8Kernels, weight: torch.Tensor) -> Both:
+    def prepare(self: Fp8Kernels, weight: torch.Tensor) -> QuantizedPair:
         plain, turned = real(self, weight)
-        return Both(plain, turned._replace(scale=turned.scale.t().reshape(turned.scale.shape)))
+        return QuantizedPair(plain, turned._replace(scale=turned.scale.t().reshape(turned.scale.shape)))
 
     return swap(Fp8Kernels, "prepare_weight", prepare)
 
@@ -59,8 +58,8 @@ def _weights_never_new() -> AbstractContextManager[Any]:
 
 def _layers_counted_in_the_stage() -> AbstractContextManager[Any]:
     """The first layers of every stage are left in bf16."""
-    real = Builder.of_layer
-    return swap(Builder, "of_layer", lambda self, _: real(self, 0))
+    real = LayerBuilder.builder_for_layer
+    return swap(LayerBuilder, "of_layer", lambda self, _: real(self, 0))
 
 
 EIGHT_BITS: list[tuple[str, Case, Patch]] = [

@@ -17,7 +17,7 @@ from parity.full import TOLERANCE, batches
 from parity.worker import sweep, verdicts
 from ranks import run_ranks
 
-from mega_trainer.fp8 import MULTIPLES
+from mega_trainer.config.fp8_config import MULTIPLES
 
 RANKS = 4
 

@@ -13,12 +13,12 @@ from parity.cases import VARIANTS, Case, case
 from parity.recurrence_mutations import Patch
 from torch import Tensor
 
-from mega_trainer import step
-from mega_trainer.kernels.masks import Band
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Sequences
-from mega_trainer.model.embeddings import Inputs
-from mega_trainer.model.encoder_heads import Pooler
+from mega_trainer.kernels.attention_masks import BandMask
+from mega_trainer.model.decoder import InputEmbeddings
+from mega_trainer.model.forward_context import SequenceMask
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.output_heads import SequencePooler
+from mega_trainer.run import train_step
 
 swap = mock.patch.object
 WINDOW = VARIANTS["encoder"][2]
@@ -30,65 +30,65 @@ DP = case("encoder", 2, micro=2)
 
 def _short_behind() -> AbstractContextManager[Any]:
     """A query sees one key fewer behind it than before it."""
-    real = Sequences._band
+    real = SequenceMask._band
 
-    def band(self: Sequences, window: int | None) -> Band:
+    def band(self: SequenceMask, window: int | None) -> BandMask:
         whole = real(self, window)
         return whole if whole.right is None else replace(whole, right=whole.right - 1)
 
-    return swap(Sequences, "_band", band)
+    return swap(SequenceMask, "_band", band)
 
 
-def _parts(change: Callable[[Sequences], Sequences]) -> Patch:
+def _parts(change: Callable[[SequenceMask], SequenceMask]) -> Patch:
     """What context ranks see of each other's tokens, of other sequences than they have."""
-    real = Sequences.parts
+    real = SequenceMask.mask_between
 
-    def parts(self: Sequences, queries: range, keys: range, window: int | None) -> Any:
+    def parts(self: SequenceMask, queries: range, keys: range, window: int | None) -> Any:
         return real(self if queries == keys else change(self), queries, keys, window)
 
-    return lambda: swap(Sequences, "parts", parts)
+    return lambda: swap(SequenceMask, "parts", parts)
 
 
 def _types_of_the_first_rank_alone() -> AbstractContextManager[Any]:
-    real = Inputs.forward
+    real = InputEmbeddings.forward
 
-    def forward(self: Inputs, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+    def forward(self: InputEmbeddings, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         return real(self, x, positions, None if self.tp.rank else types)
 
-    return swap(Inputs, "forward", forward)
+    return swap(InputEmbeddings, "forward", forward)
 
 
 def _first_token_on_every_rank() -> AbstractContextManager[Any]:
     """Each takes the first of its tokens for that of the sample."""
-    real = Pooler.loss
+    real = SequencePooler.segment_order_loss
 
-    def loss(self: Pooler, x: Tensor, pairs: Any) -> Tensor:
+    def loss(self: SequencePooler, x: Tensor, pairs: Any) -> Tensor:
         self.has_first = True
         return real(self, x, pairs)
 
-    return swap(Pooler, "loss", loss)
+    return swap(SequencePooler, "loss", loss)
 
 
 def _pair_head_summed() -> AbstractContextManager[Any]:
     """Tensor ranks that each have the whole gradient of the pair head add theirs up."""
-    real = Builder.replicated
+    real = LayerBuilder.build_replicated
 
-    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+    def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
         parts = {"partial_grad": True} if name.startswith("pair_head") else {}
         return real(self, name, shape, **{**options, **parts})
 
-    return swap(Builder, "replicated", replicated)
+    return swap(LayerBuilder, "replicated", replicated)
 
 
 def _output_bias_of_the_first_rank() -> AbstractContextManager[Any]:
     """Each takes its part of the vocabulary's bias for the first rank's."""
-    real = Builder.vocabulary_bias
+    real = LayerBuilder.build_vocab_bias
 
-    def vocabulary_bias(self: Builder, name: str) -> torch.nn.Parameter:
+    def vocabulary_bias(self: LayerBuilder, name: str) -> torch.nn.Parameter:
         first = replace(self, groups=replace(self.groups, tp=replace(self.groups.tp, rank=0)))
         return real(first, name)
 
-    return swap(Builder, "vocabulary_bias", vocabulary_bias)
+    return swap(LayerBuilder, "vocabulary_bias", vocabulary_bias)
 
 
 ENCODERS: list[tuple[str, Case, Patch]] = [
@@ -100,5 +100,5 @@ ENCODERS: list[tuple[str, Case, Patch]] = [
     ("encoder: every context part has a first token", RING, _first_token_on_every_rank),
     ("encoder: whole gradients of the pair head are summed", TP, _pair_head_summed),
     ("encoder: the output's bias is the first rank's", TP, _output_bias_of_the_first_rank),
-    ("encoder: pairs weigh as tokens do", DP, lambda: swap(step, "weigh_ahead", lambda batches, tokens: batches)),
+    ("encoder: pairs weigh as tokens do", DP, lambda: swap(train_step, "weigh_ahead", lambda batches, tokens: batches)),
 ]

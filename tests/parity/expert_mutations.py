@@ -12,16 +12,16 @@ import torch
 from parity.cases import VARIANTS, Case, case
 from torch import Tensor
 
-from mega_trainer import build, step
-from mega_trainer.mesh import Groups
-from mega_trainer.model import builder, moe, router, routing
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.moe import Experts
-from mega_trainer.optim import clip
-from mega_trainer.parallel import expert, nvshmem
-from mega_trainer.parallel.buckets import Bucket
-from mega_trainer.parallel.slots import Slots
-from mega_trainer.pipeline import run
+from mega_trainer.distributed.process_groups import ParallelGroups
+from mega_trainer.model import expert_router, layer_builder, mixture_of_experts
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.mixture_of_experts import GroupedExperts
+from mega_trainer.optim import gradient_clipping
+from mega_trainer.parallel import expert_parallel, expert_routing, nvshmem_dispatch
+from mega_trainer.parallel.gradient_buckets import GradientBucket
+from mega_trainer.parallel.token_rows import RowAssignment
+from mega_trainer.pipeline import executor as run
+from mega_trainer.run import build_components, train_step
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -39,7 +39,7 @@ BALANCED = case("moe", 2, parallel={"tp": 2, "sp": True}, micro=4, variant=VARIA
 
 def _routings(**changes: Callable[[Any, Any], Any]) -> Patch:
     """Tell the routers something else: by field, a function of what they are told and of the data group."""
-    real = routing.routings
+    real = expert_routing.make_step_routings
 
     def told(batches: Sequence[Any], data: Any, loss_scale: float) -> list[Any]:
         return [
@@ -50,109 +50,111 @@ def _routings(**changes: Callable[[Any, Any], Any]) -> Patch:
     return lambda: swap(run, "routings", told)
 
 
-def _groups(**changes: Callable[[Groups], Any]) -> Patch:
+def _groups(**changes: Callable[[ParallelGroups], Any]) -> Patch:
     """Put other ranks together: by name, a function of the groups."""
-    real = build.build_groups
+    real = build_components.build_parallel_groups
 
-    def wrong(*args: Any, **options: Any) -> Groups:
+    def wrong(*args: Any, **options: Any) -> ParallelGroups:
         groups = real(*args, **options)
         return replace(groups, **{name: change(groups) for name, change in changes.items()})
 
-    return lambda: swap(build, "build_groups", wrong)
+    return lambda: swap(build_components, "build_groups", wrong)
 
 
 def _router_without_sync() -> AbstractContextManager[Any]:
-    real = builder.make_parameter
+    real = layer_builder.make_parameter
 
     def make(shape: Any, pieces: Any, **options: Any) -> Any:
         gate = any(".mlp.gate." in piece.name for piece in pieces)
         return real(shape, pieces, **{**options, "grad_sync": ()} if gate else options)
 
-    return swap(builder, "make_parameter", make)
+    return swap(layer_builder, "make_parameter", make)
 
 
 def _expert_gradients_averaged() -> AbstractContextManager[Any]:
-    real = Bucket._sum
+    real = GradientBucket._start_sum
 
-    def averaged(self: Bucket, whole: Tensor, out: Tensor) -> Any:
+    def averaged(self: GradientBucket, whole: Tensor, out: Tensor) -> Any:
         whole /= self.data.size if self.data.name == "expert_data" else 1
         return real(self, whole, out)
 
-    return swap(Bucket, "_sum", averaged)
+    return swap(GradientBucket, "_sum", averaged)
 
 
 def _every_tensor_rank_sends_all_tokens() -> AbstractContextManager[Any]:
-    return mock.patch.multiple(moe, own_share=lambda x, group: x, all_shares=lambda x, group, tokens: x)
+    return mock.patch.multiple(mixture_of_experts, own_share=lambda x, group: x, all_shares=lambda x, group, tokens: x)
 
 
 def _load_of_own_tokens() -> AbstractContextManager[Any]:
-    return swap(router, "summed", lambda tensor, groups: tensor)
+    return swap(expert_router, "summed", lambda tensor, groups: tensor)
 
 
 def _balanced_by_own_tokens() -> AbstractContextManager[Any]:
-    real = router.balanced
-    return swap(router, "balanced", lambda logits, tokens, groups: real(logits, tokens, ()))
+    real = expert_router.sinkhorn_choice_scores
+    return swap(expert_router, "balanced", lambda logits, tokens, groups: real(logits, tokens, ()))
 
 
 def _bias_by_own_load() -> AbstractContextManager[Any]:
-    real = step.move_selection
+    real = train_step.update_router_biases
 
-    def by_own(executor: run.Executor, table: Tensor) -> None:
-        real(executor, routing.table_of_loads(executor.loads, executor.config, table.device))
+    def by_own(executor: run.PipelineExecutor, table: Tensor) -> None:
+        real(executor, expert_routing.tabulate_expert_loads(executor.loads, executor.model_config, table.device))
 
-    return swap(step, "move_selection", by_own)
+    return swap(train_step, "move_selection", by_own)
 
 
 def _bias_stays() -> AbstractContextManager[Any]:
-    return swap(step, "balance", lambda routers, loads, layers: None)
+    return swap(train_step, "balance", lambda routers, loads, layers: None)
 
 
 def _first_experts() -> AbstractContextManager[Any]:
     """Every rank takes the first experts."""
-    real = Builder.expert_piece
+    real = LayerBuilder.make_expert_piece
 
-    def piece(self: Builder, *args: Any, **options: Any) -> Any:
+    def piece(self: LayerBuilder, *args: Any, **options: Any) -> Any:
         found = real(self, *args, **options)
         return replace(found, global_offset=(0, *found.global_offset[1:]))
 
-    return swap(Builder, "expert_piece", piece)
+    return swap(LayerBuilder, "expert_piece", piece)
 
 
 def _bias_of_every_part() -> AbstractContextManager[Any]:
-    real = Experts.__init__
+    real = GroupedExperts.__init__
 
-    def init(self: Experts, *args: Any, **options: Any) -> None:
+    def init(self: GroupedExperts, *args: Any, **options: Any) -> None:
         real(self, *args, **options)
         self.first_part = True
 
-    return swap(Experts, "__init__", init)
+    return swap(GroupedExperts, "__init__", init)
 
 
 def _weights_of_the_choice() -> AbstractContextManager[Any]:
     """The selection bias gets into the weights of the experts."""
-    real = router.choose
+    real = expert_router.select_experts
 
     def choose(scores: Tensor, config: Any, bias: Tensor | None) -> Tensor:
         chosen = real(scores, config, bias)
         scores.data.add_(0 if bias is None else bias)
         return chosen
 
-    return swap(router, "choose", choose)
+    return swap(expert_router, "choose", choose)
 
 
 def _sent(change: Callable[..., Any]) -> Patch:
     """Change the columns [N, K parts] of ranks that tokens go to, of which so many hold parts of one expert."""
-    real = expert.ranks_of
-    return lambda: swap(expert, "ranks_of", lambda chosen, own, parts: change(real(chosen, own, parts), parts))
+    real = expert_parallel.target_ranks
+    return lambda: swap(expert_parallel, "ranks_of", lambda chosen, own, parts: change(real(chosen, own, parts), parts))
 
 
 def _once_for_each_choice() -> AbstractContextManager[Any]:
     """A token's rows are sent as often as it has experts there, and each time all of these work on it."""
-    real, patches = expert.by_expert, ExitStack()
+    real, patches = expert_parallel.sort_rows_by_expert, ExitStack()
     patches.enter_context(
-        swap(expert, "by_expert", lambda x, chosen, weights, own, rows: real(x, chosen, weights, own, 2 * rows))
+        swap(
+            expert_parallel, "by_expert", lambda x, chosen, weights, own, rows: real(x, chosen, weights, own, 2 * rows)
+        )
     )
-    patches.enter_context(swap(expert, "ranks_of", lambda chosen, own, parts: chosen // own))
+    patches.enter_context(swap(expert_parallel, "ranks_of", lambda chosen, own, parts: chosen // own))
     return patches
 
 
@@ -165,43 +167,45 @@ def _to_one_part(ranks: Tensor, parts: int) -> Tensor:
 
 
 def _all_weigh_the_same() -> AbstractContextManager[Any]:
-    real = expert.pick
-    return swap(expert, "pick", lambda values, slots: torch.ones_like(real(values, slots)))
+    real = expert_parallel.pick_choice_values
+    return swap(expert_parallel, "pick", lambda values, slots: torch.ones_like(real(values, slots)))
 
 
 def _bias_weighs_one() -> AbstractContextManager[Any]:
-    real = moe.grouped_bias
-    return swap(moe, "grouped_bias", lambda x, bias, rows, weights=None: real(x, bias, rows))
+    real = mixture_of_experts.add_grouped_bias
+    return swap(mixture_of_experts, "grouped_bias", lambda x, bias, rows, weights=None: real(x, bias, rows))
 
 
 def _weights_of_the_first_choices() -> AbstractContextManager[Any]:
     """Each row takes its token's first weight."""
-    return swap(expert, "pick", lambda values, slots: values[slots.token, 0])
+    return swap(expert_parallel, "pick", lambda values, slots: values[slots.token, 0])
 
 
 def _gradient_of_weights_stays() -> AbstractContextManager[Any]:
     """The weights' gradient does not come back from the other ranks."""
-    real = expert.read_ticket
+    real = expert_parallel.unpack_routing
 
     def read(ticket: Tensor, choices: int) -> tuple[Tensor, Tensor]:
         weights, chosen = real(ticket, choices)
         return weights.detach(), chosen
 
-    return swap(expert, "read_ticket", read)
+    return swap(expert_parallel, "read_ticket", read)
 
 
 def _rows_that_nobody_sent() -> AbstractContextManager[Any]:
     """What a table held before is taken for tokens."""
-    real = nvshmem.read_ticket
-    return swap(nvshmem, "read_ticket", lambda ticket, choices, there: real(ticket, choices))
+    real = nvshmem_dispatch.unpack_routing
+    return swap(nvshmem_dispatch, "read_ticket", lambda ticket, choices, there: real(ticket, choices))
 
 
 def _rows_in_order_of_arrival() -> AbstractContextManager[Any]:
     """Rows are not sorted by expert, and the products take them for sorted."""
-    real = Slots.of.__func__  # type: ignore[attr-defined]
+    real = RowAssignment.assign_rows.__func__  # type: ignore[attr-defined]
 
-    def unsorted(cls: type[Slots], groups: Tensor, count: int, rows: int, capacity: Any = None) -> Slots:
-        slots: Slots = real(cls, groups, count, rows, capacity)
+    def unsorted(
+        cls: type[RowAssignment], groups: Tensor, count: int, rows: int, capacity: Any = None
+    ) -> RowAssignment:
+        slots: RowAssignment = real(cls, groups, count, rows, capacity)
         if count != 4:  # ranks, not experts
             return slots
         flat = groups.flatten()
@@ -212,12 +216,12 @@ def _rows_in_order_of_arrival() -> AbstractContextManager[Any]:
         row[arrival] = torch.arange(len(arrival))
         return replace(slots, choice=choice, row=row.view_as(groups))
 
-    return swap(Slots, "of", classmethod(unsorted))
+    return swap(RowAssignment, "of", classmethod(unsorted))
 
 
 def _norm_without(axis: str) -> Patch:
-    real = clip.all_gather
-    return lambda: swap(clip, "all_gather", lambda x, group: x if group.name == axis else real(x, group))
+    real = gradient_clipping.all_gather
+    return lambda: swap(gradient_clipping, "all_gather", lambda x, group: x if group.name == axis else real(x, group))
 
 
 EXPERTS: list[tuple[str, Case, Patch]] = [

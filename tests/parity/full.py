@@ -15,7 +15,7 @@ from parity.journal import Journal
 from parity.worker import Verdict, sweep, verdicts
 from ranks import run_ranks
 
-from mega_common.files import atomic_file
+from mega_common.atomic_files import open_atomic_file
 
 TOLERANCE = 1e-10
 BATCH = 100
@@ -72,7 +72,7 @@ def main() -> int:
     problems = [problem for result in results if (problem := result.problem(TOLERANCE))]
     print("\n".join(problems) or f"{len(cases)} layouts agree with one process to {TOLERANCE:g}")
     if not problems and not few:
-        with atomic_file(PAGE, text=True) as stream:
+        with open_atomic_file(PAGE, text=True) as stream:
             stream.write(page(results))
     return 1 if problems else 0
 

@@ -14,7 +14,7 @@ from parity.worker import sweep, verdicts
 from ranks import run_ranks
 
 from mega_common.errors import ConfigError
-from mega_trainer.config import RunConfig
+from mega_trainer.config.run_config import RunConfig
 
 TOLERANCE = 1e-10
 ILL_CONDITIONED = 1e-7  # no bug is as small as this
@@ -30,7 +30,7 @@ def _legal(seed: int) -> Iterator[Case]:
     while True:
         drawn = _case(seed, rng)
         try:
-            RunConfig.parse(drawn.raw).check_ranks(drawn.ranks)
+            RunConfig.parse(drawn.raw).check_world_size(drawn.ranks)
         except ConfigError:
             continue
         if drawn.ranks <= RANKS:

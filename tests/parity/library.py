@@ -26,11 +26,11 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mega_ckpt.convert import convert
-from mega_trainer.build import connect
-from mega_trainer.config import RunConfig
+from mega_ckpt.convert import convert_checkpoint
+from mega_trainer.config.run_config import RunConfig
 from mega_trainer.engine import TrainingEngine
-from mega_trainer.ranks import Ranks
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run.build_components import connect_groups
 
 # whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbours
 SKIPPED = ("tied", "encoder", "t5", "vision", "retro")
@@ -89,9 +89,9 @@ def exportable(cases: Sequence[Case]) -> list[Case]:
     return [quiet(replace(one, model={**one.model, **NAMED[one.name]})) for one in cases if one.name in NAMED]
 
 
-def engine_of(case: Case, ranks: Ranks, maker: Any = None) -> TrainingEngine:
+def engine_of(case: Case, ranks: RankInfo, maker: Any = None) -> TrainingEngine:
     config = RunConfig.parse(case.raw, source=str(case))
-    return TrainingEngine(config, connect(config, ranks, maker))
+    return TrainingEngine(config, connect_groups(config, ranks, maker))
 
 
 def outcome(engine: TrainingEngine) -> tuple[list[Tensor], float, float, dict[str, Any]]:
@@ -102,15 +102,15 @@ def outcome(engine: TrainingEngine) -> tuple[list[Tensor], float, float, dict[st
         told += [each.double() for each in routes]
         told += engine.log_probs(work, routes=[(each + 1) % moe.num_experts for each in routes])
     result = engine.train_step(work, policy_loss, lr=1e-2)
-    return told, result.loss, result.grad_norm, clone(engine._state.tensors())
+    return told, result.loss, result.grad_norm, clone(engine._state.checkpoint_tensors())
 
 
 def against_one_process(cases: Sequence[Case]) -> list[str]:
     rank, maker, wrong, alone = dist.get_rank(), make_groups(cases), [], {}
     for case in cases:
         key = str(case.single.raw)
-        alone[key] = alone.get(key) or outcome(engine_of(case.single, Ranks()))
-        told, loss, norm, tensors = outcome(engine_of(case, Ranks(rank, case.ranks), maker))
+        alone[key] = alone.get(key) or outcome(engine_of(case.single, RankInfo()))
+        told, loss, norm, tensors = outcome(engine_of(case, RankInfo(rank, case.ranks), maker))
         one_told, one_loss, one_norm, one_tensors = alone[key]
         errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(told, one_told, strict=True)]
         errors += [abs(loss / one_loss - 1), abs(norm / one_norm - 1), difference(tensors, one_tensors)]
@@ -134,7 +134,7 @@ def streams_its_export(engine: TrainingEngine, folder: Path) -> bool:
     made = engine.save(folder / "mega")
     if dist.get_rank() != 0:
         return True
-    convert(made, folder / "hf", "hf")
+    convert_checkpoint(made, folder / "hf", "hf")
     there = {name: one for path in (folder / "hf").glob("*.safetensors") for name, one in load_file(path).items()}
     return there.keys() == found.keys() and all(
         one.dtype == found[name].dtype and torch.equal(one.view(torch.uint8), found[name].view(torch.uint8))
@@ -145,7 +145,7 @@ def streams_its_export(engine: TrainingEngine, folder: Path) -> bool:
 def against_the_export(cases: Sequence[Case], folder: Path) -> list[str]:
     rank, maker, wrong = dist.get_rank(), make_groups(cases), []
     for number, case in enumerate(cases):
-        engine = engine_of(case, Ranks(rank, case.ranks), maker)
+        engine = engine_of(case, RankInfo(rank, case.ranks), maker)
         work = sequences(engine.config.model.vocab_size, engine.config.data.seq_length)
         engine.train_step(work[:3], policy_loss, lr=1e-2)
         wrong += [] if streams_its_export(engine, folder / str(number)) else [str(case)]

@@ -11,10 +11,10 @@ from parity.cases import Case, case
 from parity.recurrence_mutations import Patch, _decay_across_documents, _without_sync, first_of_shared
 from torch import Tensor
 
-from mega_trainer.kernels.chunks import Chunks
-from mega_trainer.kernels.torch import TorchKernels
+from mega_trainer.kernels.sequence_chunks import SequenceChunks
+from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model import mamba
-from mega_trainer.model.mamba import Mamba
+from mega_trainer.model.mamba import MambaMixer
 
 swap = mock.patch.object
 PLAIN: dict[str, Any] = {"layers": ["mamba+mlp", "attention"], "moe": None}
@@ -25,31 +25,31 @@ EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant
 
 def _steps_of_the_first_heads() -> AbstractContextManager[Any]:
     """The heads that are exchanged take decays, biases and D of the first rank's."""
-    real = Mamba._scanned
+    real = MambaMixer._apply_scan
 
     def scanned(self: Any, parts: Any, steps: Any, heads: slice, chunks: Any, states: Any) -> Tensor:
         return real(self, parts, steps, slice(0, parts[0].shape[2]), chunks, states)
 
-    return swap(Mamba, "_scanned", scanned)
+    return swap(MambaMixer, "_scanned", scanned)
 
 
 def _padding_begins_a_document() -> AbstractContextManager[Any]:
     """What pads a span cuts off the state behind it."""
-    real = Chunks.begins.func  # type: ignore[attr-defined]
+    real = SequenceChunks.chunk_document_starts.func  # type: ignore[attr-defined]
 
-    def begins(self: Chunks) -> Tensor | None:
+    def begins(self: SequenceChunks) -> Tensor | None:
         found: Tensor | None = real(self)
-        if found is None or self.reach is None:
+        if found is None or self.preceding_tokens is None:
             return found
-        there = self.cut(torch.ones_like(self.reach))
+        there = self.split_chunks(torch.ones_like(self.preceding_tokens))
         return torch.where(there > 0, found, torch.arange(self.size))
 
-    return swap(Chunks, "begins", property(begins))
+    return swap(SequenceChunks, "begins", property(begins))
 
 
 def _no_state_behind_a_chunk() -> AbstractContextManager[Any]:
     """A token sees those of its chunk, and nothing before it."""
-    real = TorchKernels.scan
+    real = TorchKernels.selective_scan
     nothing = lambda maps, added: 0 * added  # noqa: E731
     return swap(TorchKernels, "scan", lambda self, steps, chunks, states: real(self, steps, chunks, nothing))
 

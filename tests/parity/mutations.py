@@ -31,31 +31,33 @@ from parity.vision_mutations import VISIONS
 from parity.worker import Found, References, Trainer, compare, make_groups, places
 from torch import Tensor
 
-from mega_common.errors import NumbersError
-from mega_data.loader import StepBatch
-from mega_trainer import batch as batches
-from mega_trainer import rng, step
-from mega_trainer.batch import MicroBatch, Outline, Targets
-from mega_trainer.comm import Group, Passing, all_reduce
-from mega_trainer.kernels import products
-from mega_trainer.kernels.torch import TorchKernels
-from mega_trainer.mesh import Groups
-from mega_trainer.model import builder, decoder, embeddings, heads, loss, mla
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Sequences
-from mega_trainer.model.core import AttentionCore
+from mega_common.errors import NumericalError
+from mega_data.batch_loader import StepBatch
+from mega_trainer.data import micro_batch as batches
+from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, SequenceBounds
+from mega_trainer.distributed import rng
+from mega_trainer.distributed.comm import CommGroup, RingTransfer, all_reduce
+from mega_trainer.distributed.process_groups import ParallelGroups
+from mega_trainer.kernels import gemm_accumulation as products
+from mega_trainer.kernels.torch_kernels import TorchKernels
+from mega_trainer.model import decoder, latent_attention, layer_builder, output_heads, vocab_parallel_loss
+from mega_trainer.model.activation_checkpointing import _RecomputedTensor
+from mega_trainer.model.activation_offload import OffloadedLayer
+from mega_trainer.model.attention import AttentionCore
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.heads import Head, Output
-from mega_trainer.model.offload import OffloadedLayer
-from mega_trainer.model.recompute import _Again
-from mega_trainer.optim import clip
-from mega_trainer.optim.muon import Muon
-from mega_trainer.optim.zero import Optimizer
-from mega_trainer.parallel import buckets, context, linear, tensor
-from mega_trainer.parallel.buckets import Bucket, MicroBucket, StepBucket
-from mega_trainer.parallel.grads import FlatBuffer, FlatStage
-from mega_trainer.parallel.shared import Kind
-from mega_trainer.pipeline.run import Executor
+from mega_trainer.model.forward_context import SequenceMask
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.output_heads import OutputHead, OutputProjection
+from mega_trainer.optim import gradient_clipping
+from mega_trainer.optim.muon import MuonUpdateRule
+from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
+from mega_trainer.parallel import context_parallel, gradient_buckets, parallel_linear
+from mega_trainer.parallel import tensor_parallel as tensor
+from mega_trainer.parallel.gradient_buckets import GradientBucket, MicroBatchGradientBucket, StepGradientBucket
+from mega_trainer.parallel.parameter_shards import ParamGroupKey
+from mega_trainer.parallel.zero_buffers import FlatBufferStage, FlatParameterBuffer
+from mega_trainer.pipeline.executor import PipelineExecutor
+from mega_trainer.run import train_step
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -102,212 +104,212 @@ def _column_without_sum() -> AbstractContextManager[Any]:
         if not async_op:
             all_reduce(x, group, *args)
 
-    return swap(linear, "all_reduce", only_blocking)
+    return swap(parallel_linear, "all_reduce", only_blocking)
 
 
 def _row_bias_on_every_rank() -> AbstractContextManager[Any]:
     def forward(self: Any, x: Tensor, dropout: object = None) -> Tensor:
-        return tensor.sum_over(self.linear(x, self.weight, self.bias), self.group, sp=self.sp)
+        return tensor.sum_partial_results(self.linear(x, self.weight, self.bias), self.group, sp=self.sp)
 
-    return swap(tensor.RowLinear, "forward", forward)
+    return swap(tensor.RowParallelLinear, "forward", forward)
 
 
 def _replicated(partial_grad: bool) -> Patch:
     """Say of all replicated parameters that their gradients are, or are not, parts to be summed."""
-    real = Builder.replicated
+    real = LayerBuilder.build_replicated
 
-    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+    def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
         return real(self, name, shape, **{**options, "partial_grad": partial_grad})
 
-    return lambda: swap(Builder, "replicated", replicated)
+    return lambda: swap(LayerBuilder, "replicated", replicated)
 
 
 def _without_sync() -> AbstractContextManager[Any]:
-    real = builder.make_parameter
-    return swap(builder, "make_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
+    real = layer_builder.make_parameter
+    return swap(layer_builder, "make_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
 
 
 def _tied_without_sync() -> AbstractContextManager[Any]:
-    real = builder.vocab_parameter
-    return swap(builder, "vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
+    real = layer_builder.make_vocab_parameter
+    return swap(layer_builder, "vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
 
 
 def _sinks_left_out() -> AbstractContextManager[Any]:
     """Every rank but the first takes its sinks for copies of the first's."""
-    real = Builder.parameter
+    real = LayerBuilder.build_parameter
 
-    def parameter(self: Builder, shape: Any, pieces: Any, **options: Any) -> Any:
+    def parameter(self: LayerBuilder, shape: Any, pieces: Any, **options: Any) -> Any:
         copies = {"replicas": (self.groups.tp,)} if pieces[0].name.endswith(".sinks") else {}
         return real(self, shape, pieces, **{**options, **copies})
 
-    return swap(Builder, "parameter", parameter)
+    return swap(LayerBuilder, "parameter", parameter)
 
 
 def _norm_counts_copies() -> AbstractContextManager[Any]:
-    return swap(Kind, "counts_here", property(lambda self: True))
+    return swap(ParamGroupKey, "counts_here", property(lambda self: True))
 
 
 def _norm_of_this_rank(axis: str) -> Patch:
     """Norms are not summed over the ranks of an axis."""
-    real = clip.all_gather
-    return lambda: swap(clip, "all_gather", lambda x, group: x if group.name == axis else real(x, group))
+    real = gradient_clipping.all_gather
+    return lambda: swap(gradient_clipping, "all_gather", lambda x, group: x if group.name == axis else real(x, group))
 
 
 @contextmanager
 def _mean_of_means() -> Any:
-    real = Head.loss
+    real = OutputHead.compute_token_loss
 
-    def count_batches(batch: StepBatch, further: int, groups: Groups) -> list[float]:
+    def count_batches(batch: StepBatch, further: int, groups: ParallelGroups) -> list[float]:
         return [len(batch.tokens) // DP.micro * groups.dp.size]
 
-    def mean(self: Head, hidden: Tensor, output: Output, targets: Targets) -> tuple[Tensor, Tensor]:
+    def mean(self: OutputHead, hidden: Tensor, output: OutputProjection, targets: HeadTargets) -> tuple[Tensor, Tensor]:
         return real(self, hidden, output, replace(targets, weights=targets.weights / targets.weights.sum()))
 
-    with swap(step, "count_tokens", count_batches), swap(Head, "loss", mean):
+    with swap(train_step, "count_tokens", count_batches), swap(OutputHead, "loss", mean):
         yield
 
 
 def _own_tokens() -> AbstractContextManager[Any]:
     """Those of a data rank, and of a context rank about its share."""
-    return swap(step, "count_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
+    return swap(train_step, "count_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
 
 
 def _tokens_of_every_rank() -> AbstractContextManager[Any]:
-    real = step.own_counts
-    return swap(step, "own_counts", lambda batch, further, groups: real(batch, further, Groups()))
+    real = train_step.count_local_tokens
+    return swap(train_step, "own_counts", lambda batch, further, groups: real(batch, further, ParallelGroups()))
 
 
 def _loss_of_every_rank() -> AbstractContextManager[Any]:
-    return swap(Executor, "groups", property(lambda self: replace(self.model.groups, tp=Group("tp"))))
+    return swap(PipelineExecutor, "groups", property(lambda self: replace(self.model.groups, tp=CommGroup("tp"))))
 
 
 def _gradients_swapped() -> AbstractContextManager[Any]:
-    real = Executor._backward
+    real = PipelineExecutor._backward
 
-    def backward(self: Executor, key: tuple[int, int]) -> None:
+    def backward(self: PipelineExecutor, key: tuple[int, int]) -> None:
         if key == (0, 0):
             edges = self._edges
             edges[0, 0], edges[0, 1] = edges[0, 1], edges[0, 0]
         real(self, key)
 
-    return swap(Executor, "_backward", backward)
+    return swap(PipelineExecutor, "_backward", backward)
 
 
 def _gradient_lost() -> AbstractContextManager[Any]:
-    real = Executor._backward
+    real = PipelineExecutor._backward
 
-    def backward(self: Executor, key: tuple[int, int]) -> None:
+    def backward(self: PipelineExecutor, key: tuple[int, int]) -> None:
         if key == (0, 1):
-            self._arrived("B", key)
+            self._wait_for_recv("B", key)
         else:
             real(self, key)
 
-    return swap(Executor, "_backward", backward)
+    return swap(PipelineExecutor, "_backward", backward)
 
 
 def _weight_gradients(times: int) -> Patch:
     """Deliver the weight gradients of one micro-batch so many times."""
-    real = Executor._backward_of_weights
+    real = PipelineExecutor._backward_weights
 
-    def backward(self: Executor, key: tuple[int, int]) -> None:
-        products, known = self._put_off[key]
+    def backward(self: PipelineExecutor, key: tuple[int, int]) -> None:
+        products, known = self._deferred_wgrads[key]
         for _ in range(times if key == (0, 1) else 1):
-            self._put_off[key] = list(products), known
+            self._deferred_wgrads[key] = list(products), known
             real(self, key)
-        self._put_off.pop(key, None)
+        self._deferred_wgrads.pop(key, None)
 
-    return lambda: swap(Executor, "_backward_of_weights", backward)
+    return lambda: swap(PipelineExecutor, "_backward_of_weights", backward)
 
 
 def _inputs_of_the_microbatch_before() -> AbstractContextManager[Any]:
     """What was put off is computed from the micro-batch's own dY and the X that was used last."""
-    real, used = linear.Linear.weight_gradient, {}
+    real, used = parallel_linear.LinearFunction.compute_wgrad, {}
 
-    def stale(self: linear.Linear, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
+    def stale(self: parallel_linear.LinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
         previous, used[x.shape] = used.get(x.shape, x), x
         return real(self, previous, dy, main)
 
-    return swap(linear.Linear, "weight_gradient", stale)
+    return swap(parallel_linear.LinearFunction, "weight_gradient", stale)
 
 
 def _gradients_of_another_layer() -> AbstractContextManager[Any]:
     """Products that were put off are added where that of the last weight of this shape belongs."""
-    real, used = linear.Linear.put_off, {}
+    real, used = parallel_linear.LinearFunction.defer_wgrad, {}
 
-    def swapped(self: linear.Linear, weight: Tensor, x: Tensor, dy: Tensor, main: Any) -> None:
+    def swapped(self: parallel_linear.LinearFunction, weight: Tensor, x: Tensor, dy: Tensor, main: Any) -> None:
         other, used[weight.shape] = used.get(weight.shape, main), main
         real(self, weight, x, dy, other)
 
-    return swap(linear.Linear, "put_off", swapped)
+    return swap(parallel_linear.LinearFunction, "put_off", swapped)
 
 
 def _head_of_a_tied_embedding_lost() -> AbstractContextManager[Any]:
-    return swap(Executor, "_returned", lambda self, key: [])
+    return swap(PipelineExecutor, "_returned", lambda self, key: [])
 
 
 def _labels_of_another() -> AbstractContextManager[Any]:
-    real = Executor.run
+    real = PipelineExecutor.run_operations
 
-    def run(self: Executor, batches: Sequence[Any], *scales: float) -> Tensor:
+    def run(self: PipelineExecutor, batches: Sequence[Any], *scales: float) -> Tensor:
         labels = [batch.labels for batch in batches]
         others = [replace(b, labels=x) for b, x in zip(batches, labels[1:] + labels[:1], strict=True)]
         return real(self, others, *scales)
 
-    return swap(Executor, "run", run)
+    return swap(PipelineExecutor, "run", run)
 
 
-def _summed(change: Callable[[Bucket, Tensor], None]) -> Patch:
+def _summed(change: Callable[[GradientBucket, Tensor], None]) -> Patch:
     """Do something to a bucket's gradients before they are summed over the data ranks."""
-    real = Bucket._sum
+    real = GradientBucket._start_sum
 
-    def changed(self: Bucket, whole: Tensor, out: Tensor) -> Any:
+    def changed(self: GradientBucket, whole: Tensor, out: Tensor) -> Any:
         change(self, whole)
         return real(self, whole, out)
 
-    return lambda: swap(Bucket, "_sum", changed)
+    return lambda: swap(GradientBucket, "_sum", changed)
 
 
-def _double_alone(bucket: Bucket, whole: Tensor) -> None:
+def _double_alone(bucket: GradientBucket, whole: Tensor) -> None:
     whole *= 2 if bucket.data.size == 1 else 1
 
 
-def _average(bucket: Bucket, whole: Tensor) -> None:
+def _average(bucket: GradientBucket, whole: Tensor) -> None:
     whole /= bucket.data.size
 
 
 def _last_step_stays() -> AbstractContextManager[Any]:
-    return swap(StepBucket, "begin_step", lambda self: None)
+    return swap(StepGradientBucket, "begin_step", lambda self: None)
 
 
 def _last_microbatch_only() -> AbstractContextManager[Any]:
     """Each micro-batch's sum replaces the one before."""
-    real = MicroBucket.settle
+    real = MicroBatchGradientBucket.wait_for_reduce
 
-    def settle(self: MicroBucket) -> None:
+    def settle(self: MicroBatchGradientBucket) -> None:
         self._first = True
         real(self)
 
-    return swap(MicroBucket, "settle", settle)
+    return swap(MicroBatchGradientBucket, "settle", settle)
 
 
 def _overwritten() -> AbstractContextManager[Any]:
-    real = Bucket.place
-    return swap(Bucket, "place", lambda self, parameter: (real(self, parameter)[0], False))
+    real = GradientBucket.grad_destination
+    return swap(GradientBucket, "place", lambda self, parameter: (real(self, parameter)[0], False))
 
 
 def _weight_gradient_twice() -> AbstractContextManager[Any]:
     """Added to its place, and given to autograd too."""
-    real = linear.Linear.weight_gradient
+    real = parallel_linear.LinearFunction.compute_wgrad
 
-    def twice(self: linear.Linear, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
+    def twice(self: parallel_linear.LinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
         real(self, x, dy, main)
         return real(self, x, dy, None)
 
-    return swap(linear.Linear, "weight_gradient", twice)
+    return swap(parallel_linear.LinearFunction, "weight_gradient", twice)
 
 
 def _head_gradient_unscaled() -> AbstractContextManager[Any]:
-    real = products.scaled
+    real = products.write_scaled
     return swap(products, "scaled", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw))
 
 
@@ -317,38 +319,38 @@ def _slice_off_by_one() -> AbstractContextManager[Any]:
         first = group.rank * out.numel()
         out.copy_(full.roll(-1)[first : first + out.numel()])
 
-    return swap(buckets, "reduce_scatter_into", scatter)
+    return swap(gradient_buckets, "reduce_scatter_into", scatter)
 
 
 def _unpublished() -> AbstractContextManager[Any]:
-    return swap(FlatStage, "publish", lambda self: None)
+    return swap(FlatBufferStage, "publish", lambda self: None)
 
 
 def _reduced_early() -> AbstractContextManager[Any]:
     """Each bucket is summed in the first backward: what later micro-batches add stays on its rank."""
-    real = FlatStage.backward
+    real = FlatBufferStage.backward_context
     begun: set[int] = set()
 
-    def backward(self: FlatStage, last: bool) -> Any:
+    def backward(self: FlatBufferStage, last: bool) -> Any:
         first = id(self) not in begun
         begun.symmetric_difference_update({id(self)} if first or last else ())
         return real(self, first)
 
-    return swap(FlatStage, "backward", backward)
+    return swap(FlatBufferStage, "backward", backward)
 
 
 def _dropout_by_rank() -> AbstractContextManager[Any]:
-    real = rng.generator
+    real = rng.seeded_generator
     return swap(rng, "generator", lambda device, *key: real(device, *key, dist.get_rank()))
 
 
 def _dropout_of_first_part() -> AbstractContextManager[Any]:
-    real = rng.Dropout.__init__
+    real = rng.SeededDropout.__init__
 
     def init(self: Any, seed: int, samples: Any, places: Any, whole: Any) -> None:
         real(self, seed, samples, [range(sum(map(len, places)))], whole)
 
-    return swap(rng.Dropout, "__init__", init)
+    return swap(rng.SeededDropout, "__init__", init)
 
 
 def _dropout_of_first_heads() -> AbstractContextManager[Any]:
@@ -362,35 +364,35 @@ def _dropout_of_first_heads() -> AbstractContextManager[Any]:
 
 
 def _padding_takes_part() -> AbstractContextManager[Any]:
-    return swap(loss, "logits_of", lambda hidden, head, *rest: hidden @ head.t())
+    return swap(vocab_parallel_loss, "logits_of", lambda hidden, head, *rest: hidden @ head.t())
 
 
 def _cap_without_slope() -> AbstractContextManager[Any]:
-    return swap(loss, "slope", lambda logits, softcap: 1.0)
+    return swap(vocab_parallel_loss, "slope", lambda logits, softcap: 1.0)
 
 
 def _loss_of_local_logits() -> AbstractContextManager[Any]:
-    return swap(loss, "all_reduce", lambda *args, **options: None)
+    return swap(vocab_parallel_loss, "all_reduce", lambda *args, **options: None)
 
 
 def _positions_of_first_part() -> AbstractContextManager[Any]:
-    real = embeddings.sequence_part
+    real = decoder.local_sequence_slice
 
     def part(length: int, group: Any, *, sp: bool) -> slice:
         own = real(length, group, sp=sp)
         return slice(0, length // group.size) if sp else own
 
-    return swap(embeddings, "sequence_part", part)
+    return swap(decoder, "sequence_part", part)
 
 
 def _computed_again_from_zeros() -> AbstractContextManager[Any]:
-    real = _Again.value
-    return swap(_Again, "value", lambda self: torch.zeros_like(real(self)))
+    real = _RecomputedTensor.recompute_value
+    return swap(_RecomputedTensor, "value", lambda self: torch.zeros_like(real(self)))
 
 
 def _views_begin_at_the_first_element() -> AbstractContextManager[Any]:
     """Of what is brought back from host memory: so up is what gate is, and values what queries are."""
-    real = OffloadedLayer.unpack
+    real = OffloadedLayer.unpack_saved_tensor
     return swap(
         OffloadedLayer,
         "unpack",
@@ -401,13 +403,13 @@ def _views_begin_at_the_first_element() -> AbstractContextManager[Any]:
 @contextmanager
 def _layers_counted_from_zero() -> Any:
     """Every stage names its layers from 0: the layers of the first stage are started, or restored, everywhere."""
-    real, block, first = Decoder.__init__, decoder.block_of, [0]
+    real, block, first = Decoder.__init__, decoder.build_transformer_layer, [0]
 
-    def init(self: Decoder, build: Builder, stage: Any, *more: Any) -> None:
+    def init(self: Decoder, build: LayerBuilder, stage: Any, *more: Any) -> None:
         first[0] = stage.first
         real(self, build, stage, *more)
 
-    def renamed(build: Builder, index: int) -> Any:
+    def renamed(build: LayerBuilder, index: int) -> Any:
         return block(build, index - first[0])
 
     with swap(decoder, "block_of", renamed), swap(Decoder, "__init__", init):
@@ -416,33 +418,33 @@ def _layers_counted_from_zero() -> Any:
 
 def _no_decay_of_slices() -> AbstractContextManager[Any]:
     """Weight decay by the local shape: a flat slice is no matrix."""
-    real = FlatBuffer.__init__
+    real = FlatParameterBuffer.__init__
 
-    def init(self: FlatBuffer, parameters: Any, kind: Kind, sharing: Any) -> None:
+    def init(self: FlatParameterBuffer, parameters: Any, kind: ParamGroupKey, sharing: Any) -> None:
         real(self, parameters, replace(kind, decay=False), sharing)
 
-    return swap(FlatBuffer, "__init__", init)
+    return swap(FlatParameterBuffer, "__init__", init)
 
 
 def _first_kv_head() -> AbstractContextManager[Any]:
     """Every rank takes the first key/value head."""
-    real = builder.split_heads
+    real = layer_builder.split_fused_heads
 
-    def first(blocks: Any, tail: Any, group: Group) -> Any:
+    def first(blocks: Any, tail: Any, group: CommGroup) -> Any:
         shared = blocks[0].count < group.size
         return real(blocks, tail, replace(group, rank=0) if shared else group)
 
-    return swap(builder, "split_heads", first)
+    return swap(layer_builder, "split_heads", first)
 
 
 def _ring_skips_a_block() -> AbstractContextManager[Any]:
-    real = context.Blockwise.blocks
+    real = context_parallel.BlockwiseAttention.visible_blocks
 
     def blocks(self: Any, length: int, rank: int, see: Any) -> Any:
         found = list(real(self, length, rank, see))
         return found if rank == self.group.rank else found[:-1]
 
-    return swap(context.Blockwise, "blocks", blocks)
+    return swap(context_parallel.BlockwiseAttention, "blocks", blocks)
 
 
 def _blocks_added_without_weights() -> AbstractContextManager[Any]:
@@ -450,31 +452,31 @@ def _blocks_added_without_weights() -> AbstractContextManager[Any]:
         y += block_y
         lse.copy_(torch.logaddexp(lse, block_lse))
 
-    return swap(context, "_merge", merge)
+    return swap(context_parallel, "_merge", merge)
 
 
 def _documents_of_the_first_tokens() -> AbstractContextManager[Any]:
     """Documents taken from the places of a block within its rank, not within the sequence."""
-    real = Sequences.parts
+    real = SequenceMask.mask_between
 
-    def parts(self: Sequences, queries: range, keys: range, window: int | None) -> Any:
+    def parts(self: SequenceMask, queries: range, keys: range, window: int | None) -> Any:
         moved = None
-        if self.begins is not None:
-            documents = np.roll(self.begins, 1, axis=1)
+        if self.document_starts is not None:
+            documents = np.roll(self.document_starts, 1, axis=1)
             documents[:, 0] = 0
-            moved = Outline.of(documents, documents).begins
+            moved = SequenceBounds.from_positions(documents, documents).document_starts
         return real(replace(self, begins=moved, _made={}), queries, keys, window)
 
-    return swap(Sequences, "parts", parts)
+    return swap(SequenceMask, "parts", parts)
 
 
 def _window_within_a_block() -> AbstractContextManager[Any]:
-    real = Sequences.parts
+    real = SequenceMask.mask_between
 
-    def parts(self: Sequences, queries: range, keys: range, window: int | None) -> Any:
+    def parts(self: SequenceMask, queries: range, keys: range, window: int | None) -> Any:
         return real(self, queries, keys, window if queries == keys else None)
 
-    return swap(Sequences, "parts", parts)
+    return swap(SequenceMask, "parts", parts)
 
 
 def _each_block_alone() -> AbstractContextManager[Any]:
@@ -490,54 +492,54 @@ def _each_block_alone() -> AbstractContextManager[Any]:
 
 def _gradient_stays_away() -> AbstractContextManager[Any]:
     """The last step of the ring's gradients left out: each rank keeps those of its neighbour's keys."""
-    real = context.Ring.collect
+    real = context_parallel.RingExchange.collect_gradients
 
     def collect(self: Any, mine: Tensor, work: Any) -> Tensor:
-        last: list[Passing] = []
-        start = context.start_pass
+        last: list[RingTransfer] = []
+        start = context_parallel.start_ring_transfer
 
-        def passed(tensor: Tensor, group: Any) -> Passing:
+        def passed(tensor: Tensor, group: Any) -> RingTransfer:
             last.append(start(tensor, group))
             return last[-1]
 
-        with swap(context, "start_pass", passed):
+        with swap(context_parallel, "start_pass", passed):
             real(self, mine, work)
         return last[-1].sent
 
-    return swap(context.Ring, "collect", collect)
+    return swap(context_parallel.RingExchange, "collect", collect)
 
 
 def _gathered_gradient_not_summed() -> AbstractContextManager[Any]:
     def own_part(out: Tensor, whole: Tensor, group: Any) -> None:
         out.copy_(whole.chunk(group.size)[group.rank])
 
-    return swap(context, "reduce_scatter_into", own_part)
+    return swap(context_parallel, "reduce_scatter_into", own_part)
 
 
 def _tokens_in_order_of_ranks() -> AbstractContextManager[Any]:
-    return swap(context, "_in_order", lambda parts: parts.movedim(0, 1).flatten(1, 2))
+    return swap(context_parallel, "_in_order", lambda parts: parts.movedim(0, 1).flatten(1, 2))
 
 
 def _heads_of_the_first_rank() -> AbstractContextManager[Any]:
-    real = context.AllToAll.attention
+    real = context_parallel.AllToAllAttention.compute_attention
 
     def attention(self: Any, q: Tensor, k: Tensor, v: Tensor, how: Any, see: Any, whole: Any) -> Tensor:
         return real(self, q, k, v, how, see, lambda q, k, v, how, first: whole(q, k, v, how, 0))
 
-    return swap(context.AllToAll, "attention", attention)
+    return swap(context_parallel.AllToAllAttention, "attention", attention)
 
 
 def _blocks_without_sinks() -> AbstractContextManager[Any]:
-    real = context.Blockwise.attention
+    real = context_parallel.BlockwiseAttention.compute_attention
 
     def attention(self: Any, q: Tensor, k: Tensor, v: Tensor, how: Any, see: Any, whole: Any) -> Tensor:
         return real(self, q, k, v, replace(how, sinks=None), see, whole)
 
-    return swap(context.Blockwise, "attention", attention)
+    return swap(context_parallel.BlockwiseAttention, "attention", attention)
 
 
 def _sinks_of_the_first_rank() -> AbstractContextManager[Any]:
-    real = context.AllToAll.attention
+    real = context_parallel.AllToAllAttention.compute_attention
 
     def attention(self: Any, q: Tensor, k: Tensor, v: Tensor, how: Any, see: Any, whole: Any) -> Tensor:
         def swapped(q: Tensor, k: Tensor, v: Tensor, mine: Any, first: int) -> Tensor:
@@ -545,12 +547,12 @@ def _sinks_of_the_first_rank() -> AbstractContextManager[Any]:
 
         return real(self, q, k, v, how, see, swapped)
 
-    return swap(context.AllToAll, "attention", attention)
+    return swap(context_parallel.AllToAllAttention, "attention", attention)
 
 
 def _positions_from_zero() -> AbstractContextManager[Any]:
     """Every context rank counts positions from the start of its own tokens."""
-    real = batches.MicroBatch.part
+    real = batches.MicroBatch.select_tokens
 
     def part(self: Any, places: Tensor) -> Any:
         return replace(real(self, places), positions=self.positions[:, : len(places)])
@@ -559,44 +561,44 @@ def _positions_from_zero() -> AbstractContextManager[Any]:
 
 
 def _latent_norms_without_sync() -> AbstractContextManager[Any]:
-    real = Builder.replicated
+    real = LayerBuilder.build_replicated
 
-    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+    def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
         return real(replace(self, sp=False) if "a_layernorm" in name else self, name, shape, **options)
 
-    return swap(Builder, "replicated", replicated)
+    return swap(LayerBuilder, "replicated", replicated)
 
 
 def _ahead_by_own_counts() -> AbstractContextManager[Any]:
-    real = step.weigh_ahead
+    real = train_step.normalize_mtp_weights
 
     def weigh(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
-        own = [sum(b.ahead[k].weights.sum().item() for b in batches) for k in range(len(batches[0].ahead))]
+        own = [sum(b.mtp_targets[k].weights.sum().item() for b in batches) for k in range(len(batches[0].mtp_targets))]
         return real(batches, [tokens[0] / 2, *own])  # of two ranks
 
-    return swap(step, "weigh_ahead", weigh)
+    return swap(train_step, "weigh_ahead", weigh)
 
 
 def _ahead_of_own_tokens() -> AbstractContextManager[Any]:
     """The next token of the rank's, across the gap between its chunks too."""
-    real = batches.MicroBatch.part
+    real = batches.MicroBatch.select_tokens
 
     def part(self: Any, places: Tensor) -> Any:
         own = real(self, places)
-        return replace(own, ahead=[replace(one, tokens=own.tokens.roll(-1, 1)) for one in own.ahead])
+        return replace(own, ahead=[replace(one, tokens=own.tokens.roll(-1, 1)) for one in own.mtp_targets])
 
     return swap(batches.MicroBatch, "part", part)
 
 
 def _ahead_by_each_batch() -> AbstractContextManager[Any]:
     """The mean of each micro-batch's mean."""
-    real = step.weigh_ahead
+    real = train_step.normalize_mtp_weights
 
     def weigh(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> list[MicroBatch]:
-        owns = [[a.weights.sum().item() for a in batch.ahead] for batch in batches]
+        owns = [[a.weights.sum().item() for a in batch.mtp_targets] for batch in batches]
         return [real([b], [tokens[0] / len(batches), *own])[0] for b, own in zip(batches, owns, strict=True)]
 
-    return swap(step, "weigh_ahead", weigh)
+    return swap(train_step, "weigh_ahead", weigh)
 
 
 MUTATIONS = [
@@ -604,7 +606,9 @@ MUTATIONS = [
     Mutation("column layer: the sum of dX dropped", TP, _column_without_sum),
     Mutation("row layer: bias added on every rank", replace(SP, parallel={"tp": 2}), _row_bias_on_every_rank),
     Mutation(
-        "head: gradient of the hidden state not summed", TP, lambda: swap(heads, "whole_sequence", lambda x, g, sp: x)
+        "head: gradient of the hidden state not summed",
+        TP,
+        lambda: swap(output_heads, "whole_sequence", lambda x, g, sp: x),
     ),
     Mutation("norm gradient counted by every tensor rank", TP, _replicated(partial_grad=True)),
     Mutation("query-key norm gradient not summed", TP, _replicated(partial_grad=False)),
@@ -671,7 +675,7 @@ MUTATIONS = [
     Mutation(
         "latents: gradient of this rank's heads alone",
         replace(LATENT, parallel={"tp": 2}),
-        lambda: swap(mla, "whole_sequence", lambda x, g, sp: x),
+        lambda: swap(latent_attention, "whole_sequence", lambda x, g, sp: x),
     ),
     Mutation("further tokens: each rank divides by its own", AHEAD_DP, _ahead_by_own_counts),
     Mutation("further tokens: each context rank divides by its own", AHEAD_CP, _ahead_by_own_counts),
@@ -689,15 +693,15 @@ MUON = case("gqa", 2, parallel={"tp": 2}, optimizer="muon")
 
 
 def _state_left_out() -> AbstractContextManager[Any]:
-    return swap(Optimizer, "tensors", lambda self: {})
+    return swap(ShardedOptimizer, "tensors", lambda self: {})
 
 
 def _momentum_left_out() -> AbstractContextManager[Any]:
-    return swap(Muon, "state", lambda self: {})
+    return swap(MuonUpdateRule, "state", lambda self: {})
 
 
 def _steps_left_out() -> AbstractContextManager[Any]:
-    return swap(Optimizer, "steps", property(Optimizer.steps.fget, lambda self, value: None))
+    return swap(ShardedOptimizer, "steps", property(ShardedOptimizer.update_count.fget, lambda self, value: None))
 
 
 # Bugs of a restore: from the first layout to the second.
@@ -731,7 +735,7 @@ def mutated() -> list[tuple[Found | None, Found | None]]:
         with one.patch():
             try:
                 ill = find()
-            except NumbersError:  # which reading what nobody wrote may make
+            except NumericalError:  # which reading what nobody wrote may make
                 ill = replace(healthy[one.case], errors={"numbers": math.inf})
             out.append((healthy[one.case], ill))
     return out

@@ -19,15 +19,15 @@ from parity.full import TOLERANCE, batches
 from parity.worker import Found, References, sweep_against, verdicts
 from ranks import run_ranks
 
-from mega_data.config import DataConfig
-from mega_data.files.indexed import IndexedReader, mask_prefix
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_data.files.mask import LossWeights
-from mega_data.kinds.base import Setting
-from mega_data.kinds.packed import PackedSamples
-from mega_data.loader import Loader, StepBatch
-from mega_data.order.parts import Part
-from mega_trainer.config import RunConfig
+from mega_data.batch_loader import BatchLoader, StepBatch
+from mega_data.data_config import DataConfig
+from mega_data.kinds.dataset_kind import DatasetContext
+from mega_data.kinds.packed_documents import PackedSamples
+from mega_data.sampling.dataset_parts import DatasetPart
+from mega_data.token_files.indexed_reader import IndexedReader, get_mask_prefix
+from mega_data.token_files.indexed_writer import IndexedWriter
+from mega_data.token_files.loss_mask import LossWeights
+from mega_trainer.config.run_config import RunConfig
 
 RANKS = 4
 TOKENS = 53  # ids that all of the models have
@@ -65,7 +65,7 @@ def make_corpus(folder: Path, length: int, count: int) -> None:
             writer.add_documents(rng.integers(0, TOKENS, (sizes + 1).sum()), sizes + 1)
         if samples_of(folder, length, count, weighted=False).samples_per_epoch == count:
             break
-    with IndexedWriter(mask_prefix(prefix), "uint8") as writer:
+    with IndexedWriter(get_mask_prefix(prefix), "uint8") as writer:
         writer.add_documents(rng.choice([0, 1, 2, 4], (sizes + 1).sum()).astype(np.uint8), sizes + 1)
 
 
@@ -75,14 +75,14 @@ def samples_of(folder: Path, length: int, count: int, *, weighted: bool = True) 
     weights = LossWeights(reader) if weighted else None
     config = DataConfig.parse({"train": "-", "seq_length": length})
     return PackedSamples(
-        Part(reader, 0, len(reader), None, "documents"), Setting(config, 1, None, folder), weights=weights
+        DatasetPart(reader, 0, len(reader), None, "documents"), DatasetContext(config, 1, None, folder), weights=weights
     )
 
 
 def packed(folder: Path, config: RunConfig, step: int, rank: int, ranks: int, closed: bool) -> StepBatch:
     """A step of the loader: an epoch of the corpus, which fills it."""
     length, size = config.data.seq_length, config.batch.global_
-    return next(iter(Loader(
+    return next(iter(BatchLoader(
         samples_of(folder, length, size), global_batch=size, seq_length=length, dp_rank=rank, dp_size=ranks,
         consumed_samples=step * size, prefetch=0,
     )))  # fmt: skip
@@ -97,7 +97,7 @@ def one_by_one(
     """
     length = config.data.seq_length
     prefix = folder / f"{length}-{count}"
-    reader, weights = IndexedReader(prefix), IndexedReader(mask_prefix(prefix)).tokens
+    reader, weights = IndexedReader(prefix), IndexedReader(get_mask_prefix(prefix)).tokens
     rows, rest = np.zeros((3, len(reader), length)), np.ones((len(reader), length), np.int64)
     for row, (start, size) in enumerate(zip(reader.pointers // 4, reader.lengths, strict=True)):
         read = reader.tokens[start : start + size]

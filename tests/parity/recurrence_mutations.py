@@ -12,13 +12,13 @@ import torch
 from parity.cases import VARIANTS, Case, case
 from torch import Tensor
 
-from mega_trainer.comm import Group
-from mega_trainer.kernels.chunks import Chunks
-from mega_trainer.model import attention, builder, recurrence, short_conv
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Sequences
-from mega_trainer.model.delta import GatedDelta
-from mega_trainer.parallel import state
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.kernels.sequence_chunks import SequenceChunks
+from mega_trainer.model import attention, layer_builder, recurrent_mixer
+from mega_trainer.model.forward_context import SequenceMask
+from mega_trainer.model.gated_delta_net import GatedDeltaNet
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.parallel import recurrent_state
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -31,23 +31,29 @@ EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant
 
 def _without_sync(part: str) -> Patch:
     """Gradients of the tensors with `part` in their names stay with the tensor rank."""
-    real = builder.make_parameter
+    real = layer_builder.make_parameter
 
     def make(shape: Any, pieces: Any, **options: Any) -> Any:
         return real(shape, pieces, **(options | {"grad_sync": ()} if part in pieces[0].name else options))
 
-    return lambda: swap(builder, "make_parameter", make)
+    return lambda: swap(layer_builder, "make_parameter", make)
 
 
 def _decay_across_documents() -> AbstractContextManager[Any]:
-    return swap(Chunks, "continued", property(lambda self: None if self.begins is None else self.begins < self.size))
+    return swap(
+        SequenceChunks, "continued", property(lambda self: None if self.begins is None else self.begins < self.size)
+    )
 
 
 def _taps_across_documents() -> AbstractContextManager[Any]:
     """The convolution of a context rank's tokens sees its neighbours', whatever document these are of."""
-    real = Sequences.reach
+    real = SequenceMask.count_preceding_tokens
     told = lambda self, group: None if group.size > 1 else real(self, group)  # noqa: E731
-    return swap(short_conv.ShortConv, "forward", _with(short_conv.ShortConv.forward, Sequences, "reach", told))
+    return swap(
+        recurrent_mixer.ShortConvolution,
+        "forward",
+        _with(recurrent_mixer.ShortConvolution.forward, SequenceMask, "reach", told),
+    )
 
 
 def _with(function: Any, owner: Any, name: str, value: Any) -> Any:
@@ -63,62 +69,62 @@ def _with(function: Any, owner: Any, name: str, value: Any) -> Any:
 def _halo_of_own_tokens() -> AbstractContextManager[Any]:
     """The second chunk goes on where the rank's first one ended."""
 
-    def before(x: Tensor, count: int, group: Group) -> Tensor:
+    def before(x: Tensor, count: int, group: CommGroup) -> Tensor:
         first = x.unflatten(1, (2, -1))[:, 0, -count:]
         return torch.stack([torch.zeros_like(first), first], 1)
 
-    return swap(short_conv, "tokens_before", before)
+    return swap(recurrent_mixer, "tokens_before", before)
 
 
 def _halo_without_gradient() -> AbstractContextManager[Any]:
-    real = short_conv.tokens_before
-    return swap(short_conv, "tokens_before", lambda *args: real(*args).detach())
+    real = recurrent_mixer.gather_preceding_tokens
+    return swap(recurrent_mixer, "tokens_before", lambda *args: real(*args).detach())
 
 
 def _states_stay() -> AbstractContextManager[Any]:
     """Each rank begins with nothing, and its second chunk goes on behind its first."""
-    real = recurrence.pass_states
-    return swap(recurrence, "pass_states", lambda *args: real(*args[:3], Group("alone")))
+    real = recurrent_mixer.pass_recurrent_states
+    return swap(recurrent_mixer, "pass_states", lambda *args: real(*args[:3], CommGroup("alone")))
 
 
 def _states_in_order_of_ranks() -> AbstractContextManager[Any]:
-    real = state._gathered
+    real = recurrent_state._gather_spans
 
-    def gathered(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
+    def gathered(parts: Sequence[Tensor], group: CommGroup) -> list[Tensor]:
         return [torch.cat([one[:, :2], one[:, 2:].flip(1)], 1) for one in real(parts, group)]
 
-    return swap(state, "_gathered", gathered)
+    return swap(recurrent_state, "_gathered", gathered)
 
 
 def _maps_of_the_last_chunk() -> AbstractContextManager[Any]:
     """What a stretch of tokens keeps of a state is taken from its last chunk alone."""
-    real = state.fold
+    real = recurrent_state.fold_affine_maps
 
     def fold(maps: Tensor, added: Tensor, first: Tensor) -> Tensor:
         whole = added.shape == maps.shape and not added.any()
         return torch.cat([first[:, None], maps], 1) if whole else real(maps, added, first)
 
-    return swap(state, "fold", fold)
+    return swap(recurrent_state, "fold", fold)
 
 
 def _decays_of_the_first_heads() -> AbstractContextManager[Any]:
     """The heads that are exchanged take the numbers of the first rank's."""
-    real = GatedDelta._rule
+    real = GatedDeltaNet._apply_delta_rule
 
     def rule(self: Any, parts: Any, steps: Any, heads: slice, chunks: Any, states: Any) -> Tensor:
         return real(self, parts, steps, slice(0, parts[2].shape[2]), chunks, states)
 
-    return swap(GatedDelta, "_rule", rule)
+    return swap(GatedDeltaNet, "_rule", rule)
 
 
 def _channels_of_the_first_rank() -> AbstractContextManager[Any]:
     """The convolution of exchanged heads takes the first rank's weights."""
-    real = short_conv.ShortConv.of_sequences
+    real = recurrent_mixer.ShortConvolution.convolve_channels
 
     def of_sequences(self: Any, x: Tensor, context: Any, channels: Tensor) -> Tensor:
         return real(self, x, context, channels - channels.min())
 
-    return swap(short_conv.ShortConv, "of_sequences", of_sequences)
+    return swap(recurrent_mixer.ShortConvolution, "of_sequences", of_sequences)
 
 
 def _gate_of_another_head() -> AbstractContextManager[Any]:
@@ -127,24 +133,24 @@ def _gate_of_another_head() -> AbstractContextManager[Any]:
 
 def first_of_shared(mixer: str) -> Patch:
     """Every tensor rank takes the first of the heads or groups that ranks share in a mixer of that name."""
-    real = builder.split_heads
+    real = layer_builder.split_fused_heads
 
-    def first(blocks: Any, tail: Any, group: Group) -> Any:
+    def first(blocks: Any, tail: Any, group: CommGroup) -> Any:
         shared = mixer in blocks[0].name and blocks[0].count < group.size
         return real(blocks, tail, replace(group, rank=0) if shared else group)
 
-    return lambda: swap(builder, "split_heads", first)
+    return lambda: swap(layer_builder, "split_heads", first)
 
 
 def _norms_centered() -> AbstractContextManager[Any]:
     """The norm before the output is centered around one as the others are, on every rank but the first."""
-    real = Builder.replicated
+    real = LayerBuilder.build_replicated
 
-    def replicated(self: Builder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+    def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
         wrong = "linear_attn.norm" in name and self.groups.tp.rank > 0
         return real(self, name, shape, **(options | {"fill": 0.0} if wrong else options))
 
-    return swap(Builder, "replicated", replicated)
+    return swap(LayerBuilder, "replicated", replicated)
 
 
 RECURRENCES: list[tuple[str, Case, Patch]] = [

@@ -12,13 +12,13 @@ from parity.cases import VARIANTS, Case, case
 from parity.recurrence_mutations import Patch
 from torch import Tensor, nn
 
-from mega_ckpt.pieces import Piece
-from mega_trainer import batch as batches
+from mega_ckpt.tensor_pieces import TensorPiece
+from mega_trainer.data import micro_batch as batches
 from mega_trainer.model import retro
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Sequences
-from mega_trainer.model.cross import Chunks
-from mega_trainer.model.retro import EncoderBuilder, Retro
+from mega_trainer.model.cross_attention import CrossAttentionChunks
+from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.retro import NeighborEncoderBuilder, RetroDecoder
 
 swap = mock.patch.object
 TP = case("retro", 2, parallel={"tp": 2, "sp": True})
@@ -26,56 +26,56 @@ PP = case("retro", 2, layers=4, parallel={"pp": 2, "schedule": "zb-h1"}, micro=4
 TIED = case("retro", 4, layers=4, parallel={"tp": 2, "pp": 2}, micro=2, variant=VARIANTS["retro"][1])
 
 
-def _cut(change: Callable[..., tuple[Chunks, Tensor, Tensor]]) -> Patch:
+def _cut(change: Callable[..., tuple[CrossAttentionChunks, Tensor, Tensor]]) -> Patch:
     """Of the decoder's chunks, something else."""
-    real = Chunks.attend
+    real = CrossAttentionChunks.attend_chunks
 
-    def attend(self: Chunks, how: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self: CrossAttentionChunks, how: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own, k, v = change(self, k, v) if self.shift else (self, k, v)
         return real(own, how, q, k, v)
 
-    return lambda: swap(Chunks, "attend", attend)
+    return lambda: swap(CrossAttentionChunks, "attend", attend)
 
 
-def _of_the_next(chunks: Chunks, k: Tensor, v: Tensor) -> tuple[Chunks, Tensor, Tensor]:
+def _of_the_next(chunks: CrossAttentionChunks, k: Tensor, v: Tensor) -> tuple[CrossAttentionChunks, Tensor, Tensor]:
     one = len(k) // chunks.count
     return chunks, k.roll(-one, 0), v.roll(-one, 0)
 
 
 def _read(**fields: None) -> Patch:
-    real = batches.neighbor_batch
+    real = batches.build_neighbor_batch
     return lambda: swap(batches, "neighbor_batch", lambda *given: replace(real(*given), **fields))
 
 
 def _open_padding() -> AbstractContextManager[Any]:
-    return swap(retro, "Sequences", lambda length, device, begins, causal: Sequences(length, device, causal=causal))
+    return swap(retro, "Sequences", lambda length, device, begins, causal: SequenceMask(length, device, causal=causal))
 
 
 def _causal_encoder() -> AbstractContextManager[Any]:
-    return swap(retro, "Sequences", lambda length, device, begins, causal: Sequences(length, device, begins))
+    return swap(retro, "Sequences", lambda length, device, begins, causal: SequenceMask(length, device, begins))
 
 
 def _open_documents() -> AbstractContextManager[Any]:
     """Neighbours are seen across a document's end, too."""
-    real = retro._own_chunks
+    real = retro._chunk_in_document
     return swap(retro, "_own_chunks", lambda begins, chunks: real(begins * 0, chunks))
 
 
 def _without_gradient(stage: int) -> Patch:
     """What a stage is given of the neighbours gets no gradient there."""
-    real = Retro.rows
+    real = RetroDecoder.unpack_neighbors
 
-    def rows(self: Retro, neighbors: Tensor) -> Tensor:
+    def rows(self: RetroDecoder, neighbors: Tensor) -> Tensor:
         return real(self, neighbors.detach() if self.groups.pp.rank == stage else neighbors)
 
-    return lambda: swap(Retro, "rows", rows)
+    return lambda: swap(RetroDecoder, "rows", rows)
 
 
 def _chunk_without_gradient() -> AbstractContextManager[Any]:
     """The encoder's gradient stops at the chunk it attends to."""
-    real = retro.remembering
+    real = retro.with_encoder_memory
 
-    def remembering(context: Context, memory: Tensor) -> Context:
+    def remembering(context: ForwardContext, memory: Tensor) -> ForwardContext:
         asks = context.source is not None and context.source.chunks is not None and not context.source.chunks.shift
         return real(context, memory.detach() if asks else memory)
 
@@ -83,11 +83,13 @@ def _chunk_without_gradient() -> AbstractContextManager[Any]:
 
 
 def _encoder_without_sync() -> AbstractContextManager[Any]:
-    def parameter(self: EncoderBuilder, shape: Sequence[int], pieces: Sequence[Piece], **start: Any) -> nn.Parameter:
+    def parameter(
+        self: NeighborEncoderBuilder, shape: Sequence[int], pieces: Sequence[TensorPiece], **start: Any
+    ) -> nn.Parameter:
         own = [replace(piece, name=piece.name.replace("model.layers.", self.prefix, 1)) for piece in pieces]
-        return Builder.parameter(self, shape, own, **(start | {"grad_sync": ()}))
+        return LayerBuilder.build_parameter(self, shape, own, **(start | {"grad_sync": ()}))
 
-    return swap(EncoderBuilder, "parameter", parameter)
+    return swap(NeighborEncoderBuilder, "parameter", parameter)
 
 
 RETROS: list[tuple[str, Case, Patch]] = [

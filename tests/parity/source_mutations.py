@@ -12,13 +12,13 @@ import torch
 from parity.cases import VARIANTS, Case, case
 from torch import Tensor
 
-from mega_trainer import batch as batches
-from mega_trainer.kernels.bias import DistanceBias
-from mega_trainer.model import builder, cross, encoder_decoder, relative
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Sequences
-from mega_trainer.model.cross import CrossAttention
-from mega_trainer.model.encoder_decoder import EncoderDecoder
+from mega_trainer.data import micro_batch as batches
+from mega_trainer.kernels.kernel_interface import DistanceBias
+from mega_trainer.model import cross_attention, encoder_decoder, layer_builder, relative_position_bias
+from mega_trainer.model.cross_attention import CrossAttention
+from mega_trainer.model.encoder_decoder import EncoderDecoderModel
+from mega_trainer.model.forward_context import SequenceMask
+from mega_trainer.model.layer_builder import LayerBuilder
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -32,7 +32,7 @@ def _without_gradient(method: str) -> Patch:
     """What a method is given in the second stage gets no gradient there."""
 
     def patch() -> AbstractContextManager[Any]:
-        owner: Any = EncoderDecoder if hasattr(EncoderDecoder, method) else CrossAttention
+        owner: Any = EncoderDecoderModel if hasattr(EncoderDecoderModel, method) else CrossAttention
         real = getattr(owner, method)
         return swap(
             owner,
@@ -44,16 +44,16 @@ def _without_gradient(method: str) -> Patch:
 
 
 def _bucket_off_by_one() -> AbstractContextManager[Any]:
-    real = relative.buckets
+    real = relative_position_bias.bucket_distances
 
     def buckets(distances: Tensor, count: int, most: int, *, causal: bool) -> Tensor:
         return real(distances - 1 if causal else distances, count, most, causal=causal)
 
-    return swap(relative, "buckets", buckets)
+    return swap(relative_position_bias, "buckets", buckets)
 
 
 def _padding_seen() -> AbstractContextManager[Any]:
-    real = batches.source_batch
+    real = batches.build_encoder_batch
     return swap(batches, "source_batch", lambda *args: replace(real(*args), seen=None))
 
 
@@ -62,14 +62,14 @@ def _padding_in_order_of_tokens() -> AbstractContextManager[Any]:
 
     def source(tokens: Any, lengths: Any, device: Any, context: Any) -> Any:
         alone = replace(context, ranks=(0,), rank=0)
-        return replace(real(tokens, lengths, device, context), seen=real(tokens, lengths, device, alone).seen)
+        return replace(real(tokens, lengths, device, context), seen=real(tokens, lengths, device, alone).attention_mask)
 
-    real = batches.source_batch
+    real = batches.build_encoder_batch
     return swap(batches, "source_batch", source)
 
 
 def _encoder_sees_before_alone() -> AbstractContextManager[Any]:
-    return swap(encoder_decoder, "Sequences", lambda *args, causal: Sequences(*args))
+    return swap(encoder_decoder, "Sequences", lambda *args, causal: SequenceMask(*args))
 
 
 def _bias_of_the_first_heads() -> AbstractContextManager[Any]:
@@ -77,9 +77,9 @@ def _bias_of_the_first_heads() -> AbstractContextManager[Any]:
 
 
 def _table_of_the_first_rank() -> AbstractContextManager[Any]:
-    real = encoder_decoder.relative_table
+    real = encoder_decoder.build_bias_table
 
-    def table(build: Builder, name: str) -> Any:
+    def table(build: LayerBuilder, name: str) -> Any:
         groups = replace(build.groups, tp=replace(build.groups.tp, rank=0))
         return real(replace(build, groups=groups), name)
 
@@ -88,24 +88,24 @@ def _table_of_the_first_rank() -> AbstractContextManager[Any]:
 
 def _gathered_without_sum() -> AbstractContextManager[Any]:
     """The gradient of gathered keys is that of this rank's queries alone."""
-    real = cross.whole_sequence
+    real = cross_attention.gather_sequence
 
     def gathered(x: Tensor, group: Any, *, sp: bool) -> Tensor:
         parts = list(real(x.detach(), group, sp=sp).chunk(group.size, 1))
         parts[group.rank] = x
         return torch.cat(parts, 1)
 
-    return swap(cross, "whole_sequence", gathered)
+    return swap(cross_attention, "whole_sequence", gathered)
 
 
 def _norm_without_sync() -> AbstractContextManager[Any]:
-    real = builder.make_parameter
+    real = layer_builder.make_parameter
 
     def make(shape: Any, pieces: Any, **options: Any) -> Any:
         alone = pieces[0].name == "model.encoder_norm.weight"
         return real(shape, pieces, **(options | {"grad_sync": ()} if alone else options))
 
-    return swap(builder, "make_parameter", make)
+    return swap(layer_builder, "make_parameter", make)
 
 
 SOURCES: list[tuple[str, Case, Patch]] = [

@@ -19,10 +19,10 @@ from parity.worker import Trainer, make_groups
 from ranks import run_ranks
 from torch import Tensor
 
-from mega_trainer.comm import CommLog
-from mega_trainer.model.router import Router
-from mega_trainer.parallel.buckets import SLICE_ELEMENTS
-from mega_trainer.pipeline.schedules import placement
+from mega_trainer.distributed.comm import CommLog
+from mega_trainer.model.expert_router import ExpertRouter
+from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
+from mega_trainer.pipeline.schedules import place_stages
 
 S, D, F, V, L = 16, 32, 48, 64, 2
 SCALAR = 8
@@ -124,7 +124,7 @@ def pipeline(one: Case, rank: int) -> Traffic:
     """Each boundary between stages of different ranks is crossed once forward and once backward a micro-batch."""
     theory, m, layout = Theory(), microbatches(one), one.layout
     pp = layout["pp"]
-    owners = placement(layout["schedule"], pp, layout["virtual_stages"])
+    owners = place_stages(layout["schedule"], pp, layout["virtual_stages"])
     crossed = [ends for ends in pairwise(owners) if ends[0] != ends[1]]  # in the bend of a V nothing is sent
     arrivals = m * sum(ends.count(rank // layout["tp"]) for ends in crossed)
     share = layout["tp"] if layout["sp"] else 1
@@ -314,10 +314,10 @@ SHARDED = [
 
 def noted(log: CommLog, one: Case) -> Callable[..., Tensor]:
     """The router's own, which also counts pairs of a token and a rank that holds a part of an expert of its."""
-    real = Router._with_losses
+    real = ExpertRouter._attach_losses
 
     def with_losses(
-        self: Router, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, *rest: Any
+        self: ExpertRouter, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, *rest: Any
     ) -> Tensor:
         holders = one.layout["ep"] * chosen // self.moe.num_experts
         pairs = sum(len(set(token) - {-1}) for token in holders.tolist()) * one.layout["expert_tp"]
@@ -335,9 +335,9 @@ def traffic(cases: Sequence[Case]) -> list[Traffic]:
         log = CommLog()
         if rank < one.ranks:
             trainer = Trainer.make(one, rank, maker, log)
-            with mock.patch.object(Router, "_with_losses", noted(log, one)):
+            with mock.patch.object(ExpertRouter, "_with_losses", noted(log, one)):
                 trainer.step()
-            trainer.optimizer.settle()
+            trainer.optimizer.wait_for_params()
         out.append(log.counts)
     return out
 

@@ -19,11 +19,11 @@ from parity.cases import CONTEXT, Case, case
 from parity.worker import Trainer, make_groups, synthetic
 from ranks import run_ranks
 
-from mega_ckpt.pieces import Sharded
+from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_common.model_config import ModelConfig
-from mega_trainer.batch import micro_batches
-from mega_trainer.plan.parts import parts_of
-from mega_trainer.plan.shape import RunShape
+from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.plan.part_memory import count_model_parts
+from mega_trainer.plan.run_shape import RunShape
 
 S, F, RANKS = 256, 128, 8
 MODEL = {
@@ -56,9 +56,9 @@ def measured(cases: list[Case]) -> list[Bytes | None]:
 def _measure(trainer: Trainer) -> Bytes:
     (model,) = trainer.executor.stages.values()
     batch = synthetic(trainer.config, 0, 0, 1, trainer.case.closed)
-    (micro,) = micro_batches(batch, trainer.config, torch.device("cpu"), trainer.groups.cp)
+    (micro,) = split_micro_batches(batch, trainer.config, torch.device("cpu"), trainer.groups.cp)
     with Live() as live:
-        context = trainer.executor._context(0, micro)
+        context = trainer.executor._batch_context(0, micro)
         loss, *_ = model.whole(micro, context)
         kept = _settled(live)
         loss.backward()
@@ -108,7 +108,7 @@ def test_a_rank_keeps_its_share(found: dict[str, Bytes], kind: str, ranks: int) 
 def test_the_plan_knows(found: dict[str, Bytes], ranks: int) -> None:
     """But what a micro-batch's layers share, which this forward made and the plan counts apart."""
     model, shape = ModelConfig.model_validate(MODEL), RunShape(S, cp=ranks, precision="fp32", device="cpu")
-    parts = parts_of(model, shape)
+    parts = count_model_parts(model, shape)
     planned = sum(part.kept for part in (*parts.layers, parts.head)) + parts.context
     assert planned == pytest.approx(found[f"ring {ranks}"].kept, rel=0.02)
 
@@ -134,13 +134,13 @@ def staged(cases: list[Case]) -> list[tuple[int, int] | None]:
     for one in cases:
         if rank < one.ranks:
             state = Trainer.make(one, rank, maker).state
-            out.append(tuple(map(_bytes_of, (state.to_save(), state.tensors()))))
+            out.append(tuple(map(_bytes_of, (state.tensors_to_save(), state.checkpoint_tensors()))))
         else:
             out.append(None)
     return out
 
 
-def _bytes_of(tensors: Mapping[str, Sharded]) -> int:
+def _bytes_of(tensors: Mapping[str, ShardedTensor]) -> int:
     return sum(box.tensor.nbytes for held in tensors.values() for box in held.boxes)
 
 

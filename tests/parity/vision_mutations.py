@@ -14,14 +14,15 @@ from parity.cases import VARIANTS, Case, case
 from parity.recurrence_mutations import Patch
 from torch import Tensor
 
-from mega_common.vision import PROJECTOR, TOWER
-from mega_trainer.batch import MicroBatch
-from mega_trainer.comm import Group
-from mega_trainer.kernels.masks import Part
-from mega_trainer.model import context
-from mega_trainer.model.vision import build, images, native, tower
-from mega_trainer.model.vision.images import Block, Images, placed
-from mega_trainer.model.vision.native import Deal, Grid, Windows
+from mega_common.vision_config import PROJECTOR, TOWER
+from mega_trainer.data import batch_images
+from mega_trainer.data.batch_images import BatchImages, ImageBlock, insert_image_features
+from mega_trainer.data.micro_batch import MicroBatch
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.kernels.attention_masks import MaskPart
+from mega_trainer.model import forward_context
+from mega_trainer.model.vision import native_resolution, vision_builder, vision_encoder
+from mega_trainer.model.vision.native_resolution import ImagePartition, PatchGrid, PatchWindowMask
 
 swap = mock.patch.object
 TP = case("vision", 2, parallel={"tp": 2, "zero": 0})
@@ -35,12 +36,12 @@ TILES = case("vision", 2, parallel={"tp": 2}, variant=VARIANTS["vision"][2])
 SHAPES = case("vision", 4, parallel={"tp": 2, "cp": 2}, variant=VARIANTS["vision"][4])
 
 
-def _within_a_chunk(blocks: Sequence[Block], queries: range, keys: range) -> list[Part]:
+def _within_a_chunk(blocks: Sequence[ImageBlock], queries: range, keys: range) -> list[MaskPart]:
     """An image's tokens see none of it in a chunk behind."""
-    return images.ahead(blocks, queries, keys) if queries == keys else []
+    return batch_images.mask_later_in_block(blocks, queries, keys) if queries == keys else []
 
 
-def _one_dealt_twice(self: Images, rank: int, ranks: int) -> Tensor:
+def _one_dealt_twice(self: BatchImages, rank: int, ranks: int) -> Tensor:
     """The last rank computes the first one's images too."""
     assert isinstance(self.pixels, Tensor)
     count = len(self.pixels)
@@ -49,93 +50,95 @@ def _one_dealt_twice(self: Images, rank: int, ranks: int) -> Tensor:
     )
 
 
-_dealt = Images.dealt
+_dealt = BatchImages.local_pixels
 
 
 def _one_place_off(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
-    return placed(x, features, rows.roll(1, -1))
+    return insert_image_features(x, features, rows.roll(1, -1))
 
 
 def _gradient(partial: bool, axis: str) -> Patch:
     """Say of the features that the ranks of an axis have other gradients, or the same."""
-    real = tower.gathered
+    real = vision_encoder.all_gather_features
 
-    def gathered(features: Tensor, group: Group, **options: Any) -> Tensor:
+    def gathered(features: Tensor, group: CommGroup, **options: Any) -> Tensor:
         return real(features, group, partial=partial if group.name == axis else options["partial"])
 
-    return lambda: swap(tower, "gathered", gathered)
+    return lambda: swap(vision_encoder, "gathered", gathered)
 
 
 def _stays(prefix: str) -> Patch:
     """Gradients of some tensors stay with the tensor rank."""
-    real = build.make_parameter
+    real = vision_builder.make_parameter
 
     def make(shape: Any, pieces: Any, **options: Any) -> Any:
         return real(shape, pieces, **(options | {"grad_sync": ()} if pieces[0].name.startswith(prefix) else options))
 
-    return lambda: swap(build, "make_parameter", make)
+    return lambda: swap(vision_builder, "make_parameter", make)
 
 
 def _places_of_the_first_chunk() -> AbstractContextManager[Any]:
     """A context rank looks for its tokens' features at the begin of the sequence."""
-    real = MicroBatch.part
+    real = MicroBatch.select_tokens
 
     def part(self: MicroBatch, places: Tensor) -> MicroBatch:
         own = real(self, places)
         assert self.images is not None
-        return replace(own, images=self.images.part(slice(len(places))))
+        return replace(own, images=self.images.select_positions(slice(len(places))))
 
     return swap(MicroBatch, "part", part)
 
 
-def _by_lines(grid: Grid, side: int) -> tuple[np.ndarray, list[int]]:
+def _by_lines(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]:
     """Windows as large as they should be, of features line by line."""
     order, lengths = windows_of(grid, side)
     return np.sort(order), lengths
 
 
-windows_of = native.windows_of
+windows_of = native_resolution.order_by_windows
 
 
-def _without_shares(self: Deal) -> Tensor:
+def _without_shares(self: ImagePartition) -> Tensor:
     """Where features stood if no rank had padding."""
-    return torch.from_numpy(np.concatenate([np.argsort(order) for order, _ in self.orders] or [np.zeros(1, np.int64)]))
+    return torch.from_numpy(
+        np.concatenate([np.argsort(order) for order, _ in self.window_orders] or [np.zeros(1, np.int64)])
+    )
 
 
-def _columns_before_lines(self: Images, places: Any) -> Images:
+def _columns_before_lines(self: BatchImages, places: Any) -> BatchImages:
     own = _part(self, places)
     assert own.positions is not None
     return replace(own, positions=own.positions[[0, 2, 1]])
 
 
-_part = Images.part
+_part = BatchImages.select_positions
 
 
 VISIONS: list[tuple[str, Case, Patch]] = [
-    ("vision: an image is dealt twice", TP, lambda: swap(Images, "dealt", _one_dealt_twice)),
-    ("vision: features one place off under sp", SP, lambda: swap(tower, "placed", _one_place_off)),
+    ("vision: an image is dealt twice", TP, lambda: swap(BatchImages, "dealt", _one_dealt_twice)),
+    ("vision: features one place off under sp", SP, lambda: swap(vision_encoder, "placed", _one_place_off)),
     ("vision: the projector's gradient stays on its rank", SP, _stays(PROJECTOR)),
     ("vision: the gradient of lines' ends stays on its rank", TILES, _stays(f"{PROJECTOR}newline")),
     ("vision: the tower's gradient stays on its rank", PIPED, _stays(TOWER)),
     ("vision: features' gradients of tensor ranks are summed without sp", TP, _gradient(True, "tp")),
     ("vision: features' gradients of tensor ranks are not summed under sp", SP, _gradient(False, "tp")),
     ("vision: features' gradients of context ranks are not summed", CP, _gradient(False, "cp")),
-    ("vision: an image ends with its chunk", RING, lambda: swap(context, "ahead", _within_a_chunk)),
+    ("vision: an image ends with its chunk", RING, lambda: swap(forward_context, "ahead", _within_a_chunk)),
     ("vision: context ranks look at the first places", CP, _places_of_the_first_chunk),
-    ("vision: windows of features line by line", SHAPES, lambda: swap(native, "windows_of", _by_lines)),
+    ("vision: windows of features line by line", SHAPES, lambda: swap(native_resolution, "windows_of", _by_lines)),
     (
         "vision: every layer sees the whole image",
         SHAPES,
-        lambda: swap(Windows, "mask", lambda self, window: self.images),
+        lambda: swap(PatchWindowMask, "mask", lambda self, window: self.images),
     ),
     (
         "vision: what a rank has no images for stays among features",
         SHAPES,
-        lambda: swap(Deal, "rows", property(_without_shares)),
+        lambda: swap(ImagePartition, "rows", property(_without_shares)),
     ),
     (
         "vision: context ranks turn by columns where lines should",
         SHAPES,
-        lambda: swap(Images, "part", _columns_before_lines),
+        lambda: swap(BatchImages, "part", _columns_before_lines),
     ),
 ]

@@ -14,29 +14,29 @@ import torch.distributed as dist
 from parity.cases import STEPS, Case
 from torch import Tensor
 
-from mega_ckpt.pieces import Box, Sharded, copy_overlap
-from mega_common.log import ProgressBar
-from mega_common.retro import RetroConfig
-from mega_common.vision import VisionConfig
-from mega_data.images.native import size_of
-from mega_data.images.tiles import features_of
-from mega_data.kinds.base import SampleImages
-from mega_data.loader import SourceTokens, StepBatch
-from mega_trainer import build, step, train
-from mega_trainer.batch import micro_batches
-from mega_trainer.comm import CommLog
-from mega_trainer.config import RunConfig
-from mega_trainer.layout import Layout
-from mega_trainer.mesh import GroupMaker, Groups, build_groups
-from mega_trainer.model.init import init_weights
-from mega_trainer.optim.zero import Optimizer
-from mega_trainer.pipeline.run import Executor
-from mega_trainer.ranks import Ranks
-from mega_trainer.state import TrainState
-from mega_trainer.step import StepResult, train_step
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox, copy_overlap
+from mega_common.progress_logging import ProgressBar
+from mega_common.retro_config import RetroConfig
+from mega_common.vision_config import VisionConfig
+from mega_data.batch_loader import EncoderInput, StepBatch
+from mega_data.images.image_geometry import compute_native_size, list_placeholder_features
+from mega_data.kinds.dataset_kind import SampleImages
+from mega_trainer.config.parallel_layout import ParallelLayout
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.distributed.comm import CommLog
+from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.model.weight_init import initialize_weights
+from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
+from mega_trainer.pipeline.executor import PipelineExecutor
+from mega_trainer.run import build_components, training_run
+from mega_trainer.run import train_step as step
+from mega_trainer.run.train_state import TrainState
+from mega_trainer.run.train_step import StepResult, train_step
 
 FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
-Held = Mapping[str, Sharded]
+Held = Mapping[str, ShardedTensor]
 # The batch of a step: configuration, number of the step, data rank, data ranks, whether attention is closed.
 Batches = Callable[[RunConfig, int, int, int, bool], StepBatch]
 
@@ -66,9 +66,9 @@ class Trainer:
 
     case: Case
     config: RunConfig
-    groups: Groups
-    executor: Executor
-    optimizer: Optimizer
+    groups: ParallelGroups
+    executor: PipelineExecutor
+    optimizer: ShardedOptimizer
     state: TrainState
     batches: Batches
 
@@ -77,34 +77,34 @@ class Trainer:
         cls,
         case: Case,
         rank: int = 0,
-        maker: GroupMaker | None = None,
+        maker: ProcessGroupCache | None = None,
         log: CommLog | None = None,
         batches: Batches | None = None,
     ) -> Trainer:
         """This rank's trainer. A collective call among the ranks of the case."""
         config = RunConfig.parse(case.raw, source=str(case))
-        groups = build.connect(config, Ranks(rank, case.ranks), maker, log)
-        dtype = torch.float64 if case.wide else build.dtype_of(config)
-        with mock.patch.object(build, "dtype_of", return_value=dtype):
-            state, executor = train.assemble(config, groups, torch.device("cpu"))
+        groups = build_components.connect_groups(config, RankInfo(rank, case.ranks), maker, log)
+        dtype = torch.float64 if case.wide else build_components.compute_dtype(config)
+        with mock.patch.object(build_components, "dtype_of", return_value=dtype):
+            state, executor = training_run.assemble_training(config, groups, torch.device("cpu"))
         for stage in state.stages.values():
-            init_weights(stage, config.train.seed)
-        state.optimizer.reload_main()
+            initialize_weights(stage, config.train.seed)
+        state.optimizer.load_main_from_model()
         return cls(case, config, groups, executor, state.optimizer, state, batches or synthetic)
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the batch of the step at hand, or of another."""
         number = self.state.step if number is None else number
         batch = self.batches(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
-        micro = list(micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
+        micro = list(split_micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
         settings = self.config.optimizer
-        tokens = step.count_tokens(batch, self.config.model.mtp_layers, self.groups)
+        tokens = step.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
         result = train_step(
             self.executor, self.optimizer, micro, tokens=tokens,
             lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
             loss_scale=self.state.loss_scale,
         )  # fmt: skip
-        self.state.advance(result)
+        self.state.advance_step(result)
         return result
 
     def run(self, steps: int = STEPS) -> Outcome:
@@ -115,15 +115,15 @@ class Trainer:
             out.losses += [loss for loss in (result.loss, result.mtp_loss, result.pair_loss) if loss is not None]
             out.norms.append(result.grad_norm)
             if number == 0:
-                out.gradients = clone(self.optimizer.gradients())
-        out.tensors = clone(self.state.tensors())
+                out.gradients = clone(self.optimizer.gradients_by_name())
+        out.tensors = clone(self.state.checkpoint_tensors())
         return out
 
 
 def synthetic(config: RunConfig, step: int, rank: int, ranks: int, closed: bool = True) -> StepBatch:
     """Samples that depend on the step alone: random tokens, documents of uneven length, uneven weights of the losses."""
-    begin, length = config.batch.consumed(step), config.target_length
-    count = config.batch.at(begin)
+    begin, length = config.batch.samples_after_steps(step), config.target_length
+    count = config.batch.batch_size_at(begin)
     rng = np.random.default_rng([7, step])
     tokens = rng.integers(0, config.model.vocab_size, (count, length + 1))
     documents = np.cumsum(rng.random((count, length)) < 0.15, axis=1).astype(np.int32)
@@ -163,24 +163,24 @@ def drawn_images(rng: np.random.Generator, tokens: np.ndarray, vision: VisionCon
     rows, features = 0, np.zeros(0, np.int64)
     shapes: list[tuple[int, int]] = []
     for _ in range(count):
-        sides = rng.integers(1, 9, 2) if vision.varies else (size, size)
-        found = features_of(vision, int(sides[0]), int(sides[1]))
+        sides = rng.integers(1, 9, 2) if vision.has_variable_tokens else (size, size)
+        found = list_placeholder_features(vision, int(sides[0]), int(sides[1]))
         features = np.append(features, rows + found)
-        whole = [size_of(vision, int(sides[0]), int(sides[1]))] if vision.native else []
-        shapes += whole or [(size, size)] * (1 + found.max() // vision.rows)
-        rows = sum(vision.features(*one) for one in shapes)
+        whole = [compute_native_size(vision, int(sides[0]), int(sides[1]))] if vision.native else []
+        shapes += whole or [(size, size)] * (1 + found.max() // vision.features_per_square)
+        rows = sum(vision.count_features(*one) for one in shapes)
     features = features[cut:][: len(tokens)]
     places = np.sort(rng.choice(len(tokens), len(features), replace=False))
     tokens[places] = vision.image_token
     return SampleImages([rng.standard_normal((3, *shape), np.float32) for shape in shapes], places, features)
 
 
-def _source(config: RunConfig, step: int, own: slice, count: int) -> SourceTokens:
+def _source(config: RunConfig, step: int, own: slice, count: int) -> EncoderInput:
     """What the encoder reads: sequences of uneven length, padded."""
     rng = np.random.default_rng([8, step])
     length = config.data.seq_length
     tokens = rng.integers(0, config.model.vocab_size, (count, length))
-    return SourceTokens(tokens[own], rng.integers(length // 4, length + 1, count)[own])
+    return EncoderInput(tokens[own], rng.integers(length // 4, length + 1, count)[own])
 
 
 def _neighbors(config: RunConfig, retro: RetroConfig, step: int, count: int) -> np.ndarray:
@@ -192,24 +192,24 @@ def _neighbors(config: RunConfig, retro: RetroConfig, step: int, count: int) -> 
     return np.where(np.arange(retro.neighbor_length) < lengths[..., None], tokens, -1)
 
 
-def clone(tensors: Held) -> dict[str, Sharded]:
+def clone(tensors: Held) -> dict[str, ShardedTensor]:
     """Copies that later steps do not change."""
     return {
-        name: Sharded(held.shape, [Box(box.offset, box.tensor.detach().clone()) for box in held.boxes])
+        name: ShardedTensor(held.shape, [TensorBox(box.offset, box.tensor.detach().clone()) for box in held.boxes])
         for name, held in tensors.items()
     }
 
 
-def whole(held: Sharded) -> Tensor:
+def whole(held: ShardedTensor) -> Tensor:
     """One tensor from boxes that cover it; nan where none is."""
     first = held.boxes[0].tensor
     out = first.new_full(held.shape, float("nan"))
     for box in held.boxes:
-        copy_overlap(Box((0,) * out.dim(), out), box)
+        copy_overlap(TensorBox((0,) * out.dim(), out), box)
     return out
 
 
-def part_of(tensor: Tensor, box: Box) -> Tensor:
+def part_of(tensor: Tensor, box: TensorBox) -> Tensor:
     """What of a whole tensor the box stands for."""
     return tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, box.tensor.shape, strict=True))]
 
@@ -270,15 +270,15 @@ def missing(ranks: Iterable[Places], shapes: Mapping[str, Sequence[int]]) -> lis
     return strange + [name for name, there in held.items() if not there.all()]
 
 
-class _Listing(GroupMaker):
+class _Listing(ProcessGroupCache):
     """Lists the groups that would be made."""
 
     def handle(self, ranks: Sequence[int]) -> None:
         if len(ranks) > 1:
-            self.made[tuple(ranks)] = None  # type: ignore[assignment]
+            self.groups_by_ranks[tuple(ranks)] = None  # type: ignore[assignment]
 
 
-def make_groups(cases: Iterable[Case]) -> GroupMaker:
+def make_groups(cases: Iterable[Case]) -> ProcessGroupCache:
     """All process groups that the cases need. A collective call of the whole world.
 
     Torch names a group that its members alone ask for by how many groups each has made before, so that ranks which
@@ -288,15 +288,19 @@ def make_groups(cases: Iterable[Case]) -> GroupMaker:
     for case in cases:
         config = RunConfig.parse(case.raw, source=str(case))
         p = config.parallel
-        layout = Layout(tp=p.tp, pp=p.pp, cp=p.cp, dp=config.data_parallel(case.ranks), ep=p.ep, expert_tp=p.expert_tp)
+        layout = ParallelLayout(
+            tp=p.tp, pp=p.pp, cp=p.cp, dp=config.data_parallel_size(case.ranks), ep=p.ep, expert_tp=p.expert_tp
+        )
         for rank in range(case.ranks):
-            build_groups(layout, rank, heads=config.model.shared_heads, shard=p.zero3_shard, maker=listing)
-    maker = GroupMaker()
-    for ranks in sorted(listing.made):
+            build_parallel_groups(
+                layout, rank, heads=config.model.shared_head_counts, shard=p.zero3_shard, maker=listing
+            )
+    maker = ProcessGroupCache()
+    for ranks in sorted(listing.groups_by_ranks):
         if len(ranks) == dist.get_world_size():
-            maker.made[ranks] = dist.group.WORLD  # type: ignore[assignment]
+            maker.groups_by_ranks[ranks] = dist.group.WORLD  # type: ignore[assignment]
         else:
-            maker.made[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=60))
+            maker.groups_by_ranks[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=60))
     return maker
 
 
@@ -359,7 +363,7 @@ def sweep_against(cases: Sequence[Case], references: References, batches: Batche
     return out
 
 
-def _found(case: Case, rank: int, maker: GroupMaker, references: References, batches: Batches | None) -> Found:
+def _found(case: Case, rank: int, maker: ProcessGroupCache, references: References, batches: Batches | None) -> Found:
     mine = Trainer.make(case, rank, maker, batches=batches).run(case.steps)
     reference = references.of(case, case.steps)
     held = places(mine)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mega_data.files.indexed_writer import IndexedWriter
+from mega_data.token_files.indexed_writer import IndexedWriter
 
 MODEL = {
     "num_layers": 2,

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from mega_cli.main import main
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_data.making.preprocess import preprocess
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
+from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import train_tokenizer
 
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     train_tokenizer([text], 300, tmp_path / "tokenizer")
     (tmp_path / "text.jsonl").write_text((json.dumps({"text": text}) + "\n") * 30)
     for name, ends in (("with", True), ("without", False)):
-        preprocess([tmp_path / "text.jsonl"], tmp_path / "tokenizer", tmp_path / name, append_eod=ends)
+        preprocess_corpus([tmp_path / "text.jsonl"], tmp_path / "tokenizer", tmp_path / name, append_eod=ends)
     with IndexedWriter(tmp_path / "foreign", "int32") as writer:
         writer.add_document(np.arange(1000))
     monkeypatch.chdir(tmp_path)
@@ -88,5 +88,5 @@ def test_epochs_are_told_for_each_data_set(folder: Path, capsys: pytest.CaptureF
 
 
 def test_looking_at_data_needs_no_torch() -> None:
-    code = "import sys, mega_trainer.data_check; sys.exit('torch' in sys.modules)"
+    code = "import sys, mega_trainer.data.data_check; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

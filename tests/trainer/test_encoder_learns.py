@@ -13,15 +13,15 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from mega_ckpt.source import open_source
-from mega_data.files.indexed_writer import IndexedWriter
+from mega_ckpt.source import open_weight_source
+from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import Tokenizer
-from mega_eval.embed import embed
-from mega_eval.load import load_model
-from mega_eval.masked import evaluate_masked
-from mega_trainer.config import RunConfig
-from mega_trainer.ranks import Ranks
-from mega_trainer.train import run
+from mega_eval.masked_lm_loss import evaluate_masked_lm
+from mega_eval.model_loading import load_inference_model
+from mega_eval.text_embedding import compute_embeddings
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run.training_run import run_training
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 S, SIZE = 128, 2000
@@ -73,10 +73,10 @@ def test_a_modernbert_trained_on_code_beats_unigrams_and_finds_a_planted_neighbo
         "batch": {"micro": 32, "global": 32}, "train": {"steps": 500}, "precision": "fp32", "output": str(tmp_path / "out"),
         "optimizer": {"lr": 3e-3}, "lr_schedule": {"name": "cosine", "warmup_steps": 40, "min_lr": 3e-4},
     }  # fmt: skip
-    run(RunConfig.parse(settings), Ranks(0, 1))
-    model = load_model(tmp_path / "out", kinds=("encoder",))
-    assert open_source(tmp_path / "out").model.masked_lm is not None
-    found = evaluate_masked(model, tmp_path / "held-out", S, tokenizer, batch_size=32)
+    run_training(RunConfig.parse(settings), RankInfo(0, 1))
+    model = load_inference_model(tmp_path / "out", kinds=("encoder",))
+    assert open_weight_source(tmp_path / "out").model.masked_lm is not None
+    found = evaluate_masked_lm(model, tmp_path / "held-out", S, tokenizer, batch_size=32)
     assert found.loss < unigrams(training, tmp_path / "held-out", eod) - 1.0
 
     places = [
@@ -87,7 +87,8 @@ def test_a_modernbert_trained_on_code_beats_unigrams_and_finds_a_planted_neighbo
         part[np.sort(rng.permutation(part.size)[: part.size * 2 // 3])] for part in places
     ]  # a third of it left out
     vectors, queries = (
-        torch.from_numpy(embed(model, [part.tolist() for part in parts], normalize=True)) for parts in (places, planted)
+        torch.from_numpy(compute_embeddings(model, [part.tolist() for part in parts], normalize=True))
+        for parts in (places, planted)
     )
     nearest = (queries @ vectors.T).argmax(1)
     assert len(places) > 40

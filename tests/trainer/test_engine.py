@@ -29,11 +29,11 @@ from parity.worker import make_groups
 from ranks import run_ranks
 
 import mega_trainer
-from mega_ckpt.convert import convert
-from mega_ckpt.source import open_source
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.source import open_weight_source
 from mega_common.errors import ConfigError, DataError
-from mega_trainer.model.router import Router
-from mega_trainer.ranks import Ranks
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.model.expert_router import ExpertRouter
 
 EXAMPLE = Path(__file__).parents[2] / "examples/rl"
 
@@ -45,7 +45,7 @@ def test_log_probs_and_steps_by_a_loss_of_ones_own_are_those_of_one_process() ->
 
 
 def test_log_probs_are_those_of_whole_rows_and_documents_do_not_see_each_other() -> None:
-    engine = engine_of(layouts(2)[0].single, Ranks())
+    engine = engine_of(layouts(2)[0].single, RankInfo())
     work = sequences(engine.config.model.vocab_size, engine.config.data.seq_length)
     together, alone = engine.log_probs(work), [engine.log_probs([one])[0] for one in work]
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(together, alone, strict=True))
@@ -54,14 +54,14 @@ def test_log_probs_are_those_of_whole_rows_and_documents_do_not_see_each_other()
 
 def test_experts_are_those_that_a_rollout_chose_and_weigh_as_the_model_scores_them() -> None:
     moe = next(case for case in layouts(2) if case.name == "moe" and not (case.model["moe"].get("capacity_factor")))
-    engine = engine_of(moe.single, Ranks())
+    engine = engine_of(moe.single, RankInfo())
     work = sequences(engine.config.model.vocab_size, engine.config.data.seq_length)
     routes, own = engine.routes(work), engine.log_probs(work)
     count = engine.config.model.moe.num_experts  # type: ignore[union-attr]
     assert [each.shape for each in routes] == [(len(one) - 1, 1, 2) for one in work]  # one layer has experts
     assert all(int(each.min()) >= 0 and int(each.max()) < count for each in routes)
     assert all(torch.equal(a, b) for a, b in zip(own, engine.log_probs(work, routes=routes), strict=True))
-    router = next(module for module in engine._state.stages[0].modules() if isinstance(module, Router))
+    router = next(module for module in engine._state.stages[0].modules() if isinstance(module, ExpertRouter))
     with torch.no_grad():
         router.weight.copy_(-router.weight)  # now it would choose others, and scores those given otherwise
     other, replayed = engine.log_probs(work), engine.log_probs(work, routes=routes)
@@ -74,17 +74,17 @@ def test_experts_are_those_that_a_rollout_chose_and_weigh_as_the_model_scores_th
     with pytest.raises(DataError, match=r"routes of sequence 1 have shape \[1, 1, 1\] instead of \[1, 1, 2\]"):
         engine.log_probs(work, routes=[routes[0], routes[1][..., :1], *routes[2:]])
     with pytest.raises(ConfigError, match="this one has none"):
-        engine_of(next(case for case in layouts(2) if case.name == "dense").single, Ranks()).routes(work[:1])
+        engine_of(next(case for case in layouts(2) if case.name == "dense").single, RankInfo()).routes(work[:1])
 
 
 def test_a_checkpoint_of_the_engine_s_has_the_tokenizer_that_came_with_the_weights(tmp_path: Path) -> None:
     model = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "vocab_size": 11}
     how = {"precision": "fp32", "data": {"seq_length": 6}, "device": "cpu"}
     made = mega_trainer.TrainingEngine({"model": model, **how}).save(tmp_path / "first")
-    convert(made, tmp_path / "hf", "hf")
+    convert_checkpoint(made, tmp_path / "hf", "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     again = mega_trainer.TrainingEngine({"model": {"from": str(tmp_path / "hf")}, **how}).save(tmp_path / "second")
-    assert open_source(again).assets().keys() >= {"tokenizer.json", "config.json"}
+    assert open_weight_source(again).asset_files().keys() >= {"tokenizer.json", "config.json"}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -96,7 +96,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def hands_on(cases: Sequence[Case], folder: Path) -> list[str]:
     rank, maker, wrong = dist.get_rank(), make_groups(cases), []
     for number, case in enumerate(cases):
-        engine = engine_of(case, Ranks(rank, case.ranks), maker)
+        engine = engine_of(case, RankInfo(rank, case.ranks), maker)
         outcome(engine)
         wrong += [] if streams_its_export(engine, folder / str(number)) else [str(case)]
         before = outcome(engine)

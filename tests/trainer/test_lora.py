@@ -13,38 +13,38 @@ import pytest
 import torch
 from parity.worker import synthetic, whole
 
-from mega_ckpt.combine import average, prune
-from mega_ckpt.convert import convert
-from mega_ckpt.source import open_adapted, open_source
-from mega_ckpt.store import Checkpoint, latest, place
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.derive_checkpoint import average_checkpoints, prune_checkpoint
+from mega_ckpt.source import load_with_adapter, open_weight_source
+from mega_ckpt.store import Checkpoint, latest_checkpoint, parse_location
 from mega_common.errors import CheckpointError, ConfigError
-from mega_data.loader import StepBatch
-from mega_trainer.batch import micro_batches
-from mega_trainer.config import RunConfig
-from mega_trainer.mesh import Groups
-from mega_trainer.optim.zero import Optimizer
-from mega_trainer.ranks import Ranks
-from mega_trainer.rng import Dropout
-from mega_trainer.state import TrainState
-from mega_trainer.step import StepResult, count_tokens, train_step
-from mega_trainer.train import assemble, begin, run
+from mega_data.batch_loader import StepBatch
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.distributed.process_groups import ParallelGroups
+from mega_trainer.distributed.rng import SeededDropout
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
+from mega_trainer.run.train_state import TrainState
+from mega_trainer.run.train_step import StepResult, count_step_tokens, train_step
+from mega_trainer.run.training_run import assemble_training, initialize_state, run_training
 
 CONSTANT = {"name": "constant"}
 Settings = Callable[..., dict[str, Any]]
 
 
 def trained(raw: dict[str, Any]) -> TrainState:
-    return run(RunConfig.parse(raw), Ranks())
+    return run_training(RunConfig.parse(raw), RankInfo())
 
 
 def bits(state: TrainState) -> dict[str, list[torch.Tensor]]:
-    return {name: [box.tensor.clone() for box in held.boxes] for name, held in state.tensors().items()}
+    return {name: [box.tensor.clone() for box in held.boxes] for name, held in state.checkpoint_tensors().items()}
 
 
 def checkpoint_of(raw: dict[str, Any]) -> Checkpoint:
-    newest = latest(place(raw["output"]) / "checkpoints")
+    newest = latest_checkpoint(parse_location(raw["output"]) / "checkpoints")
     assert newest is not None
-    return Checkpoint.open(newest)
+    return Checkpoint.open_folder(newest)
 
 
 @pytest.fixture
@@ -71,51 +71,53 @@ def test_an_adapter_alone_is_saved_and_goes_on_bitwise(
     again = bits(trained({**halves, "train": {"steps": 4}}))
     assert whole.keys() == again.keys()
     assert all(torch.equal(a, b) for name in whole for a, b in zip(whole[name], again[name], strict=True))
-    saved = {key for key in checkpoint_of(straight).keys() if "lora" not in key}  # noqa: SIM118
+    saved = {key for key in checkpoint_of(straight).tensor_keys() if "lora" not in key}
     assert not saved
-    assert len(checkpoint_of(straight).keys("weights/")) == 2 * 2 * (2 + dora)
+    assert len(checkpoint_of(straight).tensor_keys("weights/")) == 2 * 2 * (2 + dora)
 
 
 def test_what_is_read_of_a_run_is_the_base_with_the_adapter_in_it(tuning: Settings, tmp_path: Path) -> None:
     raw = tuning(train={"steps": 3}, lora={"modules_to_save": ["lm_head"], "rslora": True, "alpha": 4})
     state = trained(raw)
-    base, merged = open_source(tmp_path / "base"), open_source(tmp_path / "run")
+    base, merged = open_weight_source(tmp_path / "base"), open_weight_source(tmp_path / "run")
     saved = checkpoint_of(raw)
     name = "model.layers.1.mlp.down_proj"
-    a, b = (saved.read(f"weights/{name}.lora_{part}.weight") for part in "AB")
+    a, b = (saved.read_tensor(f"weights/{name}.lora_{part}.weight") for part in "AB")
     assert b.abs().max() > 0
-    torch.testing.assert_close(merged.read(f"{name}.weight"), base.read(f"{name}.weight") + 4 / 3**0.5 * b @ a)
-    part = merged.read_slice(f"{name}.weight", (3, 5), (7, 9))
-    torch.testing.assert_close(part, merged.read(f"{name}.weight")[3:10, 5:14])
-    assert torch.equal(merged.read("lm_head.weight"), saved.read("weights/lm_head.weight"))
-    assert not torch.equal(merged.read("lm_head.weight"), base.read("lm_head.weight"))
-    assert torch.equal(merged.read("model.norm.weight"), base.read("model.norm.weight"))
+    torch.testing.assert_close(
+        merged.read_tensor(f"{name}.weight"), base.read_tensor(f"{name}.weight") + 4 / 3**0.5 * b @ a
+    )
+    part = merged.read_tensor_slice(f"{name}.weight", (3, 5), (7, 9))
+    torch.testing.assert_close(part, merged.read_tensor(f"{name}.weight")[3:10, 5:14])
+    assert torch.equal(merged.read_tensor("lm_head.weight"), saved.read_tensor("weights/lm_head.weight"))
+    assert not torch.equal(merged.read_tensor("lm_head.weight"), base.read_tensor("lm_head.weight"))
+    assert torch.equal(merged.read_tensor("model.norm.weight"), base.read_tensor("model.norm.weight"))
     assert all(not parameter.requires_grad for parameter in [state.stages[0].head.norm.weight])
 
 
 def test_magnitudes_start_from_the_lengths_of_the_base_s_rows(tuning: Settings, tmp_path: Path) -> None:
     trained(tuning(train={"steps": 1}, lora={"dora": True}, optimizer={"lr": 1e-12}))
-    base, merged = open_source(tmp_path / "base"), open_source(tmp_path / "run")
-    for name in base.keys():  # noqa: SIM118
-        torch.testing.assert_close(merged.read(name), base.read(name))
+    base, merged = open_weight_source(tmp_path / "base"), open_weight_source(tmp_path / "run")
+    for name in base.tensor_names():
+        torch.testing.assert_close(merged.read_tensor(name), base.read_tensor(name))
     name = "model.layers.1.mlp.down_proj"
-    found = checkpoint_of({"output": str(tmp_path / "run")}).read(f"weights/{name}.lora_magnitude_vector")
-    torch.testing.assert_close(found, base.read(f"{name}.weight").norm(dim=1))
-    part = merged.read_slice(f"{name}.weight", (3, 5), (7, 9))
-    torch.testing.assert_close(part, merged.read(f"{name}.weight")[3:10, 5:14])
+    found = checkpoint_of({"output": str(tmp_path / "run")}).read_tensor(f"weights/{name}.lora_magnitude_vector")
+    torch.testing.assert_close(found, base.read_tensor(f"{name}.weight").norm(dim=1))
+    part = merged.read_tensor_slice(f"{name}.weight", (3, 5), (7, 9))
+    torch.testing.assert_close(part, merged.read_tensor(f"{name}.weight")[3:10, 5:14])
 
 
 def test_the_average_of_adapters_is_that_of_the_models_with_them(tuning: Settings, tmp_path: Path) -> None:
     """Whatever their ranks: the mean of two products of low rank has no such form."""
     for name, lora in {"one": {"rank": 2}, "two": {"rank": 3, "modules": ["o_proj"]}}.items():
         trained(tuning(train={"steps": 2}, lora=lora, output=str(tmp_path / name)))
-    average([tmp_path / "one", tmp_path / "two"], tmp_path / "mean", weights=[1, 3])
-    one, two, mean = (open_source(tmp_path / name) for name in ("one", "two", "mean"))
-    for name in mean.keys():  # noqa: SIM118
-        torch.testing.assert_close(mean.read(name), one.read(name) / 4 + two.read(name) * 0.75)
+    average_checkpoints([tmp_path / "one", tmp_path / "two"], tmp_path / "mean", weights=[1, 3])
+    one, two, mean = (open_weight_source(tmp_path / name) for name in ("one", "two", "mean"))
+    for name in mean.tensor_names():
+        torch.testing.assert_close(mean.read_tensor(name), one.read_tensor(name) / 4 + two.read_tensor(name) * 0.75)
     for name in ("q_proj", "o_proj"):
         matrix = f"model.layers.0.self_attn.{name}.weight"
-        assert not torch.equal(mean.read(matrix), open_source(tmp_path / "base").read(matrix))
+        assert not torch.equal(mean.read_tensor(matrix), open_weight_source(tmp_path / "base").read_tensor(matrix))
 
 
 def test_another_base_is_refused_and_one_that_is_gone_is_told(
@@ -129,7 +131,7 @@ def test_another_base_is_refused_and_one_that_is_gone_is_told(
         trained({**raw, "train": {"steps": 2}, "init_from": other["output"]})
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(CheckpointError, match="whose base is not there") as told:
-        open_source(tmp_path / "run")
+        open_weight_source(tmp_path / "run")
     assert "merge-adapter" in str(told.value.hint)
 
 
@@ -147,34 +149,34 @@ def test_what_cannot_be_is_told_at_once(tuning: Settings, settings: Settings) ->
     with pytest.raises(ConfigError, match=r"lora\.rank: 3 -> 4"):
         trained({**raw, "train": {"steps": 2}, "lora": {**raw["lora"], "rank": 4}})
     with pytest.raises(CheckpointError, match="holds an adapter, which is no model without its base"):
-        prune(raw["output"], f"{raw['output']}-pruned")
+        prune_checkpoint(raw["output"], f"{raw['output']}-pruned")
 
 
 def test_frozen_tensors_stay_as_they_are_and_have_no_moments(settings: Settings, tmp_path: Path) -> None:
     frozen = ["model.embed_tokens.*", "*.mlp.*"]
     trained(settings(lr_schedule=CONSTANT, train={"steps": 1, "freeze": frozen}))
     first = checkpoint_of(settings())
-    before = {key: first.read(key) for key in first.keys("weights/")}
+    before = {key: first.read_tensor(key) for key in first.tensor_keys("weights/")}
     trained(settings(lr_schedule=CONSTANT, train={"steps": 3, "freeze": frozen}))
     after = checkpoint_of(settings())
-    still = {key for key, value in before.items() if torch.equal(value, after.read(key))}
+    still = {key for key, value in before.items() if torch.equal(value, after.read_tensor(key))}
     assert still == {key for key in before if "embed_tokens" in key or ".mlp." in key}
-    assert not [key for key in after.keys("optimizer/") if "embed_tokens" in key or ".mlp." in key]
+    assert not [key for key in after.tensor_keys("optimizer/") if "embed_tokens" in key or ".mlp." in key]
 
 
-def first_step(raw: dict[str, Any]) -> tuple[StepBatch, StepResult, Optimizer]:
+def first_step(raw: dict[str, Any]) -> tuple[StepBatch, StepResult, ShardedOptimizer]:
     """A step of a run with two samples, whose weights stay, and what has its gradients."""
     config = RunConfig.parse({**raw, "batch": {"micro": 2, "global": 2}})
-    state, executor = assemble(config, Groups(), torch.device("cpu"))
-    begin(state, None, Groups().world, None)
+    state, executor = assemble_training(config, ParallelGroups(), torch.device("cpu"))
+    initialize_state(state, None, ParallelGroups().world, None)
     batch = synthetic(config, 0, 0, 1, closed=False)
     batch = replace(batch, position_ids=np.broadcast_to(np.arange(16), batch.tokens.shape))
-    micro = list(micro_batches(batch, config, torch.device("cpu")))
-    tokens = count_tokens(batch, 0, Groups())
+    micro = list(split_micro_batches(batch, config, torch.device("cpu")))
+    tokens = count_step_tokens(batch, 0, ParallelGroups())
     return batch, train_step(executor, state.optimizer, micro, tokens=tokens, lr=0.0, clip=0.0), state.optimizer
 
 
-def check_is_peft_s(step: tuple[StepBatch, StepResult, Optimizer], theirs: torch.nn.Module) -> None:
+def check_is_peft_s(step: tuple[StepBatch, StepResult, ShardedOptimizer], theirs: torch.nn.Module) -> None:
     """Loss, and gradients of the adapter, are those of PEFT's model."""
     batch, result, optimizer = step
     logits = theirs(torch.from_numpy(batch.tokens)).logits
@@ -190,7 +192,7 @@ def check_is_peft_s(step: tuple[StepBatch, StepResult, Optimizer], theirs: torch
         for name, parameter in theirs.named_parameters()
         if parameter.requires_grad
     }
-    found = optimizer.gradients()
+    found = optimizer.gradients_by_name()
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(whole(found[name]), gradient, rtol=1e-5, atol=1e-6)
@@ -201,7 +203,7 @@ def test_gradients_are_peft_s(settings: Settings, tmp_path: Path, dropout: float
     """With dropout, by the same masks: one for the projections that one product makes."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     trained(settings(train={"steps": 1}, output=str(tmp_path / "base")))
-    convert(tmp_path / "base", tmp_path / "hf", "hf")
+    convert_checkpoint(tmp_path / "base", tmp_path / "hf", "hf")
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
     wanted = peft.LoraConfig(
         r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, lora_dropout=dropout, use_dora=dora
@@ -222,11 +224,11 @@ def test_gradients_are_peft_s(settings: Settings, tmp_path: Path, dropout: float
     }
     raw = settings(init_from=str(tmp_path / "hf"), lora=lora, data={"order": "stable"})
     step = first_step(raw)
-    drops = Dropout(RunConfig.parse(raw).train.seed, [int(sample) for sample in step[0].sample_ids], [range(16)])
+    drops = SeededDropout(RunConfig.parse(raw).train.seed, [int(sample) for sample in step[0].sample_ids], [range(16)])
     for name, module in theirs.named_modules() if dropout else ():
         if isinstance(module, torch.nn.Dropout) and "lora_dropout" in name:
             site = name.removeprefix("base_model.model.").replace("v_proj", "q_proj").split(".lora_dropout")[0]
-            module.forward = lambda x, site=f"{site}.lora": drops.inputs(x, dropout, site, x.shape[-1])
+            module.forward = lambda x, site=f"{site}.lora": drops.drop_projection_inputs(x, dropout, site, x.shape[-1])
     check_is_peft_s(step, theirs)
 
 
@@ -251,7 +253,7 @@ def test_a_run_starts_from_all_of_an_adapter_of_peft_s(
 ) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     trained(settings(train={"steps": 1}, output=str(tmp_path / "base")))
-    convert(tmp_path / "base", tmp_path / "hf", "hf")
+    convert_checkpoint(tmp_path / "base", tmp_path / "hf", "hf")
     wanted = peft.LoraConfig(**{"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"]} | options)
     theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), wanted)
     with torch.no_grad():
@@ -265,7 +267,7 @@ def test_a_run_starts_from_all_of_an_adapter_of_peft_s(
             trained(raw)
         return
     trained(raw)
-    expected = open_adapted(tmp_path / "adapter", tmp_path / "hf")
-    found = open_source(raw["output"])
-    for name in found.keys():  # noqa: SIM118
-        torch.testing.assert_close(found.read(name), expected.read(name), rtol=1e-5, atol=1e-6)
+    expected = load_with_adapter(tmp_path / "adapter", tmp_path / "hf")
+    found = open_weight_source(raw["output"])
+    for name in found.tensor_names():
+        torch.testing.assert_close(found.read_tensor(name), expected.read_tensor(name), rtol=1e-5, atol=1e-6)

@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import save_file
 from trainer.test_lora import CONSTANT, bits, check_is_peft_s, checkpoint_of, first_step, trained
 
-from mega_ckpt.convert import convert
-from mega_ckpt.source import open_source
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.source import open_weight_source
 from mega_common.errors import ConfigError
-from mega_trainer.config import RunConfig
-from mega_trainer.mesh import Groups
-from mega_trainer.parallel.param import packed_of
-from mega_trainer.plan.advice import run_shape
-from mega_trainer.plan.memory import memory
-from mega_trainer.state import TrainState, weights_of
-from mega_trainer.train import assemble
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.process_groups import ParallelGroups
+from mega_trainer.parallel.parameter_info import get_packed_weight
+from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_prediction import predict_memory
+from mega_trainer.run.train_state import TrainState, collect_weights
+from mega_trainer.run.training_run import assemble_training
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 Settings = Callable[..., dict[str, Any]]
@@ -43,17 +43,19 @@ def tuning(settings: Settings, tmp_path: Path) -> Settings:
 
 
 def assembled(raw: dict[str, Any]) -> TrainState:
-    return assemble(RunConfig.parse(raw), Groups(), torch.device("cpu"))[0]
+    return assemble_training(RunConfig.parse(raw), ParallelGroups(), torch.device("cpu"))[0]
 
 
 def test_it_trains_as_beside_the_numbers_that_the_bits_stand_for(tuning: Settings, tmp_path: Path) -> None:
     """Every projection is in 4 bits, embedding, head and norms are as they were."""
     packed = trained(tuning(train={"steps": 3}))
-    base, numbers = open_source(tmp_path / "base"), weights_of(packed.stages)
-    changed = {name for name in base.keys() if not torch.equal(numbers[name].boxes[0].tensor, base.read(name))}  # noqa: SIM118
+    base, numbers = open_weight_source(tmp_path / "base"), collect_weights(packed.stages)
+    changed = {
+        name for name in base.tensor_names() if not torch.equal(numbers[name].boxes[0].tensor, base.read_tensor(name))
+    }
     assert changed == {name for name in numbers if name.endswith("_proj.weight")}
-    convert(tmp_path / "base", tmp_path / "hf", "hf")
-    rounded = {name: numbers[name].boxes[0].tensor.contiguous() for name in base.keys()}  # noqa: SIM118
+    convert_checkpoint(tmp_path / "base", tmp_path / "hf", "hf")
+    rounded = {name: numbers[name].boxes[0].tensor.contiguous() for name in base.tensor_names()}
     save_file(rounded, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     plain = tuning(
         train={"steps": 3}, lora={"quantize": None}, init_from=str(tmp_path / "hf"), output=str(tmp_path / "plain")
@@ -72,7 +74,7 @@ def test_the_adapter_alone_is_saved_and_goes_on_bitwise(tuning: Settings, tmp_pa
     again = bits(trained({**halves, "train": {"steps": 4}}))
     assert whole.keys() == again.keys()
     assert all(torch.equal(a, b) for name in whole for a, b in zip(whole[name], again[name], strict=True))
-    assert len(checkpoint_of(straight).keys("weights/")) == 2 * 2 * 2
+    assert len(checkpoint_of(straight).tensor_keys("weights/")) == 2 * 2 * 2
     with pytest.raises(ConfigError, match=r"lora\.quantize: 'nf4' -> None"):
         trained({**halves, "train": {"steps": 5}, "lora": {**halves["lora"], "quantize": None}})
 
@@ -80,22 +82,28 @@ def test_the_adapter_alone_is_saved_and_goes_on_bitwise(tuning: Settings, tmp_pa
 def test_what_is_read_of_a_run_is_the_base_in_full_with_the_adapter_in_it(tuning: Settings, tmp_path: Path) -> None:
     raw = tuning(train={"steps": 3})
     trained(raw)
-    base, merged, saved = open_source(tmp_path / "base"), open_source(tmp_path / "run"), checkpoint_of(raw)
+    base, merged, saved = (
+        open_weight_source(tmp_path / "base"),
+        open_weight_source(tmp_path / "run"),
+        checkpoint_of(raw),
+    )
     name = "model.layers.1.mlp.down_proj"
-    a, b = (saved.read(f"weights/{name}.lora_{part}.weight") for part in "AB")
-    torch.testing.assert_close(merged.read(f"{name}.weight"), base.read(f"{name}.weight") + 32 / 3 * b @ a)
+    a, b = (saved.read_tensor(f"weights/{name}.lora_{part}.weight") for part in "AB")
+    torch.testing.assert_close(
+        merged.read_tensor(f"{name}.weight"), base.read_tensor(f"{name}.weight") + 32 / 3 * b @ a
+    )
 
 
 def test_the_plan_counts_the_bytes_that_are_held(tuning: Settings) -> None:
     raw = tuning(precision="bf16")
     parameters = [each for stage in assembled(raw).stages.values() for each in stage.parameters()]
-    packed = [keeper for each in parameters if (keeper := packed_of(each)) is not None]
-    of_packed = [each for each in parameters if packed_of(each) is not None]
+    packed = [keeper for each in parameters if (keeper := get_packed_weight(each)) is not None]
+    of_packed = [each for each in parameters if get_packed_weight(each) is not None]
     assert sum(keeper.nbytes for keeper in packed) == sum(each.numel() for each in of_packed) * (1 / 2 + 4 / 64) > 0
     assert all(each.untyped_storage().nbytes() == each.element_size() for each in of_packed)
-    whole = sum(each.nbytes for each in parameters if packed_of(each) is None)
+    whole = sum(each.nbytes for each in parameters if get_packed_weight(each) is None)
     config = RunConfig.parse(raw)
-    counted = memory(config.model, run_shape(config, 1))[0]["weights"]
+    counted = predict_memory(config.model, make_run_shape(config, 1))[0]["weights"]
     assert counted == whole + sum(keeper.nbytes for keeper in packed)
 
 
@@ -115,7 +123,7 @@ def test_what_does_not_go_with_it_is_told(tuning: Settings) -> None:
 def test_loss_and_gradients_are_those_of_transformers_bitsandbytes_and_peft(tuning: Settings, tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="accelerate, by which transformers loads in 4 bits, is not installed")
-    convert(tmp_path / "base", tmp_path / "hf", "hf")
+    convert_checkpoint(tmp_path / "base", tmp_path / "hf", "hf")
     bits4 = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
     )

@@ -11,9 +11,9 @@ import torch
 from parity.cases import Case
 from parity.worker import Batches, Trainer
 
-from mega_data.loader import StepBatch
-from mega_trainer.batch import micro_batches
-from mega_trainer.config import RunConfig
+from mega_data.batch_loader import StepBatch
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import split_micro_batches
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 M, S, SIZE, ROWS, STEPS = 8, 64, 32, 16, 60
@@ -65,9 +65,9 @@ def held_out(*, neighbors: bool) -> float:
     model = next(iter(trainer.state.stages.values())).eval()
     found = []
     for step in range(STEPS, STEPS + 4):
-        micro = next(micro_batches(facts(step, neighbors=neighbors), trainer.config, torch.device("cpu")))
+        micro = next(split_micro_batches(facts(step, neighbors=neighbors), trainer.config, torch.device("cpu")))
         with torch.no_grad():
-            total, _, _ = model.whole(micro, model.context_of(micro, lambda *_: None))
+            total, _, _ = model.whole(micro, model.make_batch_context(micro, lambda *_: None))
         found.append(total.item() / micro.weights.sum().item())
     return sum(found) / len(found)
 

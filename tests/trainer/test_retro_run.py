@@ -12,15 +12,15 @@ import torch.distributed as dist
 from chunked_data import documents, found
 from ranks import run_ranks
 
-from mega_ckpt.convert import convert
-from mega_ckpt.formats.megatron_args import read_args
-from mega_ckpt.names import tensors_of
-from mega_ckpt.source import open_source
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.formats.megatron_args import read_megatron_args
+from mega_ckpt.source import open_weight_source
 from mega_common.errors import CheckpointError, ConfigError
-from mega_eval.load import load_model
-from mega_trainer.config import RunConfig
-from mega_trainer.ranks import Ranks
-from mega_trainer.train import run
+from mega_eval.model_loading import load_inference_model
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run.training_run import run_training
 
 M, S = 8, 32
 MODEL = {
@@ -49,24 +49,24 @@ def settings(data: Path, output: Path, steps: int, **parallel: Any) -> dict[str,
 
 
 def resumed(raw: dict[str, Any]) -> None:
-    run(RunConfig.parse(raw), Ranks(dist.get_rank(), dist.get_world_size()))
+    run_training(RunConfig.parse(raw), RankInfo(dist.get_rank(), dist.get_world_size()))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    source = open_source(folder)
-    return {name: source.read(name).clone() for name in tensors_of(source.model)}
+    source = open_weight_source(folder)
+    return {name: source.read_tensor(name).clone() for name in canonical_tensors(source.model)}
 
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps in one process."""
     output = tmp_path_factory.mktemp("whole")
-    run(RunConfig.parse(settings(data, output, 4)), Ranks(0, 1))
+    run_training(RunConfig.parse(settings(data, output, 4)), RankInfo(0, 1))
     return output
 
 
 def test_a_run_resumes_in_another_layout(data: Path, whole: Path, tmp_path: Path) -> None:
-    run(RunConfig.parse(settings(data, tmp_path, 2)), Ranks(0, 1))
+    run_training(RunConfig.parse(settings(data, tmp_path, 2)), RankInfo(0, 1))
     run_ranks(resumed, 2, settings(data, tmp_path, 4, pp=2))
     one, other = weights(whole), weights(tmp_path)
     assert "model.layers.0.encoder.1.self_attn.q_proj.weight" in one
@@ -77,12 +77,12 @@ def test_a_run_resumes_in_another_layout(data: Path, whole: Path, tmp_path: Path
 def test_megatrons_own_is_refused() -> None:
     """NVIDIA's published folders say so in their arguments."""
     with pytest.raises(CheckpointError, match="retro-8b: a model of Megatron's Retro, which mega does not read"):
-        read_args({"num_layers": 32, "retro_add_retriever": True}, "retro-8b")
+        read_megatron_args({"num_layers": 32, "retro_add_retriever": True}, "retro-8b")
 
 
 def test_what_asks_without_neighbours_is_refused(whole: Path) -> None:
     with pytest.raises(ConfigError, match="reads neighbours of its text, which no prompt brings"):
-        load_model(whole, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
+        load_inference_model(whole, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
 
 
 @pytest.mark.parametrize(
@@ -91,5 +91,5 @@ def test_what_asks_without_neighbours_is_refused(whole: Path) -> None:
 )
 def test_others_formats_are_refused(whole: Path, tmp_path: Path, to: str, told: str) -> None:
     with pytest.raises(CheckpointError, match=told):
-        convert(whole, tmp_path / "out", to)
+        convert_checkpoint(whole, tmp_path / "out", to)
     assert not (tmp_path / "out").exists()

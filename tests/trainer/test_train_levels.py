@@ -11,15 +11,15 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from mega_trainer.config import RunConfig
-from mega_trainer.ranks import Ranks
-from mega_trainer.train import run
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run.training_run import run_training
 
 
 def runs(stages: list[dict[str, Any]]) -> list[int]:
     """One run after another on these ranks; the steps each has done."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    return [run(RunConfig.parse(raw), ranks).step for raw in stages]
+    ranks = RankInfo(dist.get_rank(), dist.get_world_size())
+    return [run_training(RunConfig.parse(raw), ranks).step for raw in stages]
 
 
 def numbers(folder: Path, name: str) -> list[float]:
@@ -70,7 +70,7 @@ def test_context_parallel_runs_train_and_validate_as_one_process_does(
     split = settings(**common, output=str(tmp_path / "split"), lr_schedule={"decay_steps": 6})
     first = {**split, "train": {**common["train"], "steps": 4}, "parallel": {"cp": 2, "zero": 2}}
     then = {**split, "parallel": {"cp": 2, "cp_kind": "alltoall"}}
-    run(RunConfig.parse(alone), Ranks())
+    run_training(RunConfig.parse(alone), RankInfo())
     assert run_ranks(runs, 2, [first, then], timeout=60) == [[4, 6]] * 2
     for name in ("loss", "valid_loss", "grad_norm"):
         found, expected = numbers(tmp_path / "split", name), numbers(tmp_path / "alone", name)

@@ -1,4 +1,4 @@
-"""`mega launch`: the batch script or manifest that trains, or tokenizes, on a cluster. It submits nothing."""
+"""`mega launch`: batch scripts and manifests that train or tokenize on a cluster. Nothing is submitted."""
 
 from mega_cli.launch.command import app
 

@@ -1,4 +1,4 @@
-"""The commands of `mega launch`, and the check of the run that comes first."""
+"""Commands of `mega launch`, and the check of the run before a script is written."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from mega_cli.launch.kubernetes import PodPlan, manifests
-from mega_cli.launch.parts import array_script, parts_manifest, plan_parts
-from mega_cli.launch.slurm import Container, SlurmPlan, batch_script
-from mega_cli.launch.values import KUBERNETES, PATH, SLURM, TEXT, check_value, check_values
-from mega_common.config import apply_overrides, load_yaml
+from mega_cli.launch.array_jobs import indexed_job_manifest, plan_array_job, slurm_array_script
+from mega_cli.launch.kubernetes import PodPlan, run_manifests
+from mega_cli.launch.slurm import ContainerImage, SlurmJobPlan, slurm_batch_script
+from mega_cli.launch.value_grammars import KUBERNETES, PATH, SLURM, TEXT, check_option_value, check_option_values
 from mega_common.errors import ConfigError
-from mega_common.log import logger
+from mega_common.progress_logging import logger
+from mega_common.strict_config import apply_overrides, load_yaml_mapping
 
 app = typer.Typer(no_args_is_help=True, help="Write the batch script or manifest that runs a training on a cluster.")
 
@@ -32,8 +32,8 @@ Set = Annotated[
 ]
 
 
-@app.command()
-def slurm(
+@app.command("slurm")
+def slurm_command(
     run: Run,
     nodes: Nodes,
     gpus_per_node: Gpus = 8,
@@ -67,7 +67,7 @@ def slurm(
         typer.Option(help="Interpreter with mega.", show_default="this one; with prologue or container python3"),
     ] = None,
 ) -> None:
-    """Write a Slurm batch script: the ranks on each node, a save before the time limit, and queueing again.
+    """Write a Slurm batch script: ranks on each node, a save before the time limit, and requeueing.
 
     With --stage an array: each job makes a part of a data set, and whichever is last joins them.
 
@@ -79,40 +79,42 @@ def slurm(
 
       mega launch slurm workflow.yaml --stage tokenize --nodes 64 --output tokenize.sh && sbatch tokenize.sh
     """
-    check_texts(run, set_)
+    check_script_values(run, set_)
     given = {
         "name": name, "time": time, "partition": partition, "account": account, "mem": mem, "container": container,
         "python": python,
     }  # fmt: skip
     for option, value in given.items():
-        check_value(option, value, SLURM[option])
-    check_values("prologue", prologue or [], SLURM["prologue"])
-    check_values("mount", mount or [], SLURM["mount"])
+        check_option_value(option, value, SLURM[option])
+    check_option_values("prologue", prologue or [], SLURM["prologue"])
+    check_option_values("mount", mount or [], SLURM["mount"])
     if stage is None:
-        check_run(run, set_ or [], nodes * gpus_per_node)
+        check_launched_run(run, set_ or [], nodes * gpus_per_node)
         machines = {"nodes": nodes, "ntasks-per-node": 1, "gpus-per-node": gpus_per_node}
     else:
         machines = {"ntasks": 1}
     asked = {
-        "job-name": name or dns_label(stage or run.stem), **machines,
+        "job-name": name or to_dns_label(stage or run.stem), **machines,
         "cpus-per-task": cpus_per_task or (8 if stage else 4 * gpus_per_node),
         "mem": mem or ("0" if exclusive else None), "time": time, "partition": partition, "account": account,
     }  # fmt: skip
-    plan = SlurmPlan(
+    plan = SlurmJobPlan(
         options={key: str(value) for key, value in asked.items() if value is not None},
         flags=["exclusive"] if exclusive else [],
         prologue=prologue or [],
-        container=Container(container, mount or []) if container else None,
+        container=ContainerImage(container, mount or []) if container else None,
         python=python or ("python3" if prologue or container else sys.executable),
     )
     if stage is not None:
-        _write(array_script(plan, plan_parts(run, stage, nodes)), output)
+        _write(slurm_array_script(plan, plan_array_job(run, stage, nodes)), output)
         return
-    _write(batch_script(plan, nodes, gpus_per_node, [str(run), *(f"--set={item}" for item in set_ or [])]), output)
+    _write(
+        slurm_batch_script(plan, nodes, gpus_per_node, [str(run), *(f"--set={item}" for item in set_ or [])]), output
+    )
 
 
-@app.command()
-def kubernetes(
+@app.command("kubernetes")
+def kubernetes_command(
     run: Run,
     nodes: Nodes,
     gpus_per_node: Gpus = 8,
@@ -134,7 +136,7 @@ def kubernetes(
         ),
     ] = False,
 ) -> None:
-    """Write a Kubernetes manifest: an Indexed Job with a pod for each machine, and the Service by which they meet.
+    """Write a Kubernetes manifest: an Indexed Job with a pod for each machine, and the Service through which they meet.
 
     The configuration travels in a ConfigMap; relative paths in it are relative to the volume. No operator is needed but for
     --jobset.
@@ -148,48 +150,48 @@ def kubernetes(
 
       mega launch kubernetes workflow.yaml --stage tokenize --nodes 64 | kubectl apply -f -
     """
-    check_texts(run, set_)
+    check_script_values(run, set_)
     for option, value in {"image": image, "volume": volume, "shared-memory": shared_memory}.items():
-        check_value(option, value, KUBERNETES[option])
+        check_option_value(option, value, KUBERNETES[option])
     if stage is None:
-        check_run(run, set_ or [], nodes * gpus_per_node)
-    if name is not None and name != dns_label(name):
-        raise ConfigError(f"--name must be a DNS label, found {name!a}", hint=f"--name {dns_label(name)}")
-    job = name or dns_label(stage or run.stem)
+        check_launched_run(run, set_ or [], nodes * gpus_per_node)
+    if name is not None and name != to_dns_label(name):
+        raise ConfigError(f"--name must be a DNS label, found {name!a}", hint=f"--name {to_dns_label(name)}")
+    job = name or to_dns_label(stage or run.stem)
     if stage is not None:
-        _write(parts_manifest(plan_parts(run, stage, nodes), job, image, volume, cpus), output)
+        _write(indexed_job_manifest(plan_array_job(run, stage, nodes), job, image, volume, cpus), output)
         return
     plan = PodPlan(job, nodes, gpus_per_node, image, volume, shared_memory, set_ or [], jobset)
-    _write(manifests(plan, run.read_text(encoding="utf-8")), output)
+    _write(run_manifests(plan, run.read_text(encoding="utf-8")), output)
 
 
-def check_texts(run: Path, overrides: list[str] | None) -> None:
-    """Check the words that every script repeats.
+def check_script_values(run: Path, overrides: list[str] | None) -> None:
+    """Check the values that every script contains.
 
     Raises:
         ConfigError: when one has a control character.
     """
-    check_value("run", str(run), PATH)
-    check_values("set", overrides or [], TEXT)
+    check_option_value("run", str(run), PATH)
+    check_option_values("set", overrides or [], TEXT)
 
 
-def check_run(run: Path, overrides: list[str], ranks: int) -> None:
-    """Check the run, for that many ranks. Data is not looked at: it need not be on this machine.
+def check_launched_run(run: Path, overrides: list[str], ranks: int) -> None:
+    """Check the run for that number of ranks. Data is not checked: it need not be on this machine.
 
     Raises:
         ConfigError: with everything that is wrong.
     """
-    from mega_trainer.config import load_run
+    from mega_trainer.config.run_config import load_run_config
 
-    model = apply_overrides(load_yaml(run), overrides).get("model")
+    model = apply_overrides(load_yaml_mapping(run), overrides).get("model")
     if isinstance(model, dict) and "from" in model and not Path(str(model["from"])).exists():
         logger.warning("model.from = %s is not on this machine: the run is not checked", model["from"])
         return
-    load_run(run, overrides).check_ranks(ranks)
+    load_run_config(run, overrides).check_world_size(ranks)
 
 
-def dns_label(text: str) -> str:
-    """`text` as a name that Kubernetes takes for a Service and, with a number behind it, for a pod."""
+def to_dns_label(text: str) -> str:
+    """Return `text` as a name that Kubernetes accepts for a Service and, with a number appended, for a pod."""
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     label = label if label[:1].isalpha() else f"run-{label}"
     return label[:40].strip("-")

@@ -1,4 +1,4 @@
-"""A run as a manifest for Kubernetes: ConfigMap, headless Service and Indexed Job."""
+"""Kubernetes manifests of a run: ConfigMap, headless Service and Indexed Job."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from mega_cli.launch.ranks import ENVIRONMENT, RESTARTS, SAVE_SECONDS, agent_command
-from mega_cli.launch.values import escape_references
+from mega_cli.launch.torchrun_agent import ENVIRONMENT, RESTARTS, SAVE_SECONDS, torchrun_agent_command
+from mega_cli.launch.value_grammars import escape_kubernetes_references
 
 PORT = 29500  # each pod has an address of its own
 GROUP = 10001  # of the user in mega's images
@@ -21,7 +21,7 @@ NODES = "nodes"  # of a JobSet
 
 @dataclass(frozen=True)
 class PodPlan:
-    """A job of `nodes` pods with `gpus` ranks each; `overrides` are the training's `--set`."""
+    """Job of `nodes` pods with `gpus` ranks each; `overrides` are the `--set` options of the training."""
 
     job: str
     nodes: int
@@ -33,17 +33,17 @@ class PodPlan:
     jobset: bool = False
 
     @property
-    def first(self) -> str:
-        """The first pod's name in the cluster's DNS."""
+    def first_pod_address(self) -> str:
+        """Name of the first pod in the cluster's DNS."""
         return f"{self.job}-{NODES}-0-0.{self.job}" if self.jobset else f"{self.job}-0.{self.job}"
 
 
-def manifests(plan: PodPlan, config: str) -> str:
-    """All objects as YAML documents; `config` is the text of run.yaml. A JobSet makes the Service itself."""
+def run_manifests(plan: PodPlan, config: str) -> str:
+    """Return all objects as YAML documents; `config` is the text of run.yaml. A JobSet makes the Service itself."""
     metadata = {"name": plan.job, "labels": {"app": plan.job}}
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": config}}
     if plan.jobset:
-        return document([config_map, _job_set(plan, metadata)])
+        return dump_documents([config_map, _job_set(plan, metadata)])
     # The pods look for each other before any of them is ready.
     meeting = {
         "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": plan.job},
@@ -51,16 +51,16 @@ def manifests(plan: PodPlan, config: str) -> str:
     }  # fmt: skip
     service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": meeting}
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": _job_spec(plan)}
-    return document([config_map, service, job])
+    return dump_documents([config_map, service, job])
 
 
-def document(objects: Sequence[dict[str, Any]]) -> str:
-    """Objects as YAML documents."""
-    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True)
+def dump_documents(objects: Sequence[dict[str, Any]]) -> str:
+    """Return objects as YAML documents."""
+    return yaml.dump_all(objects, Dumper=_ManifestDumper, sort_keys=False, width=120, explicit_start=True)
 
 
-class _Dumper(yaml.SafeDumper):
-    """As people write it: lists indented, text of several lines as such, nothing by reference."""
+class _ManifestDumper(yaml.SafeDumper):
+    """YAML dumper with indented lists, block style for texts of several lines, and no references."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -69,7 +69,7 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
-_Dumper.add_representer(
+_ManifestDumper.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
 )
@@ -91,7 +91,7 @@ def _job_spec(plan: PodPlan) -> dict[str, Any]:
 
 
 def _job_set(plan: PodPlan, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Where pods of the job were replaced too often, all begin anew; not so after a mistake in what they were given."""
+    """Return a JobSet, which restarts all pods when pods were replaced too often, but not after a user error."""
     mistake = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     spec = {
         "failurePolicy": {"maxRestarts": RESTARTS, "rules": [mistake]},
@@ -106,10 +106,12 @@ def _codes(*values: int) -> dict[str, Any]:
 
 
 def _pod_spec(plan: PodPlan) -> dict[str, Any]:
-    """One machine's pod. When another's is lost, its agent starts its ranks again; they go on from the last save."""
-    command = agent_command(
-        "python3", plan.nodes, plan.gpus, endpoint=f"{plan.first}:{PORT}", job=plan.job, index="JOB_COMPLETION_INDEX",
-        train=["/config/run.yaml", *(f"--set={escape_references(item)}" for item in plan.overrides)],
+    """Return the pod of one machine. When another machine's pod is lost, its agent restarts its ranks, which resume
+    from the last save.
+    """
+    command = torchrun_agent_command(
+        "python3", plan.nodes, plan.gpus, endpoint=f"{plan.first_pod_address}:{PORT}", job=plan.job, index="JOB_COMPLETION_INDEX",
+        train=["/config/run.yaml", *(f"--set={escape_kubernetes_references(item)}" for item in plan.overrides)],
     )  # fmt: skip
     container = {
         "name": CONTAINER,

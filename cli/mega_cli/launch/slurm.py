@@ -1,4 +1,4 @@
-"""A run as a batch script of Slurm."""
+"""Slurm batch scripts of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_cli.launch.ranks import ENVIRONMENT, SAVE_SECONDS, agent_command
+from mega_cli.launch.torchrun_agent import ENVIRONMENT, SAVE_SECONDS, torchrun_agent_command
 
 # Shell that waits for $step, and asks it to end when USR1 tells that the time limit is near; what follows is in that `if`.
 WAIT = """limit=
@@ -26,14 +26,14 @@ if [[ $limit ]]; then # the signal ended that `wait`
 
 
 @dataclass(frozen=True)
-class Container:
-    """An image to train in, and what is mounted there besides the folder that the job was submitted from."""
+class ContainerImage:
+    """Image to train in, and its mounts besides the folder that the job was submitted from."""
 
     image: str
     mounts: Sequence[str]
 
-    def wrap(self) -> tuple[list[str], list[str]]:
-        """Options for srun, and words before the command; shell, to be expanded."""
+    def wrap_command(self) -> tuple[list[str], list[str]]:
+        """Return options for srun, and words before the command, as shell code to be expanded."""
         if Path(self.image).suffix == ".sif":
             bound = [f"--bind={shlex.quote(mount)}" for mount in self.mounts]
             return [], ["apptainer", "exec", "--nv", '--bind="$PWD"', '--pwd="$PWD"', *bound, shlex.quote(self.image)]
@@ -43,25 +43,25 @@ class Container:
 
 
 @dataclass(frozen=True)
-class SlurmPlan:
-    """What a job asks for: options of sbatch without `--`, and what surrounds the training on each machine."""
+class SlurmJobPlan:
+    """Options of sbatch without `--`, and commands around the training on each machine."""
 
     options: Mapping[str, str]
     flags: Sequence[str]
     prologue: Sequence[str]
-    container: Container | None
+    container: ContainerImage | None
     python: str
 
 
-def batch_script(plan: SlurmPlan, nodes: int, gpus: int, train: Sequence[str]) -> str:
-    """The batch script. Its own signal is USR1, so that `scancel` (TERM) ends a job without queueing it again."""
+def slurm_batch_script(plan: SlurmJobPlan, nodes: int, gpus: int, train: Sequence[str]) -> str:
+    """Return the batch script. Its own signal is USR1, so that `scancel` (TERM) ends a job without requeueing it."""
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]
-    agent = agent_command(
+    agent = torchrun_agent_command(
         plan.python, nodes, gpus, endpoint="$RENDEZVOUS", job="$SLURM_JOB_ID", index="SLURM_PROCID", train=train,
     )  # fmt: skip
     task = "\n".join(["", *plan.prologue, agent, ""])
-    options, before = plan.container.wrap() if plan.container else ([], [])
+    options, before = plan.container.wrap_command() if plan.container else ([], [])
     # srun: a task gets one core unless told; when one machine has ended, the others have time to save.
     step = ['srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', f"--kill-on-bad-exit=0 --wait={SAVE_SECONDS}", *options]
     step += [" ".join([*before, "bash", "-c", shlex.quote(task)])]

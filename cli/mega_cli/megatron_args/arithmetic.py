@@ -1,4 +1,4 @@
-"""Integer arithmetic of `$(( ))` and `(( ))`, and patterns of layers."""
+"""Integer arithmetic of `$(( ))` and `(( ))`, and layer patterns."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ DEPTH = 50
 LONGEST = 100_000  # entries of a pattern of layers
 
 
-class Scope(Protocol):
-    """The variables of a script, as an expression reads and sets them; None is a value that is not known."""
+class VariableScope(Protocol):
+    """Variables of a script as an expression reads and sets them; None is an unknown value."""
 
-    def number(self, name: str) -> str | None:
-        """The text of a variable, which is an expression itself."""
+    def read_number(self, name: str) -> str | None:
+        """Return the text of a variable, which is an expression itself."""
 
-    def set_number(self, name: str, value: str | None) -> None:
-        """Give a variable a value."""
+    def assign_number(self, name: str, value: str | None) -> None:
+        """Set a variable to a number."""
 
 
-def calculate(expression: str, scope: Scope | None = None, depth: int = 0) -> int | None:
-    """The value of an expression; None for what has none here: a variable that is not set, a quotient by zero, text."""
+def evaluate_arithmetic(expression: str, scope: VariableScope | None = None, depth: int = 0) -> int | None:
+    """Return the value of an expression, or None if it has none here: an unset variable, a division by zero, text."""
     try:
-        value = _Calculation(expression, scope, depth).value()
+        value = _ArithmeticParser(expression, scope, depth).value()
     except (ValueError, ZeroDivisionError, KeyError, OverflowError, RecursionError):
         return None
     return value if -LARGEST <= value < LARGEST else None
 
 
-class _Calculation:
-    """Precedence climbing over the tokens."""
+class _ArithmeticParser:
+    """Precedence climbing over the tokens of an expression."""
 
-    def __init__(self, expression: str, scope: Scope | None, depth: int) -> None:
+    def __init__(self, expression: str, scope: VariableScope | None, depth: int) -> None:
         if depth > DEPTH:
             raise ValueError("a variable that names itself")
         self.scope, self.depth, self.skipping = scope, depth, False
@@ -82,12 +82,12 @@ class _Calculation:
             raise ValueError("something follows the expression")
         return value
 
-    def _next(self, *wanted: str) -> str:
-        """The next token if it is one of the wanted signs."""
+    def _take_operator(self, *wanted: str) -> str:
+        """Return the next token if it is one of the given operators."""
         return self.tokens.popleft()[1] if self.tokens and self.tokens[0][1] in wanted else ""
 
-    def _skipped(self, skip: bool, lowest: int) -> int:
-        """Read an operand, which is not evaluated where the one before it decides."""
+    def _parse_unevaluated(self, skip: bool, lowest: int) -> int:
+        """Read an operand without evaluating it, after an operand that decides the result."""
         before, self.skipping = self.skipping, self.skipping or skip
         try:
             return self._binary(lowest)
@@ -106,7 +106,7 @@ class _Calculation:
             self.tokens.popleft()
             precedence, apply = BINARY[sign]
             decided = (sign == "&&" and left == 0) or (sign == "||" and left != 0)
-            right = self._skipped(decided, precedence + (sign != "**"))
+            right = self._parse_unevaluated(decided, precedence + (sign != "**"))
             if self.skipping:
                 continue
             if sign in ("**", "<<", ">>") and not 0 <= right < 64:
@@ -117,11 +117,11 @@ class _Calculation:
         return left
 
     def _choice(self, condition: int) -> int:
-        self._next("?")
-        chosen = self._skipped(condition == 0, 2)
-        if not self._next(":"):
+        self._take_operator("?")
+        chosen = self._parse_unevaluated(condition == 0, 2)
+        if not self._take_operator(":"):
             raise ValueError("no : after ?")
-        other = self._skipped(condition != 0, 3)
+        other = self._parse_unevaluated(condition != 0, 3)
         return chosen if condition else other
 
     def _unary(self) -> int:
@@ -137,21 +137,21 @@ class _Calculation:
         if text != "(":
             raise ValueError(f"no operand: {text}")
         value = self._binary(1)
-        if not self._next(")"):
+        if not self._take_operator(")"):
             raise ValueError("( is not closed")
         return value
 
     def _name(self, name: str) -> int:
-        if sign := self._next(*ASSIGNING):
+        if sign := self._take_operator(*ASSIGNING):
             return self._assign(name, sign, lambda: self._binary(2))
-        if sign := self._next("++", "--"):
+        if sign := self._take_operator("++", "--"):
             return self._assign(name, sign[0] + "=", lambda: 1) + (1 if sign == "--" else -1)
-        return self._of(name, self.scope.number(name) if self.scope else None)
+        return self._of(name, self.scope.read_number(name) if self.scope else None)
 
     def _of(self, name: str, text: str | None) -> int:
         if self.skipping:
             return 0
-        value = None if text is None else calculate(text, self.scope, self.depth + 1)
+        value = None if text is None else evaluate_arithmetic(text, self.scope, self.depth + 1)
         if value is None:
             raise KeyError(name)
         return value
@@ -161,15 +161,15 @@ class _Calculation:
             return operand()
         if self.scope is None:
             raise KeyError(name)
-        old = self.scope.number(name)
+        old = self.scope.read_number(name)
         try:
             value = operand()
             if sign != "=":
                 value = int(BINARY[sign[:-1]][1](self._of(name, old), value))
         except Exception:
-            self.scope.set_number(name, None)
+            self.scope.assign_number(name, None)
             raise
-        self.scope.set_number(name, str(value))
+        self.scope.assign_number(name, str(value))
         return value
 
 
@@ -182,8 +182,8 @@ def _number(text: str) -> int:
     return int(text, 16) if text[:2].lower() == "0x" else int(text)
 
 
-def layer_pattern(text: str) -> int | list[int] | None:
-    """A pattern of layers: every n-th, or a list such as `[0]*3+[1]*58`; None for anything else."""
+def parse_layer_pattern(text: str) -> int | list[int] | None:
+    """Parse a layer pattern: every n-th, or a list such as `[0]*3+[1]*58`; return None for anything else."""
     try:
         return _items(ast.parse(text.strip(), mode="eval").body) if "[" in text else int(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -210,7 +210,7 @@ def _repeated(items: list[int], count: int) -> list[int]:
 
 
 def _whole(node: ast.expr) -> int:
-    value = calculate(ast.unparse(node))
+    value = evaluate_arithmetic(ast.unparse(node))
     if value is None:
         raise ValueError("not an integer expression")
     return value

@@ -1,4 +1,4 @@
-"""Conditions of a script, `[ ... ]` and `[[ ... ]]`, as far as the script itself decides them."""
+"""Conditions of a script, `[ ... ]` and `[[ ... ]]`, as far as the script itself determines them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mega_cli.megatron_args.globs import matches
-from mega_cli.megatron_args.linear import extended_search
-from mega_cli.megatron_args.shell import MARK, is_unset
+from mega_cli.megatron_args.linear_regex import search_extended_regex
+from mega_cli.megatron_args.shell_patterns import matches_pattern
+from mega_cli.megatron_args.shell_words import MARK, is_unset_parameter
 
-Truth = bool | None  # None: not known
+KnownTruth = bool | None  # None: not known
 
 NUMERIC: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
@@ -21,44 +21,44 @@ LONGEST_CONDITION = 1000  # words
 SIGNS = frozenset({"=", "==", "!=", "=~", "<", ">", *NUMERIC})
 
 
-class Operand(NamedTuple):
-    """A word of a condition: its text, and what it is as a pattern."""
+class ConditionOperand(NamedTuple):
+    """Word of a condition: its text, and its form as a pattern."""
 
     text: str
     pattern: str
 
 
-def negation(value: Truth) -> Truth:
-    """The opposite; of what is not known, not known."""
+def negate_known(value: KnownTruth) -> KnownTruth:
+    """Return the negation; unknown stays unknown."""
     return None if value is None else not value
 
 
-def both(left: Truth, right: Truth) -> Truth:
-    """Whether both hold."""
+def and_known(left: KnownTruth, right: KnownTruth) -> KnownTruth:
+    """Return the conjunction of two values that may be unknown."""
     if left is False or right is False:
         return False
     return None if left is None or right is None else True
 
 
-def either(left: Truth, right: Truth) -> Truth:
-    """Whether one of the two holds."""
-    return negation(both(negation(left), negation(right)))
+def or_known(left: KnownTruth, right: KnownTruth) -> KnownTruth:
+    """Return the disjunction of two values that may be unknown."""
+    return negate_known(and_known(negate_known(left), negate_known(right)))
 
 
-class Condition:
-    """Decides a condition by its words.
+class ConditionEvaluator:
+    """Evaluates a condition from its words.
 
     `value` tells what a word is worth in a comparison: its text, empty if it is but a variable that is not set, None
     where that is not known. `number` is that of arithmetic.
     """
 
     def __init__(
-        self, words: Sequence[Operand], value: Callable[[str], str | None], number: Callable[[str], int | None]
+        self, words: Sequence[ConditionOperand], value: Callable[[str], str | None], number: Callable[[str], int | None]
     ) -> None:
         self.words, self.value, self.number = list(words), value, number
 
-    def holds(self) -> Truth:
-        """Whether it holds; None where the script does not decide that, or where it is none."""
+    def evaluate(self) -> KnownTruth:
+        """Return the truth of the condition, or None if the script does not determine it or it is not a condition."""
         if not self.words:
             return False
         if len(self.words) > LONGEST_CONDITION:
@@ -72,26 +72,26 @@ class Condition:
             self.words.pop(0)
         return found
 
-    def _any(self) -> Truth:
+    def _any(self) -> KnownTruth:
         result = self._all()
         while self._take("||", "-o"):
-            result = either(result, self._all())
+            result = or_known(result, self._all())
         return result
 
-    def _all(self) -> Truth:
+    def _all(self) -> KnownTruth:
         result = self._one()
         while self._take("&&", "-a"):
-            result = both(result, self._one())
+            result = and_known(result, self._one())
         return result
 
-    def _one(self) -> Truth:
+    def _one(self) -> KnownTruth:
         texts = [word.text for word in self.words[:3]]
         if len(texts) == 3 and texts[1] in SIGNS:
             left, sign, right = self.words[:3]
             del self.words[:3]
             return self._compared(left, sign.text, right)
         if self._take("!"):
-            return negation(self._one())
+            return negate_known(self._one())
         if self._take("("):
             result = self._any()
             return result if self._take(")") else None
@@ -102,7 +102,7 @@ class Condition:
             return None
         return self._present(self.words.pop(0).text) if self.words else None
 
-    def _compared(self, left: Operand, sign: str, right: Operand) -> Truth:
+    def _compared(self, left: ConditionOperand, sign: str, right: ConditionOperand) -> KnownTruth:
         if sign in NUMERIC:
             numbers = [self._whole(left.text), self._whole(right.text)]
             if None in numbers:
@@ -114,15 +114,15 @@ class Condition:
         if sign in "<>":
             return text < other if sign == "<" else text > other
         if sign == "=~":
-            return None if re.search(r"\$[\w{(]", right.pattern) else extended_search(right.pattern, text)
-        same = matches(text, right.pattern if other else "")
-        return negation(same) if sign == "!=" else same
+            return None if re.search(r"\$[\w{(]", right.pattern) else search_extended_regex(right.pattern, text)
+        same = matches_pattern(text, right.pattern if other else "")
+        return negate_known(same) if sign == "!=" else same
 
     def _whole(self, text: str) -> int | None:
         worth = self.value(text)
         return self.number(worth) if worth and worth.strip() else None
 
-    def _present(self, text: str) -> Truth:
-        if is_unset(text):
+    def _present(self, text: str) -> KnownTruth:
+        if is_unset_parameter(text):
             return False
         return bool(text) if MARK.sub("", text) or not text else None

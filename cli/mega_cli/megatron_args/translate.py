@@ -7,27 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mega_cli.megatron_args.bert import bert_section
-from mega_cli.megatron_args.data import data_section
-from mega_cli.megatron_args.deepspeed import DeepSpeedFile, read_deepspeed_file
-from mega_cli.megatron_args.draft import Draft, Note
-from mega_cli.megatron_args.flags import Arguments, load_flags
-from mega_cli.megatron_args.launch import NOTHING, Launch, find_launch
-from mega_cli.megatron_args.model import model_section
-from mega_cli.megatron_args.parse import parse_arguments
-from mega_cli.megatron_args.schedule import schedule_section
-from mega_cli.megatron_args.shell import shown
-from mega_cli.megatron_args.steps import batch_section, train_section
-from mega_cli.megatron_args.t5 import is_t5, t5_section
-from mega_cli.megatron_args.training import (
-    checkpoint_section,
-    deepspeed_section,
-    log_section,
-    model_ranks,
-    optimizer_section,
-    parallel_section,
-    precision_section,
-    recompute_section,
+from mega_cli.megatron_args.batch_section import write_batch_section, write_train_section
+from mega_cli.megatron_args.bert_and_t5 import is_t5_script, write_bert_section, write_t5_section
+from mega_cli.megatron_args.data_section import write_data_section
+from mega_cli.megatron_args.deepspeed_config import DeepSpeedConfigFile, read_deepspeed_file
+from mega_cli.megatron_args.flag_tables import CommandSettings, load_flag_tables
+from mega_cli.megatron_args.model_section import write_model_section
+from mega_cli.megatron_args.parse_arguments import parse_command_arguments
+from mega_cli.megatron_args.run_draft import FlagNote, RunDraft
+from mega_cli.megatron_args.schedule_section import write_schedule_section
+from mega_cli.megatron_args.shell_words import show_marks
+from mega_cli.megatron_args.training_command import NOTHING, TrainingCommand, find_training_command
+from mega_cli.megatron_args.training_sections import (
+    note_deepspeed_file,
+    ranks_per_model,
+    write_checkpoint_section,
+    write_log_section,
+    write_optimizer_section,
+    write_parallel_section,
+    write_precision_section,
+    write_recompute_section,
 )
 from mega_common.errors import ConfigError
 
@@ -35,8 +34,8 @@ SIZES = ("num_layers", "encoder_num_layers", "hidden_size", "num_attention_heads
 
 
 @dataclass(frozen=True)
-class Translation:
-    """What a launch script says of a run.
+class ScriptTranslation:
+    """Translation of a launch script.
 
     Attributes:
         run: the content of run.yaml. `None` stands where the script does not say what mega has to know.
@@ -47,21 +46,21 @@ class Translation:
     """
 
     run: dict[str, Any]
-    notes: list[Note]
+    notes: list[FlagNote]
     origins: dict[str, str]
     launch: str
     what: str = "a launch script of Megatron-LM"
 
 
-def translate(
+def translate_script(
     script_text: str,
     *,
     path: Path | None = None,
     define: Mapping[str, str] = NOTHING,
     arguments: Sequence[str] = (),
     strict: bool = False,
-) -> Translation:
-    """Translate a launch script, or a bare list of arguments, for Megatron-LM's `pretrain_gpt.py` or `pretrain_bert.py`.
+) -> ScriptTranslation:
+    """Translate a launch script, or a bare list of arguments, of Megatron-LM's `pretrain_gpt.py` or `pretrain_bert.py`.
 
     Megatron's defaults are written out, for mega has others. Nothing of the script is executed.
 
@@ -75,34 +74,36 @@ def translate(
         ConfigError: for what cannot be understood (no training command, none that sets a model, values of a wrong type),
             all of it at once, with line numbers.
     """
-    launch = find_launch(script_text, path=path, define=define, arguments=arguments)
-    _refuse_sight(launch)
-    given = parse_arguments(launch.arguments, load_flags(), strict=strict)
-    given.check()
+    launch = find_training_command(script_text, path=path, define=define, arguments=arguments)
+    _refuse_vision(launch)
+    given = parse_command_arguments(launch.arguments, load_flag_tables(), strict=strict)
+    given.raise_problems()
     if not any(dest in given for dest in SIZES):
         raise ConfigError(
             f"{launch.program or 'the list of arguments'} is given no size of a model",
             hint="expected flags such as --num-layers and --hidden-size; where the model is that of a checkpoint, convert it"
             " with `mega ckpt convert` and write `model: {from: folder}`",
         )
-    draft = Draft(given, launch.ranks, launch.program, _deepspeed_file(given, launch))
+    draft = RunDraft(given, launch.world_size, launch.program, _deepspeed_file(given, launch))
     for section in (
-        model_section, data_section, bert_section, parallel_section, batch_section, train_section, optimizer_section,
-        schedule_section, precision_section, recompute_section, checkpoint_section, log_section, deepspeed_section,
+        write_model_section, write_data_section, write_bert_section, write_parallel_section, write_batch_section, write_train_section, write_optimizer_section,
+        write_schedule_section, write_precision_section, write_recompute_section, write_checkpoint_section, write_log_section, note_deepspeed_file,
     ):  # fmt: skip
         section(draft)
-    if is_t5(draft):
-        t5_section(draft)
-    given.check()
+    if is_t5_script(draft):
+        write_t5_section(draft)
+    given.raise_problems()
     for line, text in sorted([*launch.remarks, *given.remarks]):
-        draft.remark(line, text)
-    _differences(draft)
-    draft.finish()
-    return Translation(draft.run, draft.notes, draft.origins, _launch(launch, draft))
+        draft.add_line_remark(line, text)
+    _note_differences(draft)
+    draft.note_other_flags()
+    return ScriptTranslation(draft.run, draft.collect_notes, draft.origins, _launch(launch, draft))
 
 
-def _refuse_sight(launch: Launch) -> None:
-    """Megatron's multimodal example sizes tower and projector in its own code, by names, so that no flag says what they are."""
+def _refuse_vision(launch: TrainingCommand) -> None:
+    """Refuse Megatron's multimodal example, which sizes vision encoder and projector in its own code instead of by
+    flags.
+    """
     for text, line in launch.arguments:
         flag, _, value = text.partition("=")
         if flag in ("--vision-model-type", "--language-model-type"):
@@ -114,36 +115,38 @@ def _refuse_sight(launch: Launch) -> None:
             )
 
 
-def _deepspeed_file(given: Arguments, launch: Launch) -> DeepSpeedFile:
+def _deepspeed_file(given: CommandSettings, launch: TrainingCommand) -> DeepSpeedConfigFile:
     values = given.given["deepspeed_config"].values if "deepspeed_config" in given else ()
     text = launch.file(values[0]) if values else None
-    found = read_deepspeed_file(shown(values[0]), text) if text is not None else None
-    return found or DeepSpeedFile()
+    found = read_deepspeed_file(show_marks(values[0]), text) if text is not None else None
+    return found or DeepSpeedConfigFile()
 
 
-def _differences(draft: Draft) -> None:
-    """What a run of mega does in another way than the same run of Megatron."""
+def _note_differences(draft: RunDraft) -> None:
+    """Add notes on differences between a run of mega and the same run of Megatron."""
 
-    def tell(text: str) -> None:
-        draft.tell("changes meaning", text)
+    def add_difference(text: str) -> None:
+        draft.add_note("changes meaning", text)
 
     if not draft["calculate_per_token_loss"]:
-        tell(
+        add_difference(
             "loss: mega's gradient and log are means over tokens, as with --calculate-per-token-loss; Megatron's gradient is"
             " a mean of each micro-batch's mean, which differs where masks leave uneven counts"
         )
-    tell(
+    add_difference(
         "data.order: megatron draws the samples that Megatron draws, as long as steps, batch, split and seed stay as they are;"
         " `stable` would keep them when a run is made longer"
     )
-    tell("initial weights: mega draws them by name, alike for every layout, so they are not those that Megatron draws")
-    tell("vocabulary: mega pads it in memory only, and what it pads takes no part in the softmax")
+    add_difference(
+        "initial weights: mega draws them by name, alike for every layout, so they are not those that Megatron draws"
+    )
+    add_difference("vocabulary: mega pads it in memory only, and what it pads takes no part in the softmax")
     if draft["hidden_dropout"] or draft["attention_dropout"]:
-        tell("dropout: the same rates, other random numbers")
+        add_difference("dropout: the same rates, other random numbers")
 
 
-def _launch(launch: Launch, draft: Draft) -> str:
-    ranks, copies = launch.ranks, model_ranks(draft)
+def _launch(launch: TrainingCommand, draft: RunDraft) -> str:
+    ranks, copies = launch.world_size, ranks_per_model(draft)
     if not launch.program or ranks is None:
         return "the script does not say how many ranks there are" if launch.program else ""
     if not copies:

@@ -7,24 +7,24 @@ one begins a step late, and the linear decay of WarmupDecayLR ends a step after 
 
 from __future__ import annotations
 
-from mega_cli.moving_in.given import Given
+from mega_cli.moving_in.settings_file import SettingsFile
 
 PARAMS = "scheduler.params."
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "wsd", "WarmupCosineLR": "cosine"}
 WARMUP_STEPS, DECAY_RATE, COSINE_FLOOR = 1000, 1e-3, 1e-4  # DeepSpeed's defaults
 
 
-def put_schedule(given: Given, lr: float | None) -> None:
+def set_deepspeed_schedule(given: SettingsFile, lr: float | None) -> None:
     """Set `lr_schedule` to the curve of the file's scheduler, or leave it to be filled in.
 
     Args:
         lr: the optimizer's learning rate; None where the file leaves it to a program.
     """
-    name = given.get("scheduler.type")
+    name = given.take_value("scheduler.type")
     if name is None:
         text = "stays as it is without a scheduler in the file; a scheduler that the program makes itself is not in the file"
-        given.tell("open", text, "lr_schedule.name: constant")
-        given.put("lr_schedule.name", "constant", "no scheduler")
+        given.add_note("open", text, "lr_schedule.name: constant")
+        given.set_key("lr_schedule.name", "constant", "no scheduler")
         return
     keys = (
         "warmup_num_steps",
@@ -34,65 +34,65 @@ def put_schedule(given: Given, lr: float | None) -> None:
         "warmup_min_ratio",
         "cos_min_ratio",
     )
-    auto = [f"{PARAMS}{key}" for key in keys if given.automatic(f"{PARAMS}{key}")]
+    auto = [f"{PARAMS}{key}" for key in keys if given.is_automatic(f"{PARAMS}{key}")]
     if name not in SCHEDULES or auto:
         reason = f"{', '.join(auto)}: auto" if auto else f"{name} has no equivalent among mega's schedules"
-        given.ask("lr_schedule.name", f"{reason}; write the schedule that the run is to have")
+        given.leave_open("lr_schedule.name", f"{reason}; write the schedule that the run is to have")
         return
     _put_warmup(given)
     if name == "WarmupCosineLR":
         _put_cosine(given, lr)
     else:
-        _put_rates(given, name)
+        _set_warmup_rates(given, name)
 
 
-def _put_warmup(given: Given) -> None:
-    steps = given.whole(f"{PARAMS}warmup_num_steps")
-    given.put("lr_schedule.warmup_steps", max(2, WARMUP_STEPS if steps is None else steps), "warmup_num_steps")
-    if given.get(f"{PARAMS}warmup_type") == "linear":
-        given.put("lr_schedule.warmup_delay_steps", 1, "DeepSpeed's first step is before its schedule")
+def _put_warmup(given: SettingsFile) -> None:
+    steps = given.take_integer(f"{PARAMS}warmup_num_steps")
+    given.set_key("lr_schedule.warmup_steps", max(2, WARMUP_STEPS if steps is None else steps), "warmup_num_steps")
+    if given.take_value(f"{PARAMS}warmup_type") == "linear":
+        given.set_key("lr_schedule.warmup_delay_steps", 1, "DeepSpeed's first step is before its schedule")
     else:
-        given.put("lr_schedule.warmup_shape", "log", "warmup_type, by default log")
+        given.set_key("lr_schedule.warmup_shape", "log", "warmup_type, by default log")
 
 
-def _put_rates(given: Given, name: str) -> None:
-    """Set WarmupLR's and WarmupDecayLR's rates: the second falls to its warm-up's lowest one."""
-    lowest, highest = given.number(f"{PARAMS}warmup_min_lr"), given.number(f"{PARAMS}warmup_max_lr")
+def _set_warmup_rates(given: SettingsFile, name: str) -> None:
+    """Set the rates of WarmupLR and WarmupDecayLR: the second decays to the lowest rate of its warm-up."""
+    lowest, highest = given.take_number(f"{PARAMS}warmup_min_lr"), given.take_number(f"{PARAMS}warmup_max_lr")
     if highest is None and name == "WarmupDecayLR":
         highest = DECAY_RATE
-    given.put("optimizer.lr", highest, "warmup_max_lr")
-    given.put("lr_schedule.warmup_init", lowest or None, "warmup_min_lr")
-    given.put("lr_schedule.name", SCHEDULES[name], f"scheduler.type {name}")
+    given.set_key("optimizer.lr", highest, "warmup_max_lr")
+    given.set_key("lr_schedule.warmup_init", lowest or None, "warmup_min_lr")
+    given.set_key("lr_schedule.name", SCHEDULES[name], f"scheduler.type {name}")
     if name == "WarmupLR":
         return
-    given.put("lr_schedule.min_lr", lowest or None, "warmup_min_lr")
-    _put_end(given, late=1)
+    given.set_key("lr_schedule.min_lr", lowest or None, "warmup_min_lr")
+    _set_decay_end(given, late=1)
 
 
-def _put_cosine(given: Given, lr: float | None) -> None:
+def _put_cosine(given: SettingsFile, lr: float | None) -> None:
     shares = {
-        "warmup_init": given.number(f"{PARAMS}warmup_min_ratio"),
-        "min_lr": given.number(f"{PARAMS}cos_min_ratio"),
+        "warmup_init": given.take_number(f"{PARAMS}warmup_min_ratio"),
+        "min_lr": given.take_number(f"{PARAMS}cos_min_ratio"),
     }
     if lr is None:
-        given.ask("lr_schedule.name", "its rates are shares of optimizer.lr, which is not in the file")
+        given.leave_open("lr_schedule.name", "its rates are shares of optimizer.lr, which is not in the file")
         return
-    given.put("lr_schedule.name", "cosine", "scheduler.type WarmupCosineLR")
+    given.set_key("lr_schedule.name", "cosine", "scheduler.type WarmupCosineLR")
     floor = COSINE_FLOOR if shares["min_lr"] is None else shares["min_lr"]
-    given.put("lr_schedule.min_lr", lr * floor or None, "cos_min_ratio")
+    given.set_key("lr_schedule.min_lr", lr * floor or None, "cos_min_ratio")
     if shares["warmup_init"]:
-        given.put("lr_schedule.warmup_init", lr * shares["warmup_init"], "warmup_min_ratio")
+        given.set_key("lr_schedule.warmup_init", lr * shares["warmup_init"], "warmup_min_ratio")
         text = "is the rate of the first step, too; DeepSpeed's first step has the rate 0"
-        given.tell("changes meaning", text, "lr_schedule.warmup_init")
-    _put_end(given, late=0)
+        given.add_note("changes meaning", text, "lr_schedule.warmup_init")
+    _set_decay_end(given, late=0)
 
 
-def _put_end(given: Given, *, late: int) -> None:
+def _set_decay_end(given: SettingsFile, *, late: int) -> None:
     """Set the end of the decay, and of WarmupDecayLR (`late` = 1) its length: it begins a step after the warm-up."""
-    total, warmup = given.whole(f"{PARAMS}total_num_steps"), given.set_to("lr_schedule.warmup_steps")
+    total, warmup = given.take_integer(f"{PARAMS}total_num_steps"), given.current_value("lr_schedule.warmup_steps")
     if total is None or total <= warmup:
         reason = "is not in the file" if total is None else f"= {total} is not past the warm-up of {warmup} steps"
-        given.ask("lr_schedule.decay_steps", f"scheduler.params.total_num_steps {reason}")
+        given.leave_open("lr_schedule.decay_steps", f"scheduler.params.total_num_steps {reason}")
         return
-    given.put("lr_schedule.decay_steps", total + late, "total_num_steps")
-    given.put("lr_schedule.cooldown_steps", total - warmup if late else None, "total_num_steps - warmup_num_steps")
+    given.set_key("lr_schedule.decay_steps", total + late, "total_num_steps")
+    given.set_key("lr_schedule.cooldown_steps", total - warmup if late else None, "total_num_steps - warmup_num_steps")

@@ -1,4 +1,4 @@
-"""Programs that read HuggingFace's names: which one a file is for, and its defaults.
+"""Programs that read HuggingFace's names: detection of a file's program, and its defaults.
 
 Facts: transformers 5.23 (training_args.py), TRL 1.16 (SFTConfig, DPOConfig, KTOConfig, RewardConfig, ModelConfig),
 Axolotl 0.18 (utils/schemas), LLaMA-Factory 0.9 (hparams), Accelerate 1.15 (`accelerate config`).
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mega_cli.moving_in.given import Given
+from mega_cli.moving_in.settings_file import SettingsFile
 
 Program = Literal["transformers", "TRL", "Axolotl", "LLaMA-Factory"]
 AXOLOTL = (
@@ -30,7 +30,7 @@ ACCELERATE = ("compute_environment", "distributed_type")
 
 @dataclass(frozen=True)
 class ToolDefaults:
-    """A program and what it does where the file says nothing.
+    """Program that reads such files, and its defaults.
 
     Attributes:
         micro: rows of a rank at once; None where the file belongs to a program that has its own.
@@ -48,15 +48,15 @@ class ToolDefaults:
     seq_length: int | None = None
 
 
-def find_dialect(given: Given) -> ToolDefaults:
+def find_dialect(given: SettingsFile) -> ToolDefaults:
     """Return the program that the file is for, by the names that only it has."""
-    if given.has(*AXOLOTL):
+    if given.has_key(*AXOLOTL):
         return ToolDefaults("Axolotl", micro=1, epochs=1.0, lr=None, schedule="cosine", seq_length=512)
-    if given.has(*LLAMA_FACTORY):
+    if given.has_key(*LLAMA_FACTORY):
         return ToolDefaults("LLaMA-Factory", seq_length=2048)
-    if given.has(*TRL):
+    if given.has_key(*TRL):
         return ToolDefaults("TRL", lr=2e-5)
     known = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs")
-    if given.has(*ACCELERATE) and not given.has(*known):
+    if given.has_key(*ACCELERATE) and not given.has_key(*known):
         return ToolDefaults("transformers", micro=None)
     return ToolDefaults("transformers")

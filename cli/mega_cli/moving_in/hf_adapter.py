@@ -1,11 +1,11 @@
-"""Adapters of PEFT, TRL, Axolotl and LLaMA-Factory as `lora`, with the weights beside them in 4 bits where the file has it (QLoRA)."""
+"""Adapters of PEFT, TRL, Axolotl and LLaMA-Factory as `lora`, with 4-bit base weights if the file has them (QLoRA)."""
 
 from __future__ import annotations
 
 import re
 
 from mega_cli.moving_in.dialects import ToolDefaults
-from mega_cli.moving_in.given import Given
+from mega_cli.moving_in.settings_file import SettingsFile
 
 SAME = {
     "lora.rank": "lora_r lora_rank peft_config.r",
@@ -35,95 +35,100 @@ DOUBLE = (
 )  # fmt: skip
 
 
-def put_adapter(given: Given, dialect: ToolDefaults) -> None:
-    """Set `lora` where the run trains an adapter.
+def set_adapter(given: SettingsFile, dialect: ToolDefaults) -> None:
+    """Set `lora` if the run trains an adapter.
 
     Raises:
         ConfigError: for an adapter, or a number of bits, that mega does not have.
     """
-    adapter, four = given.get("adapter"), given.get(*BITS_4) is True
+    adapter, four = given.take_value("adapter"), given.take_value(*BITS_4) is True
     if dialect.program == "LLaMA-Factory":
         adapter, four = _llama_factory(given)
     if adapter is not None and adapter not in ADAPTERS:
-        given.refuse("adapter", "is not supported", f"mega trains {' and '.join(ADAPTERS)}")
+        given.refuse_value("adapter", "is not supported", f"mega trains {' and '.join(ADAPTERS)}")
     if not _trains_adapter(given, dialect, adapter):
         for names in SAME.values():
-            if given.get(*names.split()) is not None:
-                given.tell("not needed", "the file trains no adapter", names.split()[0])
+            if given.take_value(*names.split()) is not None:
+                given.add_note("not needed", "the file trains no adapter", names.split()[0])
         if four:
-            given.refuse("load_in_4bit", "requires an adapter beside the weights", "adapter: qlora, or use_peft: true")
+            given.refuse_value(
+                "load_in_4bit", "requires an adapter beside the weights", "adapter: qlora, or use_peft: true"
+            )
         return
-    given.rows(SAME)
+    given.copy_settings(SAME)
     rank, alpha, dropout = DEFAULTS[dialect.program]
-    found = given.set_to("lora.rank")
+    found = given.current_value("lora.rank")
     if dialect.program == "LLaMA-Factory" and isinstance(found, int | float):
         alpha = int(2 * found)
-    saved = given.set_to("lora.modules_to_save")
+    saved = given.current_value("lora.modules_to_save")
     if isinstance(saved, str):
-        given.put("lora.modules_to_save", [name.strip() for name in saved.split(",")], "additional_target")
-    given.defaults({"lora.rank": rank, "lora.alpha": alpha, "lora.dropout": dropout}, f"{dialect.program}'s")
+        given.set_key("lora.modules_to_save", [name.strip() for name in saved.split(",")], "additional_target")
+    given.write_defaults({"lora.rank": rank, "lora.alpha": alpha, "lora.dropout": dropout}, f"{dialect.program}'s")
     _put_modules(given, dialect)
     if four or adapter == "qlora":
         _put_bits(given, dialect)
 
 
-def _llama_factory(given: Given) -> tuple[str | None, bool]:
-    """Return LLaMA-Factory's adapter, which is LoRA unless the file has another kind, and whether the weights have 4 bits.
+def _llama_factory(given: SettingsFile) -> tuple[str | None, bool]:
+    """Return LLaMA-Factory's adapter, which is LoRA unless the file has another kind, and whether the weights have 4
+    bits.
 
     Raises:
         ConfigError: for another kind of adapter or of bits.
     """
-    kind, bits = given.get("finetuning_type"), given.whole("quantization_bit")
+    kind, bits = given.take_value("finetuning_type"), given.take_integer("quantization_bit")
     if kind not in (None, "lora", "full"):
-        given.refuse("finetuning_type", "is not supported", "mega trains full and lora")
+        given.refuse_value("finetuning_type", "is not supported", "mega trains full and lora")
     if bits not in (None, 4):
-        given.refuse("quantization_bit", "is not supported", "mega has weights of 4 bits: quantization_bit: 4")
+        given.refuse_value("quantization_bit", "is not supported", "mega has weights of 4 bits: quantization_bit: 4")
     return None if kind == "full" else "lora", bits == 4
 
 
-def _trains_adapter(given: Given, dialect: ToolDefaults, adapter: str | None) -> bool:
+def _trains_adapter(given: SettingsFile, dialect: ToolDefaults, adapter: str | None) -> bool:
     """Return whether the run trains an adapter: Axolotl by `adapter`, TRL by `use_peft`, others by its settings."""
-    asked = given.get("use_peft")
+    asked = given.take_value("use_peft")
     if dialect.program in ("Axolotl", "LLaMA-Factory"):
         return adapter is not None
     if asked is not None:
         return asked in (True, "true")
-    return adapter is not None or given.has(
+    return adapter is not None or given.has_key(
         "lora_r", "peft_config.r", "lora_target_modules", "peft_config.target_modules"
     )
 
 
-def _put_modules(given: Given, dialect: ToolDefaults) -> None:
-    modules = given.get("lora_target_modules", "peft_config.target_modules", "lora_target")
+def _put_modules(given: SettingsFile, dialect: ToolDefaults) -> None:
+    modules = given.take_value("lora_target_modules", "peft_config.target_modules", "lora_target")
     if dialect.program == "LLaMA-Factory":
         modules = [one.strip() for one in modules.split(",")] if isinstance(modules, str) else modules or ["all"]
-    if given.get("lora_target_linear") is True or modules in ("all-linear", ["all"]):
-        given.put("lora.modules", [".*_proj"], "all linear layers")
+    if given.take_value("lora_target_linear") is True or modules in ("all-linear", ["all"]):
+        given.set_key("lora.modules", [".*_proj"], "all linear layers")
     elif isinstance(modules, list):
-        given.put("lora.modules", [_ends_with(str(module)) for module in modules], "lora_target_modules")
+        given.set_key(
+            "lora.modules", [_module_suffix_pattern(str(module)) for module in modules], "lora_target_modules"
+        )
     elif modules is not None:
-        given.put("lora.modules", [str(modules)], "lora_target_modules")
+        given.set_key("lora.modules", [str(modules)], "lora_target_modules")
     else:
         text = "is not in the file: PEFT takes those of its table for the model's type, as q_proj and v_proj of Llama"
-        given.ask("lora.modules", text)
+        given.leave_open("lora.modules", text)
 
 
-def _ends_with(module: str) -> str:
-    """Return the pattern of modules that PEFT takes for a name: those of this name, or that end with a dot and it."""
+def _module_suffix_pattern(module: str) -> str:
+    """Return the pattern of modules that PEFT selects by a name: this name, or names that end with a dot and it."""
     return f".*{module}" if re.fullmatch(r"[a-z]\w*_proj", module) else re.escape(module)
 
 
-def _put_bits(given: Given, dialect: ToolDefaults) -> None:
-    kind, double = given.get(*QUANT_TYPES), given.get(*DOUBLE)
+def _put_bits(given: SettingsFile, dialect: ToolDefaults) -> None:
+    kind, double = given.take_value(*QUANT_TYPES), given.take_value(*DOUBLE)
     if kind is None and dialect.program == "transformers":
         kind = "fp4"
     if kind not in (None, "nf4"):
-        given.refuse_run(f"4 bits of type {kind} are not supported", "mega has nf4: bnb_4bit_quant_type: nf4")
-    given.put("lora.quantize", "nf4", "4 bits")
+        given.refuse_combination(f"4 bits of type {kind} are not supported", "mega has nf4: bnb_4bit_quant_type: nf4")
+    given.set_key("lora.quantize", "nf4", "4 bits")
     if double if double is not None else dialect.program in ("Axolotl", "LLaMA-Factory"):
-        given.tell(
+        given.add_note(
             "changes meaning", "scales of the 4-bit blocks stay in full, and are not quantised a second time", "4 bits"
         )
-    if given.set_to("parallel.zero") == 3:
-        given.put("parallel.zero", 2, "weights in 4 bits are not sharded")
-        given.tell("changes meaning", "is 2, for weights in 4 bits stay whole on each rank", "parallel.zero")
+    if given.current_value("parallel.zero") == 3:
+        given.set_key("parallel.zero", 2, "weights in 4 bits are not sharded")
+        given.add_note("changes meaning", "is 2, for weights in 4 bits stay whole on each rank", "parallel.zero")

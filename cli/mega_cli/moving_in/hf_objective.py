@@ -1,4 +1,4 @@
-"""Objectives of Axolotl and TRL as `objective`: preference pairs and reward models. No other one is taken for plain fine-tuning.
+"""Objectives of Axolotl and TRL as `objective`: preference pairs and reward models. Other objectives are refused.
 
 Facts: TRL 1.16 (DPOConfig, KTOConfig, RewardConfig, CPOConfig), Axolotl 0.18 (core/builders/rl.py, core/builders/causal.py).
 """
@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from mega_cli.moving_in.dialects import ToolDefaults
-from mega_cli.moving_in.given import Given
+from mega_cli.moving_in.settings_file import SettingsFile
 
 KINDS = ("dpo", "ipo", "kto", "simpo")
 HINT = "mega trains cross entropy, dpo, ipo, kto, simpo, reward models and distillation: docs/objectives.md"
@@ -34,92 +34,94 @@ FOREIGN = (
 PLUGINS = re.compile(r"diffusion|\bkd\b|distill|grpo|nemo_gym|ebft|\brl\b", re.IGNORECASE)
 
 
-def put_objective(given: Given, dialect: ToolDefaults) -> str:
-    """Set `objective` and what goes with it, and return its kind.
+def set_objective(given: SettingsFile, dialect: ToolDefaults) -> str:
+    """Set `objective` and its data settings, and return its kind.
 
     Raises:
         ConfigError: for an objective that mega does not have.
     """
     for key, neutral in OTHERS.items():
-        value = given.get(key)
+        value = given.take_value(key)
         if value is not None and value not in neutral:
-            given.refuse(key, "is an objective, or a variant of one, that is not supported", HINT)
-    if foreign := next((key for key in FOREIGN if given.has(key)), None):
-        given.refuse(foreign, "is a setting of an objective that is not supported", HINT)
-    if PLUGINS.search(str(given.peek("plugins"))):
-        given.refuse("plugins", "has an objective that is not supported", HINT)
+            given.refuse_value(key, "is an objective, or a variant of one, that is not supported", HINT)
+    if foreign := next((key for key in FOREIGN if given.has_key(key)), None):
+        given.refuse_value(foreign, "is a setting of an objective that is not supported", HINT)
+    if PLUGINS.search(str(given.peek_value("plugins"))):
+        given.refuse_value("plugins", "has an objective that is not supported", HINT)
     kind = _axolotl_kind(given) if dialect.program == "Axolotl" else _trl_kind(given)
     if kind == "cross_entropy":
         return kind
-    given.put("data.kind", "pairs", f"an objective of preference pairs: {kind}")
+    given.set_key("data.kind", "pairs", f"an objective of preference pairs: {kind}")
     if kind is None:
         text = "beta is that of several objectives, and the file does not say of which: dpo, kto or another"
-        given.ask("objective.kind", text)
+        given.leave_open("objective.kind", text)
         return "dpo"
-    given.put("objective.kind", kind, "the file's objective")
+    given.set_key("objective.kind", kind, "the file's objective")
     if kind == "reward":
-        given.put("model.score", True, "a reward model")
-        given.put("objective.center", given.number("center_rewards_coefficient"), "center_rewards_coefficient")
+        given.set_key("model.score", True, "a reward model")
+        given.set_key("objective.center", given.take_number("center_rewards_coefficient"), "center_rewards_coefficient")
     else:
         _put_preference(given, kind)
     return kind
 
 
-def _axolotl_kind(given: Given) -> str:
-    kind = given.get("rl")
+def _axolotl_kind(given: SettingsFile) -> str:
+    kind = given.take_value("rl")
     if kind is None:
-        return "reward" if given.get("reward_model") is True else "cross_entropy"
+        return "reward" if given.take_value("reward_model") is True else "cross_entropy"
     if kind not in KINDS:
-        given.refuse("rl", "is an objective that is not supported", HINT)
-    loss = _only(given, "dpo_loss_type")
+        given.refuse_value("rl", "is an objective that is not supported", HINT)
+    loss = _single_loss(given, "dpo_loss_type")
     if kind == "dpo" and loss not in (None, "sigmoid"):
-        kind = loss if loss == "ipo" else given.refuse("dpo_loss_type", "is a loss that is not supported", HINT)
+        kind = loss if loss == "ipo" else given.refuse_value("dpo_loss_type", "is a loss that is not supported", HINT)
     return str(kind)
 
 
-def _trl_kind(given: Given) -> str | None:
-    """Return the kind that TRL's settings are of; None where they are of several."""
-    loss, raw = _only(given, "loss_type"), given.peek("loss_type")
-    if given.has("desirable_weight", "undesirable_weight") or loss == "kto":
-        return "kto" if loss in (None, "kto") else given.refuse("loss_type", f"({raw}) is not supported", HINT)
-    if given.has("simpo_gamma", "cpo_alpha"):
-        return "simpo" if loss == "simpo" else given.refuse_run("CPO is an objective that is not supported", HINT)
-    if given.has("center_rewards_coefficient"):
+def _trl_kind(given: SettingsFile) -> str | None:
+    """Return the kind of objective of TRL's settings, or None if they belong to several."""
+    loss, raw = _single_loss(given, "loss_type"), given.peek_value("loss_type")
+    if given.has_key("desirable_weight", "undesirable_weight") or loss == "kto":
+        return "kto" if loss in (None, "kto") else given.refuse_value("loss_type", f"({raw}) is not supported", HINT)
+    if given.has_key("simpo_gamma", "cpo_alpha"):
+        return (
+            "simpo" if loss == "simpo" else given.refuse_combination("CPO is an objective that is not supported", HINT)
+        )
+    if given.has_key("center_rewards_coefficient"):
         return "reward"
     if loss in ("sigmoid", "ipo"):
         return "dpo" if loss == "sigmoid" else "ipo"
     if loss not in PLAIN_LOSSES:
-        given.refuse("loss_type", "is a loss that is not supported", HINT)
-    if given.has("precompute_ref_log_probs", "ref_model_mixup_alpha", "discopop_tau"):
+        given.refuse_value("loss_type", "is a loss that is not supported", HINT)
+    if given.has_key("precompute_ref_log_probs", "ref_model_mixup_alpha", "discopop_tau"):
         return "dpo"
-    return None if given.has("beta") else "cross_entropy"
+    return None if given.has_key("beta") else "cross_entropy"
 
 
-def _only(given: Given, key: str) -> Any:
+def _single_loss(given: SettingsFile, key: str) -> Any:
     """Return the loss of a key that holds one, or a list of one."""
-    value = given.get(key)
+    value = given.take_value(key)
     if not isinstance(value, list):
         return value
     if len(value) != 1:
-        given.refuse(key, "is a sum of losses, which is not supported", HINT)
+        given.refuse_value(key, "is a sum of losses, which is not supported", HINT)
     return value[0]
 
 
-def _put_preference(given: Given, kind: str) -> None:
-    beta = given.number("trl.beta", "rl_beta", "beta")
-    given.put("objective.beta", BETA if beta is None else beta, "beta")
-    smoothing = given.number("dpo_label_smoothing", "label_smoothing")
+def _put_preference(given: SettingsFile, kind: str) -> None:
+    beta = given.take_number("trl.beta", "rl_beta", "beta")
+    given.set_key("objective.beta", BETA if beta is None else beta, "beta")
+    smoothing = given.take_number("dpo_label_smoothing", "label_smoothing")
     if kind in ("dpo", "simpo"):
-        given.put("objective.label_smoothing", smoothing or None, "label_smoothing")
+        given.set_key("objective.label_smoothing", smoothing or None, "label_smoothing")
     if kind == "kto":
         for name in ("desirable_weight", "undesirable_weight"):
-            given.put(f"objective.{name}", given.number(f"kto_{name}", name), name)
+            given.set_key(f"objective.{name}", given.take_number(f"kto_{name}", name), name)
         text = "takes pairs of answers here, and estimates its divergence over a step; TRL takes single answers with a label"
-        given.tell("changes meaning", text, "objective.kind: kto")
+        given.add_note("changes meaning", text, "objective.kind: kto")
     if kind == "simpo":
-        gamma, alpha = given.number("simpo_gamma"), given.number("cpo_alpha")
-        given.put("objective.gamma", GAMMA if gamma is None else gamma, "simpo_gamma")
+        gamma, alpha = given.take_number("simpo_gamma"), given.take_number("cpo_alpha")
+        given.set_key("objective.gamma", GAMMA if gamma is None else gamma, "simpo_gamma")
         alpha = CPO_ALPHA if alpha is None else alpha
         if alpha:
             text = f"of {alpha:g} adds the chosen answers' cross entropy to the loss in TRL, and mega's simpo does not"
-            given.tell("no equivalent", text, "cpo_alpha")
+            given.add_note("no equivalent", text, "cpo_alpha")

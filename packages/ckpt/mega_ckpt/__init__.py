@@ -1,1 +1,1 @@
-"""What a model is on disk: pieces, the checkpoint store, families and formats, conversion."""
+"""Models on disk: tensor pieces, the checkpoint store, model families, file formats and conversion."""

@@ -1,4 +1,5 @@
-"""Convert weights between formats, and from Megatron the optimizer too: memory for one tensor, not for the model.
+"""Conversion of weights between formats (and of the optimizer state from Megatron), with memory for one tensor at a
+time.
 
 The output is written beside its place under a hidden name, made durable, and renamed: it is complete or not there. After a
 kill, the same conversion goes on with the file that it was at.
@@ -17,39 +18,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_ckpt.adapter import AdaptedSource
-from mega_ckpt.card import cards
 from mega_ckpt.checkpoint import OPTIMIZER
-from mega_ckpt.commits import disk_errors
-from mega_ckpt.formats.disk import DiskSource
-from mega_ckpt.formats.hf import HfSource
-from mega_ckpt.formats.hf_write import plan_folder, write_folder
-from mega_ckpt.formats.megatron import TRACKER, MegatronSource
-from mega_ckpt.formats.megatron_dist_write import write_dist
-from mega_ckpt.formats.megatron_legacy_write import write_legacy
-from mega_ckpt.formats.megatron_sizes import check_sizes
-from mega_ckpt.formats.megatron_write import Writing, write_release
-from mega_ckpt.formats.peft import CONFIG as PEFT_CONFIG
-from mega_ckpt.formats.peft import write_peft
-from mega_ckpt.journal import Journal, continued
+from mega_ckpt.checkpoint_folders import wrap_disk_errors
+from mega_ckpt.extend_vocabulary import ExtendedVocabularySource, add_tokens
+from mega_ckpt.formats.disk_source import DiskSource
+from mega_ckpt.formats.hf_source import HfSource
+from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
+from mega_ckpt.formats.megatron_dist_write import write_dist_checkpoint
+from mega_ckpt.formats.megatron_legacy_write import write_legacy_checkpoint
+from mega_ckpt.formats.megatron_source import TRACKER, MegatronSource
+from mega_ckpt.formats.megatron_write import MegatronWriter, check_parallel_sizes, write_release
+from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
+from mega_ckpt.formats.peft_adapter import write_peft_folder
+from mega_ckpt.lora_adapter import AdaptedSource
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.source import MegaSource, Source, cast_dtype, checkpoint_folder, open_adapted, open_source, tell_unread
-from mega_ckpt.storage import folder_at
+from mega_ckpt.model_card import build_cards
+from mega_ckpt.resumable_folder import WriteJournal, open_resumable
+from mega_ckpt.source import (
+    MegaSource,
+    WeightSource,
+    cast_dtype,
+    load_with_adapter,
+    open_weight_source,
+    resolve_checkpoint,
+    warn_of_unsupported_parts,
+)
+from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.store import Checkpoint
-from mega_ckpt.stream import blocks, write_weights
-from mega_ckpt.training import StaysBehindError, Training
-from mega_ckpt.vocabulary import ExtendedSource, with_tokens
+from mega_ckpt.stream_checkpoint import split_blocks, write_weights
+from mega_ckpt.training_state import ConvertedTraining, OptimizerNotConverted
 from mega_common.errors import CheckpointError
-from mega_common.log import ProgressBar, logger
-from mega_common.remote import Place, Remote, place
+from mega_common.object_store import Location, RemotePath, parse_location
+from mega_common.progress_logging import ProgressBar, logger
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = ("hf", "mega", "megatron", "peft")
 
 
 @dataclass(frozen=True)
-class Options:
-    """What to change on the way.
+class ConvertOptions:
+    """Changes to apply during a conversion.
 
     Attributes:
         dtype: to cast floating-point weights to; None leaves each as it is.
@@ -79,15 +87,15 @@ class Options:
     tokens: tuple[str, ...] = ()
 
 
-@disk_errors()
-def convert(
-    source: str | Place,
-    destination: str | Place,
+@wrap_disk_errors()
+def convert_checkpoint(
+    source: str | Location,
+    destination: str | Location,
     to: str,
     *,
-    options: Options = Options(),
+    options: ConvertOptions = ConvertOptions(),
     verify: bool = False,
-    check: Callable[[Place], object] | None = None,
+    check: Callable[[Location], object] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write the model at `source` to the folder `destination` in the format `to`.
@@ -109,26 +117,26 @@ def convert(
     """
     if to not in FORMATS:
         raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(FORMATS)}")
-    final = _absolute(place(destination))
-    _check_destination(final, _absolute(place(source)), to, overwrite)
+    final = _absolute(parse_location(destination))
+    _check_destination(final, _absolute(parse_location(source)), to, overwrite)
     if to == "peft" and (options.tokens or options.vocab_size):
         raise CheckpointError(
             f"{source}: new tokens are rows of the base, which a folder of PEFT's has not got",
             hint="add them to the base and train the adapter beside that, or convert --to hf",
         )
-    given = _opened(source, options)
+    given = _open_input(source, options)
     if to == "peft" and not isinstance(given, AdaptedSource):
         raise CheckpointError(
             f"{source}: holds no adapter, which is what PEFT's folders hold", hint="convert it --to hf"
         )
-    tell_unread(given)
+    warn_of_unsupported_parts(given)
     if to == "megatron":
-        _megatron(given, options)  # before anything is written
-    training = _training(given, options) if to == "mega" else None
-    quantised = given.quantised if isinstance(given, DiskSource) else None
+        _prepare_megatron(given, options)  # before anything is written
+    training = _read_training_state(given, options) if to == "mega" else None
+    quantised = given.quantization if isinstance(given, DiskSource) else None
     if quantised:
         logger.info("the weights of %s are quantised (%s); what is written is not", source, quantised)
-    with continued(final, _identity(source, to, options)) as journal:
+    with open_resumable(final, _conversion_identity(source, to, options)) as journal:
         try:
             if to == "mega":
                 write_weights(
@@ -138,79 +146,87 @@ def convert(
             elif isinstance(journal.folder, Path):
                 _WRITERS[to](given, journal.folder, options, journal)
             if verify and to != "peft":
-                _compare(given, open_source(journal.made, settings=options.settings), options.dtype)
+                _compare_weights(
+                    given, open_weight_source(journal.result_folder, settings=options.settings), options.dtype
+                )
                 if training is not None:
-                    _compare_state(training, Checkpoint.open(journal.made))
+                    _compare_optimizer(training, Checkpoint.open_folder(journal.result_folder))
             if check is not None:
-                check(journal.made)
+                check(journal.result_folder)
         except KeyboardInterrupt:
             if journal.finished:
                 logger.warning("%d file(s) are finished; the same command goes on", len(journal.finished))
             raise
 
 
-def _opened(source: str | Place, options: Options) -> Source:
-    """What is to be converted."""
+def _open_input(source: str | Location, options: ConvertOptions) -> WeightSource:
+    """Open the weights to convert."""
     if options.adapter is not None:
-        return open_adapted(options.adapter, source)
-    given = open_source(source, settings=options.settings, averaged=options.averaged)
+        return load_with_adapter(options.adapter, source)
+    given = open_weight_source(source, settings=options.settings, averaged=options.averaged)
     if options.tokens:
-        return with_tokens(given, options.tokens, options.vocab_size)
-    return given if options.vocab_size is None else ExtendedSource(given, options.vocab_size)
+        return add_tokens(given, options.tokens, options.vocab_size)
+    return given if options.vocab_size is None else ExtendedVocabularySource(given, options.vocab_size)
 
 
-def _write_peft(source: Source, folder: Path, options: Options, journal: Journal) -> None:
+def _write_peft(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
     assert isinstance(source, AdaptedSource)
-    write_peft(source.adapter, source.base, folder)
+    write_peft_folder(source.adapter, source.base, folder)
 
 
-def _identity(source: str | Place, to: str, options: Options) -> dict[str, Any]:
-    """All that decides what is written."""
-    folder = checkpoint_folder(source)
+def _conversion_identity(source: str | Location, to: str, options: ConvertOptions) -> dict[str, Any]:
+    """Return everything that determines the output, as JSON."""
+    folder = resolve_checkpoint(source)
     return {
         "source": str(_absolute(folder)),
-        "files": _stamps(folder),
-        "adapter": None if options.adapter is None else _stamps(checkpoint_folder(options.adapter)),
+        "files": _file_stamps(folder),
+        "adapter": None if options.adapter is None else _file_stamps(resolve_checkpoint(options.adapter)),
         "to": to,
         "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
     }
 
 
-def _stamps(source: Place) -> dict[str, str]:
-    """What changes when a file of the source does."""
+def _file_stamps(source: Location) -> dict[str, str]:
+    """Return a stamp for each file of the source that changes when the file changes."""
     if isinstance(source, Path) and source.is_file():
-        return {name: stamp for name, stamp in folder_at(source.parent).stamps().items() if name == source.name}
-    return folder_at(source).stamps()
+        return {
+            name: stamp
+            for name, stamp in open_storage_folder(source.parent).file_stamps().items()
+            if name == source.name
+        }
+    return open_storage_folder(source).file_stamps()
 
 
-def _write_hf(source: Source, folder: Path, options: Options, journal: Journal) -> None:
-    plan = plan_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
+def _write_hf(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
+    plan = plan_hf_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
     if isinstance(source, MegaSource):
-        parameters = sum(math.prod(source.shape(name)) for name in source.keys())  # noqa: SIM118
-        plan = dataclasses.replace(plan, others={**plan.others, **cards(source.checkpoint, parameters, plan.others)})
+        parameters = sum(math.prod(source.tensor_shape(name)) for name in source.tensor_names())
+        plan = dataclasses.replace(
+            plan, others={**plan.others, **build_cards(source.checkpoint, parameters, plan.others)}
+        )
     if source.model.moe and source.model.moe.sinkhorn:
         logger.warning(
             "model.moe.sinkhorn balanced the choice of experts in training alone: like validation and `mega eval`, the "
             "exported model chooses them by score"
         )
-    with ProgressBar("writing HuggingFace", total=plan.size, unit="bytes") as bar:
+    with ProgressBar("writing HuggingFace", total=plan.total_bytes, unit="bytes") as bar:
         journal.advance = bar.advance
-        write_folder(source, plan, folder, bar.advance, journal.once)
+        write_hf_folder(source, plan, folder, bar.advance, journal.write_once)
 
 
-def _training(source: Source, options: Options) -> Training | None:
-    """What a run goes on from beside the weights, where another trainer's checkpoint has it; one line says what became of it."""
+def _read_training_state(source: WeightSource, options: ConvertOptions) -> ConvertedTraining | None:
+    """Return the optimizer state to carry over, if the source has any; log why not."""
     if not isinstance(source, MegatronSource | HfSource):
         return None
-    stored = source.dtype(source.keys()[0])
+    stored = source.tensor_dtype(source.tensor_names()[0])
     try:
         if isinstance(source, HfSource):
-            training = source.training(options.dtype or stored)
+            training = source.read_training_state(options.dtype or stored)
         elif options.dtype is not None:
-            raise StaysBehindError("they are cast, and training goes on with what it had")
+            raise OptimizerNotConverted("they are cast, and training goes on with what it had")
         else:
-            training = source.training()
-    except StaysBehindError as why:
+            training = source.read_training_state()
+    except OptimizerNotConverted as why:
         logger.warning("only the weights are converted: %s", why)
         return None
     if training is not None:
@@ -222,70 +238,70 @@ def _training(source: Source, options: Options) -> Training | None:
     return training
 
 
-def _megatron(source: Source, options: Options) -> Writing:
-    """Megatron's tensors and settings of a source, for sizes that Megatron can load."""
-    writing = Writing(source, options.tp, options.pp, options.dtype, options.implementation)
+def _prepare_megatron(source: WeightSource, options: ConvertOptions) -> MegatronWriter:
+    """Return Megatron's tensors and settings of a source, for parallel sizes that Megatron can load."""
+    writing = MegatronWriter(source, options.tp, options.pp, options.dtype, options.implementation)
     ranks, local = options.megatron_format == "torch", options.implementation == "local"
-    check_sizes(source.model, writing.parts, options.tp, options.pp, ranks=ranks, local=local)
+    check_parallel_sizes(source.model, writing.parts, options.tp, options.pp, ranks=ranks, local=local)
     return writing
 
 
-def _write_megatron(source: Source, folder: Path, options: Options, journal: Journal) -> None:
-    writing = _megatron(source, options)
-    with ProgressBar("writing Megatron", total=writing.size, unit="bytes") as bar:
+def _write_megatron(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
+    writing = _prepare_megatron(source, options)
+    with ProgressBar("writing Megatron", total=writing.total_bytes, unit="bytes") as bar:
         journal.advance = bar.advance
-        write_release(writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance, journal.once)
+        write_release(writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance, journal.write_once)
 
 
-MEGATRON_FORMATS = {"torch_dist": write_dist, "torch": write_legacy}
-_WRITERS: Mapping[str, Callable[[Source, Path, Options, Journal], None]] = {
+MEGATRON_FORMATS = {"torch_dist": write_dist_checkpoint, "torch": write_legacy_checkpoint}
+_WRITERS: Mapping[str, Callable[[WeightSource, Path, ConvertOptions, WriteJournal], None]] = {
     "hf": _write_hf, "megatron": _write_megatron, "peft": _write_peft,
 }  # fmt: skip
 
 
-def _compare(one: Source, other: Source, dtype: torch.dtype | None) -> None:
-    """Check that `other` holds the elements of `one`, bit for bit after the cast."""
-    names = list(one.keys())
-    total = sum(other.dtype(name).itemsize * torch.Size(other.shape(name)).numel() for name in names)
+def _compare_weights(one: WeightSource, other: WeightSource, dtype: torch.dtype | None) -> None:
+    """Check that `other` equals `one` bit for bit after the cast."""
+    names = list(one.tensor_names())
+    total = sum(other.tensor_dtype(name).itemsize * torch.Size(other.tensor_shape(name)).numel() for name in names)
     with ProgressBar("comparing", total=total, unit="bytes") as bar:
         for name in names:
             kind = cast_dtype(one, name, dtype)
-            for offset, shape in blocks(one.shape(name), kind):
-                left, right = (each.read_slice(name, offset, shape) for each in (one, other))
-                _check_same(name, left.to(kind), right)
+            for offset, shape in split_blocks(one.tensor_shape(name), kind):
+                left, right = (each.read_tensor_slice(name, offset, shape) for each in (one, other))
+                _check_equal(name, left.to(kind), right)
                 bar.advance(right.nbytes)
 
 
-def _compare_state(training: Training, made: Checkpoint) -> None:
-    """The same for the optimizer's state in a checkpoint of mega."""
-    total = sum(4 * math.prod(made.shape(key)) for key in made.keys(OPTIMIZER))
+def _compare_optimizer(training: ConvertedTraining, made: Checkpoint) -> None:
+    """Check that the optimizer state in a mega checkpoint equals `training` bit for bit."""
+    total = sum(4 * math.prod(made.tensor_shape(key)) for key in made.tensor_keys(OPTIMIZER))
     with ProgressBar("comparing the optimizer", total=total, unit="bytes") as bar:
         for kind, held in training.tensors.items():
-            for name in held.keys():  # noqa: SIM118
+            for name in held.tensor_names():
                 key = f"{OPTIMIZER}{kind}/{name}"
-                for offset, shape in blocks(held.shape(name), torch.float32):
-                    right = made.read(key, offset, shape)
-                    _check_same(key, held.read_slice(name, offset, shape).float(), right)
+                for offset, shape in split_blocks(held.tensor_shape(name), torch.float32):
+                    right = made.read_tensor(key, offset, shape)
+                    _check_equal(key, held.read_tensor_slice(name, offset, shape).float(), right)
                     bar.advance(right.nbytes)
 
 
-def _check_same(name: str, read: Tensor, written: Tensor) -> None:
-    if read.dtype != written.dtype or not torch.equal(_bits(read), _bits(written)):
+def _check_equal(name: str, read: Tensor, written: Tensor) -> None:
+    if read.dtype != written.dtype or not torch.equal(_as_bytes(read), _as_bytes(written)):
         raise CheckpointError(f"{name}: what was written is not what was read", hint="is the disk sound?")
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Bytes, so that NaN equals itself."""
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return the tensor as bytes, so that NaN compares equal to itself."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def _absolute(path: Place) -> Place:
+def _absolute(path: Location) -> Location:
     return Path(os.path.abspath(path)) if isinstance(path, Path) else path
 
 
-def _check_destination(final: Place, source: Place, to: str, overwrite: bool) -> None:
-    """Refuse what cannot be made, or would be lost."""
-    if isinstance(final, Remote):
+def _check_destination(final: Location, source: Location, to: str, overwrite: bool) -> None:
+    """Reject a destination that cannot be created or must not be replaced."""
+    if isinstance(final, RemotePath):
         if to != "mega":
             raise CheckpointError(
                 f"{final}: on an object store only checkpoints of mega are made", hint="convert here, and upload that"
@@ -297,12 +313,12 @@ def _check_destination(final: Place, source: Place, to: str, overwrite: bool) ->
         return
     if not overwrite:
         raise CheckpointError(f"{final}: exists already", hint="choose another folder, or overwrite it")
-    if not _replaceable(final, source):
+    if not _is_replaceable(final, source):
         raise CheckpointError(f"{final}: is not a folder of a model, or holds the source; it is not replaced")
 
 
-def _replaceable(final: Path, source: Place) -> bool:
-    """Whether `final` is a folder that holds a model, and neither is nor holds the source."""
+def _is_replaceable(final: Path, source: Location) -> bool:
+    """Return whether `final` is a model folder that neither is nor contains the source."""
     holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json", PEFT_CONFIG, TRACKER))
     held = isinstance(source, Path) and final.resolve() in (source.resolve(), *source.resolve().parents)
     return holds_model and not held

@@ -1,4 +1,4 @@
-"""Send a HuggingFace folder to the HuggingFace hub, and fetch one from there, with the hub's own client.
+"""Upload of a HuggingFace folder to the HuggingFace hub and download from it, with the hub's own client.
 
 Only safetensors, JSON, text and tokenizer files travel, never a pickle. Who one is comes from the client:
 `hf auth login`, or HF_TOKEN.
@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from mega_ckpt.folders import make_durable_folder
-from mega_ckpt.formats.hf import CONFIG, HfSource
-from mega_ckpt.source import MegaSource, open_source
+from mega_ckpt.checkpoint_folders import make_durable_folder
+from mega_ckpt.formats.hf_source import CONFIG, HfSource
+from mega_ckpt.source import MegaSource, open_weight_source
+from mega_common.atomic_files import convert_full_disk_error, fsync_directory
 from mega_common.errors import CheckpointError, MegaError, MissingPackageError
-from mega_common.files import fsync_folder
-from mega_common.full_disk import full_disk
 
 # Weights and what describes them, the model card, tokenizer files. Not every "*.model": some programs pickle under it.
 _TOKENIZER = ("tokenizer*.model", "spiece.model", "sentencepiece*.model", "*.tiktoken", "*.txt", "*.jinja")
@@ -27,10 +26,10 @@ PATTERNS = ("*.safetensors", "*.json", "*.md", *_TOKENIZER)
 _LOG_IN = "log in: hf auth login"
 
 
-def push(
+def push_to_hub(
     folder: Path, repo_id: str, *, private: bool = False, revision: str | None = None, message: str | None = None
 ) -> str:
-    """Upload a HuggingFace folder to the repository `repo_id`, as one commit; returns the commit's address.
+    """Upload a HuggingFace folder to the repository `repo_id` as one commit; returns the commit URL.
 
     Args:
         folder: config.json and safetensors, which are checked first. Nothing is converted.
@@ -45,7 +44,7 @@ def push(
     """
     hub = _client()
     _check_folder(folder)
-    with _in_words(repo_id, revision):
+    with _translate_errors(repo_id, revision):
         # Where it is not asked for, the organization's own default decides.
         visibility = {"private": True} if private else {}
         repo_id = hub.create_repo(repo_id, exist_ok=True, **visibility).repo_id
@@ -66,8 +65,8 @@ def push(
     return str(commit.commit_url)
 
 
-def pull(repo_id: str, folder: Path, *, revision: str | None = None) -> None:
-    """Download the repository `repo_id` to `folder`, which appears when all is there.
+def pull_from_hub(repo_id: str, folder: Path, *, revision: str | None = None) -> None:
+    """Download the repository `repo_id` to `folder`, which appears once everything is there.
 
     What an interrupted download fetched stays beside it, under a hidden name, and the same call goes on from there.
 
@@ -84,7 +83,7 @@ def pull(repo_id: str, folder: Path, *, revision: str | None = None) -> None:
     final = Path(os.path.abspath(folder))
     if final.exists():
         raise CheckpointError(f"{folder}: exists already", hint="choose another folder")
-    with _in_words(repo_id, revision):
+    with _translate_errors(repo_id, revision):
         info = hub.model_info(repo_id, revision=revision)
         if not any(file.rfilename.endswith(".safetensors") for file in info.siblings or ()):
             raise CheckpointError(f"{repo_id}: has no safetensors files", hint="pickled weights are never fetched")
@@ -96,7 +95,7 @@ def pull(repo_id: str, folder: Path, *, revision: str | None = None) -> None:
     shutil.rmtree(partial / ".cache", ignore_errors=True)
     _make_durable(partial)
     os.rename(partial, final)
-    fsync_folder(final.parent)
+    fsync_directory(final.parent)
 
 
 def _client() -> ModuleType:
@@ -111,8 +110,8 @@ def _client() -> ModuleType:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse all but a complete HuggingFace folder: headers, names and shapes are looked at before anything is sent."""
-    if not (folder / CONFIG).is_file() and isinstance(open_source(folder), MegaSource):
+    """Reject anything but a complete HuggingFace folder: headers, names and shapes are checked before anything is sent."""
+    if not (folder / CONFIG).is_file() and isinstance(open_weight_source(folder), MegaSource):
         raise CheckpointError(
             f"{folder}: a checkpoint of mega; the hub's users load HuggingFace folders",
             hint=f"convert it first: mega ckpt convert {folder} out/hf --to hf, then push out/hf",
@@ -121,21 +120,21 @@ def _check_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _in_words(repo_id: str, revision: str | None) -> Iterator[None]:
-    """Turn what the client raises into one sentence. Its errors, and those of its transports, share no base class."""
+def _translate_errors(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Convert the client's exceptions into one-sentence errors. They, and those of its transports, share no base class."""
     try:
         yield
     except MegaError:
         raise
     except Exception as error:
-        if full := full_disk(error, repo_id):
+        if full := convert_full_disk_error(error, repo_id):
             raise full from error
-        message, hint = _reason(error, repo_id, revision)
+        message, hint = _explain_error(error, repo_id, revision)
         raise CheckpointError(message, hint=hint) from error
 
 
-def _reason(error: Exception, repo_id: str, revision: str | None) -> tuple[str, str]:
-    """What went wrong, and a way out."""
+def _explain_error(error: Exception, repo_id: str, revision: str | None) -> tuple[str, str]:
+    """Return the message and the hint for an exception of the client."""
     from huggingface_hub import errors as kinds
 
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -159,8 +158,8 @@ def _reason(error: Exception, repo_id: str, revision: str | None) -> tuple[str, 
 
 
 def _make_durable(folder: Path) -> None:
-    """The client does not flush what it writes."""
+    """Flush all files to disk; the hub client does not."""
     for above, _, names in os.walk(folder):
         for name in names:
-            fsync_folder(Path(above) / name)
-        fsync_folder(Path(above))
+            fsync_directory(Path(above) / name)
+        fsync_directory(Path(above))

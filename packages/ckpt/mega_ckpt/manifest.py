@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what is in the folder, to the byte, as one JSON file that is checked before it is believed.
+"""Manifest of a checkpoint: a byte-exact description of the folder in one JSON file, verified before use.
 
     step-00000100/
         manifest.json                        this
@@ -24,12 +24,12 @@ import torch
 import xxhash
 from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 
-from mega_ckpt.pieces import Shape
-from mega_ckpt.storage import folder_at
-from mega_common.config import Config, Problem
+from mega_ckpt.storage import open_storage_folder
+from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError, NoCheckpointError
 from mega_common.model_config import ModelConfig
-from mega_common.remote import Place
+from mega_common.object_store import Location
+from mega_common.strict_config import ConfigProblem, StrictConfig
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION: Literal[1] = 1
@@ -46,40 +46,40 @@ DTYPES: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-Size = Annotated[int, Field(ge=0, lt=1 << 62)]
+TensorBytes = Annotated[int, Field(ge=0, lt=1 << 62)]
 Checksum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 _HEAD, _TAIL = b'{\n "checksum": "', b'",\n'
 
 
-class Chunk(Config):
+class TensorChunk(StrictConfig):
     """A box of a tensor, in row-major order, at bytes [begin, end) of a shard. `checksum` is XXH3-128 of those bytes."""
 
-    offset: tuple[Size, ...]
-    shape: tuple[Size, ...]
+    offset: tuple[TensorBytes, ...]
+    shape: tuple[TensorBytes, ...]
     file: str
-    begin: Size
-    end: Size
+    begin: TensorBytes
+    end: TensorBytes
     checksum: Checksum
 
 
-class TensorEntry(Config):
+class TensorEntry(StrictConfig):
     """A global tensor: its safetensors dtype name, its shape, and the chunks that tile it."""
 
     dtype: str
-    shape: tuple[Size, ...]
-    chunks: tuple[Chunk, ...]
+    shape: tuple[TensorBytes, ...]
+    chunks: tuple[TensorChunk, ...]
 
 
-class FileEntry(Config):
+class FileEntry(StrictConfig):
     """Length in bytes and XXH3-128 checksum of a whole file."""
 
-    bytes: Size
+    bytes: TensorBytes
     checksum: Checksum
 
 
-class Manifest(Config):
-    """What a checkpoint holds. `state` and `provenance` are the writer's own JSON; the store does not look into them.
+class Manifest(StrictConfig):
+    """Contents of a checkpoint. `state` and `provenance` are the writer's own JSON, opaque to the store.
 
     Attributes:
         folder: where the files are, seen from the manifest: "" is beside it. On an object store each save has a folder of
@@ -95,25 +95,25 @@ class Manifest(Config):
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 
-    def problems(self) -> Iterator[Problem]:
-        """What is wrong between the entries; asked before anything that the manifest names is opened."""
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield the inconsistencies between entries; checked before any file that the manifest names is opened."""
         yield from self.model.problems()
         for name in [*self.files, *([self.folder] if self.folder else [])]:
             if not _is_plain_path(name):
-                yield Problem("files", f"{name!r} is not the plain name of a file inside the checkpoint")
+                yield ConfigProblem("files", f"{name!r} is not the plain name of a file inside the checkpoint")
         ranges = defaultdict(list)
         for key, tensor in self.tensors.items():
-            rule = _tensor_rule(key, tensor, self.files)
+            rule = _tensor_problem(key, tensor, self.files)
             if rule:
-                yield Problem(key, rule)
+                yield ConfigProblem(key, rule)
             for chunk in tensor.chunks:
                 ranges[chunk.file].append((chunk.begin, chunk.end, key))
         for name, found in ranges.items():
             if name in self.files:
                 yield from _range_problems(name, sorted(found), self.files[name].bytes)
 
-    def encode(self) -> bytes:
-        """The bytes of `manifest.json`, one line a tensor.
+    def encode_json(self) -> bytes:
+        """Return the bytes of `manifest.json`, one line per tensor.
 
         Raises:
             CheckpointError: when `state` or `provenance` holds NaN or an infinity, which JSON has not.
@@ -128,8 +128,8 @@ class Manifest(Config):
         return _HEAD + xxhash.xxh3_128_hexdigest(body).encode() + _TAIL + body
 
     @classmethod
-    def decode(cls, data: bytes, source: Place) -> Manifest:
-        """Check and parse the bytes of a `manifest.json`.
+    def decode_json(cls, data: bytes, source: Location) -> Manifest:
+        """Verify and parse the bytes of a `manifest.json`.
 
         Raises:
             CheckpointError: naming `source` and the tensor or field, for anything but a sound manifest.
@@ -155,7 +155,7 @@ class Manifest(Config):
         return manifest
 
     @classmethod
-    def read(cls, folder: Place) -> Manifest:
+    def read_from_folder(cls, folder: Location) -> Manifest:
         """Read the manifest of a checkpoint folder.
 
         Raises:
@@ -164,9 +164,9 @@ class Manifest(Config):
         """
         path = folder / MANIFEST
         try:
-            if folder_at(folder).size(MANIFEST) > MAX_MANIFEST_BYTES:
+            if open_storage_folder(folder).file_size(MANIFEST) > MAX_MANIFEST_BYTES:
                 raise CheckpointError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes, which no manifest is")
-            return cls.decode(path.read_bytes(), path)
+            return cls.decode_json(path.read_bytes(), path)
         except FileNotFoundError:
             raise NoCheckpointError(
                 f"{folder}: not a mega checkpoint, there is no {MANIFEST} in it",
@@ -184,7 +184,7 @@ class Manifest(Config):
 def make_manifest(
     step: int, model: ModelConfig, state: Mapping[str, Any], provenance: Mapping[str, Any] | None
 ) -> Manifest:
-    """A manifest without tensors and files yet.
+    """Create a manifest without tensors and files.
 
     Raises:
         CheckpointError: when `state` or `provenance` is not JSON.
@@ -198,18 +198,18 @@ def make_manifest(
         raise CheckpointError(
             f"the checkpoint of step {step} cannot be described: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from None
-    manifest.encode()
+    manifest.encode_json()
     return manifest
 
 
-def tiles(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> bool:
-    """Whether boxes (offset, shape) cover a tensor of `shape` exactly once everywhere.
+def is_exact_tiling(shape: TensorShape, boxes: Iterable[tuple[TensorShape, TensorShape]]) -> bool:
+    """Return whether boxes (offset, shape) cover a tensor of `shape` exactly once everywhere.
 
     The mixed derivative of a box's indicator function is a sum of signed points at its 2^axes corners, and a function
     that is zero far away is determined by that derivative. So the boxes tile iff their signed corners add up to those of
     the whole. Linear in the number of boxes, where comparing all pairs is quadratic.
     """
-    corners: Counter[Shape] = Counter()
+    corners: Counter[TensorShape] = Counter()
     outer = ((0,) * len(shape), shape)
     for sign, (offset, extent) in itertools.chain(((1, box) for box in boxes), [(-1, outer)]):
         for picks in itertools.product((0, 1), repeat=len(shape)):
@@ -231,8 +231,8 @@ def _is_plain_path(name: str) -> bool:
     )
 
 
-def _tensor_rule(key: str, tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
-    """The first rule that a tensor's entry breaks."""
+def _tensor_problem(key: str, tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
+    """Return the first rule that a tensor's entry breaks, or None."""
     if not key or not key.isprintable():
         return "a tensor's name must be printable"
     if tensor.dtype not in DTYPES:
@@ -251,16 +251,16 @@ def _tensor_rule(key: str, tensor: TensorEntry, files: Mapping[str, FileEntry]) 
             return f"the chunk at {list(chunk.offset)} has a shape that its bytes in {chunk.file} do not hold"
         if chunk.end > files[chunk.file].bytes:
             return f"the chunk at {list(chunk.offset)} ends after the end of {chunk.file}"
-    if not tiles(tensor.shape, ((chunk.offset, chunk.shape) for chunk in tensor.chunks)):
+    if not is_exact_tiling(tensor.shape, ((chunk.offset, chunk.shape) for chunk in tensor.chunks)):
         held, whole = sum(math.prod(c.shape) for c in tensor.chunks), math.prod(tensor.shape)
         return f"its chunks overlap or leave a part out ({held} elements in chunks, {whole} in the tensor)"
     return None
 
 
-def _range_problems(name: str, found: list[tuple[int, int, str]], size: int) -> Iterator[Problem]:
-    """Chunks of a shard must follow each other without overlap or hole, up to its end: no byte serves two tensors."""
+def _range_problems(name: str, found: list[tuple[int, int, str]], size: int) -> Iterator[ConfigProblem]:
+    """Yield the gaps and overlaps between the chunks of a shard; chunks must be contiguous up to its end."""
     for (_, end, _), (begin, _, key) in itertools.pairwise(found):
         if begin != end:
-            yield Problem(key, f"its bytes in {name} overlap with another tensor's, or leave a hole")
+            yield ConfigProblem(key, f"its bytes in {name} overlap with another tensor's, or leave a hole")
     if found[-1][1] != size:
-        yield Problem(found[-1][2], f"it should end where {name} ends")
+        yield ConfigProblem(found[-1][2], f"it should end where {name} ends")

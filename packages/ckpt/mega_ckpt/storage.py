@@ -1,4 +1,5 @@
-"""Where the bytes of a checkpoint are: files that are written once, and read by ranges.
+"""Storage of checkpoint bytes: files that are written once and read by ranges, on a file system (fsync, mmap) or an
+object store (`remote`).
 
 One interface and two kinds of it: a file system here (fsync, mmap) and an object store (`remote`).
 """
@@ -16,171 +17,171 @@ from typing import IO, Protocol
 import torch
 from torch import Tensor
 
+from mega_common.atomic_files import add_path_to_errors, fsync_directory
 from mega_common.errors import CheckpointError
-from mega_common.files import fsync_folder, naming
-from mega_common.remote import Place, Remote, in_words
+from mega_common.object_store import Location, RemotePath, translate_store_errors
 
 AHEAD_BYTES = 2 << 20  # the kernel cuts what is asked for at once to a few megabytes
 SENT_BYTES = 64 << 20
 
 
-class NewBytes(Protocol):
-    """A file in the making."""
+class FileWriter(Protocol):
+    """Interface of a file that is being written."""
 
-    def write(self, block: memoryview) -> None:
-        """Append."""
+    def write_block(self, block: memoryview) -> None:
+        """Append a block."""
 
-    def finish(self) -> None:
-        """Make it durable and whole."""
+    def finish_file(self) -> None:
+        """Make the file durable and complete."""
 
-    def release(self) -> None:
-        """Let go of it; what is not finished is worth nothing."""
-
-
-class Ranges(Protocol):
-    """A file that was written before."""
-
-    def size(self) -> int:
-        """Its length in bytes."""
-
-    def read(self, begin: int, end: int, *, whole: bool = False) -> Tensor:
-        """Bytes [begin, end) as uint8. With `whole` all of them will be used."""
+    def release_file(self) -> None:
+        """Release the file; an unfinished one is discarded."""
 
 
-class Folder(Protocol):
-    """A folder that holds files of a checkpoint, or is to. Names may lead into folders below."""
+class RangeReader(Protocol):
+    """Interface of an existing file that is read by ranges."""
 
-    def create(self, name: str) -> NewBytes:
-        """Begin a file that is not there yet."""
+    def file_size(self) -> int:
+        """Return the length in bytes."""
 
-    def open(self, name: str) -> Ranges:
-        """Open a file, for as long as what is returned lives."""
+    def read_range(self, begin: int, end: int, *, whole: bool = False) -> Tensor:
+        """Return bytes [begin, end) as uint8. `whole` means that all of them will be used."""
 
-    def size(self, name: str) -> int:
-        """Length in bytes of a plain file.
+
+class StorageFolder(Protocol):
+    """Interface of a folder of checkpoint files. Names may contain subfolders."""
+
+    def create_file(self, name: str) -> FileWriter:
+        """Create a file that does not exist yet."""
+
+    def open_file(self, name: str) -> RangeReader:
+        """Open a file for as long as the result lives."""
+
+    def file_size(self, name: str) -> int:
+        """Return the length in bytes of a regular file.
 
         Raises:
             CheckpointError: for anything but a plain file (links, pipes); FileNotFoundError: where nothing is.
         """
 
-    def look(self) -> None:
-        """Prepare for being asked the sizes of many files, which are as they were then."""
+    def cache_sizes(self) -> None:
+        """Prepare for size queries of many files, answered as of now."""
 
-    def names(self) -> list[str]:
-        """All files, at any depth."""
+    def list_files(self) -> list[str]:
+        """Return the names of all files, at any depth."""
 
-    def stamps(self) -> dict[str, str]:
-        """{name: what changes when the file does} of all files but hidden ones."""
+    def file_stamps(self) -> dict[str, str]:
+        """Return {name: stamp that changes when the file does} of all files except hidden ones."""
 
-    def made(self) -> contextlib.AbstractContextManager[None]:
-        """Make the folder, to be filled in the block; the names in it are durable when that is left."""
+    def create_folder(self) -> contextlib.AbstractContextManager[None]:
+        """Create the folder in a context; the names in it are durable when the context exits."""
 
 
 class LocalFolder:
-    """On a file system of this machine."""
+    """Folder on a file system of this machine."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def create(self, name: str) -> NewBytes:
-        """Never an existing file."""
-        return _NewFile(self._path / name)
+    def create_file(self, name: str) -> FileWriter:
+        """Create a file; an existing one is an error."""
+        return _LocalFileWriter(self._path / name)
 
-    def open(self, name: str) -> Ranges:
-        """Mapped: what is not used is not read."""
+    def open_file(self, name: str) -> RangeReader:
+        """Open a file as a memory map: only used bytes are read."""
         return _MappedFile(self._path / name)
 
-    def size(self, name: str) -> int:
-        """Looked at whenever it is asked."""
-        return plain_size(self._path, name)
+    def file_size(self, name: str) -> int:
+        """Return the current length in bytes of a regular file."""
+        return regular_file_size(self._path, name)
 
-    def look(self) -> None:
-        """Nothing: each file is looked at when it is asked for."""
+    def cache_sizes(self) -> None:
+        """Do nothing: each file is looked up when it is queried."""
 
-    def names(self) -> list[str]:
-        """Links and the like too."""
+    def list_files(self) -> list[str]:
+        """Return the names of all files, links included."""
         return [path.relative_to(self._path).as_posix() for path in self._path.rglob("*") if not path.is_dir()]
 
-    def stamps(self) -> dict[str, str]:
-        """Length and time."""
-        found = {name: (self._path / name).stat() for name in self.names() if _is_shown(name)}
+    def file_stamps(self) -> dict[str, str]:
+        """Return the length and modification time of each file except hidden ones."""
+        found = {name: (self._path / name).stat() for name in self.list_files() if _is_visible(name)}
         return {name: f"{one.st_size} bytes at {one.st_mtime_ns}" for name, one in found.items()}
 
     @contextlib.contextmanager
-    def made(self) -> Iterator[None]:
-        """With an fsync at the end."""
+    def create_folder(self) -> Iterator[None]:
+        """Create the folder, with an fsync at the end."""
         os.mkdir(self._path)
         yield
-        fsync_folder(self._path)
+        fsync_directory(self._path)
 
 
 class RemoteFolder:
-    """On an object store."""
+    """Folder on an object store."""
 
-    def __init__(self, path: Remote) -> None:
+    def __init__(self, path: RemotePath) -> None:
         self._path = path
         self._sizes: dict[str, int] | None = None
 
-    def create(self, name: str) -> NewBytes:
-        """In parts; the object appears with `finish`."""
-        return _NewObject(self._path / name)
+    def create_file(self, name: str) -> FileWriter:
+        """Create an object by multipart upload; it appears with `finish_file`."""
+        return _RemoteObjectWriter(self._path / name)
 
-    def open(self, name: str) -> Ranges:
-        """By range requests."""
-        return _Object(self._path / name)
+    def open_file(self, name: str) -> RangeReader:
+        """Open an object for range requests."""
+        return _RemoteObject(self._path / name)
 
-    def size(self, name: str) -> int:
-        """As it was at the last `look`, or is now."""
+    def file_size(self, name: str) -> int:
+        """Return the length of an object as of the last `cache_sizes`, else the current one."""
         if self._sizes is None:
-            return (self._path / name).size()
+            return (self._path / name).get_object_size()
         if name not in self._sizes:
             raise FileNotFoundError(name)
         return self._sizes[name]
 
-    def look(self) -> None:
-        """One listing instead of a request for each file."""
-        self._sizes = self._path.sizes()
+    def cache_sizes(self) -> None:
+        """List all sizes in one request instead of one request per file."""
+        self._sizes = self._path.list_object_sizes()
 
-    def names(self) -> list[str]:
-        """All objects below."""
-        return sorted(self._path.sizes())
+    def list_files(self) -> list[str]:
+        """Return the names of all objects below the folder."""
+        return sorted(self._path.list_object_sizes())
 
-    def stamps(self) -> dict[str, str]:
-        """Length and whatever the store tells of when or what was put."""
-        return {name: stamp for name, stamp in self._path.stamps().items() if _is_shown(name)}
+    def file_stamps(self) -> dict[str, str]:
+        """Return the length and the store's version information of each object except hidden ones."""
+        return {name: stamp for name, stamp in self._path.list_object_stamps().items() if _is_visible(name)}
 
-    def made(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is to be done: a folder is a part of a name."""
+    def create_folder(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: a folder is a part of a name."""
         return contextlib.nullcontext()
 
 
-class _NewFile:
-    """Written with an early hint to the disk, durable by fsync."""
+class _LocalFileWriter:
+    """Local file whose writeback starts early, durable by fsync."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._bytes, self._sent = path, 0, 0
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
-    def write(self, block: memoryview) -> None:
+    def write_block(self, block: memoryview) -> None:
         while block:
-            with naming(self._path):
+            with add_path_to_errors(self._path):
                 written = os.write(self._descriptor, block)
             block = block[written:]
             self._bytes += written
         if self._bytes - self._sent >= SENT_BYTES:
-            self._send()
+            self._start_writeback()
 
-    def _send(self) -> None:
-        """Let the disk begin with what is written so far; `finish` then waits less, and no write is held up before it."""
+    def _start_writeback(self) -> None:
+        """Start writeback of the bytes written so far, so that `finish_file` waits less; no write blocks before it."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, self._sent, self._bytes - self._sent, os.POSIX_FADV_DONTNEED)
         self._sent = self._bytes
 
-    def finish(self) -> None:
-        with naming(self._path):
+    def finish_file(self) -> None:
+        with add_path_to_errors(self._path):
             os.fsync(self._descriptor)
 
-    def release(self) -> None:
+    def release_file(self) -> None:
         os.close(self._descriptor)
 
 
@@ -189,28 +190,28 @@ class _MappedFile:
         # Open as long as this is: a checkpoint that is replaced or deleted meanwhile can still be read to its end.
         self._file = open(path, "rb")  # noqa: SIM115
 
-    def size(self) -> int:
+    def file_size(self) -> int:
         return os.fstat(self._file.fileno()).st_size
 
-    def read(self, begin: int, end: int, *, whole: bool = False) -> Tensor:
-        return mapped(self._file, begin, end, whole=whole)
+    def read_range(self, begin: int, end: int, *, whole: bool = False) -> Tensor:
+        return map_file_range(self._file, begin, end, whole=whole)
 
 
-class _NewObject:
-    def __init__(self, place: Remote) -> None:
-        self._place, self._stream = place, place.open_new()
+class _RemoteObjectWriter:
+    def __init__(self, place: RemotePath) -> None:
+        self._place, self._stream = place, place.open_multipart_upload()
         self._finished = False
 
-    def write(self, block: memoryview) -> None:
-        with in_words(self._place, writing=True):
+    def write_block(self, block: memoryview) -> None:
+        with translate_store_errors(self._place, writing=True):
             self._stream.write(block)
 
-    def finish(self) -> None:
-        with in_words(self._place, writing=True):
+    def finish_file(self) -> None:
+        with translate_store_errors(self._place, writing=True):
             self._stream.close()
         self._finished = True
 
-    def release(self) -> None:
+    def release_file(self) -> None:
         # What fsspec has not discarded it would complete when it is collected.
         if not self._finished and hasattr(self._stream, "discard"):
             with contextlib.suppress(Exception):
@@ -218,14 +219,14 @@ class _NewObject:
                 self._stream.closed = True  # type: ignore[misc]
 
 
-class _Object:
-    def __init__(self, place: Remote) -> None:
+class _RemoteObject:
+    def __init__(self, place: RemotePath) -> None:
         self._place = place
 
-    def size(self) -> int:
-        return self._place.size()
+    def file_size(self) -> int:
+        return self._place.get_object_size()
 
-    def read(self, begin: int, end: int, *, whole: bool = False) -> Tensor:
+    def read_range(self, begin: int, end: int, *, whole: bool = False) -> Tensor:
         if begin == end:
             return torch.empty(0, dtype=torch.uint8)
         data = bytearray(self._place.read_bytes(begin, end))  # of its own: torch wants memory that it may write to
@@ -234,17 +235,18 @@ class _Object:
         return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def folder_at(path: Place) -> Folder:
-    """The kind of folder that a path leads to."""
-    return RemoteFolder(path) if isinstance(path, Remote) else LocalFolder(path)
+def open_storage_folder(path: Location) -> StorageFolder:
+    """Return the storage folder of a local path or a URL."""
+    return RemoteFolder(path) if isinstance(path, RemotePath) else LocalFolder(path)
 
 
-def _is_shown(name: str) -> bool:
+def _is_visible(name: str) -> bool:
     return not any(part.startswith(".") for part in PurePosixPath(name).parts)
 
 
-def plain_size(folder: Path, name: str) -> int:
-    """Length in bytes of a plain file inside `folder`. Links, pipes and the like are refused, on the way to it too.
+def regular_file_size(folder: Path, name: str) -> int:
+    """Return the length in bytes of a regular file inside `folder`. Links, pipes and so on are rejected, also as parent
+    folders.
 
     Raises:
         CheckpointError: when it is none; FileNotFoundError: when there is no such file.
@@ -257,8 +259,8 @@ def plain_size(folder: Path, name: str) -> int:
     return found.st_size
 
 
-def mapped(file: IO[bytes], begin: int, end: int, *, whole: bool = False) -> Tensor:
-    """Bytes [begin, end) of a file as a private mapping: read when they are used, given back with the tensor. uint8.
+def map_file_range(file: IO[bytes], begin: int, end: int, *, whole: bool = False) -> Tensor:
+    """Return bytes [begin, end) of a file as a private mapping, uint8: read when used, released with the tensor.
 
     With `whole`, all of them, and no others, are asked of the disk at once; else the kernel guesses what to read ahead.
     """

@@ -1,4 +1,4 @@
-"""Save and load: the door of the checkpoint store.
+"""Checkpoint store: save and load sharded tensors of all ranks.
 
 A save writes where no reader looks and commits in one operation, after every rank's files are durable: a rename on a file
 system, the put of the manifest on an object store. Killed at any moment, it leaves the former checkpoints as they were, or
@@ -24,38 +24,55 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mega_ckpt.checkpoint import Checkpoint
-from mega_ckpt.commits import commits_of, describe_disk_error
-from mega_ckpt.folders import committed, latest, retain, step_folder, sweep
+from mega_ckpt.checkpoint_folders import (
+    apply_retention,
+    committer_for,
+    describe_disk_error,
+    latest_checkpoint,
+    list_checkpoints,
+    remove_leftovers,
+    step_folder,
+)
+from mega_ckpt.dcp_planners import BoxLoadPlanner, BoxSavePlanner, ShardStorageReader, ShardStorageWriter, WrittenChunk
+from mega_ckpt.host_staging import HostStaging
 from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry, make_manifest
-from mega_ckpt.pieces import Sharded
-from mega_ckpt.planning import Loading, Reader, Saving, Writer, Written
-from mega_ckpt.shards import NewFile
-from mega_ckpt.staging import Staging
-from mega_ckpt.storage import folder_at
+from mega_ckpt.shard_files import HashedFile
+from mega_ckpt.storage import open_storage_folder
+from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_common.errors import CheckpointError, MegaError
-from mega_common.log import ProgressBar, logger
 from mega_common.model_config import ModelConfig
-from mega_common.remote import Place, Remote, place
+from mega_common.object_store import Location, RemotePath, parse_location
+from mega_common.progress_logging import ProgressBar, logger
 
 __all__ = [
-    "AsyncSaver", "Checkpoint", "Place", "Remote", "committed", "latest", "load", "place", "retain", "save", "step_folder",
-    "sweep",
+    "AsyncSaver",
+    "Checkpoint",
+    "Location",
+    "RemotePath",
+    "apply_retention",
+    "latest_checkpoint",
+    "list_checkpoints",
+    "load_sharded_checkpoint",
+    "parse_location",
+    "remove_leftovers",
+    "save_sharded_checkpoint",
+    "step_folder",
 ]  # fmt: skip
 
 T = TypeVar("T")
 
 
-def save(
-    root: Place,
+def save_sharded_checkpoint(
+    root: Location,
     step: int,
-    tensors: Mapping[str, Sharded],
+    tensors: Mapping[str, ShardedTensor],
     *,
     model: ModelConfig,
     state: Mapping[str, Any],
     assets: Path | None = None,
     group: dist.ProcessGroup | None = None,
     provenance: Mapping[str, Any] | None = None,
-) -> Place:
+) -> Location:
     """Save a checkpoint to `<root>/step-<step>`; when it returns, it is durable and complete, on every rank.
 
     The boxes of all ranks together must tile each tensor; several ranks may hold the same box, which is written once. A
@@ -65,39 +82,39 @@ def save(
     Raises:
         CheckpointError: the same on every rank, when any rank cannot do its part. Nothing is left behind then.
     """
-    with _progress(f"saving step {step}", group) as advance:
-        _save(lambda: tensors, _Target(root, step, model, state, assets, provenance), group, advance)
+    with _progress_on_first_rank(f"saving step {step}", group) as advance:
+        _save_with_dcp(lambda: tensors, _CheckpointTarget(root, step, model, state, assets, provenance), group, advance)
     return step_folder(root, step)
 
 
 @dataclass
-class _Target:
-    """The folder that a save fills; made, completed and committed by the group's first rank."""
+class _CheckpointTarget:
+    """The folder that a save fills; created, completed and committed by the group's first rank."""
 
-    root: Place
+    root: Location
     step: int
     model: ModelConfig
     state: Mapping[str, Any]
     assets: Path | None
     provenance: Mapping[str, Any] | None
-    folder: Place | None = None
+    folder: Location | None = None
     begun: float = field(default_factory=time.perf_counter)
 
-    def begin(self) -> Place:
-        """Make the folder, unless what is to be saved cannot be described."""
+    def begin_save(self) -> Location:
+        """Create the folder, after checking that the checkpoint can be described."""
         make_manifest(self.step, self.model, self.state, self.provenance)
         if self.assets and not self.assets.is_dir():
             raise CheckpointError(f"{self.assets}: no such folder, though its files should go into the checkpoint")
-        self.folder = commits_of(self.root).begin(self.step)
+        self.folder = committer_for(self.root).begin_save(self.step)
         return self.folder
 
-    def finish(self, written: list[Written]) -> None:
-        """Add what is not tensors, and commit. Every rank's shards are durable."""
+    def finish_save(self, written: list[WrittenChunk]) -> None:
+        """Add the files that are not tensors, and commit. All ranks' shards are durable by then."""
         assert self.folder is not None
         files = _copy_assets(self.assets, self.folder) if self.assets else {}
         manifest = make_manifest(self.step, self.model, self.state, self.provenance)
         folder, self.folder = self.folder, None
-        commits_of(self.root).commit(folder, _described(manifest, written, files))
+        committer_for(self.root).commit_save(folder, _fill_manifest(manifest, written, files))
         logger.info(
             "saved step %d in %.1f s: %s",
             self.step,
@@ -105,33 +122,37 @@ class _Target:
             step_folder(self.root, self.step),
         )
 
-    def discard(self) -> None:
-        """Remove the folder, unless it was to be committed already."""
+    def discard_save(self) -> None:
+        """Remove the folder, unless commit has started."""
         if self.folder is not None:
-            commits_of(self.root).discard(self.folder)
+            committer_for(self.root).discard_save(self.folder)
 
 
-def _save(
-    tensors: Callable[[], Mapping[str, Sharded]],
-    target: _Target,
+def _save_with_dcp(
+    tensors: Callable[[], Mapping[str, ShardedTensor]],
+    target: _CheckpointTarget,
     group: dist.ProcessGroup | None,
     advance: Callable[[int], None],
 ) -> None:
     try:
-        with _told_alike(group):
-            writer, planner = Writer(target, advance), Saving(tensors)
+        with _same_error_on_all_ranks(group):
+            writer, planner = ShardStorageWriter(target, advance), BoxSavePlanner(tensors)
             dcp_save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not _distributed())
     except CheckpointError as error:
         # Only after DCP's own error it is certain that no rank writes any more.
         if isinstance(error.__cause__, CheckpointException):
-            target.discard()
+            target.discard_save()
         raise
 
 
-def load(
-    folder: Place, tensors: Mapping[str, Sharded], *, group: dist.ProcessGroup | None = None, verify: bool = True
+def load_sharded_checkpoint(
+    folder: Location,
+    tensors: Mapping[str, ShardedTensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    verify: bool = True,
 ) -> None:
-    """Fill boxes from a checkpoint, in place. Each rank gives the boxes that it wants; tensors left out are not read.
+    """Fill boxes from a checkpoint, in place. Each rank passes the boxes it wants; tensors left out are not read.
 
     With `verify`, every chunk that is touched is compared with its checksum. Nothing is cast.
 
@@ -140,59 +161,62 @@ def load(
             The boxes' content is undefined then.
     """
     size = sum(box.tensor.nbytes for sharded in tensors.values() for box in sharded.boxes)
-    with _told_alike(group), _progress(f"loading {folder.name}", group, size) as advance:
-        reader, planner = Reader(folder, list(tensors), advance, verify=verify), Loading(folder, tensors)
+    with _same_error_on_all_ranks(group), _progress_on_first_rank(f"loading {folder.name}", group, size) as advance:
+        reader, planner = (
+            ShardStorageReader(folder, list(tensors), advance, verify=verify),
+            BoxLoadPlanner(folder, tensors),
+        )
         dcp_load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=not _distributed())
 
 
-class Stall(NamedTuple):
-    """Seconds that a save held up its caller: waiting for the former save to end, and copying."""
+class SaveStall(NamedTuple):
+    """Seconds that a save blocked its caller: waiting for the previous save, and copying."""
 
     waiting: float
     copying: float
 
 
 class AsyncSaver:
-    """Saves while the caller goes on: copies the boxes to host memory, then a thread writes them. One save at a time.
+    """Asynchronous saver: copies the boxes to host memory, then a thread writes them. One save at a time.
 
     The thread's collectives need a process group of their own; with torch.distributed, constructing a saver makes one
-    (gloo), so every rank must do so. An error of the thread is raised by the next `start` or by `wait`, on every rank.
+    (gloo), so every rank must do so. An error of the thread is raised by the next `start_save` or by `wait_for_save`, on every rank.
     """
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if _distributed() else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
-        self._folder: Place | None = None
-        self._staging = Staging()
+        self._folder: Location | None = None
+        self._staging = HostStaging()
 
-    def start(
+    def start_save(
         self,
-        root: Place,
+        root: Location,
         step: int,
-        tensors: Mapping[str, Sharded],
+        tensors: Mapping[str, ShardedTensor],
         *,
         model: ModelConfig,
         state: Mapping[str, Any],
         assets: Path | None = None,
         provenance: Mapping[str, Any] | None = None,
-    ) -> Stall:
-        """Begin a save as `save` does; when this returns, `tensors` and `state` may change.
+    ) -> SaveStall:
+        """Begin a save like `save_sharded_checkpoint`; when this returns, `tensors` and `state` may change.
 
         Raises:
             CheckpointError: when the former save failed. The new one is not begun then.
         """
         begun = time.perf_counter()
-        self.wait()
+        self.wait_for_save()
         waited = time.perf_counter()
-        staged = _outcome(lambda: self._staging.copy(tensors))
-        target = _Target(root, step, model, copy.deepcopy(dict(state)), assets, copy.deepcopy(provenance))
-        self._running = self._thread.submit(_save, staged.result, target, self._group, _untold)
+        staged = _run_into_future(lambda: self._staging.copy_boxes(tensors))
+        target = _CheckpointTarget(root, step, model, copy.deepcopy(dict(state)), assets, copy.deepcopy(provenance))
+        self._running = self._thread.submit(_save_with_dcp, staged.result, target, self._group, _no_progress)
         self._folder = step_folder(root, step)
-        return Stall(waited - begun, time.perf_counter() - waited)
+        return SaveStall(waited - begun, time.perf_counter() - waited)
 
-    def wait(self) -> Place | None:
-        """Wait for the save in flight; returns its folder, or None when there was none.
+    def wait_for_save(self) -> Location | None:
+        """Wait for the save in flight; return its folder, or None if there was none.
 
         Raises:
             CheckpointError: when it failed.
@@ -204,8 +228,8 @@ class AsyncSaver:
         return self._folder
 
     @property
-    def failed(self) -> bool:
-        """Whether the save in flight has failed on this rank; on others it may go on for a moment."""
+    def has_failed(self) -> bool:
+        """True if the save in flight has failed on this rank; on others it may continue for a moment."""
         return self._running is not None and self._running.done() and self._running.exception() is not None
 
     def __enter__(self) -> Self:
@@ -213,13 +237,13 @@ class AsyncSaver:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self.wait()
+            self.wait_for_save()
         finally:
             self._thread.shutdown()
 
 
-def _outcome(work: Callable[[], T]) -> Future[T]:
-    """Do it now, and keep the result or the error: a rank that cannot copy must still tell the others so."""
+def _run_into_future(work: Callable[[], T]) -> Future[T]:
+    """Run `work` now and keep its result or error: a rank that cannot copy must still join the others' collectives."""
     future: Future[T] = Future()
     try:
         future.set_result(work())
@@ -233,22 +257,26 @@ def _distributed() -> bool:
 
 
 @contextlib.contextmanager
-def _progress(title: str, group: dist.ProcessGroup | None, size: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Progress in bytes of the group's first rank; the others, which have about as much to do, are silent."""
+def _progress_on_first_rank(
+    title: str, group: dist.ProcessGroup | None, size: int | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Yield a progress callback in bytes on the group's first rank; the other ranks, which do about as much, are
+    silent.
+    """
     if _distributed() and dist.get_rank(group):
-        yield _untold
+        yield _no_progress
         return
     with ProgressBar(title, total=size, unit="bytes") as bar:
         yield bar.advance
 
 
-def _untold(_: int) -> None:
-    """Progress that nobody asked for."""
+def _no_progress(_: int) -> None:
+    """Ignore progress."""
 
 
 @contextlib.contextmanager
-def _told_alike(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Turn DCP's exception, which is no Exception and prints one trace a rank, into one sentence."""
+def _same_error_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Convert DCP's CheckpointException (a BaseException with one trace per rank) to a CheckpointError."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -258,7 +286,7 @@ def _told_alike(group: dist.ProcessGroup | None) -> Iterator[None]:
         if not isinstance(cause, Exception):  # an interrupt is not the checkpoint's fault
             raise cause from error
         everywhere = len(error.failures) == (dist.get_world_size(group) if _distributed() else 1)
-        text, hint = _in_words(cause)
+        text, hint = _explain_error(cause)
         raise CheckpointError(text if everywhere else f"rank {rank}: {text}", hint=hint) from error
     except RuntimeError as error:
         # What a rank does itself is told above; only the collectives in between are left.
@@ -268,7 +296,7 @@ def _told_alike(group: dist.ProcessGroup | None) -> Iterator[None]:
         ) from error
 
 
-def _in_words(cause: Exception) -> tuple[str, str | None]:
+def _explain_error(cause: Exception) -> tuple[str, str | None]:
     if isinstance(cause, MegaError):
         return cause.message, cause.hint
     if isinstance(cause, OSError) and cause.filename:
@@ -276,9 +304,9 @@ def _in_words(cause: Exception) -> tuple[str, str | None]:
     return f"{type(cause).__name__}: {cause}", None
 
 
-def _described(manifest: Manifest, written: list[Written], files: dict[str, FileEntry]) -> Manifest:
-    """The manifest with all that was written in it."""
-    chunks: dict[str, list[Written]] = {}
+def _fill_manifest(manifest: Manifest, written: list[WrittenChunk], files: dict[str, FileEntry]) -> Manifest:
+    """Return the manifest with all written chunks and files."""
+    chunks: dict[str, list[WrittenChunk]] = {}
     for one in written:
         chunks.setdefault(one.slab.key, []).append(one)
         files[one.chunk.file] = one.file
@@ -293,15 +321,15 @@ def _described(manifest: Manifest, written: list[Written], files: dict[str, File
     return manifest.model_copy(update={"files": dict(sorted(files.items())), "tensors": tensors})
 
 
-def _copy_assets(source: Path, folder: Place) -> dict[str, FileEntry]:
-    """Copy a folder's files to `assets/`, durably; {name in the checkpoint: entry}."""
+def _copy_assets(source: Path, folder: Location) -> dict[str, FileEntry]:
+    """Copy a folder's files to `assets/`, durably; return {name in the checkpoint: entry}."""
     files = {}
     for above, _, names in os.walk(source):
         inside = Path("assets") / Path(above).relative_to(source)
-        with folder_at(folder / inside).made():
+        with open_storage_folder(folder / inside).create_folder():
             for name in sorted(names):
-                with open(Path(above) / name, "rb") as stream, NewFile(folder / inside / name) as file:
+                with open(Path(above) / name, "rb") as stream, HashedFile(folder / inside / name) as file:
                     while block := stream.read(1 << 22):
-                        file.write(block)
+                        file.write_hashed(block)
                     files[(inside / name).as_posix()] = file.close()
     return files

@@ -1,4 +1,4 @@
-"""Look at a checkpoint without loading it: is every byte right, what is in it, how do two differ.
+"""Verification, inspection and comparison of checkpoints without loading them.
 
 All three stream: they hold a few slabs of a tensor in memory, never a whole checkpoint.
 """
@@ -17,28 +17,28 @@ from torch import Tensor
 
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, MANIFEST, Manifest
-from mega_ckpt.pieces import Shape, cut
-from mega_ckpt.shards import raw
-from mega_ckpt.storage import folder_at
+from mega_ckpt.shard_files import tensor_bytes
+from mega_ckpt.storage import open_storage_folder
+from mega_ckpt.tensor_pieces import TensorShape, split_box
 from mega_common.errors import CheckpointError
-from mega_common.log import ProgressBar, human
-from mega_common.remote import Place
+from mega_common.object_store import Location
+from mega_common.progress_logging import ProgressBar, format_number
 
 if TYPE_CHECKING:
-    from mega_ckpt.source import Source
+    from mega_ckpt.source import WeightSource
 
 SLAB_ELEMENTS = 1 << 22
 READ_BYTES = 1 << 22
 
 
 @dataclass
-class Report:
-    """What `verify` found. `problems` names file and tensor; `extra` are files that the manifest does not name.
+class VerifyReport:
+    """Result of a verification. `problems` names file and tensor; `extra` are files that the manifest does not list.
 
     Without `checksums`, all that can be said is that every tensor could be read.
     """
 
-    folder: Place
+    folder: Location
     step: int
     files: int
     tensors: int
@@ -50,11 +50,13 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is what was written, and finite where that was asked."""
+        """True if every byte is correct, and finite where that was checked."""
         return not self.problems and not self.not_finite
 
     def __str__(self) -> str:
-        lines = [f"{self.folder}: step {self.step}, {self.tensors} tensors, {human(self.bytes)}B in {self.files} files"]
+        lines = [
+            f"{self.folder}: step {self.step}, {self.tensors} tensors, {format_number(self.bytes)}B in {self.files} files"
+        ]
         lines += [f"  {problem}" for problem in self.problems]
         lines += [f"  {key}: {count} elements are not finite" for key, count in self.not_finite.items()]
         lines += [f"  {name}: not a part of the checkpoint" for name in self.extra]
@@ -65,45 +67,47 @@ class Report:
         return "\n".join(lines)
 
 
-def verify(folder: Place, *, finite: bool = False) -> Report:
-    """Read every byte of a checkpoint and compare it with the manifest's checksums; with `finite`, look for NaN too.
+def verify_checkpoint(folder: Location, *, finite: bool = False) -> VerifyReport:
+    """Read every byte of a checkpoint and compare it with the manifest's checksums; with `finite`, also look for NaN.
 
     Goes on after a damaged file, to name all.
 
     Raises:
         CheckpointError: when the manifest itself is missing or not sound: nothing can be said then.
     """
-    manifest = Manifest.read(folder)
+    manifest = Manifest.read_from_folder(folder)
     size = sum(entry.bytes for entry in manifest.files.values())
-    report = Report(folder, manifest.step, len(manifest.files), len(manifest.tensors), size)
+    report = VerifyReport(folder, manifest.step, len(manifest.files), len(manifest.tensors), size)
     inside = f"{manifest.folder}/" if manifest.folder else ""
-    report.extra = sorted(set(folder_at(folder).names()) - {inside + name for name in manifest.files} - {MANIFEST})
+    report.extra = sorted(
+        set(open_storage_folder(folder).list_files()) - {inside + name for name in manifest.files} - {MANIFEST}
+    )
     checkpoint = Checkpoint(folder, manifest)
     with ProgressBar(f"verifying {folder.name}", total=size, unit="bytes") as bar:
         for name in manifest.files:
             report.problems += _file_problems(checkpoint, name, bar)
     if finite and not report.problems:
-        report.not_finite = {key: count for key in manifest.tensors if (count := _not_finite(checkpoint, key))}
+        report.not_finite = {key: count for key in manifest.tensors if (count := _count_not_finite(checkpoint, key))}
     return report
 
 
 def _file_problems(checkpoint: Checkpoint, name: str, bar: ProgressBar) -> list[str]:
-    """All damaged tensors of a file; where it holds none that is, the damage of the file itself."""
+    """Return the problems of the damaged tensors of a file, or the damage of the file itself if no tensor is damaged."""
     path, entry = checkpoint.files / name, checkpoint.manifest.files[name]
     try:
         checkpoint.check_file(name)
     except CheckpointError as error:
         return [error.message]
     digest = xxhash.xxh3_128()
-    ranges = folder_at(checkpoint.files).open(name)
+    ranges = open_storage_folder(checkpoint.files).open_file(name)
     for begin in range(0, entry.bytes, READ_BYTES):
-        block = raw(ranges.read(begin, min(begin + READ_BYTES, entry.bytes)))
+        block = tensor_bytes(ranges.read_range(begin, min(begin + READ_BYTES, entry.bytes)))
         digest.update(block)
         bar.advance(len(block))
     found = []
-    for key, chunk in checkpoint.chunks_in(name):
+    for key, chunk in checkpoint.chunks_in_file(name):
         try:
-            checkpoint.chunk(key, chunk)
+            checkpoint.map_chunk(key, chunk)
         except CheckpointError as error:
             found.append(error.message)
     if not found and digest.hexdigest() != entry.checksum:
@@ -111,37 +115,37 @@ def _file_problems(checkpoint: Checkpoint, name: str, bar: ProgressBar) -> list[
     return list(dict.fromkeys(found))
 
 
-def _not_finite(checkpoint: Checkpoint, key: str) -> int:
-    if not checkpoint.dtype(key).is_floating_point:
+def _count_not_finite(checkpoint: Checkpoint, key: str) -> int:
+    if not checkpoint.tensor_dtype(key).is_floating_point:
         return 0
-    return sum(int((~torch.isfinite(part.float())).sum()) for part in _parts(checkpoint, key))
+    return sum(int((~torch.isfinite(part.float())).sum()) for part in _iter_slabs(checkpoint, key))
 
 
-def _parts(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
-    for offset, shape in cut(checkpoint.shape(key), SLAB_ELEMENTS):
-        yield checkpoint.read(key, offset, shape)
+def _iter_slabs(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
+    for offset, shape in split_box(checkpoint.tensor_shape(key), SLAB_ELEMENTS):
+        yield checkpoint.read_tensor(key, offset, shape)
 
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """How one tensor differs: its shapes and dtypes in a and b, and, for the same shape, the largest differences.
+    """Difference of one tensor: its shapes and dtypes in a and b and, for equal shapes, the largest differences.
 
     `max_rel` is |a - b| / max(|a|, |b|). A NaN on one side only counts as infinite.
     """
 
     key: str
-    shapes: tuple[Shape, Shape]
+    shapes: tuple[TensorShape, TensorShape]
     dtypes: tuple[str, str]
     max_abs: float | None
     max_rel: float | None
 
 
 @dataclass
-class Diff:
-    """How two checkpoints differ. `settings` has {path: (value in a, value in b)}; None where a side has none."""
+class CheckpointDiff:
+    """Differences between two checkpoints. `settings` is {path: (value in a, value in b)}; None if a side has no value."""
 
-    a: Place
-    b: Place
+    a: Location
+    b: Location
     settings: dict[str, tuple[Any, Any]]
     only_in_a: list[str]
     only_in_b: list[str]
@@ -149,8 +153,8 @@ class Diff:
     equal: int = 0
 
     @property
-    def same(self) -> bool:
-        """Whether all settings and all bits of all tensors are the same."""
+    def is_identical(self) -> bool:
+        """True if all settings and all bits of all tensors are equal."""
         return not (self.settings or self.only_in_a or self.only_in_b or self.tensors)
 
     def __str__(self) -> str:
@@ -167,16 +171,16 @@ class Diff:
         return "\n".join(lines)
 
 
-def diff(a: Place, b: Place) -> Diff:
+def diff_checkpoints(a: Location, b: Location) -> CheckpointDiff:
     """Compare two checkpoints: settings (step, model, state) and every tensor, bit for bit.
 
     Raises:
         CheckpointError: when one of them is missing or damaged.
     """
-    left, right = Checkpoint.open(a), Checkpoint.open(b)
+    left, right = Checkpoint.open_folder(a), Checkpoint.open_folder(b)
     settings = dict(_different_settings(_settings(left.manifest), _settings(right.manifest)))
-    keys, others = set(left.keys()), set(right.keys())
-    out = Diff(a, b, settings, sorted(keys - others), sorted(others - keys), [])
+    keys, others = set(left.tensor_keys()), set(right.tensor_keys())
+    out = CheckpointDiff(a, b, settings, sorted(keys - others), sorted(others - keys), [])
     common = sorted(keys & others)
     with ProgressBar("comparing", total=len(common), unit="tensors") as bar:
         for key in common:
@@ -200,13 +204,16 @@ def _different_settings(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, t
 
 
 def _tensor_diff(left: Checkpoint, right: Checkpoint, key: str) -> TensorDiff | None:
-    """None when the two are the same, bit for bit."""
-    shapes, dtypes = (left.shape(key), right.shape(key)), (left.entry(key).dtype, right.entry(key).dtype)
+    """Return the difference of one tensor, or None if it is equal bit for bit."""
+    shapes, dtypes = (
+        (left.tensor_shape(key), right.tensor_shape(key)),
+        (left.tensor_entry(key).dtype, right.tensor_entry(key).dtype),
+    )
     if shapes[0] != shapes[1]:
         return TensorDiff(key, shapes, dtypes, None, None)
     same, max_abs, max_rel = dtypes[0] == dtypes[1], 0.0, 0.0
-    for a, b in zip(_parts(left, key), _parts(right, key), strict=True):
-        if same and raw(a) == raw(b):
+    for a, b in zip(_iter_slabs(left, key), _iter_slabs(right, key), strict=True):
+        if same and tensor_bytes(a) == tensor_bytes(b):
             continue
         same = False
         x, y = a.double(), b.double()
@@ -220,8 +227,8 @@ def _tensor_diff(left: Checkpoint, right: Checkpoint, key: str) -> TensorDiff | 
 
 
 @dataclass
-class Group:
-    """The tensors under one prefix that have one dtype."""
+class TensorGroup:
+    """Tensors with a common prefix and dtype."""
 
     prefix: str
     dtype: str
@@ -231,10 +238,10 @@ class Group:
 
 
 @dataclass
-class Summary:
-    """What is in a checkpoint."""
+class CheckpointSummary:
+    """Summary of the contents of a checkpoint."""
 
-    folder: Place
+    folder: Location
     step: int
     model: dict[str, Any]
     state: dict[str, Any]
@@ -242,42 +249,42 @@ class Summary:
     parameters: int
     bytes: int
     files: int
-    groups: list[Group]
+    groups: list[TensorGroup]
 
     def __str__(self) -> str:
-        lines = [f"{self.folder}: step {self.step}, {human(self.parameters)} parameters"]
-        lines += [f"{human(self.bytes)}B in {self.files} files"]
+        lines = [f"{self.folder}: step {self.step}, {format_number(self.parameters)} parameters"]
+        lines += [f"{format_number(self.bytes)}B in {self.files} files"]
         lines += [f"its weights were quantised: {how}" for how in [self.provenance.get("quantised")] if how]
         lines += ["", "model"]
         lines += [f"  {name:24} {value}" for name, value in self.model.items()]
-        lines += ["", "state"] + [f"  {name:24} {_short(value)}" for name, value in self.state.items()]
+        lines += ["", "state"] + [f"  {name:24} {_truncate(value)}" for name, value in self.state.items()]
         lines += ["", f"{'tensors':26} {'dtype':8} {'count':>7} {'elements':>10} {'bytes':>10}"]
         for one in self.groups:
-            sizes = f"{one.tensors:7} {human(one.elements):>10} {human(one.bytes) + 'B':>10}"
+            sizes = f"{one.tensors:7} {format_number(one.elements):>10} {format_number(one.bytes) + 'B':>10}"
             lines.append(f"  {one.prefix:24} {one.dtype:8} {sizes}")
         return "\n".join(lines)
 
 
-def groups_of(source: Source) -> list[Group]:
-    """The weights of a source, by dtype."""
-    groups: dict[str, Group] = {}
-    for name in source.keys():  # noqa: SIM118
-        dtype, count = source.dtype(name), math.prod(source.shape(name))
-        group = groups.setdefault(DTYPE_NAMES[dtype], Group("weights", DTYPE_NAMES[dtype]))
+def group_by_dtype(source: WeightSource) -> list[TensorGroup]:
+    """Return the weights of a source, grouped by dtype."""
+    groups: dict[str, TensorGroup] = {}
+    for name in source.tensor_names():
+        dtype, count = source.tensor_dtype(name), math.prod(source.tensor_shape(name))
+        group = groups.setdefault(DTYPE_NAMES[dtype], TensorGroup("weights", DTYPE_NAMES[dtype]))
         group.tensors += 1
         group.elements += count
         group.bytes += count * dtype.itemsize
     return list(groups.values())
 
 
-def inspect(folder: Place) -> Summary:
-    """Tell what is in a checkpoint, from its manifest alone.
+def inspect_checkpoint(folder: Location) -> CheckpointSummary:
+    """Summarize a checkpoint from its manifest alone.
 
     Raises:
         CheckpointError: when the manifest is missing or not sound.
     """
-    manifest = Manifest.read(folder)
-    groups: dict[tuple[str, str], Group] = defaultdict(lambda: Group("", ""))
+    manifest = Manifest.read_from_folder(folder)
+    groups: dict[tuple[str, str], TensorGroup] = defaultdict(lambda: TensorGroup("", ""))
     for key, tensor in manifest.tensors.items():
         prefix = "/".join(key.split("/")[:-1]) or "(none)"
         group, count = groups[prefix, tensor.dtype], math.prod(tensor.shape)
@@ -285,7 +292,7 @@ def inspect(folder: Place) -> Summary:
         group.tensors += 1
         group.elements += count
         group.bytes += count * DTYPES[tensor.dtype].itemsize
-    return Summary(
+    return CheckpointSummary(
         folder=folder,
         step=manifest.step,
         model=manifest.model.model_dump(mode="json", exclude_defaults=True),
@@ -298,6 +305,6 @@ def inspect(folder: Place) -> Summary:
     )
 
 
-def _short(value: object, width: int = 80) -> str:
+def _truncate(value: object, width: int = 80) -> str:
     text = str(value)
     return text if len(text) <= width else text[: width - 1] + "…"

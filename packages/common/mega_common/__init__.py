@@ -1,1 +1,1 @@
-"""The small leaf that every package of mega stands on: errors, configuration, files, log. Imports no torch."""
+"""Shared foundation of all mega packages: errors, configuration, files, object stores and logging, without torch."""

@@ -1,4 +1,4 @@
-"""The errors a user can meet, as one family.
+"""Errors that a user can meet, all derived from `MegaError`.
 
 Every `MegaError` prints as one readable message. `exit_status` follows the convention of the command line: 2 for a
 mistake of the user's, 1 for a failure of ours (or of the machine's), 75 for training that was saved before its end.
@@ -12,7 +12,7 @@ INTERRUPTED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command, given ag
 
 
 class MegaError(Exception):
-    """Base of the family: a sentence that names what is wrong, and optionally a way out."""
+    """Base of all user-facing errors: a sentence that names the problem, and optionally a fix."""
 
     exit_status: ClassVar[int] = 2
 
@@ -26,17 +26,17 @@ class MegaError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process borders (workers, ranks); keyword-only arguments do not survive the default pickling.
-        return _rebuild, (type(self), self.message, self.hint)
+        return _rebuild_error, (type(self), self.message, self.hint)
 
 
-def _rebuild(kind: type[MegaError], message: str, hint: str | None) -> MegaError:
+def _rebuild_error(kind: type[MegaError], message: str, hint: str | None) -> MegaError:
     error = kind.__new__(kind)
     MegaError.__init__(error, message, hint=hint)
     return error
 
 
 class ConfigError(MegaError):
-    """A configuration that cannot be used: unknown keys, bad values, rules that contradict."""
+    """A configuration that cannot be used: unknown keys, bad values or conflicting rules."""
 
 
 class DataError(MegaError):
@@ -44,32 +44,34 @@ class DataError(MegaError):
 
 
 class CheckpointError(MegaError):
-    """A checkpoint that is missing, incomplete, corrupt, foreign or of another model."""
+    """A checkpoint that is missing, incomplete, corrupt, of another format or of another model."""
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no checkpoint at a place: certainly none, not one that cannot be read."""
+    """A path that certainly holds no checkpoint (not one that cannot be read)."""
 
 
 class MissingPackageError(MegaError):
-    """A command needs a package or an extra that is not installed."""
+    """A package or extra that a command needs and that is not installed."""
 
 
 class TrainingError(MegaError):
-    """Training cannot go on: a loss that is not a number, a lost rank, a device out of memory."""
+    """Training that cannot continue: a loss that is not finite, a lost rank, a device out of memory."""
 
     exit_status: ClassVar[int] = 1
 
 
-class NumbersError(TrainingError):
-    """Numbers that go wrong, as a run's own policy judges them; a new start would make the same."""
+class NumericalError(TrainingError):
+    """Numerical failure by the run's own policy; a restart would reproduce it."""
 
 
-class Interrupted(MegaError):
-    """Training that was asked to end before its last step (a signal, a limit of time or steps), and has saved."""
+class TrainingInterrupted(MegaError):
+    """Training that was stopped before its last step (by a signal or a limit of time or steps) and has saved a
+    checkpoint.
+    """
 
     exit_status: ClassVar[int] = INTERRUPTED_STATUS
 
 
-class Terminated(Interrupted):
-    """The same, asked by SIGTERM: as launchers end ranks that they start again in another number."""
+class TrainingTerminated(TrainingInterrupted):
+    """Training that was stopped by SIGTERM and has saved; launchers send it to restart with another number of ranks."""

@@ -1,4 +1,4 @@
-"""What a model *is*, as pure data: enough to build it, to count it and to name its tensors on disk.
+"""Model architecture as pure data: enough to build a model, to count its parameters and to name its tensors on disk.
 
 Nothing about how it is trained, split or stored belongs here. Field names are the field's usual ones; a HuggingFace or
 Megatron configuration maps onto this and back (`mega_ckpt.families`).
@@ -11,29 +11,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from mega_common.config import Config, Problem
-from mega_common.counts import ExpertCount, LayerCount, Size
-from mega_common.encoder import EncoderConfig, RelativeConfig
-from mega_common.layers import (
-    DeltaConfig,
-    Feed,
-    Layer,
+from mega_common.encoder_config import EncoderConfig, RelativePositionConfig
+from mega_common.layer_kinds import (
+    FeedForwardKind,
+    GatedDeltaConfig,
+    LayerKind,
+    LayerPatternSpec,
     MambaConfig,
-    Mixer,
-    Pattern,
-    Repeat,
-    check_pattern,
-    spelled,
+    MixerKind,
+    RepeatedLayers,
+    expand_layer_pattern,
+    validate_layer_pattern,
 )
-from mega_common.model_rules import model_problems
-from mega_common.retro import RetroConfig
-from mega_common.vision import VisionConfig
+from mega_common.model_rules import find_model_problems
+from mega_common.retro_config import RetroConfig
+from mega_common.strict_config import ConfigProblem, DimensionSize, ExpertCount, LayerCount, StrictConfig
+from mega_common.vision_config import VisionConfig
 
 GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_erf"})
 
 
-class RopeConfig(Config):
-    """Rotary position embedding (arXiv:2104.09864) and how it was stretched to longer contexts.
+class RopeConfig(StrictConfig):
+    """Rotary position embedding (arXiv:2104.09864) and its scaling to longer contexts.
 
     `scaling` names follow transformers' `rope_type`; the fields below it are the parameters of each kind: `linear` and
     `dynamic` (factor), `llama3` (factor, low_freq_factor, high_freq_factor, original_max_position), `yarn`
@@ -65,8 +64,8 @@ class RopeConfig(Config):
     )
 
 
-class MoeConfig(Config):
-    """A mixture of experts in place of the feed-forward block, in the layers that `layers` names.
+class MoeConfig(StrictConfig):
+    """Mixture of experts (MoE) in place of the feed-forward block, in the layers that `layers` names.
 
     The router's scores are fp32: a softmax or sigmoid of x W^T over all experts. Each token goes to the `top_k` experts
     of the highest scores (plus the selection bias, if there is one), of the `top_groups` best of `groups` groups; the
@@ -106,41 +105,46 @@ class MoeConfig(Config):
         None, description="experts work between two projections that all share, of this width, as in Nemotron-3"
     )
 
-    def problems(self) -> Iterator[Problem]:
-        """Rules between numbers of experts and groups."""
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield violated rules between numbers of experts and groups."""
         if self.num_experts % self.groups:
-            yield Problem("groups", f"must divide num_experts = {self.num_experts}", self.groups)
+            yield ConfigProblem("groups", f"must divide num_experts = {self.num_experts}", self.groups)
         elif self.top_k > self.num_experts // self.groups * self.top_groups:
-            yield Problem(
+            yield ConfigProblem(
                 "top_k",
                 f"must be at most the {self.num_experts // self.groups * self.top_groups} experts a token may use",
                 self.top_k,
             )
         if self.top_groups > self.groups:
-            yield Problem("top_groups", f"must be at most groups = {self.groups}", self.top_groups)
+            yield ConfigProblem("top_groups", f"must be at most groups = {self.groups}", self.top_groups)
         if self.layers == []:
-            yield Problem("layers", "names no layer", hint="leave out moe, or layers for all")
+            yield ConfigProblem("layers", "names no layer", hint="leave out moe, or layers for all")
         if self.bias_rate and not self.selection_bias:
-            yield Problem(
+            yield ConfigProblem(
                 "bias_rate", "moves a selection bias that is not there", self.bias_rate, "selection_bias: true"
             )
         if self.shared_gate and not self.shared_ffn_hidden_size:
-            yield Problem("shared_gate", "gates a shared expert that is not there", hint="give shared_ffn_hidden_size")
-        yield from self._sinkhorn_problems() if self.sinkhorn else ()
+            yield ConfigProblem(
+                "shared_gate", "gates a shared expert that is not there", hint="give shared_ffn_hidden_size"
+            )
+        yield from self._find_sinkhorn_problems() if self.sinkhorn else ()
 
-    def _sinkhorn_problems(self) -> Iterator[Problem]:
-        """The choice is balanced by itself, and the weights are the scores as they are: as Megatron has it."""
+    def _find_sinkhorn_problems(self) -> Iterator[ConfigProblem]:
+        """Yield settings that conflict with Sinkhorn routing, which balances by itself and uses the plain scores as
+        weights, as in Megatron.
+        """
         score = "sigmoid" if self.top_k == 1 else "softmax"
         wanted = {"normalize": False, "scaling": 1.0, "groups": 1, "selection_bias": False, "aux_loss": 0.0}
         for name, value in {"score": score, **wanted}.items():
             if getattr(self, name) != value:
                 told = str(value).lower() if isinstance(value, bool) else value
                 rule = f"does not go with sinkhorn and top_k = {self.top_k}"
-                yield Problem(name, rule, getattr(self, name), f"{name}: {told}")
+                yield ConfigProblem(name, rule, getattr(self, name), f"{name}: {told}")
 
 
-class MlaConfig(Config):
-    """Multi-head latent attention (arXiv:2405.04434): keys and values come from a narrow latent, which is all one caches.
+class MlaConfig(StrictConfig):
+    """Multi-head latent attention (arXiv:2405.04434): keys and values are projected from a narrow latent, the only
+    thing in the KV cache.
 
     A head's query and key have `qk_nope_head_dim` elements without rotation and `qk_rope_head_dim` with; the rotated
     part of the key is shared by all heads.
@@ -154,17 +158,17 @@ class MlaConfig(Config):
     norm_eps: float = Field(1e-6, gt=0, description="of the latents' norms, apart from the model's, as in DeepSeek")
 
 
-class MaskedLmConfig(Config):
-    """What an encoder guesses tokens with: norm(act(W x)), before the output matrix and a bias of each token (BERT)."""
+class MaskedLmConfig(StrictConfig):
+    """Masked-LM head of an encoder: norm(act(W x)), then the output matrix and a bias per token (BERT)."""
 
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
     dense_bias: bool = Field(True, description="of W")
     bias: bool = Field(True, description="of each token's logit")
 
 
-class ModelConfig(Config):
-    """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both. Sizes are counts of
-    elements; see the README for presets.
+class ModelConfig(StrictConfig):
+    """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both. Sizes are
+    counts of elements; see the README for presets.
 
     `layers` says of which kind each layer is: "attention", "mamba" or "delta", "mlp" or "moe", or one of the first and
     one of the others, as "attention+mlp"; `{times: 3, of: [mamba, mlp]}` stands for several. A string has one letter a
@@ -173,11 +177,11 @@ class ModelConfig(Config):
     """
 
     num_layers: LayerCount
-    layers: Annotated[Pattern, AfterValidator(check_pattern)] | None = None
-    hidden_size: Size
-    ffn_hidden_size: Size
-    num_attention_heads: Size
-    vocab_size: Size
+    layers: Annotated[LayerPatternSpec, AfterValidator(validate_layer_pattern)] | None = None
+    hidden_size: DimensionSize
+    ffn_hidden_size: DimensionSize
+    num_attention_heads: DimensionSize
+    vocab_size: DimensionSize
     num_kv_heads: PositiveInt | None = Field(None, description="grouped-query attention; default: every head its own")
     head_dim: PositiveInt | None = Field(None, description="default: hidden_size / num_attention_heads")
     max_position: PositiveInt = Field(4096, description="longest sequence the positions are made for, in tokens")
@@ -200,7 +204,7 @@ class ModelConfig(Config):
     token_types: NonNegativeInt = Field(0, description="kinds of segment, whose embeddings are added, as in BERT")
     embedding_norm: bool = Field(False, description="a norm of the embeddings, as in BERT")
     rope: RopeConfig = RopeConfig()
-    relative: RelativeConfig = RelativeConfig()
+    relative: RelativePositionConfig = RelativePositionConfig()
     local_rope: RopeConfig | None = Field(None, description="of layers with a sliding window; default: `rope`")
     no_rope_layers: list[NonNegativeInt] | None = Field(None, description="layers that rotate nothing, as in SmolLM3")
     scale_embeddings: bool = Field(False, description="embeddings times sqrt(hidden_size), as in Gemma")
@@ -242,7 +246,7 @@ class ModelConfig(Config):
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
-    delta: DeltaConfig | None = None
+    delta: GatedDeltaConfig | None = None
     vision: VisionConfig | None = None
     encoder: EncoderConfig | None = None
     retro: RetroConfig | None = None
@@ -257,88 +261,90 @@ class ModelConfig(Config):
     mtp_loss: float = Field(0.3, ge=0, description="weight of their mean loss (arXiv:2412.19437)")
 
     @property
-    def kv_heads(self) -> int:
+    def key_value_heads(self) -> int:
         """Number of key/value heads."""
         return self.num_kv_heads or self.num_attention_heads
 
     @property
-    def heads(self) -> dict[Mixer, tuple[int, int]]:
-        """Of each kind of mixer in use: its heads, and the key/value heads, key heads or groups that they share."""
-        mamba, delta, used = self.mamba, self.delta, self._mixers
-        every: dict[Mixer, tuple[int, int]] = {
-            "attention": (self.num_attention_heads, self.kv_heads),
+    def heads_by_mixer(self) -> dict[MixerKind, tuple[int, int]]:
+        """Heads of each mixer kind in use: (heads, key/value heads or key heads or groups that they share)."""
+        mamba, delta, used = self.mamba, self.delta, self._mixer_kinds
+        every: dict[MixerKind, tuple[int, int]] = {
+            "attention": (self.num_attention_heads, self.key_value_heads),
             **({"mamba": (mamba.num_heads, mamba.num_groups)} if mamba else {}),
             **({"delta": (delta.num_value_heads, delta.num_key_heads)} if delta else {}),
         }
         return {kind: counts for kind, counts in every.items() if kind in used}
 
     @property
-    def recurrent(self) -> bool:
-        """Whether some layer carries a state from token to token."""
-        return not self._mixers.isdisjoint(("mamba", "delta"))
+    def is_recurrent(self) -> bool:
+        """True if any layer carries a state from token to token."""
+        return not self._mixer_kinds.isdisjoint(("mamba", "delta"))
 
     @property
-    def _mixers(self) -> set[Mixer | None]:
-        """Those in use: by the pattern alone, for `num_layers` may be any number before it is checked."""
-        names = spelled(self.layers or [])
-        rest: set[Mixer | None] = {"attention"} if len(names) < self.num_layers + self.mtp_layers else set()
-        return {Layer.parse(name).mixer for name in set(names)} | rest
+    def _mixer_kinds(self) -> set[MixerKind | None]:
+        """Mixer kinds in use, by the pattern alone, because `num_layers` may be any number before validation."""
+        names = expand_layer_pattern(self.layers or [])
+        rest: set[MixerKind | None] = {"attention"} if len(names) < self.num_layers + self.mtp_layers else set()
+        return {LayerKind.parse(name).mixer for name in set(names)} | rest
 
     @property
-    def shared_heads(self) -> set[int]:
-        """How many heads there are of each kind that several ranks may hold the same of."""
+    def shared_head_counts(self) -> set[int]:
+        """Numbers of heads or groups, one per kind, that several ranks may replicate."""
         groups = {self.mamba.num_groups} if self.mamba else set()
-        return {self.kv_heads} | groups | ({self.delta.num_key_heads} if self.delta else set())
+        return {self.key_value_heads} | groups | ({self.delta.num_key_heads} if self.delta else set())
 
     @property
-    def head_size(self) -> int:
+    def query_key_head_dim(self) -> int:
         """Width of one attention head's query and key."""
         if self.mla:
             return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def value_size(self) -> int:
+    def attention_value_dim(self) -> int:
         """Width of one attention head's value."""
-        return self.mla.v_head_dim if self.mla else self.head_size
+        return self.mla.v_head_dim if self.mla else self.query_key_head_dim
 
     @property
-    def rotated_size(self) -> int:
-        """Elements of a head that rotary positions turn."""
-        return self.mla.qk_rope_head_dim if self.mla else int(self.head_size * self.rope.fraction)
+    def rotary_dim(self) -> int:
+        """Number of elements of a head that are rotated by RoPE."""
+        return self.mla.qk_rope_head_dim if self.mla else int(self.query_key_head_dim * self.rope.fraction)
 
-    def window(self, layer: int) -> int | None:
-        """Keys that a query of that layer sees, itself included; None for all."""
+    def get_attention_window(self, layer: int) -> int | None:
+        """Return the attention window of a layer in keys, the query's own included; None for full attention."""
         return None if layer in (self.full_attention_layers or ()) else self.sliding_window
 
     @property
-    def head_bias(self) -> bool:
-        """Whether there is something to add to the logits, for each token of the vocabulary."""
+    def has_output_bias(self) -> bool:
+        """True if a bias per vocabulary token is added to the logits."""
         return bool((self.masked_lm and self.masked_lm.bias) or (self.encoder and self.encoder.head_bias))
 
     @property
     def has_encoder(self) -> bool:
-        """Whether beside the decoder's text something is read that an encoder of its own makes more of: a source, or neighbours."""
+        """True if an encoder reads a second input beside the decoder's text: a source sequence or retrieved neighbors."""
         return self.encoder is not None or self.retro is not None
 
-    def encodes(self, layer: int) -> bool:
-        """Whether that layer is the encoder's."""
+    def is_encoder_layer(self, layer: int) -> bool:
+        """Return whether a layer belongs to the encoder."""
         return self.encoder is not None and layer < self.encoder.num_layers
 
-    def crosses(self, layer: int) -> bool:
-        """Whether that layer sees what an encoder made, too."""
+    def has_cross_attention(self, layer: int) -> bool:
+        """Return whether a layer attends to an encoder's output."""
         if self.retro is not None:
-            return layer in self.retro_layers
+            return layer in self.retrieval_layers
         return self.encoder is not None and layer >= self.encoder.num_layers
 
     @property
-    def retro_layers(self) -> list[int]:
-        """Layers that attend to retrieved neighbours; before the first one's attention to them an encoder reads these."""
-        return [] if self.retro is None else self.retro.layers_of(self.num_layers)
+    def retrieval_layers(self) -> list[int]:
+        """Layers that attend to retrieved neighbors; the neighbor encoder runs before the first of them."""
+        return [] if self.retro is None else self.retro.list_retrieval_layers(self.num_layers)
 
     @property
-    def neighbor_encoder(self) -> ModelConfig | None:
-        """The layers of that encoder, the first of which sees the chunk."""
+    def neighbor_encoder_config(self) -> ModelConfig | None:
+        """Configuration of the encoder of retrieved neighbors, whose first layer attends to the chunk; None without
+        retrieval.
+        """
         retro = self.retro
         if retro is None:
             return None
@@ -351,67 +357,69 @@ class ModelConfig(Config):
         }  # fmt: skip
         return self.model_copy(update=fields)
 
-    def rotates(self, layer: int) -> bool:
-        """Whether that layer turns queries and keys by their positions."""
+    def has_rotary_positions(self, layer: int) -> bool:
+        """Return whether a layer rotates queries and keys by position."""
         return self.position == "rope" and layer not in (self.no_rope_layers or ())
 
     @property
-    def kinds(self) -> list[Layer]:
-        """The kind of every layer, those that predict further tokens included."""
-        return [self.kind(layer) for layer in range(self.num_layers + self.mtp_layers)]
+    def layer_kinds(self) -> list[LayerKind]:
+        """Kinds of all layers, MTP layers included."""
+        return [self.get_layer_kind(layer) for layer in range(self.num_layers + self.mtp_layers)]
 
-    def kind(self, layer: int) -> Layer:
-        """What that layer mixes tokens with, and its feed-forward block."""
-        names = spelled(self.layers or [])
+    def get_layer_kind(self, layer: int) -> LayerKind:
+        """Return the mixer and the feed-forward block of a layer."""
+        names = expand_layer_pattern(self.layers or [])
         if layer < len(names):
-            return Layer.parse(names[layer])
+            return LayerKind.parse(names[layer])
         sparse = self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
-        return Layer("attention", "moe" if sparse else "mlp")
+        return LayerKind("attention", "moe" if sparse else "mlp")
 
-    def mixer(self, layer: int) -> Mixer | None:
-        """What mixes the tokens in that layer."""
-        return self.kind(layer).mixer
+    def get_mixer_kind(self, layer: int) -> MixerKind | None:
+        """Return the token mixer of a layer."""
+        return self.get_layer_kind(layer).mixer
 
-    def feed(self, layer: int) -> Feed | None:
-        """That layer's feed-forward block."""
-        return self.kind(layer).feed
+    def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:
+        """Return the kind of a layer's feed-forward block."""
+        return self.get_layer_kind(layer).feed_forward
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether that layer's feed-forward block is a mixture of experts."""
-        return self.feed(layer) == "moe"
-
-    @property
-    def tower(self) -> ModelConfig | None:
-        """The layers of its vision tower, if it has one."""
-        return None if self.vision is None else ModelConfig.model_validate(self.vision.encoder)
-
-    def computes(self, name: str) -> bool:
-        """Whether a tensor, by its canonical name, is for anything: of a vision tower the last ones may not be."""
-        return self.vision is None or self.vision.computes(name)
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return whether a layer's feed-forward block is a mixture of experts."""
+        return self.get_feed_forward_kind(layer) == "moe"
 
     @property
-    def gated(self) -> bool:
-        """Whether the feed-forward block has a gate beside its up projection."""
+    def vision_encoder_config(self) -> ModelConfig | None:
+        """Configuration of the vision encoder's layers; None without one."""
+        return None if self.vision is None else ModelConfig.model_validate(self.vision.encoder_fields)
+
+    def uses_tensor(self, name: str) -> bool:
+        """Return whether a tensor, by its canonical name, is used in the forward pass; the last layers of a vision
+        encoder may not be.
+        """
+        return self.vision is None or self.vision.uses_tensor(name)
+
+    @property
+    def has_gated_mlp(self) -> bool:
+        """True if the feed-forward block has a gate beside its up projection."""
         return self.activation in GATED_ACTIVATIONS
 
     @model_validator(mode="before")
     @classmethod
-    def _scored(cls, raw: Any) -> Any:
-        """What scores has no output layer, which might be tied, nor layers that go by one."""
+    def _apply_reward_defaults(cls, raw: Any) -> Any:
+        """Disable tied embeddings and MTP layers of a reward model, which has no output layer."""
         return {**raw, "tie_embeddings": False, "mtp_layers": 0} if isinstance(raw, dict) and raw.get("score") else raw
 
     @model_validator(mode="before")
     @classmethod
     def _count_layers(cls, raw: Any) -> Any:
-        """Without `num_layers` there are as many as `layers` names."""
+        """Set `num_layers` to the number of layers that `layers` names, if it is not given."""
         if not isinstance(raw, dict) or "num_layers" in raw or not raw.get("layers"):
             return raw
         try:
-            repeats = [item if isinstance(item, str) else Repeat.model_validate(item) for item in raw["layers"]]
+            repeats = [item if isinstance(item, str) else RepeatedLayers.model_validate(item) for item in raw["layers"]]
         except ValidationError:  # which the field's own check tells
             return raw
-        return {**raw, "num_layers": len(spelled(repeats))}
+        return {**raw, "num_layers": len(expand_layer_pattern(repeats))}
 
-    def problems(self) -> Iterator[Problem]:
-        """See `mega_common.model_rules`."""
-        return model_problems(self)
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield violated rules between fields, by `mega_common.model_rules`."""
+        return find_model_problems(self)

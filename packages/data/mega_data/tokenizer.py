@@ -19,11 +19,11 @@ import numpy.typing as npt
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from mega_common.atomic_files import compute_file_sha256, open_atomic_file, write_json_atomically
+from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import DataError
-from mega_common.files import atomic_file, sha256_file, write_json
-from mega_common.log import ProgressBar, logger
-from mega_common.parsing import parse_json
-from mega_data.plain_text import PlainTextBackend
+from mega_common.progress_logging import ProgressBar, logger
+from mega_data.plain_text_tokenizer import PlainTextBackend
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -39,8 +39,8 @@ WINDOW = 2048
 LEADS = ("", "\n")
 
 
-class Piece(NamedTuple):
-    """A part of a long text. `exact`: cutting after it changes no token; `last`: nothing follows.
+class TextPiece(NamedTuple):
+    """Piece of a long text. `exact`: cutting after it changes no token; `last`: nothing follows.
 
     It is encoded with `lead` before it, whose tokens are taken off.
     """
@@ -51,8 +51,8 @@ class Piece(NamedTuple):
     lead: str = ""
 
 
-class Cut(NamedTuple):
-    """Where a piece ends and the next begins, and with which lead that is encoded."""
+class TextCut(NamedTuple):
+    """Position where a piece ends and the next begins, and the lead with which the next one is encoded."""
 
     end: int
     begin: int
@@ -60,7 +60,8 @@ class Cut(NamedTuple):
 
 
 class Tokenizer:
-    """Encoder and decoder of one tokenizer.json. With `specials_as_text` a special token spelled in a text is text.
+    """Encoder and decoder of one tokenizer.json. With `specials_as_text` a special token spelled in a text is encoded
+    as text.
 
     Attributes:
         path: the `tokenizer.json`.
@@ -77,7 +78,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path, *, specials_as_text: bool = False) -> None:
-        self.path = _tokenizer_file(Path(path))
+        self.path = _find_tokenizer_file(Path(path))
         try:
             self.backend = Backend.from_file(str(self.path))
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
@@ -90,21 +91,21 @@ class Tokenizer:
         if not ids:
             raise DataError(f"{self.path}: the vocabulary is empty")
         self.vocab_size = max(ids.values()) + 1
-        self.eos_id = _eos_id(self.path.parent, ids)
-        begin = _named(self.path.parent, "bos_token")
+        self.eos_id = _find_eos_id(self.path.parent, ids)
+        begin = _read_special_token(self.path.parent, "bos_token")
         self.bos_id = ids.get(begin[1]) if begin else None
         self.eos_token = self.backend.id_to_token(self.eos_id) if self.eos_id is not None else None
-        self.fingerprint = sha256_file(self.path)
+        self.fingerprint = compute_file_sha256(self.path)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of one text; `add_special_tokens` puts those around it that the tokenizer's template names."""
+        """Return the token ids of one text; `add_special_tokens` adds the tokens of the tokenizer's template around it."""
         if self.plain is not None:
             return self.plain.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike = np.int32) -> list[npt.NDArray[Any]]:
-        """Token ids of many texts, one array `dtype` [tokens] each, without special tokens around them."""
+        """Return the token ids of many texts, one array `dtype` [tokens] each, without special tokens around them."""
         native = np.dtype(dtype).newbyteorder("=")
         if self.plain is not None:
             lists = self.plain.encode_batch(texts)
@@ -114,12 +115,12 @@ class Tokenizer:
         return [np.frombuffer(pack(f"{len(ids)}{native.char}", *ids), native) for ids in lists]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def split(self, blocks: Iterable[str], size: int, leads: Sequence[str] = LEADS) -> Iterator[Piece]:
-        """Cut a long text into pieces of `size` to twice as many characters, which encode to the tokens of the whole.
+    def split_long_text(self, blocks: Iterable[str], size: int, leads: Sequence[str] = LEADS) -> Iterator[TextPiece]:
+        """Split a long text into pieces of `size` to 2 x `size` characters, which encode to the tokens of the whole.
 
         It comes in blocks, of which no more are held than a piece and what is looked at around its end. Encoding takes a
         hundred bytes of memory and more for each byte of text, so half a gigabyte of text cannot go in one call.
@@ -138,46 +139,46 @@ class Tokenizer:
             if len(text) - start <= size:
                 break
             low, high = start + size, min(start + 2 * size, len(text))
-            cut = self._seam(text, low, high, leads)
+            cut = self._find_exact_cut(text, low, high, leads)
             exact = cut is not None
-            if cut is None and (cut := self._rough_cut(text, low, leads)) is None:
+            if cut is None and (cut := self._find_rough_cut(text, low, leads)) is None:
                 break
-            yield Piece(text[start : cut.end], exact, False, lead)
+            yield TextPiece(text[start : cut.end], exact, False, lead)
             start, lead = cut.begin, cut.lead
-        yield Piece("".join([text[start:], *blocks]), True, True, lead)
+        yield TextPiece("".join([text[start:], *blocks]), True, True, lead)
 
-    def encode_after(self, lead: str, text: str) -> list[int]:
-        """Token ids of a text with a lead, without those of the lead."""
+    def encode_after_lead(self, lead: str, text: str) -> list[int]:
+        """Return the token ids of `text` encoded behind `lead`, without the tokens of the lead."""
         return self.encode(lead + text)[len(self.encode(lead)) :]
 
-    def _seam(self, text: str, low: int, high: int, leads: Sequence[str], tries: int = 64) -> Cut | None:
-        """A cut that leaves the tokens of the whole."""
+    def _find_exact_cut(self, text: str, low: int, high: int, leads: Sequence[str], tries: int = 64) -> TextCut | None:
+        """Return a cut that keeps all tokens of the whole text, or None."""
         for match, _ in zip(SEAM.finditer(text, low, high), range(tries), strict=False):
             end = match.end()
             for begin in (end, end + 1) if text[end] == " " else (end,):
                 left, right = text[max(end - WINDOW, 0) : end], text[begin : begin + WINDOW]
                 whole, first = self.encode(left + text[end:begin] + right), self.encode(left)
                 for lead in leads:
-                    second = self.encode_after(lead, right)  # one unknown word with the lead: nothing is left
+                    second = self.encode_after_lead(lead, right)  # one unknown word with the lead: nothing is left
                     if second and whole == first + second:
-                        return Cut(end, begin, lead)
+                        return TextCut(end, begin, lead)
         return None
 
-    def _rough_cut(self, text: str, low: int, leads: Sequence[str], tries: int = 64) -> Cut | None:
-        """A cut that leaves the text at least."""
+    def _find_rough_cut(self, text: str, low: int, leads: Sequence[str], tries: int = 64) -> TextCut | None:
+        """Return a cut that keeps at least the decoded text, or None."""
         for cut in range(low, min(low + tries, len(text))):
             left, right = text[max(cut - WINDOW, 0) : cut], text[cut : cut + WINDOW]
             whole, first = self.decode(self.encode(left + right)), self.encode(left)
             for lead in leads:
-                second = self.encode_after(lead, right)
+                second = self.encode_after_lead(lead, right)
                 if second and whole == self.decode(first + second):
-                    return Cut(cut, cut, lead)
+                    return TextCut(cut, cut, lead)
         return None
 
 
 @contextlib.contextmanager
-def one_thread_per_call() -> Iterator[None]:
-    """Keep the encoding libraries from spreading each batch over threads of their own: the caller has threads.
+def disable_encoder_threads() -> Iterator[None]:
+    """Prevent the encoding libraries from using threads of their own for each batch, because the caller uses threads.
 
     They take this setting from the environment alone; it is put back on leaving.
     """
@@ -194,7 +195,7 @@ def one_thread_per_call() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _tokenizer_file(path: Path) -> Path:
+def _find_tokenizer_file(path: Path) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         return file
@@ -212,8 +213,8 @@ def _tokenizer_file(path: Path) -> Path:
     )
 
 
-def _eos_id(folder: Path, ids: dict[str, int]) -> int | None:
-    if named := _named(folder, "eos_token"):
+def _find_eos_id(folder: Path, ids: dict[str, int]) -> int | None:
+    if named := _read_special_token(folder, "eos_token"):
         file, token = named
         if token not in ids:
             raise DataError(f"{file}: eos_token {token!r} is not in the vocabulary of tokenizer.json")
@@ -222,12 +223,12 @@ def _eos_id(folder: Path, ids: dict[str, int]) -> int | None:
     return usual[0] if len(usual) == 1 else None
 
 
-def _named(folder: Path, key: str) -> tuple[Path, str] | None:
-    """The token that the folder's settings have under `key`, and the file that says so."""
+def _read_special_token(folder: Path, key: str) -> tuple[Path, str] | None:
+    """Return the token that the folder's settings name under `key`, and the file that names it."""
     for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         if file.is_file():
             try:
-                entry = parse_json(file.read_text(encoding="utf-8")).get(key)
+                entry = parse_json_text(file.read_text(encoding="utf-8")).get(key)
             except (OSError, ValueError, AttributeError) as error:
                 raise DataError(f"{file}: cannot be read ({error})") from None
             token = entry.get("content") if isinstance(entry, dict) else entry
@@ -237,7 +238,7 @@ def _named(folder: Path, key: str) -> tuple[Path, str] | None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, overwrite: bool = False) -> Tokenizer:
-    """Train a byte-level BPE tokenizer (GPT-2's kind) and write `tokenizer.json` and `tokenizer_config.json`.
+    """Train a byte-level BPE tokenizer (GPT-2's type) and write `tokenizer.json` and `tokenizer_config.json`.
 
     Token 0 is `<|endoftext|>`, then come the 256 bytes; so every text can be encoded. transformers loads the folder.
 
@@ -262,32 +263,32 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, over
         show_progress=False,
     )
     with ProgressBar("training the tokenizer", unit="bytes") as bar:
-        backend.train_from_iterator(_counted(texts, bar), trainer)
+        backend.train_from_iterator(_count_characters(texts, bar), trainer)
     if not bar.done:
         raise DataError("no text to train a tokenizer on: every input is empty")
     if backend.get_vocab_size() < vocab_size:
         logger.warning("the text gives a vocabulary of %d only, not %d", backend.get_vocab_size(), vocab_size)
     names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    save(backend, file, {**names, "model_max_length": 1_000_000_000})
+    save_tokenizer(backend, file, {**names, "model_max_length": 1_000_000_000})
     return Tokenizer(folder)
 
 
-def _counted(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
+def _count_characters(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
     for text in texts:
         bar.advance(len(text))
         yield text
 
 
-def save(backend: Backend, file: Path, config: dict[str, Any]) -> None:
-    """Write a tokenizer.json, and beside it a tokenizer_config.json with more settings, for transformers.
+def save_tokenizer(backend: Backend, file: Path, config: dict[str, Any]) -> None:
+    """Write tokenizer.json, and beside it tokenizer_config.json with more settings for transformers.
 
     Raises:
         DataError: when the disk refuses.
     """
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **config}
     try:
-        write_json(file.with_name("tokenizer_config.json"), settings)
-        with atomic_file(file, text=True) as stream:
+        write_json_atomically(file.with_name("tokenizer_config.json"), settings)
+        with open_atomic_file(file, text=True) as stream:
             stream.write(backend.to_str(pretty=True))
     except OSError as error:
         raise DataError(f"{file}: cannot be written ({error.strerror})") from error

@@ -1,11 +1,13 @@
-"""Settings of a generation_config.json: which ones `Sampling` follows as transformers does, and which ones have no counterpart."""
+"""Settings of generation_config.json: those that `Sampling` applies as transformers does, and those that are not
+supported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mega_ckpt.families.base import words
+from mega_ckpt.families.family import split_words
 
 # Followed whenever they are given, with the value that means "off".
 _ALWAYS: Mapping[str, tuple[Any, ...]] = {
@@ -50,7 +52,7 @@ _UNSUPPORTED_DRAWN: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1,),
 }
 # Say how to compute, how much to return, or how long a text may be, which is an option's business here.
-_HARMLESS = words(
+_HARMLESS = split_words(
     """_from_model_config assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind
     bos_token_id cache_config cache_implementation compile_config continuous_batching_config decoder_start_token_id
     disable_compile do_sample early_stopping eos_token_id is_assistant length_penalty low_memory max_cache_len max_length
@@ -62,12 +64,12 @@ _HARMLESS = words(
 GENERATION_KEYS = frozenset({*_ALWAYS, *_DRAWN, *_UNSUPPORTED, *_UNSUPPORTED_DRAWN, "do_sample", "eos_token_id"})
 
 
-def sampling_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+def parse_sampling_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `Sampling` that a generation_config.json gives."""
-    found = {name: raw[name] for name, off in _ALWAYS.items() if _set(raw, name, off)}
+    found = {name: raw[name] for name, off in _ALWAYS.items() if _is_set(raw, name, off)}
     if raw.get("min_new_tokens") is not None:  # which replaces the other
         found.pop("min_length", None)
-    ends = token_list(raw.get("eos_token_id"))
+    ends = parse_token_ids(raw.get("eos_token_id"))
     if found.keys() & {"min_length", "min_new_tokens"}:
         found["min_length_ends"] = ends
     if isinstance(words := found.get("bad_words_ids"), list):  # an end token alone is no bad word
@@ -78,25 +80,27 @@ def sampling_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def unsupported_settings(raw: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a generation_config.json that would change the text and have no counterpart, as `name = value`."""
+def list_unsupported_settings(raw: Mapping[str, Any]) -> list[str]:
+    """Return the unsupported settings of a generation_config.json that would change the text, as `name = value`."""
     drawn = bool(raw.get("do_sample"))
     refused = {**_UNSUPPORTED, **_UNSUPPORTED_DRAWN}
     known = {*_ALWAYS, *_DRAWN, *_HARMLESS, *(() if drawn else _UNSUPPORTED_DRAWN)}
-    names = sorted(name for name in raw if name not in known and _set(raw, name, refused.get(name, ())))
+    names = sorted(name for name in raw if name not in known and _is_set(raw, name, refused.get(name, ())))
     return [f"{name} = {raw[name]!r:.60}" for name in names]
 
 
-def token_list(value: object) -> list[int]:
+def parse_token_ids(value: object) -> list[int]:
     """Return the tokens of a setting that is a token, a list of tokens or null."""
-    return list(_tokens(value))
+    return list(_iterate_token_ids(value))
 
 
-def _tokens(value: object) -> Iterator[int]:
+def _iterate_token_ids(value: object) -> Iterator[int]:
+    """Yield the integers of a value or of a list of values."""
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, int):
             yield item
 
 
-def _set(raw: Mapping[str, Any], name: str, off: tuple[Any, ...]) -> bool:
+def _is_set(raw: Mapping[str, Any], name: str, off: tuple[Any, ...]) -> bool:
+    """Return whether a setting is given with a value other than its neutral ones."""
     return raw.get(name) is not None and raw[name] not in off

@@ -1,4 +1,4 @@
-"""A model to be asked from Python.
+"""Python interface for inference with a model.
 
 from mega_eval.language_model import LanguageModel
 
@@ -18,34 +18,34 @@ from pathlib import Path
 from typing import Any
 
 from mega_common.errors import ConfigError
-from mega_common.remote import Place
-from mega_data.chat.records import Conversation
-from mega_data.chat.template import ChatTemplate
+from mega_common.object_store import Location
+from mega_data.chat.chat_records import Conversation
+from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
-from mega_eval.adapters import Beside
-from mega_eval.chat import load_chat_template
-from mega_eval.generate import Completion, Draft, Prompt, generate, stream
-from mega_eval.load import (
+from mega_eval.chat_session import load_chat_template
+from mega_eval.generate import Completion, DraftSource, GenerationPrompt, generate_completions, stream_completion
+from mega_eval.model_loading import (
     PRECISIONS,
-    Kind,
-    device_named,
-    end_tokens,
-    load_model,
+    LoraAdapterSet,
+    ModelKind,
+    find_end_tokens,
+    load_inference_model,
+    load_sampling_settings,
     load_tokenizer,
-    own_sampling,
-    warn_of_unsupported,
+    select_device,
+    warn_unsupported_settings,
 )
 from mega_eval.sampling import Sampling
-from mega_eval.score import Score, score
-from mega_eval.text import Limits
-from mega_trainer.mesh import Groups
+from mega_eval.score import Score, score_continuations
+from mega_eval.text_stream import GenerationLimits
+from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.parallel.lora import Selection
+from mega_trainer.parallel.lora_layers import AdapterSelection
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A model, its tokenizer, and what its folder says of how to use them.
+    """Model with its tokenizer and the generation settings of its folder.
 
     Attributes:
         path: where they were loaded from.
@@ -57,28 +57,28 @@ class LanguageModel:
         adapters: those beside the model, of which the engine's requests may have one.
     """
 
-    path: str | Place
+    path: str | Location
     model: Decoder
     tokenizer: Tokenizer
     ends: frozenset[int]
     settings: Mapping[str, Any]
-    draft: Draft | None = None
-    adapters: Selection | None = None
+    draft: DraftSource | None = None
+    adapters: AdapterSelection | None = None
 
     @classmethod
     def load(
         cls,
-        path: str | Place,
+        path: str | Location,
         *,
         precision: str = "fp32",
         device: str = "auto",
         tokenizer: Path | None = None,
         draft: str | None = None,
-        groups: Groups | None = None,
-        adapter: str | Place | None = None,
+        groups: ParallelGroups | None = None,
+        adapter: str | Location | None = None,
         adapters: Mapping[str, str] | None = None,
     ) -> LanguageModel:
-        """A mega checkpoint, the newest of a run folder, a HuggingFace folder or a GGUF file.
+        """Load a mega checkpoint, the latest checkpoint of a run folder, a HuggingFace folder or a GGUF file.
 
         Args:
             path: where it is; or its URL.
@@ -99,29 +99,29 @@ class LanguageModel:
             raise ConfigError(f"precision {precision!r} is unknown", hint=", ".join(PRECISIONS))
         if adapters and draft == "mtp":
             raise ConfigError(f"{path}: its layers for further tokens know no adapters", hint="draft: ngrams")
-        dtype, where = PRECISIONS[precision], device_named(device)
+        dtype, where = PRECISIONS[precision], select_device(device)
         words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path, adapter)
-        named: dict[str | None, Draft | None] = {None: None, "ngrams": "ngrams", "mtp": "mtp", "none": "none"}
-        guesses = named[draft] if draft in named else load_model(str(draft), dtype=dtype, device=where)
-        beside = Beside.open(path, adapters) if adapters else None
-        kinds: tuple[Kind, ...] = ("decoder", "encoder-decoder")
-        model = load_model(
+        named: dict[str | None, DraftSource | None] = {None: None, "ngrams": "ngrams", "mtp": "mtp", "none": "none"}
+        guesses = named[draft] if draft in named else load_inference_model(str(draft), dtype=dtype, device=where)
+        beside = LoraAdapterSet.open_adapters(path, adapters) if adapters else None
+        kinds: tuple[ModelKind, ...] = ("decoder", "encoder-decoder")
+        model = load_inference_model(
             path,
             dtype=dtype,
             device=where,
             groups=groups,
             kinds=kinds,
             adapter=adapter,
-            beside=beside,
+            lora_adapters=beside,
             mtp=draft == "mtp",
         )
         selection = None if beside is None else beside.choice.selection
         if groups is None or groups.tp.rank == groups.pp.rank == 0:
-            warn_of_unsupported(path)
-        return cls(path, model, words, end_tokens(path, words), own_sampling(path), guesses, selection)
+            warn_unsupported_settings(path)
+        return cls(path, model, words, find_end_tokens(path, words), load_sampling_settings(path), guesses, selection)
 
     def sampling(self, **settings: Any) -> Sampling:
-        """Return the settings of `Sampling` as given here, and of the folder where they are not.
+        """Return `Sampling` with the given settings, and those of the model's folder where none are given.
 
         Minimum lengths hold for every token that ends a text.
 
@@ -133,7 +133,7 @@ class LanguageModel:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[GenerationPrompt],
         *,
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
@@ -142,48 +142,50 @@ class LanguageModel:
         grammar: str | None = None,
         **settings: Any,
     ) -> list[Completion]:
-        """Continue each prompt; `settings` are those of `Sampling`, the rest as in `generate.generate`.
+        """Continue each prompt; `settings` are those of `Sampling`, the other arguments as in `generate_completions`.
 
         Raises:
             DataError: when a prompt cannot be continued.
             ConfigError: when a setting is unknown or cannot be.
         """
-        return generate(
-            self.model, self.tokenizer, prompts, Limits(max_new_tokens, stop, self.ends), self.sampling(**settings),
+        return generate_completions(
+            self.model, self.tokenizer, prompts, GenerationLimits(max_new_tokens, stop, self.ends), self.sampling(**settings),
             batch_size=batch_size, logprobs=logprobs, grammar=grammar, draft=self.draft,
         )  # fmt: skip
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: GenerationPrompt,
         *,
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
         grammar: str | None = None,
         **settings: Any,
     ) -> Iterator[str]:
-        """Continue one prompt, yielding text as it becomes certain; else as `generate`."""
-        limits = Limits(max_new_tokens, stop, self.ends)
-        return stream(
+        """Continue one prompt and yield text as it becomes final; arguments as in `generate`."""
+        limits = GenerationLimits(max_new_tokens, stop, self.ends)
+        return stream_completion(
             self.model, self.tokenizer, prompt, limits, self.sampling(**settings), grammar=grammar, draft=self.draft
         )
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
-        """The answer to messages {"role", "content"}; `options` are those of `generate`.
+        """Return the answer to messages {"role", "content"}; `options` are those of `generate`.
 
         Raises:
             DataError: when the model has no chat template, or that refuses the messages.
         """
-        text = self._template.prompt(Conversation([dict(message) for message in messages], [], None, {}))
+        text = self._template.render_prompt(Conversation([dict(message) for message in messages], [], None, {}))
         (answer,) = self.generate([self.tokenizer.encode(text)], **options)
         return answer
 
     @cached_property
     def _template(self) -> ChatTemplate:
+        """Chat template of the model."""
         return load_chat_template(self.path)
 
     def score(self, texts: Sequence[str], *, contexts: Sequence[str] | None = None) -> list[Score]:
-        """How likely each text is, after its context if there are any; without, after the tokenizer's begin or the first token.
+        """Return the log-likelihood of each text, given its context or, without contexts, after the begin token or the
+        first token.
 
         Raises:
             DataError: when a text has too few tokens.
@@ -198,4 +200,4 @@ class LanguageModel:
             before = [] if contexts is None else self.tokenizer.encode(contexts[number], add_special_tokens=True)
             tokens = self.tokenizer.encode(text, add_special_tokens=not before)
             pairs.append((before, tokens) if before else (tokens[:1], tokens[1:]))
-        return score(self.model, pairs)
+        return score_continuations(self.model, pairs)

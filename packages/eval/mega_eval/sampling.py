@@ -1,4 +1,5 @@
-"""Choosing the next token: greedy, or drawn with temperature, top-k, top-p (arXiv:1904.09751) and min-p (arXiv:2407.01082).
+"""Sampling of the next token: greedy, or with temperature, top-k, top-p (arXiv:1904.09751) and min-p
+(arXiv:2407.01082).
 
 A draw is a function of (seed, sample, step) alone. It comes from the CPU, whatever the model runs on, and decides by one
 uniform number; so a sample's text depends neither on its neighbours in the batch nor on the device.
@@ -16,15 +17,15 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from mega_common.config import Config
 from mega_common.errors import DataError
-from mega_trainer.rng import generator
+from mega_common.strict_config import StrictConfig
+from mega_trainer.distributed.rng import seeded_generator
 
 SMALLEST = 1e-300  # temperature and share of probabilities; smaller ones are computed as this
 
 
-class Sampling(Config):
-    """How tokens are drawn: penalties, then temperature, `top_k`, `top_p` and `min_p` in this order."""
+class Sampling(StrictConfig):
+    """Sampling settings: penalties, then temperature, `top_k`, `top_p` and `min_p` are applied in this order."""
 
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 takes the most likely token each time")
     top_k: PositiveInt | None = Field(None, description="draw from so many likeliest tokens only")
@@ -70,31 +71,32 @@ class Sampling(Config):
     seed: int = 0
 
     @property
-    def plain(self) -> bool:
-        """Whether the likeliest token is taken as it is."""
-        return self.temperature == 0 and not self.penalises
+    def is_greedy(self) -> bool:
+        """True if the most likely token is chosen from unmodified scores."""
+        return self.temperature == 0 and not self.modifies_scores
 
     @property
-    def penalises(self) -> bool:
-        """Whether scores depend on the tokens before."""
+    def modifies_scores(self) -> bool:
+        """True if scores are modified, or depend on the tokens before."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        return self.restricts or bool(penalties or self.logit_bias)
+        return self.restricts_tokens or bool(penalties or self.logit_bias)
 
     @property
-    def restricts(self) -> bool:
-        """Whether some tokens may not be chosen at some positions."""
+    def restricts_tokens(self) -> bool:
+        """True if some tokens are excluded at some positions."""
         shorter = self.min_length_ends and (self.min_length or self.min_new_tokens)
         lists = self.bad_words_ids or self.suppress_tokens or self.begin_suppress_tokens
         single = self.forced_bos_token_id is not None or self.allowed_token_ids is not None
         return bool(self.no_repeat_ngram_size or lists or shorter or single)
 
 
-def penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
-    """Return the scores [V] after penalties, biases and restrictions, in fp64: no penalty within its bounds makes them infinite.
+def apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
+    """Return the scores [V] after penalties, biases and restrictions, in fp64: no penalty within its bounds makes them
+    infinite.
 
     That on repetition counts the prompt, too, as in transformers (arXiv:1909.05858); the others do not, as in OpenAI's API.
     """
-    if not sampling.penalises:
+    if not sampling.modifies_scores:
         return logits
     scores, device = logits.to(torch.float64, copy=True), logits.device
     seen = torch.tensor(sorted({*prompt, *generated}), device=device)
@@ -107,10 +109,10 @@ def penalised(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generat
         scores[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(scores.dtype)
     for token, bias in sampling.logit_bias.items():
         scores[token] += bias
-    return restricted(scores, sampling, prompt, generated) if sampling.restricts else scores
+    return apply_restrictions(scores, sampling, prompt, generated) if sampling.restricts_tokens else scores
 
 
-def restricted(scores: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
+def apply_restrictions(scores: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
     """Lower the scores [V] of tokens that may not be chosen to the least number, as transformers lowers them to -inf.
 
     A finite number leaves a token to choose where a grammar permits none of the others, or `allowed_token_ids`, outside of
@@ -124,13 +126,13 @@ def restricted(scores: Tensor, sampling: Sampling, prompt: Sequence[int], genera
     if begins and bool(scores[forced].isfinite()):
         others = torch.arange(len(scores), device=scores.device) != forced
         scores = scores.where(~others | scores.isinf(), lowest)
-    banned = {token for token in _banned(sampling, prompt, generated) if 0 <= token < len(scores)}
+    banned = {token for token in _iterate_banned(sampling, prompt, generated) if 0 <= token < len(scores)}
     if not banned:
         return scores
     return scores.index_fill(0, torch.tensor(sorted(banned), device=scores.device), lowest)
 
 
-def _banned(sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Iterator[int]:
+def _iterate_banned(sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Iterator[int]:
     """Yield the tokens that may not follow."""
     tokens = [*prompt, *generated]
     if size := sampling.no_repeat_ngram_size:
@@ -148,15 +150,15 @@ def _banned(sampling: Sampling, prompt: Sequence[int], generated: Sequence[int])
         yield from sampling.begin_suppress_tokens
 
 
-def most_likely(logits: Tensor) -> list[int]:
+def select_most_likely(logits: Tensor) -> list[int]:
     """Return the most likely token of each row of logits [M, V]; -1 where a logit is not a number."""
     values, tokens = logits.max(-1)
     found: list[int] = tokens.where(~values.isnan(), -1).tolist()
     return found
 
 
-def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Return the probabilities, fp64 [V], that a token is drawn by.
+def compute_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Return the sampling probabilities of the next token, fp64 [V].
 
     Raises:
         DataError: when the largest of the scores [V] is infinite or not a number: no token may follow.
@@ -171,14 +173,16 @@ def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_k is not None and sampling.top_k < len(p):
         p = p.where(p >= p.topk(sampling.top_k).values[-1], 0.0)
     if sampling.top_p < 1:
-        p = _likeliest(p, (sampling.top_p * p.sum()).clamp(min=SMALLEST))
+        p = _keep_top_p(p, (sampling.top_p * p.sum()).clamp(min=SMALLEST))
     if sampling.min_p:
         p = p.where(p >= sampling.min_p * p.amax(), 0.0)
     return p / p.sum()
 
 
-def _likeliest(p: Tensor, share: Tensor) -> Tensor:
-    """The fewest likeliest with this sum; the others are zero. Most often they are few, and not all need be sorted."""
+def _keep_top_p(p: Tensor, share: Tensor) -> Tensor:
+    """Keep the fewest most likely tokens whose sum reaches `share`, and set the others to zero; only as many as needed
+    are sorted.
+    """
     for count in (min(256, len(p)), len(p)):
         values, tokens = p.topk(count)
         likelier = values.cumsum(-1) - values
@@ -187,8 +191,8 @@ def _likeliest(p: Tensor, share: Tensor) -> Tensor:
     return torch.zeros_like(p).scatter_(0, tokens, values.where(likelier < share, 0.0))
 
 
-def draw(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
-    """A token by the weights p, fp64 [V].
+def draw_token(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
+    """Draw a token with weights p, fp64 [V].
 
     Args:
         p: not all zero.
@@ -197,9 +201,9 @@ def draw(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
         step: tokens drawn before.
     """
     cumulative = p.cumsum(-1)
-    return int(torch.searchsorted(cumulative, uniform(sampling.seed, sample, step) * cumulative[-1:]))
+    return int(torch.searchsorted(cumulative, draw_uniform(sampling.seed, sample, step) * cumulative[-1:]))
 
 
-def uniform(seed: int, sample: int, step: int, use: str = "sample") -> float:
-    """A number of (0, 1], one for each `use`."""
-    return 1 - float(torch.rand(1, generator=generator("cpu", seed, use, sample, step), dtype=torch.float64))
+def draw_uniform(seed: int, sample: int, step: int, use: str = "sample") -> float:
+    """Return a uniform random number of (0, 1], independent for each `use`."""
+    return 1 - float(torch.rand(1, generator=seeded_generator("cpu", seed, use, sample, step), dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations under their contexts; what several of them begin with is computed once.
+"""Log-likelihoods of continuations given their contexts; shared prefixes are computed once (tree attention).
 
 Pairs (context, continuation) are sorted, and those that begin alike share a row of the batch as a tree: " sat" and
 " ran" after "the cat" are the row [the, cat, sat, ran], in which `ran` sees `the`, `cat` and itself, at position 2.
@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 
 from mega_common.errors import CheckpointError, DataError
-from mega_common.log import ProgressBar
-from mega_eval.encoder_decoder import hidden
-from mega_eval.load import check_length
+from mega_common.progress_logging import ProgressBar
+from mega_eval.model_loading import check_sequence_length
+from mega_eval.span_corruption import compute_decoder_states
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.loss import chunk_of
+from mega_trainer.model.vocab_parallel_loss import tokens_per_chunk
 
 BESIDE = 256  # attention pays for all pairs of a row's columns, products of matrices are faster for many
 AHEAD = 4096  # pairs that are laid out at a time: a row takes more memory than its pairs
 
-Pair = tuple[Sequence[int], Sequence[int]]
+ContextContinuation = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a continuation is.
+    """Log-likelihood of a continuation.
 
     Attributes:
         logprobs: natural logarithm of each token's probability, given all before it.
@@ -45,37 +45,38 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """That of the whole continuation."""
+        """Log-probability of the whole continuation."""
         return math.fsum(self.logprobs)
 
 
 @dataclass
-class Row:
-    """Sequences that are computed in one row, as a forest.
+class PrefixTreeRow:
+    """Sequences packed into one batch row as a forest of prefix trees.
 
     Attributes:
         tokens, positions: of each column.
         branches: for each sequence the columns that it shares with those before it, and the range of those it adds.
-        read: what the encoder reads, where the model has one; the columns are the decoder's.
-        asked: number of the pair, the columns whose logits it needs, and the token that each should predict.
+        encoder_tokens: what the encoder reads, where the model has one; the columns are the decoder's.
+        targets: number of the pair, the columns whose logits it needs, and the token that each should predict.
     """
 
-    read: Sequence[int] = ()
+    encoder_tokens: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     branches: list[tuple[list[int], range]] = field(default_factory=list)
-    asked: list[tuple[int, list[int], Sequence[int]]] = field(default_factory=list)
+    targets: list[tuple[int, list[int], Sequence[int]]] = field(default_factory=list)
     _last: list[int] = field(default_factory=list)  # the sequence that was added last
     _path: list[int] = field(default_factory=list)  # its columns
 
-    def add(self, number: int, pair: Pair, beside: int) -> bool:
-        """Take a pair; False if the row would have more than `beside` columns beside those of its first sequence.
+    def try_add_pair(self, number: int, pair: ContextContinuation, beside: int) -> bool:
+        """Add a pair; return False if the row would have more than `beside` columns in addition to those of its first
+        sequence.
 
         A pair that shares most of its columns may come on top of as many again as the first sequence has.
         """
         context, continuation = pair
         sequence = [*context, *continuation][:-1]
-        shared = _shared(self._last, sequence)
+        shared = _common_prefix_length(self._last, sequence)
         new = range(len(self.tokens), len(self.tokens) + len(sequence) - shared)
         if self.branches:
             first = len(self.branches[0][1])
@@ -86,11 +87,11 @@ class Row:
         self._last, self._path = sequence, [*self._path[:shared], *new]
         self.tokens += sequence[shared:]
         self.positions += range(shared, len(sequence))
-        self.asked.append((number, self._path[len(context) - 1 :], continuation))
+        self.targets.append((number, self._path[len(context) - 1 :], continuation))
         return True
 
-    def ancestors(self, length: int) -> Tensor:
-        """Which columns each sees, itself and those before it in its sequences: bool [length, length]."""
+    def make_ancestor_mask(self, length: int) -> Tensor:
+        """Return the mask of each column's ancestors in its sequences, itself included: bool [length, length]."""
         seen = torch.eye(length, dtype=torch.bool)  # padding sees itself: a softmax over nothing is not a number
         for shared, new in self.branches:
             seen[new.start : new.stop, shared] = True
@@ -99,8 +100,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Trees:
-    """Who sees whom among the columns of some rows: see `Sight`.
+class TreeAttentionMask:
+    """Attention mask of rows that pack several sequences as trees.
 
     Attributes:
         ancestors: bool [B, 1, S, S].
@@ -111,8 +112,10 @@ class Trees:
     positions: Tensor
     _made: dict[int, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> Tensor:
-        """bool [B, 1, S, S]; with a window each sees so many, itself included."""
+    def mask_for_window(self, window: int | None) -> Tensor:
+        """Return the mask bool [B, 1, S, S]; with a window each token attends to the last `window` positions, itself
+        included.
+        """
         if window is None:
             return self.ancestors
         if window not in self._made:
@@ -121,8 +124,10 @@ class Trees:
         return self._made[window]
 
 
-def score(model: Decoder, pairs: Sequence[Pair], *, batch_size: int = 1, beside: int = BESIDE) -> list[Score]:
-    """The score of each (context, continuation), int token ids, in the order given.
+def score_continuations(
+    model: Decoder, pairs: Sequence[ContextContinuation], *, batch_size: int = 1, beside: int = BESIDE
+) -> list[Score]:
+    """Return the score of each (context, continuation), int token ids, in the given order.
 
     A score does not depend on the other pairs, on their order, on `batch_size` or on `beside`, but for rounding: 1e-5 in fp32.
 
@@ -138,15 +143,16 @@ def score(model: Decoder, pairs: Sequence[Pair], *, batch_size: int = 1, beside:
     """
     found: dict[int, Score] = {}
     with ProgressBar("scoring", total=len(pairs), unit="continuations") as bar:
-        for batch in batches(model, pairs, batch_size, beside):
-            new = dict(score_batch(model, batch))
+        for batch in pack_pair_batches(model, pairs, batch_size, beside):
+            new = dict(score_packed_rows(model, batch))
             found |= new
             bar.advance(len(new))
     return [found[number] for number in range(len(pairs))]
 
 
-def windows(tokens: Sequence[int], prefix: int, length: int) -> list[Pair]:
-    """Pairs whose scores add up to that of a text of any length: each token once, with as much context as there can be.
+def split_into_windows(tokens: Sequence[int], prefix: int, length: int) -> list[ContextContinuation]:
+    """Return pairs whose scores add up to that of a text of any length: each token once, with the longest possible
+    context.
 
     Args:
         tokens: the text.
@@ -162,18 +168,20 @@ def windows(tokens: Sequence[int], prefix: int, length: int) -> list[Pair]:
     ]
 
 
-def batches(model: Decoder, pairs: Sequence[Pair], batch_size: int, beside: int = BESIDE) -> Iterator[list[Row]]:
-    """All pairs laid out in rows, and these in batches of about equally long ones.
+def pack_pair_batches(
+    model: Decoder, pairs: Sequence[ContextContinuation], batch_size: int, beside: int = BESIDE
+) -> Iterator[list[PrefixTreeRow]]:
+    """Pack all pairs into rows and yield batches of rows of similar length.
 
     Raises:
         DataError: as `score` does.
     """
     for number, pair in enumerate(pairs):
-        _check(model, number, pair)
+        _check_pair(model, number, pair)
     encoder = model.config.encoder
     # LongRoPE and dynamic NTK turn a whole row by angles that depend on its length, and a state is one sequence's
     alone = (
-        model.config.recurrent
+        model.config.is_recurrent
         or encoder is not None
         or any(
             rope is not None and rope.scaling in ("dynamic", "longrope")
@@ -182,28 +190,28 @@ def batches(model: Decoder, pairs: Sequence[Pair], batch_size: int, beside: int 
     )
     order = sorted(range(len(pairs)), key=lambda number: [*pairs[number][0], *pairs[number][1]])
     for first in range(0, len(order), AHEAD):
-        rows: list[Row] = []
+        rows: list[PrefixTreeRow] = []
         for number in order[first : first + AHEAD]:
-            if alone or not rows or not rows[-1].add(number, pairs[number], beside):
+            if alone or not rows or not rows[-1].try_add_pair(number, pairs[number], beside):
                 context, continuation = pairs[number]
-                rows.append(Row(context if encoder else ()))
-                rows[-1].add(number, ([encoder.start_token] if encoder else context, continuation), beside)
-        rows.sort(key=lambda row: -len(row.read) - len(row.tokens))
+                rows.append(PrefixTreeRow(context if encoder else ()))
+                rows[-1].try_add_pair(number, ([encoder.start_token] if encoder else context, continuation), beside)
+        rows.sort(key=lambda row: -len(row.encoder_tokens) - len(row.tokens))
         yield from (rows[start : start + batch_size] for start in range(0, len(rows), batch_size))
 
 
 @torch.inference_mode()
-def score_batch(model: Decoder, rows: Sequence[Row]) -> Iterator[tuple[int, Score]]:
-    """The scores of the pairs in some rows, with their numbers.
+def score_packed_rows(model: Decoder, rows: Sequence[PrefixTreeRow]) -> Iterator[tuple[int, Score]]:
+    """Yield the indices and scores of the pairs packed in `rows`.
 
     Raises:
         CheckpointError: as `score` does.
     """
-    x, length = _hidden(model, rows), max(len(row.tokens) for row in rows)
-    asked = [(row * length, *one) for row, each in enumerate(rows) for one in each.asked]
+    x, length = _compute_hidden_states(model, rows), max(len(row.tokens) for row in rows)
+    asked = [(row * length, *one) for row, each in enumerate(rows) for one in each.targets]
     places = [start + column for start, _, columns, _ in asked for column in columns]
     labels = [label for *_, continuation in asked for label in continuation]
-    logprobs, likeliest = _logprobs(model, x.flatten(0, 1), places, labels)
+    logprobs, likeliest = _compute_logprobs(model, x.flatten(0, 1), places, labels)
     if any(map(math.isnan, logprobs)):
         raise CheckpointError(
             f"the model's output is not a number in {model.dtype}", hint="try a precision with a wider range"
@@ -214,10 +222,10 @@ def score_batch(model: Decoder, rows: Sequence[Row]) -> Iterator[tuple[int, Scor
         yield number, Score(logprobs[part], all(likeliest[part]))
 
 
-def _hidden(model: Decoder, rows: Sequence[Row]) -> Tensor:
-    """The residual stream [B, S, D] behind all layers; rows are padded on the right, which nothing before it sees."""
+def _compute_hidden_states(model: Decoder, rows: Sequence[PrefixTreeRow]) -> Tensor:
+    """Return the final hidden states [B, S, D]; rows are padded on the right, which no token attends to."""
     if model.config.encoder:
-        return hidden(model, [row.read for row in rows], [row.tokens for row in rows])
+        return compute_decoder_states(model, [row.encoder_tokens for row in rows], [row.tokens for row in rows])
     length, device = max(len(row.tokens) for row in rows), model.device
     tokens, positions = (
         torch.tensor([values + [0] * (length - len(values)) for values in columns], device=device)
@@ -225,36 +233,42 @@ def _hidden(model: Decoder, rows: Sequence[Row]) -> Tensor:
     )
     sight = None  # plain causal attention has the faster kernel
     if any(len(row.branches) > 1 for row in rows):
-        sight = Trees(torch.stack([row.ancestors(length) for row in rows])[:, None].to(device), positions)
-    x: Tensor = model(model.embed(tokens, positions), model.context(positions, sight=sight))
+        sight = TreeAttentionMask(
+            torch.stack([row.make_ancestor_mask(length) for row in rows])[:, None].to(device), positions
+        )
+    x: Tensor = model(
+        model.embed_inputs(tokens, positions), model.make_forward_context(positions, attention_mask=sight)
+    )
     return x
 
 
-def _logprobs(
+def _compute_logprobs(
     model: Decoder, x: Tensor, places: Sequence[int], labels: Sequence[int]
 ) -> tuple[list[float], list[bool]]:
-    """Log-probability of each label behind the token at its place in x [B S, D], and whether it is the likeliest.
+    """Return the log-probability of each label after the token at its index in x [B S, D], and whether it is the most
+    likely token.
 
     Logits exist of a few tokens at a time.
     """
-    size = chunk_of(x, model.config.vocab_size)
+    size = tokens_per_chunk(x, model.config.vocab_size)
     logprobs, likeliest = [], []
     for start in range(0, len(places), size):
         place, label = (torch.tensor(all_[start : start + size], device=x.device) for all_ in (places, labels))
         unique, index = place.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        logits = model.logits(x[unique][None])[0]
+        logits = model.compute_logits(x[unique][None])[0]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logprobs.append(logits[index, label] - logits.logsumexp(-1)[index])
         likeliest.append(logits.argmax(-1)[index] == label)
     return torch.cat(logprobs).tolist(), torch.cat(likeliest).tolist()
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def _common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix of two sequences."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _check(model: Decoder, number: int, pair: Pair) -> None:
+def _check_pair(model: Decoder, number: int, pair: ContextContinuation) -> None:
+    """Refuse a pair that is empty, too long for the model or of another vocabulary."""
     context, continuation = pair
     name, known = f"pair {number + 1}", model.config.vocab_size
     if not context or not continuation:
@@ -268,4 +282,4 @@ def _check(model: Decoder, number: int, pair: Pair) -> None:
     both = len(context), len(continuation)
     length = max(both) if model.config.encoder else sum(both) - 1
     if length > model.config.max_position:
-        check_length(model.config, length, f"{name}: its {length} tokens")
+        check_sequence_length(model.config, length, f"{name}: its {length} tokens")

@@ -1,4 +1,6 @@
-"""The 5D-parallel trainer: its model, its groups, its schedule and its loop. `TrainingEngine` is it as a library."""
+"""5D-parallel trainer: model, process groups, pipeline schedule and training loop; `TrainingEngine` is its library
+interface.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ __all__ = ["TrainingEngine"]
 
 
 def __getattr__(name: str) -> Any:
-    """The engine, when it is asked for: it needs torch, as the configuration does not (PEP 562)."""
+    """Import `TrainingEngine` on first access: it needs torch, and the configuration does not (PEP 562)."""
     if name == "TrainingEngine":
         from mega_trainer.engine import TrainingEngine
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mega_cli.megatron_args.braces import brace_expansion
-from mega_cli.megatron_args.budget import Budget
-from mega_cli.megatron_args.globs import changed
-from mega_cli.megatron_args.launch import find_launch
-from mega_cli.megatron_args.linear import extended_search
-from mega_cli.megatron_args.shell import Piece, split_blanks, unknown
+from mega_cli.megatron_args.brace_expansion import expand_braces
+from mega_cli.megatron_args.linear_regex import search_extended_regex
+from mega_cli.megatron_args.shell_patterns import apply_parameter_operator
+from mega_cli.megatron_args.shell_words import WordPiece, WorkBudget, split_on_blanks, unknown_mark
+from mega_cli.megatron_args.training_command import find_training_command
 from mega_common.errors import ConfigError
 
 TRAIN = "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --save out"
@@ -52,13 +51,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_a_script_that_could_take_endless_time_is_followed(name: str) -> None:
-    assert find_launch(FOLLOWED[name]).program == "pretrain_gpt.py"
+    assert find_training_command(FOLLOWED[name]).program == "pretrain_gpt.py"
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_script_that_makes_endless_text_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="launch script"):
-        find_launch(REFUSED[name])
+        find_training_command(REFUSED[name])
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_a_script_that_makes_endless_text_is_refused(name: str) -> None:
     ],
 )  # fmt: skip
 def test_braces_expand_as_in_bash(word: str, made: str) -> None:
-    words = brace_expansion([Piece(word, "plain", 1)], Budget().spend)
+    words = expand_braces([WordPiece(word, "plain", 1)], WorkBudget().spend_characters)
     assert " ".join("".join(piece.text for piece in pieces if piece) for pieces in words) == made
 
 
@@ -84,7 +83,10 @@ def test_braces_expand_as_in_bash(word: str, made: str) -> None:
     ],
 )  # fmt: skip
 def test_patterns_cut_and_replace_as_in_bash(text: str, operator: str, pattern: str, kept: str) -> None:
-    assert changed(text, operator, [Piece(pattern, "plain", 1)], Budget().spend) == kept
+    assert (
+        apply_parameter_operator(text, operator, [WordPiece(pattern, "plain", 1)], WorkBudget().spend_characters)
+        == kept
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,9 +100,9 @@ def test_patterns_cut_and_replace_as_in_bash(text: str, operator: str, pattern: 
     ],
 )
 def test_conditions_match_posix_expressions(pattern: str, text: str, found: bool | None) -> None:
-    assert extended_search(pattern, text) is found
+    assert search_extended_regex(pattern, text) is found
 
 
 def test_blanks_in_a_mark_part_nothing() -> None:
-    mark = unknown("(date +%s)")
-    assert split_blanks(f"a {mark}b  {mark}") == ["a", f"{mark}b", mark]
+    mark = unknown_mark("(date +%s)")
+    assert split_on_blanks(f"a {mark}b  {mark}") == ["a", f"{mark}b", mark]

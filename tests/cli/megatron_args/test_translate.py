@@ -16,17 +16,18 @@ from hypothesis import example, given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from mega_cli.megatron_args import Translation, flags, to_yaml, translate
-from mega_cli.megatron_args.draft import load_handling
-from mega_cli.megatron_args.flags import Flag, load_flags
-from mega_cli.megatron_args.render import HEADINGS
-from mega_common.config import load_yaml
+from mega_cli.megatron_args import ScriptTranslation, render_run_yaml, translate_script
+from mega_cli.megatron_args import flag_tables as flags
+from mega_cli.megatron_args.flag_tables import FlagSpec, load_flag_tables
+from mega_cli.megatron_args.render_yaml import HEADINGS
+from mega_cli.megatron_args.run_draft import load_flag_handling
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
-from mega_trainer.config import RunConfig, resolve
+from mega_common.strict_config import load_yaml_mapping
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
-FLAGS = load_flags()
-HANDLING = load_handling()
+FLAGS = load_flag_tables()
+HANDLING = load_flag_handling()
 
 GPT_345M = r"""
 #!/bin/bash
@@ -157,16 +158,16 @@ def value(run: dict[str, Any], key: str) -> Any:
     return run
 
 
-def check(translation: Translation, expected: dict[str, Any]) -> None:
+def check(translation: ScriptTranslation, expected: dict[str, Any]) -> None:
     assert {key: value(translation.run, key) for key in expected} == expected
 
 
-def parsed(translation: Translation) -> RunConfig:
+def parsed(translation: ScriptTranslation) -> RunConfig:
     """As `mega train` reads the file."""
-    return RunConfig.parse(resolve(yaml.safe_load(to_yaml(translation))))
+    return RunConfig.parse(resolve_run_config(yaml.safe_load(render_run_yaml(translation))))
 
 
-def notes(translation: Translation, kind: str) -> dict[str, str]:
+def notes(translation: ScriptTranslation, kind: str) -> dict[str, str]:
     return {
         (note.flag or note.key or "").partition(" ")[0]: note.text for note in translation.notes if note.kind == kind
     }
@@ -174,7 +175,7 @@ def notes(translation: Translation, kind: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("script", [GPT_345M, LLAMA3_8B, MIXTRAL, SLURM], ids=["gpt", "llama", "mixtral", "slurm"])
 def test_the_result_can_be_run_but_for_what_cannot_be_run_yet(script: str):
-    translation = translate(script.replace("$(pwd)", "data").replace("=$1", "=old").replace("=$2", "=data/text"))
+    translation = translate_script(script.replace("$(pwd)", "data").replace("=$1", "=old").replace("=$2", "=data/text"))
     ModelConfig.parse(translation.run["model"])
     try:
         parsed(translation)
@@ -186,7 +187,7 @@ def test_the_result_can_be_run_but_for_what_cannot_be_run_yet(script: str):
 
 
 def test_gpt_345m():
-    translation = translate(GPT_345M)
+    translation = translate_script(GPT_345M)
     check(
         translation,
         {
@@ -208,12 +209,12 @@ def test_gpt_345m():
     assert "num_kv_heads" not in translation.run["model"]
     assert "load" not in translation.run["checkpoint"]
     assert set(notes(translation, "not needed")) == {"--data-impl"}
-    assert "loss: mega's gradient" in to_yaml(translation)
-    assert "1 x 1 = 1 ranks, so dp = 1" in to_yaml(translation)
+    assert "loss: mega's gradient" in render_run_yaml(translation)
+    assert "1 x 1 = 1 ranks, so dp = 1" in render_run_yaml(translation)
 
 
 def test_llama3_8b():
-    translation = translate(LLAMA3_8B)
+    translation = translate_script(LLAMA3_8B)
     check(
         translation,
         {
@@ -239,10 +240,10 @@ def test_llama3_8b():
         },
     )  # fmt: skip
     config = parsed(translation)
-    assert config.data_parallel(8) == 1
-    assert config.lr_curve()(128_000) == 3e-5
+    assert config.data_parallel_size(8) == 1
+    assert config.build_lr_curve()(128_000) == 3e-5
     assert "wandb" not in translation.run["log"]
-    text = to_yaml(translation)
+    text = render_run_yaml(translation)
     assert "num_layers: 32  # --num-layers 32" in text
     assert "eps: 1.0e-08  # Megatron's default" in text
     assert "gradient and log" not in text, "per-token loss is what mega does"
@@ -250,7 +251,7 @@ def test_llama3_8b():
 
 def test_middles_to_fill_in():
     flags = "--fim-data --fim-rate 0.5 --fim-spm-rate 0.25 --fim-middle-token '<mid>' --fim-split-sample '<file>'"
-    translation = translate(COMPLETE + flags)
+    translation = translate_script(COMPLETE + flags)
     tokens = ["<fim_prefix>", "<mid>", "<fim_suffix>"]
     check(translation, {"data.kind": "fim", "data.fim": {"rate": 0.5, "spm_rate": 0.25, "tokens": tokens}})
     assert parsed(translation).data.fim.tokens == tokens
@@ -259,7 +260,7 @@ def test_middles_to_fill_in():
 
 
 def test_mixtral():
-    translation = translate(MIXTRAL)
+    translation = translate_script(MIXTRAL)
     check(
         translation,
         {
@@ -285,7 +286,7 @@ def test_mixtral():
 
 
 def test_slurm():
-    translation = translate(SLURM)
+    translation = translate_script(SLURM)
     check(
         translation,
         {
@@ -300,7 +301,7 @@ def test_slurm():
 
 def test_a_bare_list_of_arguments():
     text = "--num-layers 2 --hidden-size=64\n--num-attention-heads 4 --swiglu"
-    translation = translate(text)
+    translation = translate_script(text)
     check(translation, {"model.num_layers": 2, "model.hidden_size": 64, "model.ffn_hidden_size": 128})
     missing = {"model.vocab_size", "model.max_position", "data.train", "data.seq_length", "batch.micro", "batch.global"}
     assert set(notes(translation, "open")) == missing | {"train.steps", "optimizer.lr"}
@@ -318,7 +319,7 @@ COMPLETE = """
     "arguments", ["", "--optimizer muon", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*3|tL'"]
 )
 def test_what_is_given_completely_can_be_run(arguments: str):
-    assert parsed(translate(COMPLETE + arguments)).train.steps == 10
+    assert parsed(translate_script(COMPLETE + arguments)).train.steps == 10
 
 
 @pytest.mark.parametrize(
@@ -388,7 +389,7 @@ def test_what_is_given_completely_can_be_run(arguments: str):
     ],
 )  # fmt: skip
 def test_single_settings(arguments: str, expected: dict[str, Any]):
-    check(translate(COMPLETE + arguments), expected)
+    check(translate_script(COMPLETE + arguments), expected)
 
 
 def test_latent_attention_and_further_tokens():
@@ -396,7 +397,7 @@ def test_latent_attention_and_further_tokens():
         --qk-pos-emb-head-dim 4 --v-head-dim 6 --position-embedding-type rope --rotary-scaling-factor 40 --mscale 1.0
         --mscale-all-dim 1.0 --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --kv-channels 128
         --group-query-attention --num-query-groups 2 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"""
-    translation = translate(COMPLETE + flags)
+    translation = translate_script(COMPLETE + flags)
     check(
         translation,
         {
@@ -411,27 +412,27 @@ def test_latent_attention_and_further_tokens():
     )  # fmt: skip
     assert {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias"}.isdisjoint(translation.run["model"])
     assert parsed(translation).model.mla is not None
-    plain = translate(COMPLETE + flags.replace("--qk-layernorm", "--rope-type rope"))
+    plain = translate_script(COMPLETE + flags.replace("--qk-layernorm", "--rope-type rope"))
     assert "scaling" not in plain.run["model"]["rope"]
     assert "--multi-latent-attention" in notes(plain, "changes meaning")
 
 
 def test_fp8_scaled_by_earlier_steps_is_scaled_by_the_numbers_at_hand():
     for text, flag in (("--fp8-hybrid", "--fp8-hybrid"), ("--fp8-format e4m3 --fp8-recipe delayed", "--fp8-recipe")):
-        assert flag in notes(translate(COMPLETE + text), "changes meaning")
-    translation = translate(COMPLETE + "--fp8-format e4m3 --fp8-recipe custom")
+        assert flag in notes(translate_script(COMPLETE + text), "changes meaning")
+    translation = translate_script(COMPLETE + "--fp8-format e4m3 --fp8-recipe custom")
     assert translation.run["fp8"]["recipe"] is None
     assert "fp8.recipe" in notes(translation, "open")
 
 
 def test_a_warmup_share_is_that_of_the_decay():
-    run = translate(COMPLETE + "--lr-warmup-fraction 0.5 --lr-decay-iters 4").run
+    run = translate_script(COMPLETE + "--lr-warmup-fraction 0.5 --lr-decay-iters 4").run
     assert (run["lr_schedule"]["warmup_steps"], run["lr_schedule"]["decay_steps"]) == (2, 4)
 
 
-def dummy(flag: Flag) -> list[str]:
+def dummy(flag: FlagSpec) -> list[str]:
     """A value of the right kind for a flag, that is not its default."""
-    if not flag.most:
+    if not flag.max_values:
         return []
     if flag.name in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
         return ["M*-M"]
@@ -443,14 +444,14 @@ def dummy(flag: Flag) -> list[str]:
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
-def test_every_flag_ends_in_one_note_with_a_reason(flag: Flag):
-    translation = translate(" ".join([COMPLETE, flag.name, *dummy(flag)]))
+def test_every_flag_ends_in_one_note_with_a_reason(flag: FlagSpec):
+    translation = translate_script(" ".join([COMPLETE, flag.name, *dummy(flag)]))
     found = [note for note in translation.notes if note.flag and note.flag.split()[0] == flag.name]
     assert [note.kind in HEADINGS or note.kind == "translated" for note in found] == [True]
     assert "not known" not in found[0].text
     assert found[0].text
     assert found[0].line
-    assert yaml.load(to_yaml(translation), yaml.CSafeLoader).keys() == translation.run.keys()
+    assert yaml.load(render_run_yaml(translation), yaml.CSafeLoader).keys() == translation.run.keys()
 
 
 def test_the_table_is_whole():
@@ -469,8 +470,8 @@ def test_no_line_of_the_handling_is_idle():
 
 
 def test_a_value_that_is_megatrons_default_is_no_missing_feature():
-    assert "--softmax-type" in notes(translate(COMPLETE + "--softmax-type vanilla"), "not needed")
-    assert "--softmax-type" in notes(translate(COMPLETE + "--softmax-type off-by-one"), "no equivalent")
+    assert "--softmax-type" in notes(translate_script(COMPLETE + "--softmax-type vanilla"), "not needed")
+    assert "--softmax-type" in notes(translate_script(COMPLETE + "--softmax-type off-by-one"), "no equivalent")
 
 
 @pytest.mark.parametrize(
@@ -489,7 +490,7 @@ def test_a_value_that_is_megatrons_default_is_no_missing_feature():
 )
 def test_what_cannot_be_understood(arguments: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        translate(arguments)
+        translate_script(arguments)
 
 
 @pytest.mark.parametrize(
@@ -509,27 +510,27 @@ def test_what_cannot_be_understood(arguments: str, message: str):
     ],
 )
 def test_what_megatron_would_refuse_is_to_be_looked_at(arguments: str, message: str, note: str):
-    assert note in to_yaml(translate(f"{COMPLETE.rstrip()} {arguments}")).replace("\n#     ", " ")
+    assert note in render_run_yaml(translate_script(f"{COMPLETE.rstrip()} {arguments}")).replace("\n#     ", " ")
     with pytest.raises(ConfigError, match=message):
-        translate(f"{COMPLETE.rstrip()} {arguments}", strict=True)
+        translate_script(f"{COMPLETE.rstrip()} {arguments}", strict=True)
 
 
 @pytest.mark.parametrize("text", ["", "echo hello", "# nothing\n", "ls *.txt"])
 def test_a_script_without_training(text: str):
     with pytest.raises(ConfigError, match="no training command"):
-        translate(text)
+        translate_script(text)
 
 
 def test_other_kinds_of_models():
     with pytest.raises(ConfigError, match=r"line 2: pretrain_ict\.py"):
-        translate("A=1\ntorchrun pretrain_ict.py --num-layers 2")
+        translate_script("A=1\ntorchrun pretrain_ict.py --num-layers 2")
 
 
 def test_remarks_of_the_script_stand_on_top():
     text = "if [ -f x ]; then ARGS=--swiglu; fi\nsource env.sh\npython pretrain_gpt.py $EXTRA " + " ".join(
         COMPLETE.split()
     )
-    lines = to_yaml(translate(text)).splitlines()
+    lines = render_run_yaml(translate_script(text)).splitlines()
     assert any("line 1: it is not known whether this `if` holds" in line for line in lines)
     assert any("line 2: the file of `source env.sh` was not read" in line for line in lines)
     assert any("line 3: $EXTRA is not known" in line for line in lines)
@@ -561,5 +562,5 @@ PATHS = st.text(
 def test_any_path_comes_back_from_the_file(path: str):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
-        file.write_text(to_yaml(translate(f"{COMPLETE} --save {shlex.quote(path)}")), encoding="utf-8")
-        assert load_yaml(file)["output"] == path
+        file.write_text(render_run_yaml(translate_script(f"{COMPLETE} --save {shlex.quote(path)}")), encoding="utf-8")
+        assert load_yaml_mapping(file)["output"] == path

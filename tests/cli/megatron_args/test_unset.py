@@ -8,39 +8,39 @@ from typing import Any
 import pytest
 import yaml
 
-from mega_cli.megatron_args import Translation, to_yaml, translate
-from mega_cli.megatron_args.draft import load_handling
-from mega_cli.megatron_args.flags import Flag, load_flags
+from mega_cli.megatron_args import ScriptTranslation, render_run_yaml, translate_script
+from mega_cli.megatron_args.flag_tables import FlagSpec, load_flag_tables
+from mega_cli.megatron_args.run_draft import load_flag_handling
 from mega_common.errors import ConfigError
-from mega_trainer.config import RunConfig, resolve
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
-FLAGS = load_flags()
-HANDLING = load_handling()
+FLAGS = load_flag_tables()
+HANDLING = load_flag_handling()
 COMPLETE = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --vocab-size 512
     --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --data-path data/text --bf16
 """
 
 
-def parsed(translation: Translation) -> RunConfig:
+def parsed(translation: ScriptTranslation) -> RunConfig:
     """As `mega train` reads the file."""
-    return RunConfig.parse(resolve(yaml.safe_load(to_yaml(translation))))
+    return RunConfig.parse(resolve_run_config(yaml.safe_load(render_run_yaml(translation))))
 
 
 @pytest.mark.parametrize("path", ["$DATA_PATH", "$(pwd)/text", "${ROOT}/text", "'<your data>'"])
 def test_a_path_that_the_script_does_not_set_is_refused_by_the_check(path: str):
     with pytest.raises(ConfigError, match=r"data\.train = .*: holds a variable of a shell or a placeholder"):
-        parsed(translate(COMPLETE.replace("data/text", path)))
+        parsed(translate_script(COMPLETE.replace("data/text", path)))
 
 
 def test_a_number_that_the_script_does_not_set_is_to_be_filled_in():
     flags = "--distributed-timeout-minutes $MINUTES --train-iters $STEPS"
-    translation = translate(COMPLETE.replace("--train-iters 10", flags))
+    translation = translate_script(COMPLETE.replace("--train-iters 10", flags))
     assert translation.run["train"]["steps"] is None
     assert [(note.key, note.text) for note in translation.notes if note.kind == "open"] == [
         ("train.steps", "$STEPS is not set in the script; to be filled in")
     ]
-    assert "steps: null  # to be filled in, --train-iters $STEPS" in to_yaml(translation)
+    assert "steps: null  # to be filled in, --train-iters $STEPS" in render_run_yaml(translation)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,13 @@ def test_a_number_that_the_script_does_not_set_is_to_be_filled_in():
 )
 def test_why_a_value_is_open(value: str, told: str):
     loop = "for T in $LIST; do Q=$T; done\npython pretrain_gpt.py "
-    translation = translate(loop + " ".join(COMPLETE.split()).replace("--train-iters 10", f"--train-iters {value}"))
+    translation = translate_script(
+        loop + " ".join(COMPLETE.split()).replace("--train-iters 10", f"--train-iters {value}")
+    )
     assert [note.text for note in translation.notes if note.kind == "open" and note.key] == [f"{told}; to be filled in"]
 
 
-def settings(translation: Translation) -> Any:
+def settings(translation: ScriptTranslation) -> Any:
     """What `mega train` makes of the file; None where it refuses it."""
     try:
         return parsed(translation)
@@ -85,18 +87,18 @@ LATENT = (
 )
 
 
-def has_key(flag: Flag) -> bool:
+def has_key(flag: FlagSpec) -> bool:
     """Whether a key may come from a flag."""
     why = next((why for pattern, _, why in HANDLING if fnmatchcase(flag.name, pattern)), "")
     return (flag.type in ("int", "float") or bool(flag.choices)) and (not why or why.startswith("it has no effect"))
 
 
 @pytest.mark.parametrize("flag", filter(has_key, FLAGS), ids=lambda flag: flag.name)
-def test_no_setting_follows_from_a_value_that_the_script_does_not_set(flag: Flag):
+def test_no_setting_follows_from_a_value_that_the_script_does_not_set(flag: FlagSpec):
     """Either the result is refused until it is filled in, or any value gives the same."""
     for base in (COMPLETE, RICH, LATENT):
-        unset = settings(translate(f"{base} {flag.name} $X"))
+        unset = settings(translate_script(f"{base} {flag.name} $X"))
         if unset is not None:
             values = list(dict.fromkeys(flag.choices.values())) or ["1", "2", "4"]
-            given = [settings(translate(f"{base} {flag.name} {value}")) for value in values]
+            given = [settings(translate_script(f"{base} {flag.name} {value}")) for value in values]
             assert {config.model_dump_json() for config in given if config is not None} <= {unset.model_dump_json()}

@@ -11,12 +11,11 @@ import pytest
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from mega_data.chat.encode import INSEPARABLE, MERGED, ChatEncoder
-from mega_data.chat.prepare import ChatOptions
-from mega_data.chat.records import parse_record
-from mega_data.chat.template import ChatTemplate
-from mega_data.making.engines import Engine
-from mega_data.making.preprocess import preprocess
+from mega_data.chat.chat_preparation import INSEPARABLE, MERGED, ChatEncoder, ChatOptions
+from mega_data.chat.chat_records import parse_chat_record
+from mega_data.chat.chat_template import ChatTemplate
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
+from mega_data.preprocessing.sharding import EngineName
 from mega_data.tokenizer import Tokenizer
 
 pytest.importorskip("transformers", reason="what renders templates")
@@ -69,9 +68,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_what_is_trained_follows_the_prompt_that_is_served(folder: Path, answer: str) -> None:
     tokenizer, template = Tokenizer(folder), ChatTemplate({"default": PLAIN}, {}, {})
     record = {"prompt": "what is 2 + 2", "completion": answer}
-    (conversation,) = parse_record(json.dumps(record), pairs=False, loss_on="answers")
-    rendered = template.render(conversation, "answers")
-    encoded = ChatEncoder(tokenizer, 1, None).encode([(rendered,)], np.int32)
+    (conversation,) = parse_chat_record(json.dumps(record), pairs=False, loss_on="answers")
+    rendered = template.render_chat(conversation, "answers")
+    encoded = ChatEncoder(tokenizer, 1, None).encode_chats([(rendered,)], np.int32)
     ((array,),) = encoded.texts
     served = tokenizer.encode(rendered.text[: rendered.spans[0].begin])
     first = int(np.flatnonzero(array["mask"])[0])
@@ -93,9 +92,9 @@ def test_later_answers_and_pairs_are_counted_once_a_conversation(tmp_path: Path)
     tokenizer, template = Tokenizer(folder_of("bytes", tmp_path / "t")), ChatTemplate({"default": PLAIN}, {}, {})
     turns = [{"role": role, "content": text} for role, text in
              (("user", "a"), ("assistant", " 4"), ("user", "b"), ("assistant", "c"), ("user", "b"), ("assistant", " \n"))]  # fmt: skip
-    (conversation,) = parse_record(json.dumps({"messages": turns}), pairs=False, loss_on="answers")
-    rendered = template.render(conversation, "answers")
-    encoded = ChatEncoder(tokenizer, 1, None).encode([(rendered,), (rendered, rendered)], np.int32)
+    (conversation,) = parse_chat_record(json.dumps({"messages": turns}), pairs=False, loss_on="answers")
+    rendered = template.render_chat(conversation, "answers")
+    encoded = ChatEncoder(tokenizer, 1, None).encode_chats([(rendered,), (rendered, rendered)], np.int32)
     assert encoded.notes == {MERGED: 2}
     array = encoded.texts[0][0]
     counted = [tokenizer.decode(array["token"][array["mask"] > 0].tolist())]
@@ -109,19 +108,21 @@ def test_a_tokenizer_that_cannot_encode_them_apart(tmp_path: Path) -> None:
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.save(str(tmp_path / "tokenizer.json"))
     template = ChatTemplate({"default": PLAIN.replace("\\n", "")}, {}, {})
-    (conversation,) = parse_record('{"prompt": "hi", "completion": "x hi"}', pairs=False, loss_on="answers")
-    rendered = template.render(conversation, "answers")
-    encoded = ChatEncoder(Tokenizer(tmp_path), 1, None).encode([(rendered,)], np.int32)
+    (conversation,) = parse_chat_record('{"prompt": "hi", "completion": "x hi"}', pairs=False, loss_on="answers")
+    rendered = template.render_chat(conversation, "answers")
+    encoded = ChatEncoder(Tokenizer(tmp_path), 1, None).encode_chats([(rendered,)], np.int32)
     assert encoded.notes == {INSEPARABLE: 1}
     assert encoded.texts[0][0].tolist() == [(1, 0), (3, 0), (2, 0), (3, 1)]
 
 
 @pytest.mark.parametrize("engine", ["threads", "processes"])
-def test_how_many_is_reported(engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_how_many_is_reported(engine: EngineName, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = folder_of("bytes", tmp_path / "t")
     records: list[Any] = [{"prompt": "a", "completion": answer} for answer in (" 4", "4", " \n 4")]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    info = preprocess([tmp_path / "d.jsonl"], folder, tmp_path / "d", chat=ChatOptions(), engine=engine, workers=1)
+    info = preprocess_corpus(
+        [tmp_path / "d.jsonl"], folder, tmp_path / "d", chat=ChatOptions(), engine=engine, workers=1
+    )
     assert info.chat is not None
     assert info.chat.notes == {MERGED: 2}
     assert f"2 conversations {MERGED}" in caplog.messages

@@ -10,10 +10,10 @@ import pytest
 from chat_templates import chat_tokenizer
 
 from mega_common.errors import DataError
-from mega_data.chat.prepare import ChatOptions
-from mega_data.chat.records import parse_record
-from mega_data.chat.template import ChatTemplate
-from mega_data.making.preprocess import preprocess
+from mega_data.chat.chat_preparation import ChatOptions
+from mega_data.chat.chat_records import parse_chat_record
+from mega_data.chat.chat_template import ChatTemplate
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 
 pytest.importorskip("transformers", reason="what renders templates")
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
@@ -43,10 +43,10 @@ ANSWERED = {"role": "tool", "content": "sunny", "tool_call_id": "1"}
 
 
 def notes(template: str, raw: dict[str, Any], *, marks: bool = False, **how: Any) -> tuple[str, ...]:
-    (conversation,) = parse_record(json.dumps(raw), pairs=False, loss_on=how.get("loss_on", "answers"))
+    (conversation,) = parse_chat_record(json.dumps(raw), pairs=False, loss_on=how.get("loss_on", "answers"))
     if marks:
         template = template.replace("</s>", "{% generation %}</s>{% endgeneration %}")
-    return ChatTemplate({"default": template}, {}, {}).render(conversation, how.get("loss_on", "answers")).notes
+    return ChatTemplate({"default": template}, {}, {}).render_chat(conversation, how.get("loss_on", "answers")).notes
 
 
 @pytest.mark.parametrize("loss_on", ["answers", "all"])
@@ -114,8 +114,8 @@ def test_notes_are_counted_and_refusals_set_aside(
     records.append(record({"role": "moderator", "content": "stop"}))
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     with pytest.raises(DataError, match=r"d.jsonl:7: message 1: the chat template does not render the content of role"):
-        preprocess([tmp_path / "d.jsonl"], folder, tmp_path / "d", chat=ChatOptions())
-    info = preprocess([tmp_path / "d.jsonl"], folder, tmp_path / "d", chat=ChatOptions(), on_bad_line="skip")
+        preprocess_corpus([tmp_path / "d.jsonl"], folder, tmp_path / "d", chat=ChatOptions())
+    info = preprocess_corpus([tmp_path / "d.jsonl"], folder, tmp_path / "d", chat=ChatOptions(), on_bad_line="skip")
     assert info.chat is not None
     ((note, count),) = info.chat.notes.items()
     assert (info.skipped.bad, count) == (1, 2)
@@ -129,7 +129,7 @@ def test_options_that_the_template_does_not_use_are_named(
     (tmp_path / "d.jsonl").write_text(json.dumps(record()) + "\n")
     options = ChatOptions(template_options={"enable_thinkin": False, "messages": []})
     with pytest.raises(DataError):
-        preprocess([tmp_path / "d.jsonl"], folder, tmp_path / "d", chat=options)
+        preprocess_corpus([tmp_path / "d.jsonl"], folder, tmp_path / "d", chat=options)
     assert [message for message in caplog.messages if message.startswith("--template-option")] == [
         "--template-option enable_thinkin has no effect: the chat template does not use a variable of that name"
     ]

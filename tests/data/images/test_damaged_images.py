@@ -9,7 +9,7 @@ import zlib
 import pytest
 from PIL import Image
 
-from mega_data.images.pixels import UNREADABLE
+from mega_data.images.image_pixels import UNREADABLE
 
 
 def _png(width: int, height: int, pixels: bytes = b"") -> bytes:

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_common.errors import ConfigError, DataError
-from mega_data.chat.prepare import ChatOptions
-from mega_data.config import DataConfig
-from mega_data.dataset import build_datasets
-from mega_data.files.indexed import IndexedReader, mask_prefix
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_data.kinds import kinds
-from mega_data.kinds.base import Setting
-from mega_data.kinds.pairs import PairSamples
-from mega_data.making.preprocess import preprocess
-from mega_data.order.parts import Part
-from mega_data.reports.show import show_sample
+from mega_data.blended_dataset import build_blended_datasets
+from mega_data.chat.chat_preparation import ChatOptions
+from mega_data.data_config import DataConfig
+from mega_data.kinds import get_dataset_builders
+from mega_data.kinds.chat_samples import PreferencePairSamples
+from mega_data.kinds.dataset_kind import DatasetContext
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
+from mega_data.reports.show_tokens import show_training_sample
+from mega_data.sampling.dataset_parts import DatasetPart
+from mega_data.token_files.indexed_reader import IndexedReader, get_mask_prefix
+from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import train_tokenizer
 
 S = 32
@@ -34,20 +34,22 @@ def data_set(prefix: Path, lengths: list[int]) -> IndexedReader:
     tokens = np.arange(10, 10 + sum(lengths))
     counts = 1 + tokens % 2
     counts[np.cumsum([0, *lengths[:-1]])] = 0
-    for path, values, dtype in ((prefix, tokens, "int32"), (mask_prefix(prefix), counts, "uint8")):
+    for path, values, dtype in ((prefix, tokens, "int32"), (get_mask_prefix(prefix), counts, "uint8")):
         with IndexedWriter(path, dtype) as writer:
             at = 0
             for first, second in zip(lengths[::2], lengths[1::2], strict=False):
-                writer.write(values[at : at + first + second].astype(dtype))
+                writer.write_tokens(values[at : at + first + second].astype(dtype))
                 writer.end_documents([first, second], [2])
                 at += first + second
     return IndexedReader(prefix)
 
 
-def pairs(reader: IndexedReader, **fields: Any) -> PairSamples:
+def pairs(reader: IndexedReader, **fields: Any) -> PreferencePairSamples:
     config = DataConfig.parse({"train": "-", "seq_length": S, "kind": "pairs", **fields})
-    part = Part(reader, 0, len(reader), None, "pairs")
-    made: PairSamples = kinds()["pairs"](part, Setting(config, 1, 0, reader.prefix.parent / "cache"), 0)  # type: ignore[assignment]
+    part = DatasetPart(reader, 0, len(reader), None, "pairs")
+    made: PreferencePairSamples = get_dataset_builders()["pairs"](
+        part, DatasetContext(config, 1, 0, reader.prefix.parent / "cache"), 0
+    )  # type: ignore[assignment]
     return made
 
 
@@ -60,7 +62,7 @@ def test_every_pair_that_fits_once_an_epoch_with_its_weights(
     reader = data_set(tmp_path_factory.mktemp("d") / "d", [size for pair in sizes for size in pair])
     samples = pairs(reader)
     expected = [
-        (reader.read(i).tolist(), reader.read(i + 1).tolist())
+        (reader.read_sequence(i).tolist(), reader.read_sequence(i + 1).tolist())
         for i in range(0, len(reader), 2)
         if reader.lengths[i] + reader.lengths[i + 1] <= S
     ]
@@ -100,17 +102,17 @@ def test_a_split_cuts_no_pair(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path / "base", tmp_path / "tok", "qwen", marks=True)
     records = [{"prompt": "Hi", "chosen": "cat " * i, "rejected": "mat"} for i in range(1, 4)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    preprocess([tmp_path / "p.jsonl"], tokenizer, tmp_path / "p", chat=ChatOptions(kind="pairs"))
+    preprocess_corpus([tmp_path / "p.jsonl"], tokenizer, tmp_path / "p", chat=ChatOptions(kind="pairs"))
     config = DataConfig.parse({"train": str(tmp_path / "p"), "split": [1, 1], "seq_length": 256, "kind": "pairs"})
-    cut, rest, _ = build_datasets(config, seed=1, samples={"train": 1, "valid": 1}, eod=None)
+    cut, rest, _ = build_blended_datasets(config, seed=1, samples={"train": 1, "valid": 1}, eod=None)
     assert rest is not None
-    shown = [[part.name for part in show_sample(data[0], None)] for data in (cut, rest)]
+    shown = [[part.name for part in show_training_sample(data[0], None)] for data in (cut, rest)]
     assert sorted(map(len, shown)) == [3, 5]  # with what is left of the sample; by sequences it would be three each
 
 
 def test_documents_that_are_no_pairs_are_refused(tmp_path: Path) -> None:
     reader = data_set(tmp_path / "d", [5, 9])
-    for path in (tmp_path / "e", mask_prefix(tmp_path / "e")):
+    for path in (tmp_path / "e", get_mask_prefix(tmp_path / "e")):
         with IndexedWriter(path, "uint8") as writer:
             writer.add_documents(np.arange(12) % 2, [4, 8])
     with pytest.raises(DataError, match="a pair is a document of two sequences"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mega_common.errors import DataError, MissingPackageError
-from mega_data.making.preprocess import preprocess
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 
 TEXT = "the cat sat on the mat "
 
@@ -32,12 +32,12 @@ def files(prefix: Path) -> dict[str, bytes]:
 def test_processes_make_what_one_run_makes_and_go_on_when_a_file_is_mended(
     corpus: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    preprocess([corpus], tokenizer_folder, tmp_path / "straight", append_eod=True)
+    preprocess_corpus([corpus], tokenizer_folder, tmp_path / "straight", append_eod=True)
     good = (corpus / "b.jsonl").read_bytes()
     (corpus / "b.jsonl").write_bytes(good.replace(b"{", b"[", 1))
 
     def run() -> None:
-        preprocess(
+        preprocess_corpus(
             [corpus], tokenizer_folder, tmp_path / "parts", append_eod=True, engine="processes", shards=3, workers=2
         )
 
@@ -46,7 +46,7 @@ def test_processes_make_what_one_run_makes_and_go_on_when_a_file_is_mended(
     assert len(list(tmp_path.glob("parts.shard-*.idx"))) == 2
     (corpus / "b.jsonl").write_bytes(good)
     run()
-    preprocess([corpus], tokenizer_folder, tmp_path / "straight", append_eod=True, overwrite=True)
+    preprocess_corpus([corpus], tokenizer_folder, tmp_path / "straight", append_eod=True, overwrite=True)
     assert files(tmp_path / "parts") == files(tmp_path / "straight")
 
 
@@ -55,15 +55,15 @@ def test_ray_is_asked_for_by_name(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingPackageError, match=r"--engine ray needs the package ray(?s:.*)mega-data\[ray\]"):
-        preprocess([corpus], tokenizer_folder, tmp_path / "d", engine="ray")
+        preprocess_corpus([corpus], tokenizer_folder, tmp_path / "d", engine="ray")
 
 
 @pytest.mark.long
 def test_ray_makes_what_one_run_makes(corpus: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
-    preprocess([corpus], tokenizer_folder, tmp_path / "straight", append_eod=True)
+    preprocess_corpus([corpus], tokenizer_folder, tmp_path / "straight", append_eod=True)
     try:
-        preprocess([corpus], tokenizer_folder, tmp_path / "parts", append_eod=True, engine="ray", shards=5)
+        preprocess_corpus([corpus], tokenizer_folder, tmp_path / "parts", append_eod=True, engine="ray", shards=5)
     finally:
         ray.shutdown()
     assert files(tmp_path / "parts") == files(tmp_path / "straight")

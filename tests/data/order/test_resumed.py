@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mega_data.config import DataConfig
-from mega_data.dataset import BlendedDataset, build_datasets
-from mega_data.files.indexed_writer import IndexedWriter
-from mega_data.order.resumed import resumed
+from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
+from mega_data.data_config import DataConfig
+from mega_data.sampling.staged_blend import resume_data_config
+from mega_data.token_files.indexed_writer import IndexedWriter
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ def config(folder: Path, weights: dict[str, float], **fields: Any) -> DataConfig
 
 
 def opened(config: DataConfig) -> BlendedDataset:
-    return build_datasets(config, seed=1, samples={"train": 1}, eod=None)[0]
+    return build_blended_datasets(config, seed=1, samples={"train": 1}, eod=None)[0]
 
 
 def went_on(now: DataConfig, was: DataConfig, consumed: int) -> DataConfig:
-    return resumed(now, was.model_dump(mode="json"), consumed, opened(was).read(consumed))
+    return resume_data_config(now, was.model_dump(mode="json"), consumed, opened(was).count_samples_by_path(consumed))
 
 
 def read_of(config: DataConfig, name: int, first: int, last: int) -> list[list[int]]:
@@ -66,7 +66,7 @@ def test_the_same_blend_goes_on_as_it_was_wherever_it_lies(folder: Path, tmp_pat
         for suffix in (".bin", ".idx"):
             (folder / f"{name}{suffix}").rename(tmp_path / "moved" / f"{name}{suffix}")
     read = {str(folder / "a"): 180, str(folder / "b"): 80}
-    moved = resumed(config(tmp_path / "moved", {"a": 1, "b": 1}), changed.model_dump(mode="json"), 260, read)
+    moved = resume_data_config(config(tmp_path / "moved", {"a": 1, "b": 1}), changed.model_dump(mode="json"), 260, read)
     assert moved.begun is not None
     assert moved.begun.samples == 200
     assert moved.begun.read == {str(tmp_path / "moved" / "a"): 150, str(tmp_path / "moved" / "b"): 50}
@@ -78,20 +78,20 @@ def test_a_run_keeps_its_order_and_one_of_an_older_version_is_stable(folder: Pat
     assert asked.sample_order == "shuffled"
     older = {key: value for key, value in saved.items() if key in ("train", "split", "seq_length")}
     for order, kept in (("stable", "stable"), ("shuffled", "shuffled"), ("megatron", "megatron"), (None, "stable")):
-        assert resumed(asked, {**older, "order": order}, 100, None).order == kept
-    assert resumed(asked, older, 100, None).begun is None
-    assert resumed(config(folder, {"a": 3, "b": 1}, order="shuffled"), older, 100, None).order == "shuffled"
-    changed = resumed(config(folder, {"a": 1, "b": 1}), older, 100, None)
+        assert resume_data_config(asked, {**older, "order": order}, 100, None).order == kept
+    assert resume_data_config(asked, older, 100, None).begun is None
+    assert resume_data_config(config(folder, {"a": 3, "b": 1}, order="shuffled"), older, 100, None).order == "shuffled"
+    changed = resume_data_config(config(folder, {"a": 1, "b": 1}), older, 100, None)
     assert changed.begun is not None
     assert changed.begun.read == {str(folder / "a"): 75, str(folder / "b"): 25}
 
 
 def test_a_glob_that_matches_more_is_a_change(folder: Path) -> None:
     first = DataConfig.parse({"train": f"{folder}/[ab]*", "seq_length": 8, "split": [1], "order": "shuffled"})
-    read = opened(first).read(100)
+    read = opened(first).count_samples_by_path(100)
     with IndexedWriter(folder / "b2", "int32") as writer:
         writer.add_documents(np.arange(400), [40] * 10)
-    second = resumed(first, first.model_dump(mode="json"), 100, read)
+    second = resume_data_config(first, first.model_dump(mode="json"), 100, read)
     assert second.begun is not None
     assert second.begun.read == read
 
@@ -102,13 +102,13 @@ def test_validation_is_the_same_whatever_becomes_of_the_blend(folder: Path) -> N
         {"path": str(folder / "a"), "weight": 3, "max_epochs": 0.1},
         {"path": str(folder / "b"), "max_epochs": 0.1},
     ]
-    changed = resumed(
+    changed = resume_data_config(
         config(folder, {}, split=[1, 1], train=train), plain.model_dump(mode="json"), 10, {str(folder / "a"): 8}
     )
     assert changed.begun is not None
 
     def valid(config: DataConfig) -> list[list[int]]:
-        held_out = build_datasets(config, seed=1, samples={"train": 1, "valid": 1}, eod=None)[1]
+        held_out = build_blended_datasets(config, seed=1, samples={"train": 1, "valid": 1}, eod=None)[1]
         assert held_out is not None
         return [held_out[k].tokens.tolist() for k in range(100)]
 
@@ -118,5 +118,5 @@ def test_validation_is_the_same_whatever_becomes_of_the_blend(folder: Path) -> N
 def test_epochs_are_of_entries_as_they_stand(folder: Path) -> None:
     entries = [{"path": f"{folder}/[ab]"}, {"path": f"{folder}/c", "weight": 1, "max_epochs": 0.5}]
     train = opened(DataConfig.parse({"train": entries, "seq_length": 8, "split": [1]}))
-    assert train.epochs(400) == {f"{folder}/[ab]": 0.2, f"{folder}/c": 0.4}
-    assert train.epochs(1500) == {f"{folder}/[ab]": 1.25, f"{folder}/c": 0.5}
+    assert train.count_epochs_by_path(400) == {f"{folder}/[ab]": 0.2, f"{folder}/c": 0.4}
+    assert train.count_epochs_by_path(1500) == {f"{folder}/[ab]": 1.25, f"{folder}/c": 0.5}

@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mega_common.errors import DataError
-from mega_data.making.preprocess import preprocess
-from mega_data.making.shards import Shard
-from mega_data.reading.documents import Document, Rejected
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
+from mega_data.preprocessing.sharding import InputShard
+from mega_data.reading.corpus_sources import CorpusSource, find_corpus_sources
+from mega_data.reading.documents import Document, RejectedItem
 from mega_data.reading.json_readers import SHOWN
 from mega_data.reading.long_text import LongText
-from mega_data.reading.readers import read
-from mega_data.reading.sources import Source, find_sources
+from mega_data.reading.source_readers import read_documents
 
 TEXT = st.text(alphabet=st.sampled_from('a\\"\n\t/é日😀\ud83d\ude00u0{}[],: '), max_size=40)
 VALUES = TEXT | st.integers() | st.none() | st.lists(TEXT, max_size=2) | st.dictionaries(TEXT, TEXT, max_size=2)
@@ -38,16 +38,16 @@ def little_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"mega_data.reading.{module}.BLOCK", 5)
 
 
-def found(source: Source, folder: Path | None) -> Iterator[tuple[Any, ...]]:
+def found(source: CorpusSource, folder: Path | None) -> Iterator[tuple[Any, ...]]:
     """Texts with their sizes and places; of what is rejected why, in short: a parser that stops earlier says other words."""
-    for item in read(source, "text", folder=folder):
-        if isinstance(item, Rejected):
+    for item in read_documents(source, "text", folder=folder):
+        if isinstance(item, RejectedItem):
             yield re.split("[:(;]", item.reason)[0], item.line
         elif item.long is None:
             yield item.text, item.size, item.line
         else:
             with item.long:
-                yield "".join(item.long.blocks()), item.size, item.line
+                yield "".join(item.long.read_blocks()), item.size, item.line
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -65,7 +65,7 @@ def test_json_of_any_length_gives_what_reading_at_once_gives(
     for kind in ("json", "jsonl"):
         path = tmp_path / f"a.{kind}"
         path.write_bytes(raw)
-        source = Source(str(path), kind)
+        source = CorpusSource(str(path), kind)
         assert list(found(source, tmp_path)) == list(found(source, None))
     assert {path.name for path in tmp_path.iterdir()} == {"a.json", "a.jsonl"}
 
@@ -77,7 +77,7 @@ def test_a_text_file_of_any_length(tmp_path: Path, packed: bool) -> None:
     ):
         path = tmp_path / f"{number}"
         path.write_bytes(gzip.compress(raw) if packed else raw)
-    for source in find_sources([tmp_path]):
+    for source in find_corpus_sources([tmp_path]):
         assert list(found(source, tmp_path)) == list(found(source, None))
 
 
@@ -88,10 +88,10 @@ def test_bad_lines_of_any_length(tmp_path: Path) -> None:
            b'["' + b"a" * 50 + b'"]', b'{"text": "\\ud800' + b"a" * 50 + b'"}']  # fmt: skip
     fine = b'{"text": "fine"}'
     path.write_bytes(b"".join(line + b"\n" + fine + b"\n" for line in bad))
-    items = list(read(Source(str(path), "jsonl"), "text", folder=tmp_path))
+    items = list(read_documents(CorpusSource(str(path), "jsonl"), "text", folder=tmp_path))
     assert [item.text for item in items[1::2] if isinstance(item, Document)] == ["fine"] * len(bad)
     end = f"; the first {SHOWN} bytes of a long line are shown"
-    assert [item.reason.removesuffix(end) for item in items[::2] if isinstance(item, Rejected)] == [
+    assert [item.reason.removesuffix(end) for item in items[::2] if isinstance(item, RejectedItem)] == [
         "not UTF-8 (byte 60 of the line)", "not JSON (Expecting ',' delimiter)", "not JSON (Expecting value)",
         "not JSON (Invalid control character at)", "not JSON (Invalid \\escape)", "no key 'text'; the keys are a",
         "the record is a list, not an object", "'text' is not valid Unicode (lone surrogate at character 0)",
@@ -105,12 +105,12 @@ def test_a_full_disk_is_no_damaged_file(
     monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "w+b"))  # noqa: SIM115
     (tmp_path / f"a.{form}").write_text(json.dumps({"text": "the cat " * 9}))
     with pytest.raises(DataError, match=r".d.partial: cannot be written \(No space left on device\)"):
-        preprocess([tmp_path / f"a.{form}"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
+        preprocess_corpus([tmp_path / f"a.{form}"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
     assert {path.name for path in tmp_path.iterdir()} == {f"a.{form}"}
 
 
 def test_a_word_is_found_across_blocks(tmp_path: Path) -> None:
-    with LongText.of(["the c", "at sat ", "on the mat"], tmp_path) as text:
+    with LongText.from_blocks(["the c", "at sat ", "on the mat"], tmp_path) as text:
         assert [word in text for word in ("cat", "the cat sat on", "mat", "t s", "dog")] == [True] * 4 + [False]
 
 
@@ -120,9 +120,9 @@ def test_ranges_have_long_lines_too(tmp_path: Path, tokenizer_folder: Path, stor
     path.write_text("".join(json.dumps({"text": "the cat " * (number * 7 % 11)}) + "\n" for number in range(30)))
     store.pipe("/bucket/a.jsonl", path.read_bytes())
     where = "memory://bucket/a.jsonl" if url else path
-    preprocess([where], tokenizer_folder, tmp_path / "whole", append_eod=True)
-    for shard in Shard(1, 4).all:
-        preprocess([where], tokenizer_folder, tmp_path / "parts", append_eod=True, shard=shard)
+    preprocess_corpus([where], tokenizer_folder, tmp_path / "whole", append_eod=True)
+    for shard in InputShard(1, 4).all_shards:
+        preprocess_corpus([where], tokenizer_folder, tmp_path / "parts", append_eod=True, shard=shard)
     for suffix in (".bin", ".idx", ".info"):
         assert (tmp_path / f"whole{suffix}").read_bytes() == (tmp_path / f"parts{suffix}").read_bytes()
 
@@ -136,9 +136,9 @@ def test_memory_does_not_grow_with_a_document(tmp_path: Path, tokenizer_folder: 
     code = (
         "import re, sys\n"
         "from pathlib import Path\n"
-        "from mega_data.making import batches, encoder\n"
+        "from mega_data.preprocessing import text_batches as batches, text_encoder as encoder\n"
         "from mega_data.reading import json_readers, long_text, readers\n"
-        "from mega_data.making.preprocess import preprocess\n"
+        "from mega_data.preprocessing.preprocess_corpus import preprocess\n"
         "batches.PIECE = long_text.LONG = readers.LONG = json_readers.LONG = 1 << 17\n"
         "long_text.BLOCK = json_readers.BLOCK = 1 << 17\n"
         "encoder.COMPARED_FIRST = 1\n"

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from mega_common.errors import DataError, MissingPackageError
-from mega_data.files.indexed import IndexedReader
-from mega_data.making import output
-from mega_data.making.encoder import Differs, FastEncoder
-from mega_data.making.output import Output
-from mega_data.making.preprocess import preprocess
-from mega_data.making.shards import Shard
-from mega_data.reading.split_sentences import SentenceEncoder
+from mega_data.preprocessing import dataset_output
+from mega_data.preprocessing.dataset_output import DatasetOutput
+from mega_data.preprocessing.document_encoding import SentenceEncoder
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
+from mega_data.preprocessing.sharding import InputShard
+from mega_data.preprocessing.text_encoder import ComparedFastEncoder, EncoderMismatch
+from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.tokenizer import Tokenizer
 
 TEXT = "Dr. Smith saw the cat, e.g. on the mat.  It sat there! \n\nDid the dog see it? Who knows."
@@ -42,7 +42,7 @@ def corpus(tmp_path: Path) -> Path:
 
 def run(corpus: Path, tokenizer: Path, name: str, **options: Any) -> dict[str, bytes]:
     prefix = corpus.with_name(name)
-    preprocess([corpus], tokenizer, prefix, append_eod=True, **options)
+    preprocess_corpus([corpus], tokenizer, prefix, append_eod=True, **options)
     return {suffix: prefix.with_name(name + suffix).read_bytes() for suffix in (".bin", ".idx", ".info")}
 
 
@@ -50,9 +50,9 @@ def run(corpus: Path, tokenizer: Path, name: str, **options: Any) -> dict[str, b
 def test_a_sentence_is_a_sequence(tmp_path: Path, tokenizer_folder: Path) -> None:
     tokenizer = Tokenizer(tokenizer_folder)
     (tmp_path / "a.txt").write_text(TEXT)
-    preprocess([tmp_path / "a.txt"], tokenizer_folder, tmp_path / "d", append_eod=True, sentences="en")
+    preprocess_corpus([tmp_path / "a.txt"], tokenizer_folder, tmp_path / "d", append_eod=True, sentences="en")
     reader = IndexedReader(tmp_path / "d")
-    found = [tokenizer.decode(reader.read(i).tolist()) for i in range(len(reader))]
+    found = [tokenizer.decode(reader.read_sequence(i).tolist()) for i in range(len(reader))]
     assert found == [*SENTENCES[:-1], SENTENCES[-1] + "<|endoftext|>"]
     assert reader.document_index.tolist() == [0, 4]
 
@@ -67,14 +67,14 @@ def test_the_tokens_are_those_of_whole_documents(corpus: Path, tokenizer_folder:
     tokenizer = Tokenizer(tokenizer_folder)
     assert sentences.lengths.size > 300 + 36
     for document, (first, last) in enumerate(zip(sentences.document_index, sentences.document_index[1:], strict=False)):
-        parts = np.concatenate([sentences.read(i) for i in range(first, last)])
-        text = tokenizer.decode(whole.read(document).tolist(), skip_special_tokens=True)
+        parts = np.concatenate([sentences.read_sequence(i) for i in range(first, last)])
+        text = tokenizer.decode(whole.read_sequence(document).tolist(), skip_special_tokens=True)
         assert tokenizer.decode(parts.tolist(), skip_special_tokens=True) == text.rstrip()
 
 
 @needs_sentencex
 def test_white_space_is_left_out_where_the_tokenizer_adds_it(adding_space: Tokenizer) -> None:
-    assert SentenceEncoder(adding_space, "en").split(TEXT) == [sentence.strip() for sentence in SENTENCES]
+    assert SentenceEncoder(adding_space, "en").split_sentences(TEXT) == [sentence.strip() for sentence in SENTENCES]
 
 
 @pytest.fixture
@@ -95,23 +95,29 @@ def test_pieces_parts_and_interruptions_change_nothing(
     straight = run(corpus, tokenizer_folder, "straight", sentences="en")
     for number in (1, 2):
         prefix = corpus.with_name("parts")
-        preprocess(
-            [corpus], tokenizer_folder, prefix, append_eod=True, sentences="en", shard=Shard(number, 2), overwrite=True
+        preprocess_corpus(
+            [corpus],
+            tokenizer_folder,
+            prefix,
+            append_eod=True,
+            sentences="en",
+            shard=InputShard(number, 2),
+            overwrite=True,
         )
     assert corpus.with_name("parts.bin").read_bytes() == straight[".bin"]
     assert corpus.with_name("parts.idx").read_bytes() == straight[".idx"]
 
-    monkeypatch.setattr(output, "EVERY", 0.0)
-    monkeypatch.setattr("mega_data.making.batches.BATCH", 500)
-    real, left = Output.add, [5]
+    monkeypatch.setattr(dataset_output, "EVERY", 0.0)
+    monkeypatch.setattr("mega_data.preprocessing.text_batches.BATCH", 500)
+    real, left = DatasetOutput.add_batch, [5]
 
-    def add(self: Output, *args: Any) -> None:
+    def add(self: DatasetOutput, *args: Any) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
         real(self, *args)
 
-    monkeypatch.setattr(Output, "add", add)
+    monkeypatch.setattr(DatasetOutput, "add", add)
     with pytest.raises(KeyboardInterrupt):
         run(corpus, tokenizer_folder, "stopped", sentences="en")
     assert run(corpus, tokenizer_folder, "stopped", sentences="en") == straight
@@ -122,7 +128,7 @@ def test_a_document_in_pieces_has_its_sentences(
     corpus: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = run(corpus, tokenizer_folder, "straight", sentences="en")
-    monkeypatch.setattr("mega_data.making.batches.PIECE", 1000)
+    monkeypatch.setattr("mega_data.preprocessing.text_batches.PIECE", 1000)
     assert run(corpus, tokenizer_folder, "pieces", sentences="en")[".bin"] == straight[".bin"]
     found, expected = (IndexedReader(corpus.with_name(name)) for name in ("pieces", "straight"))
     assert found.document_index.size == expected.document_index.size
@@ -139,7 +145,7 @@ def test_files_are_those_that_megatron_writes(corpus: Path, tokenizer_folder: Pa
     encoder = SentenceEncoder(tokenizer, "en")
     builder = theirs.IndexedDatasetBuilder(str(corpus.with_name("theirs.bin")), dtype=np.uint16)
     for line in corpus.read_text().splitlines():
-        (sentences,) = encoder.encode(tokenizer, [json.loads(line)["text"]], np.int32)
+        (sentences,) = encoder.encode_documents(tokenizer, [json.loads(line)["text"]], np.int32)
         if sentences:
             sentences[-1] = np.append(sentences[-1], tokenizer.eos_id)
             builder.add_document(torch.tensor(np.concatenate(sentences)), [part.size for part in sentences])
@@ -157,7 +163,7 @@ def test_a_faster_encoder_encodes_sentences(
     with caplog.at_level("INFO", "mega"):
         assert run(corpus, tokenizer_folder, "fast", sentences="en", encoder="fastokens") == straight
         assert caplog.text.count(" encodes, and is compared with tokenizers") == 1
-        monkeypatch.setattr(FastEncoder, "encode_batch", lambda *_: raising(Differs(4)))
+        monkeypatch.setattr(ComparedFastEncoder, "encode_batch", lambda *_: raising(EncoderMismatch(4)))
         assert run(corpus, tokenizer_folder, "slow", sentences="en", encoder="fastokens") == straight
     # the fifth sentence is the second of the fourth document
     assert f"{corpus}:4: fastokens makes other tokens than tokenizers: starting over without it" in caplog.text

@@ -17,8 +17,8 @@ from serving import service_of, serving
 from transformers import T5ForConditionalGeneration
 
 from mega_data.tokenizer import Tokenizer
-from mega_eval.engine import Engine
-from mega_eval.load import load_model
+from mega_eval.inference_engine import InferenceEngine
+from mega_eval.model_loading import load_inference_model
 
 PROMPTS = ["w1 w2 w3 w20", "w9", "w4 w4 w5 w6 w7 w8 w1", "w30 w31", "w9"]
 KEY = "sk-tiny-key"
@@ -35,8 +35,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, T5ForConditi
 @pytest.fixture(scope="module")
 def client(theirs: tuple[Path, T5ForConditionalGeneration]) -> Iterator[OpenAI]:
     folder, _ = theirs
-    model = load_model(folder, kinds=("encoder-decoder",))
-    engine = Engine(model, Tokenizer(folder), cache_tokens=256, batch_size=3)
+    model = load_inference_model(folder, kinds=("encoder-decoder",))
+    engine = InferenceEngine(model, Tokenizer(folder), cache_tokens=256, batch_size=3)
     service = service_of(engine, folder, ends=frozenset(), max_length=64)
     with serving(service, key=KEY) as (url, _), OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
         yield client

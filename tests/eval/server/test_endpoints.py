@@ -17,15 +17,14 @@ from serving import service_of, serving
 from tiny_adapters import save_adapter
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_named
-from mega_common.lora import LoraConfig
+from mega_ckpt.families import family_by_name
+from mega_common.lora_config import LoraConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.adapters import Beside
-from mega_eval.embed import embed
-from mega_eval.engine import Engine
-from mega_eval.load import load_model
-from mega_eval.server.embeddings import open_embedder
-from mega_eval.server.service import Service
+from mega_eval.inference_engine import InferenceEngine
+from mega_eval.model_loading import LoraAdapterSet, load_inference_model
+from mega_eval.server.embeddings_api import make_served_embedder
+from mega_eval.server.model_service import ModelService
+from mega_eval.text_embedding import compute_embeddings
 
 ORIGIN = "https://chat.example"
 KEY = "sk-tiny-key"
@@ -38,24 +37,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tokenizer(["the end of the story is the beginning of the other story 🎉 naïve"] * 3, 290, base)
     tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
     config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 512})
-    save_tiny(folder, family_named("llama"), config)
+    save_tiny(folder, family_by_name("llama"), config)
     return folder
 
 
 @pytest.fixture(scope="module")
-def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Service:
+def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelService:
     lora = LoraConfig(rank=2, modules=["q_proj", "o_proj"])
     adapters = {"poems": str(save_adapter(tmp_path_factory.mktemp("adapters") / "poems", folder, lora, seed=0))}
-    beside = Beside.open(folder, adapters)
-    model, selection = load_model(folder, beside=beside), beside.choice.selection
-    engine = Engine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8, adapters=selection)
+    beside = LoraAdapterSet.open_adapters(folder, adapters)
+    model, selection = load_inference_model(folder, lora_adapters=beside), beside.choice.selection
+    engine = InferenceEngine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8, adapters=selection)
     return service_of(
-        engine, folder, adapters=adapters, embedder=open_embedder(str(folder), model, Tokenizer(folder), selection)
+        engine,
+        folder,
+        adapters=adapters,
+        embedder=make_served_embedder(str(folder), model, Tokenizer(folder), selection),
     )
 
 
 @pytest.fixture(scope="module")
-def url(service: Service) -> Iterator[str]:
+def url(service: ModelService) -> Iterator[str]:
     with serving(service, key=KEY, origins=(ORIGIN,)) as (url, _):
         yield url
 
@@ -150,9 +152,9 @@ def test_harmless_fields_of_responses(client: OpenAI, extra: dict[str, Any]) -> 
     assert respond(client, **extra).output_text == respond(client).output_text
 
 
-def test_embeddings_are_those_of_the_command(client: OpenAI, folder: Path, service: Service) -> None:
+def test_embeddings_are_those_of_the_command(client: OpenAI, folder: Path, service: ModelService) -> None:
     tokens = [service.tokenizer.encode(text, add_special_tokens=True) for text in TEXTS]
-    expected = embed(load_model(folder), tokens, normalize=True, advance=lambda _: None)
+    expected = compute_embeddings(load_inference_model(folder), tokens, normalize=True, advance=lambda _: None)
     for given in (TEXTS, tokens):
         for options in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
             found: Any = client.embeddings.create(model="tiny", input=given, **options)  # type: ignore[arg-type]
@@ -195,7 +197,7 @@ def test_embeddings_that_cannot_be(url: str, options: dict[str, Any], message: s
     assert message in answer.json()["error"]["message"]
 
 
-def test_a_server_without_embeddings_says_so(client: OpenAI, service: Service) -> None:
+def test_a_server_without_embeddings_says_so(client: OpenAI, service: ModelService) -> None:
     kept, service.embedder = service.embedder, None
     try:
         with pytest.raises(openai.BadRequestError, match="embeddings are supported for"):
@@ -204,7 +206,7 @@ def test_a_server_without_embeddings_says_so(client: OpenAI, service: Service) -
         service.embedder = kept
 
 
-def test_the_remote_tokenizer_of_lm_eval(url: str, service: Service) -> None:
+def test_the_remote_tokenizer_of_lm_eval(url: str, service: ModelService) -> None:
     utils = pytest.importorskip("lm_eval.utils")
     remote = utils.RemoteTokenizer(f"{url}/v1/completions", auth_token=KEY, max_retries=1)
     assert remote.eos_token == service.tokenizer.eos_token
@@ -218,7 +220,7 @@ def test_the_remote_tokenizer_of_lm_eval(url: str, service: Service) -> None:
     assert answer["token_strs"] == [service.tokenizer.backend.id_to_token(token) for token in answer["tokens"]]
 
 
-def test_pages_of_the_named_origins_may_call(url: str, service: Service) -> None:
+def test_pages_of_the_named_origins_may_call(url: str, service: ModelService) -> None:
     ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     for origin, allowed in ((ORIGIN, True), ("https://other.example", False)):
         early = httpx.options(f"{url}/v1/chat/completions", headers={"origin": origin, **ask})

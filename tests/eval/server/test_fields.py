@@ -13,13 +13,13 @@ from chat_templates import chat_tokenizer
 from serving import service_of, serving
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_named
+from mega_ckpt.families import family_by_name
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.engine import Engine
-from mega_eval.load import load_model
-from mega_eval.server.fields import HARMLESS, REFUSED
-from mega_eval.server.schemas import ChatRequest, CompletionRequest
-from mega_eval.server.service import Service
+from mega_eval.inference_engine import InferenceEngine
+from mega_eval.model_loading import load_inference_model
+from mega_eval.server.model_service import ModelService
+from mega_eval.server.request_schemas import ChatRequest, CompletionRequest
+from mega_eval.server.request_validation import HARMLESS, REFUSED
 
 CHAT = {"messages": [{"role": "user", "content": "the end?"}], "temperature": 0, "max_tokens": 12}
 TEXT = {"prompt": "the story of", "temperature": 0, "max_tokens": 12}
@@ -43,17 +43,19 @@ KNOWN = """
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
+def service(tmp_path_factory: pytest.TempPathFactory) -> ModelService:
     base, folder = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("model")
     train_tokenizer(["the end of the story is the beginning of the other story 🎉 naïve"] * 3, 290, base)
     tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
     config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 512})
-    save_tiny(folder, family_named("llama"), config)
-    return service_of(Engine(load_model(folder), Tokenizer(folder), cache_tokens=2048, batch_size=8), folder)
+    save_tiny(folder, family_by_name("llama"), config)
+    return service_of(
+        InferenceEngine(load_inference_model(folder), Tokenizer(folder), cache_tokens=2048, batch_size=8), folder
+    )
 
 
 @pytest.fixture(scope="module")
-def client(service: Service) -> Iterator[httpx.Client]:
+def client(service: ModelService) -> Iterator[httpx.Client]:
     with serving(service) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
@@ -181,14 +183,14 @@ def test_constraints_that_cannot_be(client: httpx.Client, fields: dict[str, Any]
         assert message in refusal(client, path, {**body, **fields})["message"]
 
 
-def tokens_of(client: httpx.Client, service: Service, **more: Any) -> list[int]:
+def tokens_of(client: httpx.Client, service: ModelService, **more: Any) -> list[int]:
     """Token ids of a greedy completion, by their bytes."""
     answer = ask(client, "/v1/chat/completions", {**CHAT, "logprobs": True, "ignore_eos": True, **more})
     by_bytes = {service.vocabulary[token].raw: token for token in range(service.vocab_size)}
     return [by_bytes[bytes(one["bytes"])] for one in answer["choices"][0]["logprobs"]["content"]]
 
 
-def test_stop_tokens_end_the_text(client: httpx.Client, service: Service) -> None:
+def test_stop_tokens_end_the_text(client: httpx.Client, service: ModelService) -> None:
     free = tokens_of(client, service)
     stop = free[4]
     first = free.index(stop)
@@ -210,7 +212,7 @@ def test_stop_strings_can_stay(client: httpx.Client) -> None:
     assert len(complete(client, max_tokens=30, stop=stop, min_tokens=29)["text"]) > len(kept["text"])
 
 
-def test_a_special_token_is_a_stop_string(client: httpx.Client, service: Service) -> None:
+def test_a_special_token_is_a_stop_string(client: httpx.Client, service: ModelService) -> None:
     special = service.vocabulary.specials["<|im_start|>"]
     force = {"logit_bias": {str(special): 100}, "ignore_eos": True}
     assert chat(client, **force)["finish_reason"] == "length"
@@ -222,7 +224,7 @@ def test_a_special_token_is_a_stop_string(client: httpx.Client, service: Service
     assert (shown["message"]["content"], shown["finish_reason"]) == ("<|im_", "stop")
 
 
-def test_tokens_are_allowed_biased_and_banned(client: httpx.Client, service: Service) -> None:
+def test_tokens_are_allowed_biased_and_banned(client: httpx.Client, service: ModelService) -> None:
     free = tokens_of(client, service)
     assert set(tokens_of(client, service, allowed_token_ids=[70, 71])) <= {70, 71}
     assert set(tokens_of(client, service, allowed_token_ids=[70, 71], temperature=1.0)) <= {70, 71}
@@ -239,7 +241,7 @@ def test_tokens_are_allowed_biased_and_banned(client: httpx.Client, service: Ser
 
 
 def test_a_minimum_of_tokens_requires_an_allowed_token_that_does_not_end_the_text(
-    client: httpx.Client, service: Service
+    client: httpx.Client, service: ModelService
 ) -> None:
     end = next(iter(service.ends))
     body = {**CHAT, "allowed_token_ids": [end], "min_tokens": 3}
@@ -249,7 +251,7 @@ def test_a_minimum_of_tokens_requires_an_allowed_token_that_does_not_end_the_tex
     assert chat(client)
 
 
-def test_a_minimum_of_tokens_keeps_the_end_away(client: httpx.Client, service: Service) -> None:
+def test_a_minimum_of_tokens_keeps_the_end_away(client: httpx.Client, service: ModelService) -> None:
     force = {"logit_bias": {str(end): 100 for end in service.ends}}
     usage = [
         ask(client, "/v1/chat/completions", {**CHAT, **force, "min_tokens": least})["usage"]["completion_tokens"]
@@ -276,7 +278,7 @@ def test_a_conversation_is_continued_or_only_rendered(client: httpx.Client) -> N
     assert "use 'continue_final_message'" in refusal(client, "/v1/chat/completions", prefix)["message"]
 
 
-def test_prompts_are_cut_at_their_start(client: httpx.Client, service: Service) -> None:
+def test_prompts_are_cut_at_their_start(client: httpx.Client, service: ModelService) -> None:
     tokens = service.tokenizer.encode("the end of the story is the beginning")
     cut = {"prompt": tokens, "truncate_prompt_tokens": 3, "echo": True}
     assert complete(client, **cut) == complete(client, prompt=tokens[-3:], echo=True)
@@ -346,9 +348,9 @@ def test_a_refusal_is_one_sentence(client: httpx.Client, path: str, fields: dict
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "bEaReR"])
-def test_the_scheme_of_the_key_has_any_case(service: Service, scheme: str) -> None:
-    from mega_eval.server.gate import Bounds, Gate
+def test_the_scheme_of_the_key_has_any_case(service: ModelService, scheme: str) -> None:
+    from mega_eval.server.request_gate import RequestGate, ServerLimits
 
-    gate = Gate(lambda *_: None, Bounds("secret-key", None, 1, 1, 1), service.metrics)  # type: ignore[arg-type,return-value]
+    gate = RequestGate(lambda *_: None, ServerLimits("secret-key", None, 1, 1, 1), service.metrics)  # type: ignore[arg-type,return-value]
     headers = [(b"authorization", f"{scheme} secret-key".encode())]
-    gate._check({"type": "http", "path": "/v1/models", "method": "GET", "headers": headers})
+    gate._check_access({"type": "http", "path": "/v1/models", "method": "GET", "headers": headers})

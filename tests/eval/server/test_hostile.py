@@ -13,7 +13,7 @@ from serving import service_of, serving, until
 from tiny_models import variant
 
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.engine import Engine
+from mega_eval.inference_engine import InferenceEngine
 
 pytest.importorskip("llguidance")
 
@@ -28,7 +28,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_honest_answers_are_the_same_among_hostile_requests(hostile: Any, tmp_path: Path) -> None:
     words: Tokenizer = train_tokenizer(["the end of the story: def main, a list [1, 2]"] * 3, 300, tmp_path)
     config = variant("grouped").model_copy(update={"vocab_size": words.vocab_size, "max_position": 512})
-    engine = Engine(model_of(config), words, cache_tokens=2048, batch_size=8)
+    engine = InferenceEngine(model_of(config), words, cache_tokens=2048, batch_size=8)
     with serving(service := service_of(engine, tmp_path), requests=32) as (url, server):
         port = int(url.rsplit(":", 1)[1])
         alone = hostile.honest(port, 3)
@@ -38,5 +38,5 @@ def test_honest_answers_are_the_same_among_hostile_requests(hostile: Any, tmp_pa
         assert among["texts"] == alone["texts"]
         assert all(len(texts) == 1 for texts in among["texts"].values())
         assert httpx.get(f"{url}/health").status_code == 200
-        until(lambda: service.driver.open == 0 and server.gate.active == 0)
-        until(lambda: engine.free_pages == engine.pages)
+        until(lambda: service.driver.open_requests == 0 and server.gate.active == 0)
+        until(lambda: engine.num_free_pages == engine.num_pages)

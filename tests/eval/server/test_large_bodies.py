@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from mega_eval.server.embeddings import EmbeddingRequest
-from mega_eval.server.responses import ResponsesRequest
-from mega_eval.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from mega_eval.server.embeddings_api import EmbeddingRequest
+from mega_eval.server.request_schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from mega_eval.server.responses_api import ResponsesRequest
 
 COUNT = 100_000
 USER = {"role": "user", "content": "a"}

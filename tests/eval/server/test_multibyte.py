@@ -14,12 +14,12 @@ from tiny_models import save_tiny, variant
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
-from mega_ckpt.families import family_named
+from mega_ckpt.families import family_by_name
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.engine import Engine
-from mega_eval.load import load_model
-from mega_eval.server.answers import TextOffsets
-from mega_eval.server.vocabulary import Vocabulary
+from mega_eval.inference_engine import InferenceEngine
+from mega_eval.model_loading import load_inference_model
+from mega_eval.server.answer_formats import TextOffsets
+from mega_eval.server.token_spelling import Vocabulary
 
 TEXTS = [
     "plain", "naïve", "🎉", "a🎉b", "🎉🎉", "👩\u200d👩\u200d👧", "日本語", "e\u0301", "🇫🇷 flag", "half \ufffd here", "\n\n é\n",
@@ -32,14 +32,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     train_tokenizer(["the end of the story"] * 3, 270, folder)
     config = variant("grouped").model_copy(update={"vocab_size": Tokenizer(folder).vocab_size, "max_position": 512})
-    save_tiny(folder, family_named("llama"), config)
+    save_tiny(folder, family_by_name("llama"), config)
     (folder / "chat_template.jinja").write_text("{% for one in messages %}{{ one.role + one.content }}{% endfor %}")
     return folder
 
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[httpx.Client]:
-    engine = Engine(load_model(folder), Tokenizer(folder), cache_tokens=2048, batch_size=8)
+    engine = InferenceEngine(load_inference_model(folder), Tokenizer(folder), cache_tokens=2048, batch_size=8)
     with serving(service_of(engine, folder)) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
@@ -132,4 +132,4 @@ def test_offsets_of_sentencepiece_and_special_tokens(tmp_path: Path) -> None:
         ("<s>aé", [1, 5, 2, 3], [0, 3, 4, 4]),
         (" a a", [6, 6], [0, 2]),
     ]:
-        assert TextOffsets().next([vocabulary[token] for token in tokens], text) == expected
+        assert TextOffsets().next_offsets([vocabulary[token] for token in tokens], text) == expected

@@ -12,15 +12,15 @@ import pytest
 from serving import service_of, serving
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_named
+from mega_ckpt.families import family_by_name
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.draft import Drafter, ModelDrafter, NgramDrafter
-from mega_eval.engine import Engine, Request
-from mega_eval.generation_config import sampling_settings
-from mega_eval.load import load_model
+from mega_eval.drafters import Drafter, ModelDrafter, NgramDrafter
+from mega_eval.generation_config import parse_sampling_settings
+from mega_eval.inference_engine import EngineRequest, InferenceEngine
+from mega_eval.model_loading import load_inference_model
 from mega_eval.sampling import Sampling
-from mega_eval.server.service import Service
-from mega_eval.text import Limits
+from mega_eval.server.model_service import ModelService
+from mega_eval.text_stream import GenerationLimits
 
 PROMPT, NEW = [70, 71, 70, 71, 72], 16
 A, B = 80, 81  # tokens that the requests prefer
@@ -31,17 +31,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     train_tokenizer(["the end of the story is the beginning of the other story"] * 3, 290, folder)
     config = variant("grouped").model_copy(update={"vocab_size": Tokenizer(folder).vocab_size, "max_position": 128})
-    save_tiny(folder, family_named("llama"), config)
+    save_tiny(folder, family_by_name("llama"), config)
     return folder
 
 
 def continued(folder: Path, settings: dict[str, Any], drafter: Drafter | None, prompt: list[int]) -> list[int]:
     """Tokens of one request of an engine."""
-    engine = Engine(load_model(folder), Tokenizer(folder), cache_tokens=256, batch_size=2, drafter=drafter)
-    sampling = Sampling.parse(sampling_settings(settings))
-    engine.add(Request(prompt, Limits(NEW, ends=(1,)), sampling))
+    engine = InferenceEngine(
+        load_inference_model(folder), Tokenizer(folder), cache_tokens=256, batch_size=2, drafter=drafter
+    )
+    sampling = Sampling.parse(parse_sampling_settings(settings))
+    engine.add_request(EngineRequest(prompt, GenerationLimits(NEW, ends=(1,)), sampling))
     tokens: list[int] = []
-    while engine.waiting or engine.running:
+    while engine.num_waiting or engine.num_running:
         tokens += [token for event in engine.step() for token in event.tokens]
     return tokens
 
@@ -66,16 +68,18 @@ RESTRICTED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("prompt", [PROMPT, [7]], ids=["prompt", "one token"])
 def test_speculative_decoding_holds_them(folder: Path, settings: dict[str, Any], prompt: list[int]) -> None:
     plain = continued(folder, settings, None, prompt)
-    draft = Engine(load_model(folder), Tokenizer(folder), cache_tokens=256, batch_size=2)
+    draft = InferenceEngine(load_inference_model(folder), Tokenizer(folder), cache_tokens=256, batch_size=2)
     for drafter in (NgramDrafter(), ModelDrafter(draft)):
         assert continued(folder, settings, drafter, prompt) == plain
 
 
 def serve_and_ask(folder: Path, own: dict[str, Any], **body: Any) -> list[int]:
     """Tokens of an answer of a server whose folder has these settings in its generation_config.json."""
-    engine = Engine(load_model(folder), Tokenizer(folder), cache_tokens=256, batch_size=2, drafter=NgramDrafter())
+    engine = InferenceEngine(
+        load_inference_model(folder), Tokenizer(folder), cache_tokens=256, batch_size=2, drafter=NgramDrafter()
+    )
     service = service_of(engine, folder, max_length=128)
-    service.own = sampling_settings(own)
+    service.default_sampling = parse_sampling_settings(own)
     given = {"prompt": PROMPT, "temperature": 0, "max_tokens": NEW, "logit_bias": {str(A): 60, str(B): 50}, **body}
     with serving(service) as (url, _):
         answer = httpx.post(f"{url}/v1/completions", json={**given, "logprobs": 0}, timeout=60)
@@ -83,7 +87,7 @@ def serve_and_ask(folder: Path, own: dict[str, Any], **body: Any) -> list[int]:
     return _ids(service, answer.json()["choices"][0]["logprobs"]["tokens"])
 
 
-def _ids(service: Service, names: Sequence[str]) -> list[int]:
+def _ids(service: ModelService, names: Sequence[str]) -> list[int]:
     by_name = {service.vocabulary[token].text: token for token in range(service.vocab_size)}
     return [by_name.get(name, -1) for name in names]  # -1: a part of a character
 
@@ -125,10 +129,10 @@ def test_the_server_holds_them_unless_the_request_says_otherwise(
 
 
 def test_a_folder_is_served_with_its_own_settings(folder: Path, tmp_path: Path) -> None:
-    from mega_cli.serve import _own_sampling
+    from mega_cli.serve import _default_sampling
 
     for file in folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"suppress_tokens": [A], "eos_token_id": 1}))
-    assert _own_sampling(str(tmp_path)) == {"suppress_tokens": [A]}
+    assert _default_sampling(str(tmp_path)) == {"suppress_tokens": [A]}

@@ -18,13 +18,12 @@ from serving import service_of, serving, until
 from tiny_adapters import save_adapter
 from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_named
-from mega_common.lora import LoraConfig
+from mega_ckpt.families import family_by_name
+from mega_common.lora_config import LoraConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.adapters import Beside
-from mega_eval.engine import Engine
-from mega_eval.load import load_model
-from mega_eval.server.service import Service
+from mega_eval.inference_engine import InferenceEngine
+from mega_eval.model_loading import LoraAdapterSet, load_inference_model
+from mega_eval.server.model_service import ModelService
 from mega_trainer.model.decoder import Decoder
 
 TEXT = "the end of the story is the beginning of the other story 🎉 naïve"
@@ -38,13 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tokenizer([TEXT] * 3, 280, base)
     tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
     config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 512})
-    save_tiny(folder, family_named("llama"), config)
+    save_tiny(folder, family_by_name("llama"), config)
     return folder
 
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Decoder:
-    return load_model(folder)
+    return load_inference_model(folder)
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +53,15 @@ def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def service(folder: Path, adapters: dict[str, str]) -> Service:
-    beside = Beside.open(folder, adapters)
-    model, selection = load_model(folder, beside=beside), beside.choice.selection
-    engine = Engine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8, adapters=selection)
+def service(folder: Path, adapters: dict[str, str]) -> ModelService:
+    beside = LoraAdapterSet.open_adapters(folder, adapters)
+    model, selection = load_inference_model(folder, lora_adapters=beside), beside.choice.selection
+    engine = InferenceEngine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8, adapters=selection)
     return service_of(engine, folder, adapters=adapters)
 
 
 @pytest.fixture(scope="module")
-def client(service: Service) -> Iterator[OpenAI]:
+def client(service: ModelService) -> Iterator[OpenAI]:
     with serving(service, key=KEY) as (url, _), OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -82,7 +81,11 @@ def chat(client: OpenAI, text: str = "the end?", **options: Any) -> Any:
 def logprobs_of(model: Decoder, tokens: list[int]) -> torch.Tensor:
     """[S, V], of one pass over all tokens."""
     ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
-    return model.logits(model(model.embed(ids, positions), model.context(positions)))[0].double().log_softmax(-1)
+    return (
+        model.compute_logits(model(model.embed_inputs(ids, positions), model.make_forward_context(positions)))[0]
+        .double()
+        .log_softmax(-1)
+    )
 
 
 def test_models_and_facts(client: OpenAI, adapters: dict[str, str]) -> None:
@@ -98,7 +101,7 @@ def test_models_and_facts(client: OpenAI, adapters: dict[str, str]) -> None:
         client.models.retrieve("other")
 
 
-def test_greedy_completion_is_the_models_likeliest_text(client: OpenAI, model: Decoder, service: Service) -> None:
+def test_greedy_completion_is_the_models_likeliest_text(client: OpenAI, model: Decoder, service: ModelService) -> None:
     tokens = prompt = service.tokenizer.encode(PROMPT)
     for _ in range(9):
         tokens = [*tokens, int(logprobs_of(model, tokens)[-1].argmax())]
@@ -113,7 +116,7 @@ def test_greedy_completion_is_the_models_likeliest_text(client: OpenAI, model: D
     assert complete(client, prompt=prompt).choices == found.choices
 
 
-def test_echo_and_logprobs_are_the_models(client: OpenAI, model: Decoder, service: Service) -> None:
+def test_echo_and_logprobs_are_the_models(client: OpenAI, model: Decoder, service: ModelService) -> None:
     choice = complete(client, echo=True, logprobs=3, max_tokens=4, seed=2, temperature=1.5).choices[0]
     told = choice.logprobs
     tokens = service.tokenizer.encode(choice.text)
@@ -132,7 +135,7 @@ def test_echo_and_logprobs_are_the_models(client: OpenAI, model: Decoder, servic
 
 
 def test_an_adapter_is_a_model_of_its_own(
-    client: OpenAI, service: Service, folder: Path, adapters: dict[str, str]
+    client: OpenAI, service: ModelService, folder: Path, adapters: dict[str, str]
 ) -> None:
     """Several at once, in completions, chats and streams; the second call has the prompt's pages in the cache."""
     names = [*adapters, "tiny"] * 2
@@ -140,7 +143,7 @@ def test_an_adapter_is_a_model_of_its_own(
         found = list(pool.map(lambda name: complete(client, model=name, logprobs=0), names))
     texts = []
     for name, one in zip(names, found, strict=True):
-        merged = load_model(folder, adapter=adapters.get(name))
+        merged = load_inference_model(folder, adapter=adapters.get(name))
         tokens = prompt = service.tokenizer.encode(PROMPT)
         for logprob in one.choices[0].logprobs.token_logprobs:
             likely = logprobs_of(merged, tokens)[-1]
@@ -201,7 +204,7 @@ def test_streamed_chat_is_the_whole_one(client: OpenAI) -> None:
 
 
 @pytest.mark.long
-def test_streamed_chats_are_the_whole_ones_whatever_else_is_served(client: OpenAI, service: Service) -> None:
+def test_streamed_chats_are_the_whole_ones_whatever_else_is_served(client: OpenAI, service: ModelService) -> None:
     """Each seed whole and streamed among seven others, some of which go away: pages are shared, batches differ."""
 
     def tokens(seed: int, *, stream: bool) -> list[list[str]]:
@@ -221,7 +224,12 @@ def test_streamed_chats_are_the_whole_ones_whatever_else_is_served(client: OpenA
         asked = [(seed, pool.submit(tokens, seed, stream=stream)) for seed in range(150) for stream in (True, False)]
         found = [(seed, answer.result()) for seed, answer in asked]
     assert [streamed for streamed, whole in zip(found[::2], found[1::2], strict=True) if streamed != whole] == []
-    until(lambda: service.driver.open == 0 and service.driver.engine.free_pages == service.driver.engine.pages)
+    until(
+        lambda: (
+            service.driver.open_requests == 0
+            and service.driver.engine.num_free_pages == service.driver.engine.num_pages
+        )
+    )
 
 
 def test_chat_is_the_templates_text_continued(client: OpenAI, folder: Path) -> None:
@@ -313,20 +321,20 @@ def test_who_may_come_in(client: OpenAI) -> None:
     assert raw.headers["x-request-id"] == "mine-7"
 
 
-def test_a_client_that_goes_away_frees_its_pages(client: OpenAI, service: Service) -> None:
+def test_a_client_that_goes_away_frees_its_pages(client: OpenAI, service: ModelService) -> None:
     engine = service.driver.engine
-    before = engine.free_pages
+    before = engine.num_free_pages
     stream = complete(client, n=8, max_tokens=200, temperature=2, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
-    assert engine.free_pages < before
+    assert engine.num_free_pages < before
     stream.close()
-    until(lambda: engine.running == engine.waiting == 0)
-    assert engine.free_pages == before
-    assert service.driver.open == 0
+    until(lambda: engine.num_running == engine.num_waiting == 0)
+    assert engine.num_free_pages == before
+    assert service.driver.open_requests == 0
     with pytest.raises(openai.APITimeoutError):
         complete(client, n=8, max_tokens=200, temperature=2, timeout=0.02, extra_body={"ignore_eos": True})
-    until(lambda: engine.running == engine.waiting == service.driver.open == 0)
-    assert engine.free_pages == before
+    until(lambda: engine.num_running == engine.num_waiting == service.driver.open_requests == 0)
+    assert engine.num_free_pages == before
 
 
 def test_metrics_count(client: OpenAI) -> None:
@@ -351,12 +359,12 @@ def test_answers_obey_a_schema(client: OpenAI) -> None:
         complete(client, extra_body={"grammar": "no grammar at all"})
 
 
-def test_a_models_own_settings_hold_where_a_request_says_nothing(client: OpenAI, service: Service) -> None:
+def test_a_models_own_settings_hold_where_a_request_says_nothing(client: OpenAI, service: ModelService) -> None:
     greedy = complete(client).choices[0].text
-    service.own = {"top_k": 1}
+    service.default_sampling = {"top_k": 1}
     try:
         assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9).choices[0].text == greedy
         other = complete(client, temperature=2, seed=1, extra_body={"top_k": 0}).choices[0].text
         assert other == complete(client, temperature=2, seed=1, extra_body={"top_k": -1}).choices[0].text != greedy
     finally:
-        service.own = {}
+        service.default_sampling = {}

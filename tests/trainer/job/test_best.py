@@ -11,28 +11,28 @@ from typing import Any
 import pytest
 import torch
 
-from mega_ckpt.source import open_source
-from mega_ckpt.store import Checkpoint, committed
+from mega_ckpt.source import open_weight_source
+from mega_ckpt.store import Checkpoint, list_checkpoints
 from mega_common.errors import CheckpointError, ConfigError
-from mega_trainer import loop
-from mega_trainer.config import RunConfig
-from mega_trainer.ranks import Ranks
-from mega_trainer.state import TrainState
-from mega_trainer.train import run
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run import training_loop
+from mega_trainer.run.train_state import TrainState
+from mega_trainer.run.training_run import run_training
 
 Settings = Callable[..., dict[str, Any]]
 EVALUATED = {"steps": 9, "eval_every": 2, "eval_steps": 1}
 
 
 def trained(raw: dict[str, Any]) -> TrainState:
-    return run(RunConfig.parse(raw), Ranks())
+    return run_training(RunConfig.parse(raw), RankInfo())
 
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validations with these losses."""
     told: Iterator[float] = iter([3.0, 2.0, 2.5, 2.25, 1.0])
-    monkeypatch.setattr(loop, "validate", lambda *_: {"valid_loss": next(told)})
+    monkeypatch.setattr(training_loop, "validate", lambda *_: {"valid_loss": next(told)})
 
 
 @pytest.mark.usefixtures("losses")
@@ -43,7 +43,10 @@ def test_the_best_checkpoint_stays_and_a_run_without_a_lower_loss_ends(
     with caplog.at_level(logging.INFO):
         state = trained(raw)
     assert state.step == 8
-    assert [path.name for path in committed(RunConfig.parse(raw).checkpoints)] == ["step-00000004", "step-00000008"]
+    assert [path.name for path in list_checkpoints(RunConfig.parse(raw).checkpoint_root)] == [
+        "step-00000004",
+        "step-00000008",
+    ]
     assert "no lower validation loss in 2 validations" in caplog.text
     assert "the lowest validation loss is 2.0000" in caplog.text
     assert trained(raw).step == 8  # the same command has nothing left to do
@@ -71,16 +74,16 @@ def test_averages_are_of_every_step_and_go_on(settings: Settings, tmp_path: Path
     raw = settings(precision=precision, train={"steps": 3, "ema": 0.75}, checkpoint={"every": 1}, lr_schedule=constant)
     trained({**raw, "train": {**raw["train"], "steps": 2}})
     trained(raw)
-    kept = [Checkpoint.open(path) for path in committed(RunConfig.parse(raw).checkpoints)]
+    kept = [Checkpoint.open_folder(path) for path in list_checkpoints(RunConfig.parse(raw).checkpoint_root)]
     name = "model.layers.0.mlp.up_proj.weight"
     main = f"optimizer/main/{name}" if precision == "bf16" else f"weights/{name}"
-    first, second, third = (one.read(main) for one in kept)
-    after_first = kept[0].read(f"optimizer/ema/{name}")
+    first, second, third = (one.read_tensor(main) for one in kept)
+    after_first = kept[0].read_tensor(f"optimizer/ema/{name}")
     expected = torch.lerp(torch.lerp(after_first, second, 0.25), third, 0.25)
-    torch.testing.assert_close(kept[2].read(f"optimizer/ema/{name}"), expected)
+    torch.testing.assert_close(kept[2].read_tensor(f"optimizer/ema/{name}"), expected)
     assert not torch.equal(after_first, first)
-    averaged = open_source(tmp_path / "run", averaged=True)
-    assert torch.equal(averaged.read(name), expected.to(averaged.dtype(name)))
+    averaged = open_weight_source(tmp_path / "run", averaged=True)
+    assert torch.equal(averaged.read_tensor(name), expected.to(averaged.tensor_dtype(name)))
     trained(settings(train={"steps": 1}, output=str(tmp_path / "plain")))
     with pytest.raises(CheckpointError, match="has no averages"):
-        open_source(tmp_path / "plain", averaged=True)
+        open_weight_source(tmp_path / "plain", averaged=True)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from mega_trainer.config import RunConfig
-from mega_trainer.job.environment import library_settings, told
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.job.environment import format_environment, library_settings
 
 
 def config(**settings: Any) -> RunConfig:
@@ -33,7 +33,9 @@ def test_deterministic_asks_the_libraries_too() -> None:
 
 
 def test_what_a_user_has_set_otherwise_is_told() -> None:
-    line = told(config(parallel={"tp": 2}), {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCH_GLOO_LAZY_INIT": "1"})
+    line = format_environment(
+        config(parallel={"tp": 2}), {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCH_GLOO_LAZY_INIT": "1"}
+    )
     assert "CUDA_DEVICE_MAX_CONNECTIONS=8 (not 1)" in line
     assert "TORCH_GLOO_LAZY_INIT=1," in line
     assert "PYTORCH_CUDA_ALLOC_CONF=(not set)" in line

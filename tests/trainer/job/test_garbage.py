@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mega_trainer.job.garbage import Garbage
+from mega_trainer.run.training_loop import GarbageCollection
 
 
 class Knot:
@@ -24,11 +24,11 @@ def collecting() -> Iterator[None]:
 
 
 def test_garbage_is_collected_at_its_steps_alone() -> None:
-    with Garbage(3) as garbage:
+    with GarbageCollection(3) as garbage:
         gone = weakref.ref(Knot())
         left = []
         for step in range(1, 5):
-            garbage.after(step)
+            garbage.collect_after_step(step)
             left.append(gone() is not None)
             assert not gc.isenabled()
     assert left == [True, True, False, False]
@@ -37,13 +37,13 @@ def test_garbage_is_collected_at_its_steps_alone() -> None:
 
 
 def test_without_steps_python_collects_when_it_likes() -> None:
-    with Garbage(0) as garbage:
-        garbage.after(1)
+    with GarbageCollection(0) as garbage:
+        garbage.collect_after_step(1)
         assert gc.isenabled()
 
 
 def test_a_process_that_had_it_off_keeps_it_off() -> None:
     gc.disable()
-    with Garbage(2):
+    with GarbageCollection(2):
         pass
     assert not gc.isenabled()

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from mega_common.errors import ConfigError
-from mega_trainer.job.memory import Folder
+from mega_trainer.job.memory_checkpoint import MemoryCopyFolder
 from mega_trainer.job.private_folder import (
     KEY_NAME,
     LOCK_NAME,
     OWNER_NAME,
     UNUSED_SECONDS,
-    claim_folder,
-    folder_path,
-    load_key,
-    sweep_folders,
+    claim_private_folder,
+    launcher_folder_path,
+    load_secret_key,
+    remove_abandoned_folders,
 )
 
 KEY = b"k" * 32
@@ -62,34 +62,34 @@ def test_a_planted_folder_is_refused(tmp_path: Path, planted: str) -> None:
     path = tmp_path / "mega"
     PLANTED[planted](path)
     with pytest.raises(ConfigError, match=r"requires .* with mode 0700, found"):
-        claim_folder(path, os.getpid())
+        claim_private_folder(path, os.getpid())
     with pytest.raises(ConfigError, match=r"requires .* with mode 0700, found"):
-        Folder(path, "run", KEY).data(0, 0, 64)
+        MemoryCopyFolder(path, "run", KEY).map_copy_file(0, 0, 64)
 
 
 def test_a_link_at_the_name_of_a_copy_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
-    path = folder_path(tmp_path, KEY, os.getpid())
-    os.close(claim_folder(path, os.getpid()))
+    path = launcher_folder_path(tmp_path, KEY, os.getpid())
+    os.close(claim_private_folder(path, os.getpid()))
     (path / "0.0").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"):
-        Folder(path, "run", KEY).data(0, 0, 64)
+        MemoryCopyFolder(path, "run", KEY).map_copy_file(0, 0, 64)
     assert precious.read_text() == "precious"
 
 
 def test_everything_in_the_folder_is_closed_to_others(tmp_path: Path) -> None:
-    path = folder_path(tmp_path, KEY, os.getpid())
-    os.close(claim_folder(path, os.getpid()))
-    Folder(path, "run", KEY).data(0, 0, 64)
+    path = launcher_folder_path(tmp_path, KEY, os.getpid())
+    os.close(claim_private_folder(path, os.getpid()))
+    MemoryCopyFolder(path, "run", KEY).map_copy_file(0, 0, 64)
     assert path.stat().st_mode & 0o777 == 0o700
     assert (path / "0.0").stat().st_mode & 0o077 == 0
 
 
 def test_the_name_is_the_same_after_a_restart_and_depends_on_key_and_launcher(tmp_path: Path) -> None:
-    names = {folder_path(tmp_path, key, launcher) for key in (KEY, b"other") for launcher in (1, os.getpid())}
+    names = {launcher_folder_path(tmp_path, key, launcher) for key in (KEY, b"other") for launcher in (1, os.getpid())}
     assert len(names) == 4
-    assert folder_path(tmp_path, KEY, 1) in names
+    assert launcher_folder_path(tmp_path, KEY, 1) in names
 
 
 def change(path: Path, old: bytes, new: bytes) -> None:
@@ -105,7 +105,9 @@ FORGED: dict[str, Callable[[Path], Any]] = {
     "longer": lambda path: path.write_bytes(path.read_bytes() + b" "),
     "of another rank": lambda path: path.rename(path.with_name("1.0.json")),
     "of the other slot": lambda path: path.rename(path.with_name("0.1.json")),
-    "of another run": lambda path: Folder(path.parent, "run", b"another").conclude(0, 0, {"step": 3, "ranks": 1}),
+    "of another run": lambda path: MemoryCopyFolder(path.parent, "run", b"another").write_manifest(
+        0, 0, {"step": 3, "ranks": 1}
+    ),
     "lines swapped": lambda path: path.write_bytes(b"\n".join(reversed(path.read_bytes().split(b"\n")))),
 }
 
@@ -114,12 +116,12 @@ FORGED: dict[str, Callable[[Path], Any]] = {
 def test_a_copy_that_the_run_has_not_signed_is_ignored(
     tmp_path: Path, forged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = Folder(tmp_path, "run", KEY)
-    folder.conclude(0, 0, {"step": 3, "ranks": 1})
-    assert folder.copies() == {(3, 1, 0): 0}
+    folder = MemoryCopyFolder(tmp_path, "run", KEY)
+    folder.write_manifest(0, 0, {"step": 3, "ranks": 1})
+    assert folder.list_copies() == {(3, 1, 0): 0}
     FORGED[forged](tmp_path / "0.0.json")
     with caplog.at_level("WARNING", "mega"):
-        assert folder.copies() == {}
+        assert folder.list_copies() == {}
     assert "is not signed by this run; the copy is ignored" in caplog.text
 
 
@@ -144,18 +146,18 @@ UNFIT_KEYS: dict[str, Callable[[Path], object]] = {
 def test_an_unfit_key_is_replaced(tmp_path: Path, unfit: str, caplog: pytest.LogCaptureFixture) -> None:
     UNFIT_KEYS[unfit](tmp_path / KEY_NAME)
     with caplog.at_level("WARNING", "mega"):
-        key = load_key(tmp_path)
+        key = load_secret_key(tmp_path)
     assert "is not a private key of this user" in caplog.text
     assert key not in (KEY, b"k")
     assert (tmp_path / KEY_NAME).stat().st_mode & 0o777 == 0o600
-    assert load_key(tmp_path) == key
+    assert load_secret_key(tmp_path) == key
 
 
 def launched(root: Path, namespace: str | None = None, *, idle: float = 0.0, ended: bool = False) -> Path:
     """Return a folder whose launcher is this process, or has ended, in this or another PID namespace."""
     launcher = 2**22 + 1 if ended else os.getpid()
-    path = folder_path(root, os.urandom(8), launcher)
-    os.close(claim_folder(path, launcher))
+    path = launcher_folder_path(root, os.urandom(8), launcher)
+    os.close(claim_private_folder(path, launcher))
     if namespace:
         owner = json.loads((path / OWNER_NAME).read_text())
         (path / OWNER_NAME).write_text(json.dumps({**owner, "namespace": namespace}))
@@ -183,7 +185,7 @@ def test_only_folders_of_ended_launchers_are_swept(tmp_path: Path, kept: bool, m
     with open(path / LOCK_NAME) as lock:
         if locked:
             fcntl.flock(lock, fcntl.LOCK_SH)
-        sweep_folders(tmp_path)
+        remove_abandoned_folders(tmp_path)
     assert path.exists() == (kept or (locked and "namespace" in made))
 
 
@@ -192,7 +194,7 @@ def test_a_reused_process_id_is_another_launcher(tmp_path: Path) -> None:
         path = launched(tmp_path)
         owner = json.loads((path / OWNER_NAME).read_text())
         (path / OWNER_NAME).write_text(json.dumps({**owner, "launcher": process.pid}))
-        sweep_folders(tmp_path)
+        remove_abandoned_folders(tmp_path)
         assert not path.exists()
         process.kill()
 
@@ -200,5 +202,5 @@ def test_a_reused_process_id_is_another_launcher(tmp_path: Path) -> None:
 def test_folders_of_other_names_are_not_swept(tmp_path: Path) -> None:
     for name in ("mega-1", f"mega-{os.getpid()}", "other", f"mega-{os.geteuid() + 1}-0"):
         (tmp_path / name).mkdir(mode=0o700)
-    sweep_folders(tmp_path)
+    remove_abandoned_folders(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4

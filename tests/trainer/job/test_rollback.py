@@ -11,28 +11,28 @@ from typing import Any
 import pytest
 import torch
 
-from mega_ckpt.store import Checkpoint, committed
+from mega_ckpt.store import Checkpoint, list_checkpoints
 from mega_common.errors import ConfigError, TrainingError
-from mega_trainer import loop
-from mega_trainer import step as step_module
-from mega_trainer.config import RunConfig
-from mega_trainer.job import guard as guard_module
+from mega_trainer.config.run_config import RunConfig
 from mega_trainer.job import rollback
-from mega_trainer.job.rollback import LeftOut
-from mega_trainer.ranks import Ranks
-from mega_trainer.state import TrainState
-from mega_trainer.train import run
+from mega_trainer.job import training_guard as guard_module
+from mega_trainer.job.rollback import SkippedRanges
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.run import train_step as step_module
+from mega_trainer.run import training_loop
+from mega_trainer.run.train_state import TrainState
+from mega_trainer.run.training_run import run_training
 
 Settings = Callable[..., dict[str, Any]]
 NAN, HIGH = float("nan"), 1e6
 
 
 def trained(raw: dict[str, Any]) -> TrainState:
-    return run(RunConfig.parse(raw), Ranks())
+    return run_training(RunConfig.parse(raw), RankInfo())
 
 
 def weights(state: TrainState) -> dict[str, list[torch.Tensor]]:
-    return {name: [box.tensor.clone() for box in held.boxes] for name, held in state.tensors().items()}
+    return {name: [box.tensor.clone() for box in held.boxes] for name, held in state.checkpoint_tensors().items()}
 
 
 def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:
@@ -45,20 +45,20 @@ def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Fills with the first token of each sample that a step reads, step by step."""
     seen: list[tuple[int, ...]] = []
-    real = loop.micro_batches
+    real = training_loop.split_micro_batches
 
     def noted(batch: Any, *more: Any) -> Any:
         seen.append(tuple(map(tuple, batch.tokens)))
         return real(batch, *more)
 
-    monkeypatch.setattr(loop, "micro_batches", noted)
+    monkeypatch.setattr(training_loop, "micro_batches", noted)
     return seen
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, samples: tuple[int, ...], loss: float) -> None:
     """Each step that reads these samples has that sum of losses, whenever it comes."""
-    real, at_hand = step_module.sum_over_ranks, []
-    batches = step_module.weigh_ahead
+    real, at_hand = step_module.sum_step_scalars, []
+    batches = step_module.normalize_mtp_weights
 
     def look(given: Any, tokens: Any) -> Any:
         at_hand[:] = [tuple(row.tolist()) for batch in given for row in batch.tokens]
@@ -92,9 +92,12 @@ def test_a_rollback_goes_past_the_samples_and_every_way_there_has_the_same_bits(
     assert "step 5: loss" in caplog.text
     assert "samples 16 to 19" in caplog.text
     assert "back to step 2; left out: samples 8 to 19" in caplog.text
-    assert (whole.step, whole.consumed_samples, whole.left_out) == (8, 32, LeftOut(((8, 12),)))
-    assert whole.read is not None
-    assert sum(Checkpoint.open(committed(whole.config.checkpoints)[-1]).state["read"].values()) == 44
+    assert (whole.step, whole.consumed_samples, whole.skipped_ranges) == (8, 32, SkippedRanges(((8, 12),)))
+    assert whole.count_samples_read is not None
+    assert (
+        sum(Checkpoint.open_folder(list_checkpoints(whole.config.checkpoint_root)[-1]).trainer_state["read"].values())
+        == 44
+    )
     lines = [json.loads(line) for line in (Path(raw["output"]) / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 9))
     halves = {**raw, "output": str(tmp_path / "halves")}
@@ -112,7 +115,7 @@ def test_a_spike_can_be_skipped_and_leaves_weights_and_average_alone(
     trained({**raw, "output": raw["output"] + "-plain"})
     poison(monkeypatch, read[3], HIGH)
     state = trained(raw)
-    assert (state.step, state.optimizer.steps, state.guard.seen) == (6, 5, 5)
+    assert (state.step, state.optimizer.update_count, state.guard.seen) == (6, 5, 5)
     assert state.guard.average < 10
     assert "samples 12 to 15; the weights were not updated" in caplog.text
 
@@ -121,7 +124,7 @@ def test_a_rollback_without_a_checkpoint_or_that_never_helps_ends_the_run(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = {"steps": 4, "on_nan": "rollback", "max_skips": 2}
-    real = step_module.sum_over_ranks
+    real = step_module.sum_step_scalars
 
     def poisoned(*args: Any) -> Any:
         told, table = real(*args)
@@ -129,7 +132,7 @@ def test_a_rollback_without_a_checkpoint_or_that_never_helps_ends_the_run(
 
     done: list[int] = []
     monkeypatch.setattr(step_module, "sum_over_ranks", poisoned)
-    advance = TrainState.advance
+    advance = TrainState.advance_step
     monkeypatch.setattr(TrainState, "advance", lambda self, result: (done.append(1), advance(self, result)))
     with pytest.raises(TrainingError, match=r"step 3: loss nan .* no checkpoint in .*"):
         trained(settings(train=policy))

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_trainer.kernels import blocks
-from mega_trainer.kernels.base import Scores
-from mega_trainer.kernels.bias import DistanceBias
-from mega_trainer.kernels.masks import ALL, CAUSAL, Mask, Packed
-from mega_trainer.kernels.torch import TorchKernels
+from mega_trainer.kernels import blockwise_attention
+from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, PackedMask
+from mega_trainer.kernels.kernel_interface import DistanceBias, ScoreTransform
+from mega_trainer.kernels.torch_kernels import TorchKernels
 
 B, S, H, K, D = 2, 7, 4, 2, 3
 KERNELS = TorchKernels()
@@ -31,13 +30,13 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, values: Tensor, z
 @pytest.mark.parametrize("tile", [1 << 20, 2 * B * H * S, 1], ids=["at once", "two rows", "row by row"])
 @pytest.mark.parametrize("kind", ["all", "causal", "documents", "one query"])
 def test_an_addend_by_distance(monkeypatch: pytest.MonkeyPatch, kind: str, tile: int) -> None:
-    monkeypatch.setitem(blocks.TILE_ELEMENTS, "cpu", tile)
+    monkeypatch.setitem(blockwise_attention.TILE_ELEMENTS, "cpu", tile)
     queries = 1 if kind == "one query" else S
     g = torch.Generator().manual_seed(0)
     shapes = (B, queries, H, D), (B, S, K, D), (B, S, K, D), (H, S + queries - 1)
     q, k, v, values = (torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes)
-    packed = Packed.of([7, 3, 4], ALL, torch.device("cpu"))
-    mask: Mask = {"all": ALL, "causal": CAUSAL, "documents": packed, "one query": ALL}[kind]
+    packed = PackedMask.from_lengths([7, 3, 4], ALL, torch.device("cpu"))
+    mask: AttentionMaskSpec = {"all": ALL, "causal": CAUSAL, "documents": packed, "one query": ALL}[kind]
     seen = torch.ones(B, 1, queries, S, dtype=torch.bool)
     if kind == "causal":
         seen = seen.tril()
@@ -47,7 +46,7 @@ def test_an_addend_by_distance(monkeypatch: pytest.MonkeyPatch, kind: str, tile:
     dy = torch.randn(expected.shape, generator=g, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, (q, k, v, values), dy)
     for given in (mask, seen):  # the latter product by product
-        found = KERNELS.attention(q, k, v, given, Scores(0.4, bias=DistanceBias(values, S - 1)))
+        found = KERNELS.attention(q, k, v, given, ScoreTransform(0.4, bias=DistanceBias(values, S - 1)))
         torch.testing.assert_close(found, expected)
         for mine, other in zip(torch.autograd.grad(found, (q, k, v, values), dy), wanted, strict=True):
             torch.testing.assert_close(mine, other)

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import ScalingType
 
-from mega_trainer.kernels.quantise import (
+from mega_trainer.kernels.fp8_kernels import (
     BLOCKS,
     E4M3,
     E5M2,
     MX,
-    dequantise,
-    power_above,
-    product,
-    quantise,
-    swizzled,
+    ceil_power_of_two,
+    dequantize_matrix,
+    quantize_matrix,
+    scaled_gemm,
+    swizzle_mx_scales,
 )
 
 BITS = {E4M3: 4, E5M2: 3}  # of a rounded number, the leading one included
@@ -40,17 +40,19 @@ def test_every_number_is_rounded_to_the_bits_of_its_format(kind: ScalingType, dt
     mantissa, exponent = torch.frexp(x)
     expected = torch.ldexp(torch.round(mantissa * 2 ** BITS[dtype]) / 2 ** BITS[dtype], exponent)
     in_range = x.abs() > x.abs().max() / RANGE
-    found = dequantise(quantise(x, kind, dtype), torch.float32)
+    found = dequantize_matrix(quantize_matrix(x, kind, dtype), torch.float32)
     assert torch.equal(found[in_range], expected[in_range])
-    turned = quantise(x[:, :128].t().contiguous().t(), kind, dtype)
+    turned = quantize_matrix(x[:, :128].t().contiguous().t(), kind, dtype)
     assert turned.values.is_contiguous()
-    assert torch.equal(dequantise(turned, torch.float32)[in_range[:, :128]], expected[:, :128][in_range[:, :128]])
+    assert torch.equal(
+        dequantize_matrix(turned, torch.float32)[in_range[:, :128]], expected[:, :128][in_range[:, :128]]
+    )
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_block_has_the_smallest_power_of_two_for_a_scale_that_holds_its_largest(kind: ScalingType) -> None:
     x, (rows, columns) = numbers(256, 256), BLOCKS[kind]
-    scale = quantise(x, kind).scale
+    scale = quantize_matrix(x, kind).scale
     rows, columns = rows or 256, columns or 256
     assert scale.shape == (256 // rows, 256 // columns)
     largest = x[:rows, -columns:].abs().max().item()
@@ -59,25 +61,25 @@ def test_a_block_has_the_smallest_power_of_two_for_a_scale_that_holds_its_larges
 
 @given(st.floats(2**-90, 2**90, width=32))
 def test_the_power_of_two_above(x: float) -> None:
-    above = power_above(torch.tensor([x])).item()
+    above = ceil_power_of_two(torch.tensor([x])).item()
     assert math.frexp(above)[0] == 0.5
     assert above / 2 < x <= above
 
 
 def test_zeros_and_what_is_no_number() -> None:
     x = torch.zeros(4, 32)
-    assert not dequantise(quantise(x, MX), torch.float32).any()
+    assert not dequantize_matrix(quantize_matrix(x, MX), torch.float32).any()
     for bad in (float("nan"), float("inf")):
         x[1, 3] = bad
-        assert not dequantise(quantise(x, MX), torch.float32)[1, 3].isfinite()
+        assert not dequantize_matrix(quantize_matrix(x, MX), torch.float32)[1, 3].isfinite()
 
 
 @pytest.mark.parametrize("kind", [ScalingType.TensorWise, ScalingType.RowWise])
 def test_parts_with_scales_of_their_own_stand_for_the_same_numbers(kind: ScalingType) -> None:
     """But for those that fall below the range."""
     x = numbers(64, 64, decades=6)
-    whole = dequantise(quantise(x, kind), torch.float32)
-    parts = torch.cat([dequantise(quantise(part, kind), torch.float32) for part in x.chunk(2, 1)], 1)
+    whole = dequantize_matrix(quantize_matrix(x, kind), torch.float32)
+    parts = torch.cat([dequantize_matrix(quantize_matrix(part, kind), torch.float32) for part in x.chunk(2, 1)], 1)
     largest = x.abs().max() if kind == ScalingType.TensorWise else x.abs().amax(1, keepdim=True)
     in_range = x.abs() > largest / RANGE
     assert torch.equal(parts[in_range], whole[in_range])
@@ -87,9 +89,9 @@ def test_parts_with_scales_of_their_own_stand_for_the_same_numbers(kind: Scaling
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("left", "right"), PAIRS)
 def test_a_product_is_that_of_the_numbers(left: ScalingType, right: ScalingType, dtype: torch.dtype) -> None:
-    a, b = quantise(numbers(128, 256), left, E5M2), quantise(numbers(256, 256), right)
-    exact = dequantise(a, torch.float64) @ dequantise(b, torch.float64).t()
-    y = product(a, b, dtype)
+    a, b = quantize_matrix(numbers(128, 256), left, E5M2), quantize_matrix(numbers(256, 256), right)
+    exact = dequantize_matrix(a, torch.float64) @ dequantize_matrix(b, torch.float64).t()
+    y = scaled_gemm(a, b, dtype)
     assert y.dtype == dtype
     worst = (y.double() - exact).abs().max() / exact.abs().max()
     assert worst <= {torch.bfloat16: 2**-8, torch.float32: 1e-6, torch.float64: 1e-15}[dtype]
@@ -103,14 +105,14 @@ def test_torch_takes_the_arguments_of_a_gpus_product(
 ) -> None:
     """Its check of meta tensors is that of a GPU: row and column order, sizes, the scales' shapes, strides and swizzle."""
     x, weight = (torch.empty(width, rows, dtype=torch.bfloat16, device="meta").t() for rows in (256, 512))
-    y = product(quantise(x, left, gradients), quantise(weight, right), torch.bfloat16, fast=True)
+    y = scaled_gemm(quantize_matrix(x, left, gradients), quantize_matrix(weight, right), torch.bfloat16, fast=True)
     assert y.shape == (256, 512)
 
 
 def test_the_order_of_mxfp8s_scales() -> None:
     rows, columns = 200, 6
     scale = torch.exp2(torch.randint(-20, 20, (rows, columns)).float())
-    flat = swizzled(scale).float()
+    flat = swizzle_mx_scales(scale).float()
     assert flat.numel() == 256 * 8
     for row, column in ((0, 0), (31, 3), (32, 1), (127, 5), (128, 4), (199, 5)):
         tile = row // 128 * 2 + column // 4

@@ -10,24 +10,24 @@ import pytest
 import torch
 
 from mega_common.model_config import ModelConfig, RopeConfig
-from mega_trainer.kernels.base import Rotation
-from mega_trainer.kernels.masks import CAUSAL, Band, Mask, Packed, dense
-from mega_trainer.model.attention import Attention
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context
-from mega_trainer.model.init import init_weights
-from mega_trainer.rng import Dropout
+from mega_trainer.distributed.rng import SeededDropout
+from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, BandMask, PackedMask, materialize_dense_mask
+from mega_trainer.kernels.kernel_interface import RotaryAngles
+from mega_trainer.model.attention import SelfAttention
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.weight_init import initialize_weights
 
 S, H, K, HEAD = 7, 4, 2, 6
 
 
-def attention(**fields: Any) -> Attention:
+def attention(**fields: Any) -> SelfAttention:
     config = ModelConfig(
         num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=H, num_kv_heads=K, head_dim=HEAD,
         vocab_size=8, init_std=0.5, **fields,
     )  # fmt: skip
-    made = Attention(Builder(config, dtype=torch.float64), 0)
-    init_weights(made, 3)
+    made = SelfAttention(LayerBuilder(config, dtype=torch.float64), 0)
+    initialize_weights(made, 3)
     return made
 
 
@@ -35,13 +35,13 @@ def attention(**fields: Any) -> Attention:
 class Fixed:
     """Everyone sees what one mask says."""
 
-    seen: torch.Tensor | Mask
+    seen: torch.Tensor | AttentionMaskSpec
 
-    def mask(self, window: int | None) -> torch.Tensor | Mask:
+    def mask(self, window: int | None) -> torch.Tensor | AttentionMaskSpec:
         return self.seen
 
 
-def by_loops(made: Attention, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def by_loops(made: SelfAttention, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Each query of each head by itself."""
     q, k, v = made.qkv(x).split([H * HEAD, K * HEAD, K * HEAD], dim=-1)
     out = torch.zeros(*x.shape[:2], H, HEAD, dtype=x.dtype)
@@ -61,11 +61,11 @@ def by_loops(made: Attention, x: torch.Tensor, mask: torch.Tensor) -> torch.Tens
 
 
 CPU = torch.device("cpu")
-MASKS: dict[str, Mask] = {
+MASKS: dict[str, AttentionMaskSpec] = {
     "causal": CAUSAL,
-    "window": Band(left=2, right=0),
-    "documents": Packed.of([2, 3, 2, 7], CAUSAL, CPU),
-    "both": Packed.of([2, 3, 2, 7], Band(left=1, right=0), CPU),
+    "window": BandMask(left=2, right=0),
+    "documents": PackedMask.from_lengths([2, 3, 2, 7], CAUSAL, CPU),
+    "both": PackedMask.from_lengths([2, 3, 2, 7], BandMask(left=1, right=0), CPU),
 }
 
 
@@ -81,33 +81,35 @@ def test_is_what_loops_compute_with_and_without_the_dropout_path(kind: str, scor
     made, mask = attention(**SCORES[scores]), MASKS[kind]
     assert (made.core.scale == 1 / math.sqrt(HEAD)) == ("attention_scale" not in SCORES[scores])
     x = torch.randn(2, S, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    seen = dense(mask, x.shape, S, CPU)
+    seen = materialize_dense_mask(mask, x.shape, S, CPU)
     expected = by_loops(made, x, seen)
-    torch.testing.assert_close(made(x, Context(Fixed(mask))), expected)
-    torch.testing.assert_close(made(x, Context(Fixed(seen))), expected)  # as generation says it
+    torch.testing.assert_close(made(x, ForwardContext(Fixed(mask))), expected)
+    torch.testing.assert_close(made(x, ForwardContext(Fixed(seen))), expected)  # as generation says it
     made.core.dropout = 1e-12  # takes the path of plain products, and drops nothing
-    torch.testing.assert_close(made(x, Context(Fixed(mask), dropout=Dropout(0, [0, 1], [range(S)]))), expected)
+    torch.testing.assert_close(
+        made(x, ForwardContext(Fixed(mask), dropout=SeededDropout(0, [0, 1], [range(S)]))), expected
+    )
 
 
 def test_dropout_of_a_head_is_its_own_wherever_it_lives() -> None:
     """The upper half of the heads on another rank draws what it draws among all heads."""
-    dropout, ones = Dropout(1, [4, 9], [range(S)]), torch.ones(2, H, S, S)
-    whole = dropout.scores(ones, 0.3, 2, 0)
-    assert torch.equal(dropout.scores(ones[:, 2:], 0.3, 2, 2), whole[:, 2:])
+    dropout, ones = SeededDropout(1, [4, 9], [range(S)]), torch.ones(2, H, S, S)
+    whole = dropout.drop_attention_probs(ones, 0.3, 2, 0)
+    assert torch.equal(dropout.drop_attention_probs(ones[:, 2:], 0.3, 2, 2), whole[:, 2:])
     assert 0.2 < (whole == 0).float().mean() < 0.4
     assert whole.max().item() == pytest.approx(1 / 0.7)
-    for other in (Dropout(2, [4, 9], [range(S)]), Dropout(1, [4, 8], [range(S)])):
-        assert not torch.equal(other.scores(ones, 0.3, 2, 0)[1], whole[1])
-    assert not torch.equal(dropout.scores(ones, 0.3, 3, 0), whole)
+    for other in (SeededDropout(2, [4, 9], [range(S)]), SeededDropout(1, [4, 8], [range(S)])):
+        assert not torch.equal(other.drop_attention_probs(ones, 0.3, 2, 0)[1], whole[1])
+    assert not torch.equal(dropout.drop_attention_probs(ones, 0.3, 3, 0), whole)
 
 
 def test_query_key_norm_makes_scale_irrelevant() -> None:
     made = attention(qk_norm=True)
     x = torch.randn(1, S, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    before = made(x, Context(Fixed(CAUSAL)))
+    before = made(x, ForwardContext(Fixed(CAUSAL)))
     with torch.no_grad():
         made.qkv.weights[0][: (H + K) * HEAD] *= 100
-    torch.testing.assert_close(made(x, Context(Fixed(CAUSAL))), before, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(made(x, ForwardContext(Fixed(CAUSAL))), before, rtol=1e-3, atol=1e-4)
 
 
 def test_a_gate_partial_rotation_and_zero_centered_norms_are_those_of_qwen3_next() -> None:
@@ -141,8 +143,8 @@ def test_a_gate_partial_rotation_and_zero_centered_norms_are_those_of_qwen3_next
     x = torch.randn(2, S, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     positions = torch.arange(S)[None]
     angles = tuple(part.double() for part in turned(x.float(), positions))
-    rotation = Rotation(*(part[:, :, None, :1] for part in angles))  # one pair of elements a head
-    mine = made(x, Context(Fixed(CAUSAL), rotation))
+    rotation = RotaryAngles(*(part[:, :, None, :1] for part in angles))  # one pair of elements a head
+    mine = made(x, ForwardContext(Fixed(CAUSAL), rotation))
     torch.testing.assert_close(
         mine, theirs(x, position_embeddings=angles, attention_mask=None)[0], rtol=1e-6, atol=1e-7
     )

@@ -14,18 +14,17 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from trainer.fake import decoders
 
-from mega_ckpt.names import tensors_of
+from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_common.model_config import ModelConfig
-from mega_trainer.batch import Outline
-from mega_trainer.kernels.torch import TorchKernels
-from mega_trainer.layout import Layout
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.init import init_weights
-from mega_trainer.model.recompute import Recompute
-from mega_trainer.model.stage import Stage
-from mega_trainer.parallel.param import info_of
-from mega_trainer.rng import Dropout
+from mega_trainer.config.parallel_layout import ParallelLayout
+from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.distributed.rng import SeededDropout
+from mega_trainer.kernels.torch_kernels import TorchKernels
+from mega_trainer.model.activation_checkpointing import RecomputePolicy
+from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.weight_init import initialize_weights
+from mega_trainer.parallel.parameter_info import get_parameter_info
 
 BIASES = ("qkv_bias", "attention_out_bias", "mlp_bias")
 LATENT = {"qk_nope_head_dim": 2, "qk_rope_head_dim": 4, "v_head_dim": 3}
@@ -37,7 +36,7 @@ def config(**fields: Any) -> ModelConfig:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[ModelConfig, Layout]:
+def models(draw: st.DrawFn) -> tuple[ModelConfig, ParallelLayout]:
     heads = draw(st.sampled_from([2, 4, 12]))
     kv = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
     tps = [tp for tp in (1, 2, 3, 4, 6) if heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)]
@@ -53,7 +52,7 @@ def models(draw: st.DrawFn) -> tuple[ModelConfig, Layout]:
         qk_norm_span=draw(st.sampled_from(["head", "all", "each"])), norm_position=draw(st.sampled_from(["pre", "post", "both"])),
         max_position=8, **own, **fields, **{bias: draw(st.booleans()) for bias in BIASES},
     )  # fmt: skip
-    return model, Layout(tp=draw(st.sampled_from(tps)), pp=draw(st.integers(1, 4)))
+    return model, ParallelLayout(tp=draw(st.sampled_from(tps)), pp=draw(st.integers(1, 4)))
 
 
 @given(models())
@@ -64,14 +63,14 @@ def test_all_ranks_together_hold_the_canonical_tensors_and_count_each_element_on
     counted: Counter[str] = Counter()
     for decoder in decoders(model, layout):
         for parameter in decoder.parameters():
-            info = info_of(parameter)
+            info = get_parameter_info(parameter)
             for piece in info.pieces:
                 whole = seen.setdefault(piece.name, torch.zeros(piece.global_shape, dtype=torch.bool))
                 assert whole.shape == piece.global_shape
                 whole[tuple(slice(o, o + n) for o, n in zip(piece.global_offset, piece.shape, strict=True))] = True
                 if all(group.rank == 0 for group in info.replicas):
                     counted[piece.name] += math.prod(piece.shape)
-    expected = tensors_of(model)
+    expected = canonical_tensors(model)
     assert {name: tuple(whole.shape) for name, whole in seen.items()} == {n: tuple(s) for n, s in expected.items()}
     assert all(whole.all() for whole in seen.values())
     assert counted == {name: math.prod(shape) for name, shape in expected.items()}  # what a norm over the model counts
@@ -86,15 +85,15 @@ def batch(model: ModelConfig, rows: int = 2, length: int = 6) -> dict[str, torch
     }
 
 
-def made(model: ModelConfig, stage: Stage | None = None, recompute: Recompute | None = None) -> Decoder:
-    decoder = Decoder(Builder(model, dtype=torch.float64), stage, recompute)
-    init_weights(decoder, 7)
+def made(model: ModelConfig, stage: StageLayers | None = None, recompute: RecomputePolicy | None = None) -> Decoder:
+    decoder = Decoder(LayerBuilder(model, dtype=torch.float64), stage, recompute)
+    initialize_weights(decoder, 7)
     return decoder
 
 
-def through(decoder: Decoder, data: dict[str, torch.Tensor], dropout: Dropout | None = None) -> torch.Tensor:
-    context = decoder.context(data["positions"], dropout=dropout)
-    x: torch.Tensor = decoder(decoder.embed(data["tokens"], data["positions"], dropout), context)
+def through(decoder: Decoder, data: dict[str, torch.Tensor], dropout: SeededDropout | None = None) -> torch.Tensor:
+    context = decoder.make_forward_context(data["positions"], dropout=dropout)
+    x: torch.Tensor = decoder(decoder.embed_inputs(data["tokens"], data["positions"], dropout), context)
     return x
 
 
@@ -104,14 +103,14 @@ def test_stages_in_a_row_are_the_whole(tied: bool) -> None:
     data = batch(model)
     whole = made(model)
     first, middle, last = (
-        made(model, Stage(*s)) for s in [(0, 1, True, False), (1, 4, False, False), (4, 4, False, True)]
+        made(model, StageLayers(*s)) for s in [(0, 1, True, False), (1, 4, False, False), (4, 4, False, True)]
     )
     x = through(first, data)
-    context = first.context(data["positions"])
-    assert torch.equal(last.logits(middle(x, context)), whole.logits(through(whole, data)))
+    context = first.make_forward_context(data["positions"])
+    assert torch.equal(last.compute_logits(middle(x, context)), whole.compute_logits(through(whole, data)))
     assert len(last.layers) == 0
     assert (whole.matrix is None) == tied
-    assert torch.equal(last.head_weight, whole.head_weight)
+    assert torch.equal(last.output_weight, whole.output_weight)
 
 
 @pytest.mark.parametrize("softcap", [None, 0.2])
@@ -119,8 +118,10 @@ def test_loss_is_the_cross_entropy_of_the_logits(softcap: float | None) -> None:
     model, weights = config(logit_softcap=softcap), torch.tensor([[1.0, 0, 2, 1, 0, 0.5], [0, 0, 0, 1, 1, 1]])
     data, decoder = batch(model), made(model)
     x = through(decoder, data)
-    total, each = decoder.loss(x, data["labels"], weights)
-    expected = F.cross_entropy(decoder.logits(x).flatten(0, 1), data["labels"].flatten(), reduction="none").view(2, 6)
+    total, each = decoder.compute_token_loss(x, data["labels"], weights)
+    expected = F.cross_entropy(
+        decoder.compute_logits(x).flatten(0, 1), data["labels"].flatten(), reduction="none"
+    ).view(2, 6)
     torch.testing.assert_close(each, expected)
     torch.testing.assert_close(total, (expected * weights).sum())
 
@@ -131,7 +132,7 @@ def test_zero_centred_norms_start_from_zero_and_compute_what_plain_ones_do(span:
     plain, centred = made(config(**fields)), made(config(**fields, zero_centered_norm=True))
     data, norms = batch(plain.config), 0
     for mine, theirs in zip(plain.parameters(), centred.parameters(), strict=True):
-        name = info_of(mine).pieces[0].name
+        name = get_parameter_info(mine).pieces[0].name
         if name.endswith("norm.weight"):
             assert (mine == 1).all()
             assert (theirs == 0).all()
@@ -141,7 +142,9 @@ def test_zero_centred_norms_start_from_zero_and_compute_what_plain_ones_do(span:
                 theirs.copy_(mine - 1)
     assert norms == 4 * 6 + 1
     assert torch.equal(plain.head.norm(torch.ones(3, 16).double()), centred.head.norm(torch.ones(3, 16).double()))
-    torch.testing.assert_close(centred.logits(through(centred, data)), plain.logits(through(plain, data)))
+    torch.testing.assert_close(
+        centred.compute_logits(through(centred, data)), plain.compute_logits(through(plain, data))
+    )
 
 
 def test_zero_centred_norms_round_once() -> None:
@@ -158,7 +161,7 @@ def test_embeddings_are_scaled_before_positions_are_added() -> None:
     data = batch(plain.config)
     given = data["tokens"], data["positions"]
     at = torch.nn.functional.embedding(data["positions"], plain.inputs.positions)
-    torch.testing.assert_close(scaled.embed(*given) - at, 4 * (plain.embed(*given) - at))
+    torch.testing.assert_close(scaled.embed_inputs(*given) - at, 4 * (plain.embed_inputs(*given) - at))
 
 
 def test_layers_with_a_window_have_a_rotation_of_their_own() -> None:
@@ -166,8 +169,8 @@ def test_layers_with_a_window_have_a_rotation_of_their_own() -> None:
     fields = {"num_layers": 2, "sliding_window": 2, "full_attention_layers": [1]}
     one, other = (made(config(**fields, local_rope={"theta": theta})) for theta in (50.0, 5000.0))
     data = batch(one.config)
-    x = one.embed(data["tokens"], data["positions"])
-    first, second = (m.context(data["positions"]) for m in (one, other))
+    x = one.embed_inputs(data["tokens"], data["positions"])
+    first, second = (m.make_forward_context(data["positions"]) for m in (one, other))
     assert not torch.allclose(one.layers[0](x, first), one.layers[0](x, second))
     assert torch.equal(one.layers[1](x, first), one.layers[1](x, second))
     far = x.clone()
@@ -179,14 +182,14 @@ def test_layers_with_a_window_have_a_rotation_of_their_own() -> None:
 def test_later_tokens_and_other_documents_do_not_matter() -> None:
     model = config()
     data, decoder = batch(model), made(model)
-    outline = Outline.of(data["positions"].numpy(), np.array([[0, 0, 0, 1, 1, 1]] * 2))
+    outline = SequenceBounds.from_positions(data["positions"].numpy(), np.array([[0, 0, 0, 1, 1, 1]] * 2))
     other = {**data, "tokens": data["tokens"].clone()}
     other["tokens"][:, 2] += 1
     other["tokens"] %= model.vocab_size
 
     def logits(given: dict[str, torch.Tensor]) -> torch.Tensor:
-        context = decoder.context(given["positions"], outline=outline)
-        return decoder.logits(decoder(decoder.embed(given["tokens"], given["positions"]), context))
+        context = decoder.make_forward_context(given["positions"], sequence_bounds=outline)
+        return decoder.compute_logits(decoder(decoder.embed_inputs(given["tokens"], given["positions"]), context))
 
     before, after = logits(data), logits(other)
     changed = (before != after).any(-1)
@@ -195,9 +198,9 @@ def test_later_tokens_and_other_documents_do_not_matter() -> None:
 
 def test_recomputation_of_layers_happens_in_training_alone_and_changes_nothing() -> None:
     model = config(attention_dropout=0.2, residual_dropout=0.2)
-    data, dropout = batch(model), Dropout(3, [5, 6], [range(6)])
+    data, dropout = batch(model), SeededDropout(3, [5, 6], [range(6)])
     gradients = []
-    for recompute in (None, Recompute("full"), Recompute("full", layers=2)):
+    for recompute in (None, RecomputePolicy("full"), RecomputePolicy("full", layers=2)):
         decoder = made(model, recompute=recompute)
         kept: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
@@ -213,17 +216,23 @@ def test_dropout_is_off_without_its_context() -> None:
     model = config(embedding_dropout=0.5, attention_dropout=0.5, residual_dropout=0.5)
     data, decoder = batch(model), made(model)
     assert torch.equal(through(decoder, data), through(decoder, data))
-    assert not torch.equal(through(decoder, data, Dropout(1, [0, 1], [range(6)])), through(decoder, data))
+    assert not torch.equal(through(decoder, data, SeededDropout(1, [0, 1], [range(6)])), through(decoder, data))
     assert not torch.equal(
-        through(decoder, data, Dropout(1, [0, 1], [range(6)])), through(decoder, data, Dropout(1, [2, 3], [range(6)]))
+        through(decoder, data, SeededDropout(1, [0, 1], [range(6)])),
+        through(decoder, data, SeededDropout(1, [2, 3], [range(6)])),
     )
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("fields", [{"position": "learned"}, {"mtp_layers": 2}])
 def test_each_parameter_belongs_to_one_unit(tied: bool, fields: dict[str, Any]) -> None:
-    for stage in (Stage(0, 4), Stage(0, 2, True, False), Stage(2, 4, False, True), Stage(4, 4, False, True)):
+    for stage in (
+        StageLayers(0, 4),
+        StageLayers(0, 2, True, False),
+        StageLayers(2, 4, False, True),
+        StageLayers(4, 4, False, True),
+    ):
         decoder = made(config(tie_embeddings=tied, **fields), stage)
-        held = [parameter for unit in decoder.units() for parameter in unit.parameters]
+        held = [parameter for unit in decoder.list_parameter_units() for parameter in unit.parameters]
         assert len(held) == len(set(held))
         assert set(held) == set(decoder.parameters())

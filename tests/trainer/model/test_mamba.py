@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from trainer.fake import builders
 
-from mega_ckpt.pieces import Box, boxes_of, copy_overlap
+from mega_ckpt.tensor_pieces import TensorBox, boxes_by_name, copy_overlap
 from mega_common.model_config import ModelConfig
-from mega_trainer.batch import Outline
-from mega_trainer.comm import CommLog
-from mega_trainer.layout import Layout
-from mega_trainer.mesh import GroupMaker, build_groups
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Sequences
-from mega_trainer.model.init import init_weights
-from mega_trainer.model.mamba import Mamba
-from mega_trainer.model.recurrence import Recurrence
-from mega_trainer.parallel.context import place_of_tokens
-from mega_trainer.parallel.param import info_of
+from mega_trainer.config.parallel_layout import ParallelLayout
+from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.distributed.comm import CommLog
+from mega_trainer.distributed.process_groups import ProcessGroupCache, build_parallel_groups
+from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.mamba import MambaMixer
+from mega_trainer.model.recurrent_mixer import RecurrentMixer
+from mega_trainer.model.weight_init import initialize_weights
+from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.parallel.parameter_info import get_parameter_info
 
 B, S, D, H, P, G, K = 2, 48, 12, 8, 3, 2, 5
 
@@ -40,24 +40,32 @@ def config(**mamba: Any) -> ModelConfig:
     })  # fmt: skip
 
 
-def made(build: Builder) -> Mamba:
-    layer = Mamba(build, 0)
-    init_weights(layer, 3)
+def made(build: LayerBuilder) -> MambaMixer:
+    layer = MambaMixer(build, 0)
+    initialize_weights(layer, 3)
     return layer
 
 
-def load(layer: Mamba, weights: dict[str, Tensor]) -> None:
+def load(layer: MambaMixer, weights: dict[str, Tensor]) -> None:
     """Take weights by their names behind `model.layers.0.mamba.`; all of them."""
-    boxes = boxes_of((parameter.detach(), info_of(parameter).pieces) for parameter in layer.parameters())
+    boxes = boxes_by_name(
+        (parameter.detach(), get_parameter_info(parameter).pieces) for parameter in layer.parameters()
+    )
     assert {name.removeprefix("model.layers.0.mamba.") for name in boxes} == weights.keys()
     for name, held in boxes.items():
         for box in held.boxes:
-            copy_overlap(box, Box((0,) * len(held.shape), weights[name.removeprefix("model.layers.0.mamba.")]))
+            copy_overlap(box, TensorBox((0,) * len(held.shape), weights[name.removeprefix("model.layers.0.mamba.")]))
 
 
-def sequences(tokens: int = S, documents: np.ndarray | None = None) -> Context:
-    outline = None if documents is None else Outline.of(np.tile(np.arange(tokens), (len(documents), 1)), documents)
-    return Context(Sequences(tokens, torch.device("cpu"), None if outline is None else outline.begins))
+def sequences(tokens: int = S, documents: np.ndarray | None = None) -> ForwardContext:
+    outline = (
+        None
+        if documents is None
+        else SequenceBounds.from_positions(np.tile(np.arange(tokens), (len(documents), 1)), documents)
+    )
+    return ForwardContext(
+        SequenceMask(tokens, torch.device("cpu"), None if outline is None else outline.document_starts)
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -75,7 +83,7 @@ def test_outputs_and_gradients_are_those_of_transformers(limit: tuple[float, flo
     with torch.no_grad():
         for parameter in oracle.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.3)
-    layer = made(Builder(config(conv_kernel=3, bias=bias, conv_bias=not bias, dt_limit=limit)))
+    layer = made(LayerBuilder(config(conv_kernel=3, bias=bias, conv_bias=not bias, dt_limit=limit)))
     rows, taps, names = [H * P, H * P, G * K, G * K, H], [H * P, G * K, G * K], ["z", "x", "B", "C", "dt"]
     weights = {name: getattr(oracle, name).detach() for name in ("A_log", "D", "dt_bias")}
     weights |= {f"{name}.weight": getattr(oracle, name).weight.detach() for name in ("norm", "out_proj")}
@@ -98,7 +106,7 @@ def test_outputs_and_gradients_are_those_of_transformers(limit: tuple[float, flo
 
 
 def test_a_document_is_computed_as_if_it_were_alone() -> None:
-    layer = made(Builder(config(), dtype=torch.float64))
+    layer = made(LayerBuilder(config(), dtype=torch.float64))
     x, starts = torch.randn(B, S, D, dtype=torch.float64), [0, 1, 2, 9, 14, 30, S]
     documents = np.tile(np.repeat(np.arange(6), np.diff(starts)), (B, 1))
     y = layer(x, sequences(documents=documents))
@@ -109,7 +117,7 @@ def test_a_document_is_computed_as_if_it_were_alone() -> None:
 
 def test_starts() -> None:
     """Of steps within bounds but for the floor, and of decays; the residual is one sum of one layer."""
-    layer = made(Builder(config(num_heads=4096, head_dim=1, dt_init=[0.001, 0.1], dt_init_floor=0.002)))
+    layer = made(LayerBuilder(config(num_heads=4096, head_dim=1, dt_init=[0.001, 0.1], dt_init_floor=0.002)))
     steps, decays = F.softplus(layer.dt_bias), layer.a_log.exp()
     assert steps.min().item() == pytest.approx(0.002, rel=1e-3)
     assert 0.09 < steps.max() < 0.1001
@@ -120,39 +128,39 @@ def test_starts() -> None:
     assert layer.out.weight.std().item() == pytest.approx(0.5, rel=0.05)
 
 
-def spread(states: bool, cp: int, maker: GroupMaker) -> tuple[list[float], int, int]:
+def spread(states: bool, cp: int, maker: ProcessGroupCache) -> tuple[list[float], int, int]:
     """A layer on `cp` ranks against one process: errors of the output and of gradients, bytes of the
     forward, and the same by the formula."""
     torch.manual_seed(1)
     x, weights = torch.randn(B, S, D, dtype=torch.float64), torch.randn(B, S, D, dtype=torch.float64)
     documents = (torch.rand(B, S) < 0.15).cumsum(1).numpy()
-    whole = made(Builder(config(), dtype=torch.float64))
+    whole = made(LayerBuilder(config(), dtype=torch.float64))
     x.requires_grad_()
     expected = whole(x, sequences(documents=documents))
     gradients = torch.autograd.grad((expected * weights).sum(), [x, *whole.parameters()])
     log = CommLog()
-    groups = build_groups(Layout(cp=cp), dist.get_rank(), heads=[], maker=maker, log=log)
-    layer = made(Builder(config(), groups, dtype=torch.float64, cp_kind="ring"))
-    places = place_of_tokens(S, groups.cp)
+    groups = build_parallel_groups(ParallelLayout(cp=cp), dist.get_rank(), heads=[], maker=maker, log=log)
+    layer = made(LayerBuilder(config(), groups, dtype=torch.float64, cp_kind="ring"))
+    places = rank_token_indices(S, groups.cp)
     mine = x.detach()[:, places].requires_grad_()
-    with mock.patch.object(Recurrence, "_exchanges", return_value=not states):
+    with mock.patch.object(RecurrentMixer, "_exchanges", return_value=not states):
         y = layer(mine, sequences(documents=documents))
     moved = sum(total for _, total in log.counts.values())
     own = list(torch.autograd.grad((y * weights[:, places]).sum(), [mine, *layer.parameters()]))
     for gradient in own[1:]:
-        dist.all_reduce(gradient, group=groups.cp.handle)
+        dist.all_reduce(gradient, group=groups.cp.process_group)
     wanted = [expected[:, places], gradients[0][:, places], *gradients[1:]]
     errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip([y, *own], wanted, strict=True)]
     seen, recurrence = torch.empty(B, S // cp, layer.widths[-1], dtype=torch.float64), layer.recurrence
-    return errors, moved, recurrence.passed_bytes(seen) if states else recurrence.exchanged_bytes(seen, 1)
+    return errors, moved, recurrence.state_passing_bytes(seen) if states else recurrence.head_exchange_bytes(seen, 1)
 
 
 def everywhere() -> list[tuple[list[float], int, int]]:
-    maker, found = GroupMaker(), []
+    maker, found = ProcessGroupCache(), []
     for cp in (2, 4, 8):
         mine = list(range(dist.get_rank() // cp * cp, dist.get_rank() // cp * cp + cp))
         groups = [dist.new_group(list(range(first, first + cp))) for first in range(0, 8, cp)]
-        maker.made[tuple(range(cp))] = groups[0]
+        maker.groups_by_ranks[tuple(range(cp))] = groups[0]
         if mine[0] == 0:
             found += [spread(states, cp, maker) for states in (True, False)]
     return found
@@ -168,8 +176,10 @@ def test_states_passed_and_heads_exchanged_are_one_process_and_move_the_bytes_of
 
 @pytest.mark.parametrize(("tokens", "heads", "less"), [(4096, H, False), (64, H, True), (64, 6, False)])
 def test_the_cheaper_way_is_taken_where_heads_can_be_shared(tokens: int, heads: int, less: bool) -> None:
-    build = next(iter(builders(config(num_heads=heads, head_dim=64, state_size=64), Layout(cp=4), cp_kind="ring")))
-    recurrence = Mamba(build, 0).recurrence
-    seen = torch.empty(1, tokens // 4, recurrence.channels)
-    assert (recurrence.exchanged_bytes(seen, 1) < recurrence.passed_bytes(seen)) == (tokens == 64)
-    assert recurrence._exchanges(seen, 1) == less
+    build = next(
+        iter(builders(config(num_heads=heads, head_dim=64, state_size=64), ParallelLayout(cp=4), cp_kind="ring"))
+    )
+    recurrence = MambaMixer(build, 0).recurrence
+    seen = torch.empty(1, tokens // 4, recurrence.convolved_channels)
+    assert (recurrence.head_exchange_bytes(seen, 1) < recurrence.state_passing_bytes(seen)) == (tokens == 64)
+    assert recurrence._should_exchange_heads(seen, 1) == less

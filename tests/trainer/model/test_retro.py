@@ -12,14 +12,14 @@ from torch import Tensor
 
 from mega_common.errors import ConfigError, DataError
 from mega_common.model_config import ModelConfig
-from mega_data.loader import StepBatch
-from mega_trainer.batch import micro_batches
-from mega_trainer.config import RunConfig
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.cross import Chunks
+from mega_data.batch_loader import StepBatch
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.model.cross_attention import CrossAttentionChunks
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.encoder_decoder import model_class
-from mega_trainer.model.init import init_weights
+from mega_trainer.model.encoder_decoder import select_model_class
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.weight_init import initialize_weights
 
 M, K, S = 4, 2, 16
 MODEL: dict[str, Any] = {
@@ -32,8 +32,8 @@ RETRO = {"chunk_length": M, "neighbors": K, "layers": [1, 2]}
 def made(**more: Any) -> Decoder:
     """A model in fp64, each weight of which is a function of its name."""
     config = ModelConfig.parse({**MODEL, **more}, source="test")
-    model = model_class(config)(Builder(config, dtype=torch.float64))
-    init_weights(model, 5)
+    model = select_model_class(config)(LayerBuilder(config, dtype=torch.float64))
+    initialize_weights(model, 5)
     return model.eval()
 
 
@@ -62,9 +62,9 @@ def parsed(model: dict[str, Any], **more: Any) -> RunConfig:
 def logits(model: Decoder, batch: StepBatch) -> Tensor:
     """[B, S, V]."""
     config = parsed(model.config.model_dump(exclude_unset=True))
-    micro = next(micro_batches(batch, config, torch.device("cpu")))
-    context = model.context_of(micro, lambda *_: None)
-    return model.logits(model(model.begin(micro, context), context))
+    micro = next(split_micro_batches(batch, config, torch.device("cpu")))
+    context = model.make_batch_context(micro, lambda *_: None)
+    return model.compute_logits(model(model.embed_micro_batch(micro, context), context))
 
 
 def with_neighbors(batch: StepBatch, chunk: int, change: int) -> StepBatch:
@@ -167,7 +167,7 @@ def test_a_token_attends_to_the_neighbours_of_the_last_complete_chunk() -> None:
         weights = torch.softmax(torch.einsum("bshd,bthd->bhst", q, k), -1)
         return torch.einsum("bhst,bthd->bshd", weights, v)
 
-    found = Chunks(2 * S // M, range(8), shift=M - 1).attend(attend, q, k, k)
+    found = CrossAttentionChunks(2 * S // M, range(8), shift=M - 1).attend_chunks(attend, q, k, k)
     neighbors = k.view(2, S // M, K * 2 * M, 3)
     for row in range(2):
         for place in range(S):
@@ -221,4 +221,4 @@ def test_layers_that_attend_are_those_of_megatron() -> None:
 
 
 def attending(count: int) -> list[int]:
-    return ModelConfig.parse({**MODEL, "num_layers": count, "retro": {}}, source="test").retro_layers
+    return ModelConfig.parse({**MODEL, "num_layers": count, "retro": {}}, source="test").retrieval_layers

@@ -12,29 +12,29 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_ckpt.pieces import Box, copy_overlap
+from mega_ckpt.tensor_pieces import TensorBox, copy_overlap
 from mega_common.model_config import ModelConfig
-from mega_trainer.batch import Outline
-from mega_trainer.comm import all_reduce
-from mega_trainer.layout import Layout
-from mega_trainer.mesh import GroupMaker, Groups, build_groups
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Sequences
-from mega_trainer.model.init import init_weights
-from mega_trainer.model.short_conv import ShortConv
+from mega_trainer.config.parallel_layout import ParallelLayout
+from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.distributed.comm import all_reduce
+from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
+from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.recurrent_mixer import ShortConvolution
+from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.optim.muon import is_hidden_matrix
-from mega_trainer.parallel.context import place_of_tokens
-from mega_trainer.parallel.param import info_of
-from mega_trainer.parallel.tensor import Heads
+from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.parallel.parameter_info import get_parameter_info
+from mega_trainer.parallel.tensor_parallel import SplitHeads
 
 CONFIG = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=8, vocab_size=8)
-BLOCKS, TAPS, ROWS = [Heads("x", 4, 3), Heads("B", 1, 5), Heads("C", 2, 2)], 4, 2
+BLOCKS, TAPS, ROWS = [SplitHeads("x", 4, 3), SplitHeads("B", 1, 5), SplitHeads("C", 2, 2)], 4, 2
 CHANNELS = sum(block.count * block.size for block in BLOCKS)
 
 
-def made(groups: Groups, *, bias: bool = True) -> ShortConv:
-    conv = ShortConv(Builder(CONFIG, groups, dtype=torch.float64), "conv1d", BLOCKS, TAPS, bias=bias)
-    init_weights(conv, 3)
+def made(groups: ParallelGroups, *, bias: bool = True) -> ShortConvolution:
+    conv = ShortConvolution(LayerBuilder(CONFIG, groups, dtype=torch.float64), "conv1d", BLOCKS, TAPS, bias=bias)
+    initialize_weights(conv, 3)
     return conv
 
 
@@ -45,9 +45,9 @@ def tensors(length: int) -> tuple[Tensor, Tensor, np.ndarray]:
     return x, dy, (torch.rand(ROWS, length, generator=g) < 0.3).cumsum(-1).numpy()
 
 
-def context(length: int, documents: np.ndarray | None) -> Context:
-    begins = None if documents is None else Outline.of(documents, documents).begins
-    return Context(Sequences(length, torch.device("cpu"), begins))
+def context(length: int, documents: np.ndarray | None) -> ForwardContext:
+    begins = None if documents is None else SequenceBounds.from_positions(documents, documents).document_starts
+    return ForwardContext(SequenceMask(length, torch.device("cpu"), begins))
 
 
 def torchs(x: Tensor, weight: Tensor, bias: Tensor | None, documents: np.ndarray | None) -> Tensor:
@@ -62,7 +62,7 @@ def torchs(x: Tensor, weight: Tensor, bias: Tensor | None, documents: np.ndarray
 
 @pytest.mark.parametrize(("closed", "bias"), [(True, True), (False, False)])
 def test_it_is_torchs_convolution_of_each_document(closed: bool, bias: bool) -> None:
-    conv, (x, dy, documents) = made(Groups(), bias=bias), tensors(11)
+    conv, (x, dy, documents) = made(ParallelGroups(), bias=bias), tensors(11)
     parameters = list(conv.parameters())
     seen = documents if closed else None
     x.requires_grad_()
@@ -74,11 +74,11 @@ def test_it_is_torchs_convolution_of_each_document(closed: bool, bias: bool) -> 
 
 
 def test_a_document_in_steps_is_the_document_at_once() -> None:
-    conv, (x, _, _) = made(Groups()), tensors(11)
+    conv, (x, _, _) = made(ParallelGroups()), tensors(11)
     with torch.no_grad():
         whole, tail, parts = conv(x, context(11, None)), x.new_zeros(ROWS, TAPS - 1, CHANNELS), []
         for part in x.split([1, 4, 1, 2, 3], 1):
-            y, tail = conv.step(part, tail)
+            y, tail = conv.convolve_step(part, tail)
             parts.append(y)
     torch.testing.assert_close(torch.cat(parts, 1), whole)
     assert tail.equal(x[:, -TAPS + 1 :])
@@ -86,7 +86,7 @@ def test_a_document_in_steps_is_the_document_at_once() -> None:
 
 def test_low_precision() -> None:
     """Sums are made in fp32, so that bf16 is off by the rounding of its inputs and its result alone."""
-    conv, (x, _, documents) = made(Groups()), tensors(11)
+    conv, (x, _, documents) = made(ParallelGroups()), tensors(11)
     exact = conv(x, context(11, documents))
     low = conv.bfloat16()(x.bfloat16(), context(11, documents))
     assert low.dtype == torch.bfloat16
@@ -94,7 +94,7 @@ def test_low_precision() -> None:
 
 
 def test_it_starts_even_within_a_bound_and_is_nothing_for_muon() -> None:
-    weight, bias = made(Groups()).parameters()
+    weight, bias = made(ParallelGroups()).parameters()
     assert weight.abs().max() <= TAPS**-0.5
     assert weight.abs().max() > 0.9 * TAPS**-0.5
     assert abs(weight.mean()) < 0.1
@@ -105,29 +105,29 @@ def test_it_starts_even_within_a_bound_and_is_nothing_for_muon() -> None:
 Part = tuple[Tensor, Tensor, list[tuple[str, tuple[int, ...], Tensor]]]
 
 
-def together(cases: list[tuple[Layout, int, bool]]) -> list[Part]:
+def together(cases: list[tuple[ParallelLayout, int, bool]]) -> list[Part]:
     """y, the gradient of x, and those of the parameters with their names and places, of this rank."""
-    maker, out = GroupMaker(), []
+    maker, out = ProcessGroupCache(), []
     for layout, length, closed in cases:
-        groups = build_groups(layout, dist.get_rank(), heads=[1, 2], maker=maker)
+        groups = build_parallel_groups(layout, dist.get_rank(), heads=[1, 2], maker=maker)
         conv, (x, dy, documents) = made(groups), tensors(length)
-        places, channels = place_of_tokens(length, groups.cp), own(layout, groups.tp.rank)
+        places, channels = rank_token_indices(length, groups.cp), own(layout, groups.tp.rank)
         x, dy = x[:, places][..., channels].requires_grad_(), dy[:, places][..., channels]
         y = conv(x, context(length, documents if closed else None))
         y.backward(dy)
         grads = []
         for parameter in conv.parameters():
             assert parameter.grad is not None
-            info = info_of(parameter)
+            info = get_parameter_info(parameter)
             for group in (info.data, *info.grad_sync):
                 all_reduce(parameter.grad, group)
-            grads += [(piece.name, piece.global_offset, piece.view(parameter.grad)) for piece in info.pieces]
+            grads += [(piece.name, piece.global_offset, piece.local_view(parameter.grad)) for piece in info.pieces]
         assert x.grad is not None
         out.append((y.detach(), x.grad, grads))
     return out
 
 
-def own(layout: Layout, rank: int) -> list[int]:
+def own(layout: ParallelLayout, rank: int) -> list[int]:
     """The channels of a tensor rank."""
     held, first = [], 0
     for block in BLOCKS:
@@ -139,25 +139,30 @@ def own(layout: Layout, rank: int) -> list[int]:
 
 # the chunks of the last are shorter than what is seen of the tokens before them
 CASES = [
-    (Layout(tp=2, cp=2), 16, True), (Layout(tp=4), 6, True), (Layout(cp=4), 32, False), (Layout(cp=4), 32, True),
-    (Layout(cp=4), 8, False), (Layout(cp=4), 16, True),
+    (ParallelLayout(tp=2, cp=2), 16, True), (ParallelLayout(tp=4), 6, True), (ParallelLayout(cp=4), 32, False), (ParallelLayout(cp=4), 32, True),
+    (ParallelLayout(cp=4), 8, False), (ParallelLayout(cp=4), 16, True),
 ]  # fmt: skip
 
 
 def test_all_ranks_compute_what_one_does() -> None:
     ranks = run_ranks(together, 4, CASES)
     for number, (layout, length, closed) in enumerate(CASES):
-        conv, (x, dy, documents) = made(Groups()), tensors(length)
+        conv, (x, dy, documents) = made(ParallelGroups()), tensors(length)
         x.requires_grad_()
         y = conv(x, context(length, documents if closed else None))
         # channels that several ranks hold are used by each
         copies = [own(layout, rank) for rank in range(layout.tp)]
         uses = torch.tensor([sum(channel in held for held in copies) for channel in range(CHANNELS)])
         y.backward(dy * uses)
-        wholes = {p.name: p.view(q.grad) for q in conv.parameters() for p in info_of(q).pieces if q.grad is not None}
+        wholes = {
+            p.name: p.local_view(q.grad)
+            for q in conv.parameters()
+            for p in get_parameter_info(q).pieces
+            if q.grad is not None
+        }
         for rank, results in enumerate(ranks):
-            groups = build_groups(layout, rank, heads=[1, 2], maker=Nobody())
-            places, channels = place_of_tokens(length, groups.cp), own(layout, groups.tp.rank)
+            groups = build_parallel_groups(layout, rank, heads=[1, 2], maker=Nobody())
+            places, channels = rank_token_indices(length, groups.cp), own(layout, groups.tp.rank)
             mine, dx, grads = results[number]
             assert x.grad is not None
             torch.testing.assert_close(mine, y.detach()[:, places][..., channels], rtol=1e-12, atol=1e-12)
@@ -165,10 +170,10 @@ def test_all_ranks_compute_what_one_does() -> None:
             torch.testing.assert_close(dx, expected, rtol=1e-12, atol=1e-12)
             for name, offset, grad in grads:
                 part = torch.empty_like(grad)
-                copy_overlap(Box(offset, part), Box((0,) * part.dim(), wholes[name]))
+                copy_overlap(TensorBox(offset, part), TensorBox((0,) * part.dim(), wholes[name]))
                 torch.testing.assert_close(grad, part, rtol=1e-12, atol=1e-12)
 
 
-class Nobody(GroupMaker):
+class Nobody(ProcessGroupCache):
     def handle(self, ranks: object) -> None:
         """No process group."""

@@ -10,10 +10,10 @@ from parity.cases import Run
 from parity.worker import Trainer, difference, sweep, verdicts
 from ranks import run_ranks
 
-from mega_ckpt.pieces import Box, copy_overlap
-from mega_ckpt.store import save
-from mega_trainer.mesh import GroupMaker
-from mega_trainer.optim.muon import orthogonalize, update_scale
+from mega_ckpt.store import save_sharded_checkpoint
+from mega_ckpt.tensor_pieces import TensorBox, copy_overlap
+from mega_trainer.distributed.process_groups import ProcessGroupCache
+from mega_trainer.optim.muon import muon_update_scale, orthogonalize
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_size_does_not_matter_and_zeros_stay() -> None:
 def test_the_scale_gives_the_updates_of_adamw() -> None:
     rows, columns = 24, 96
     u, _, vh = torch.linalg.svd(random(rows, columns), full_matrices=False)
-    update = update_scale(rows, columns) * (u @ vh)
+    update = muon_update_scale(rows, columns) * (u @ vh)
     assert update.square().mean().sqrt().item() == pytest.approx(0.2)
 
 
@@ -90,14 +90,15 @@ def settings(**changes: Any) -> dict[str, Any]:
 def whole(trainer: Trainer, prefix: str) -> dict[str, torch.Tensor]:
     """Tensors by canonical name, of a trainer in one process."""
     held = (
-        trainer.state.tensors() | {f"gradients/{n}": held for n, held in trainer.optimizer.gradients().items()}
+        trainer.state.checkpoint_tensors()
+        | {f"gradients/{n}": held for n, held in trainer.optimizer.gradients_by_name().items()}
     ).items()
     out = {}
     for name, sharded in held:
         if name.startswith(prefix):
             out[name.removeprefix(prefix)] = tensor = torch.zeros(sharded.shape, dtype=torch.float64)
             for box in sharded.boxes:
-                copy_overlap(Box((0,) * tensor.dim(), tensor), box)
+                copy_overlap(TensorBox((0,) * tensor.dim(), tensor), box)
     return out
 
 
@@ -114,7 +115,7 @@ def test_each_canonical_matrix_of_the_layers_moves_by_its_own_orthogonal_one() -
         for name in hidden:
             momentum[name] = 0.95 * momentum.get(name, 0.0) + grads[name]
             direction = orthogonalize(grads[name] + 0.95 * momentum[name], dtype=torch.float64)
-            step = 2 * lr * (update_scale(*direction.shape) * direction + 0.3 * weights[name])
+            step = 2 * lr * (muon_update_scale(*direction.shape) * direction + 0.3 * weights[name])
             torch.testing.assert_close(after[name], weights[name] - step, rtol=1e-11, atol=1e-13)
         weights = after
         if number == 0:  # the rest is AdamW's
@@ -138,9 +139,15 @@ def test_the_update_does_not_depend_on_the_layout() -> None:
 
 
 def save_two_steps(folder: Path) -> None:
-    trainer = Trainer.make(Run.of(settings(parallel={"tp": 2}), 2), dist.get_rank(), GroupMaker())
+    trainer = Trainer.make(Run.of(settings(parallel={"tp": 2}), 2), dist.get_rank(), ProcessGroupCache())
     trainer.run(2)
-    save(folder, 2, trainer.state.tensors(), model=trainer.config.model, state=trainer.state.numbers())
+    save_sharded_checkpoint(
+        folder,
+        2,
+        trainer.state.checkpoint_tensors(),
+        model=trainer.config.model,
+        state=trainer.state.checkpoint_state(),
+    )
 
 
 def test_the_momentum_goes_into_checkpoints_by_name(tmp_path: Path) -> None:
@@ -148,7 +155,7 @@ def test_the_momentum_goes_into_checkpoints_by_name(tmp_path: Path) -> None:
     straight, resumed = Trainer.make(Run.of(settings())), Trainer.make(Run.of(settings()))
     straight.run(2)
     (folder,) = tmp_path.glob("step-*")
-    resumed.state.restore(folder, None)
+    resumed.state.restore_checkpoint(folder, None)
     for trainer in (straight, resumed):
         trainer.step(2)
-    assert difference(resumed.state.tensors(), straight.state.tensors()) < 1e-10
+    assert difference(resumed.state.checkpoint_tensors(), straight.state.checkpoint_tensors()) < 1e-10

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from mega_common.errors import ConfigError
-from mega_trainer.job.job_log import record_error
+from mega_trainer.job.error_log import record_error
 from mega_trainer.pages.run_log import RunLog
-from mega_trainer.pages.run_page import run_page
+from mega_trainer.pages.run_page import render_run_page
 
 VOID = {"meta", "br", "link"}
 
@@ -79,7 +79,7 @@ def test_a_page_tells_all_that_a_run_has_logged(tmp_path: Path) -> None:
         (None, "rank 1 was killed"),
     ):
         record_error(folder, rank, words)
-    html = check(run_page([RunLog.read(folder)]))
+    html = check(render_run_page([RunLog.read_folder(folder)]))
     for told in (
         "of 100 steps", "best validation loss", "Gradient norm", "Seconds of a step by phase", "restart: 1 min before step 13",
         "Most loaded expert", "1f1b: 2 ranks, 8 microbatches", "step 20", "node7", "batch.global", "2.13.0", "planned 50 %",
@@ -94,7 +94,7 @@ def test_runs_beside_each_other_tell_which_settings_differ(tmp_path: Path) -> No
         write(tmp_path / name, [line(1), line(2)], {"optimizer": {"lr": lr}, "precision": "bf16"})
         for name, lr in (("a", 1e-3), ("b", 2e-3))
     ]
-    html = check(run_page([RunLog.read(folder) for folder in folders]))
+    html = check(render_run_page([RunLog.read_folder(folder) for folder in folders]))
     assert re.search(r"optimizer\.lr</td><td>0\.001</td><td>0\.002", html)
     assert "precision" not in html
 
@@ -104,9 +104,9 @@ def test_a_run_of_another_version_and_a_line_cut_short(tmp_path: Path) -> None:
     with open(folder / "metrics.jsonl", "a") as stream:
         stream.write('nonsense\n[1]\n{"step": "x"}\n{"step": 2, "lo')
     (folder / "run.yaml").write_text("model: [")
-    run = RunLog.read(folder / "metrics.jsonl")
+    run = RunLog.read_folder(folder / "metrics.jsonl")
     assert run.last["step"] == 1
-    check(run_page([run]))
+    check(render_run_page([run]))
 
 
 def test_folders_without_a_run_are_refused(tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ def test_folders_without_a_run_are_refused(tmp_path: Path) -> None:
         ("begun", "no line of a step yet"),
     ):
         with pytest.raises(ConfigError, match=words):
-            RunLog.read(tmp_path / name)
+            RunLog.read_folder(tmp_path / name)
 
 
 def test_only_the_end_of_a_long_file_is_read_where_that_is_asked(tmp_path: Path) -> None:
     folder = write(tmp_path / "long", [line(step) for step in range(1, 500)])
-    few = RunLog.read(folder, tail=2000)
-    assert few.last == RunLog.read(folder).last
-    assert 1 < len(few.points("loss")) < 10
+    few = RunLog.read_folder(folder, tail=2000)
+    assert few.last == RunLog.read_folder(folder).last
+    assert 1 < len(few.metric_points("loss")) < 10

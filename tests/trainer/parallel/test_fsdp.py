@@ -17,15 +17,15 @@ from parity.worker import Held, Outcome, Trainer, compare, sweep, synthetic, ver
 from ranks import run_ranks
 
 from mega_ckpt.checkpoint import Checkpoint
-from mega_ckpt.pieces import Piece, merge
-from mega_ckpt.store import save
+from mega_ckpt.store import save_sharded_checkpoint
+from mega_ckpt.tensor_pieces import TensorPiece, merge_sharded
 from mega_common.errors import ConfigError
-from mega_trainer.batch import micro_batches
-from mega_trainer.config import RunConfig
-from mega_trainer.evaluation import evaluate
-from mega_trainer.layout import Layout
-from mega_trainer.mesh import GroupMaker, build_groups
-from mega_trainer.parallel.fsdp import cut_rows
+from mega_trainer.config.parallel_layout import ParallelLayout
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.distributed.process_groups import ProcessGroupCache, build_parallel_groups
+from mega_trainer.parallel.fsdp import slice_piece_rows
+from mega_trainer.run.validation import evaluate_losses
 
 MODEL = {
     "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2,
@@ -73,7 +73,7 @@ def test_it_computes_what_one_process_computes(cases: list[Run]) -> None:
 def saved_by_levels(folder: Path) -> dict[str, Any]:
     """Checkpoints of levels 2 and 3 after the same steps, with an evaluation between; and the losses after a resume."""
     out: dict[str, Any] = {}
-    maker = GroupMaker()
+    maker = ProcessGroupCache()
     for precision, parallel in (("fp32", {}), ("bf16", {}), ("bf16", {"tp": 2})):
         name = f"{precision} {parallel}"
 
@@ -84,17 +84,23 @@ def saved_by_levels(folder: Path) -> dict[str, Any]:
             it = Trainer.make(case(level), dist.get_rank(), maker)
             losses = [it.step().loss for _ in range(2)]
             batch = list(
-                micro_batches(
+                split_micro_batches(
                     synthetic(it.config, 9, it.groups.dp.rank, it.groups.dp.size, True), it.config, torch.device("cpu")
                 )
             )
-            losses += evaluate(it.executor, [batch])
-            save(folder / name / str(level), 2, it.state.tensors(), model=it.config.model, state=it.state.numbers())
+            losses += evaluate_losses(it.executor, [batch])
+            save_sharded_checkpoint(
+                folder / name / str(level),
+                2,
+                it.state.checkpoint_tensors(),
+                model=it.config.model,
+                state=it.state.checkpoint_state(),
+            )
             losses.append(it.step().loss)
             out[f"{name} {level}"] = losses
         for level, other in ((2, 3), (3, 2)):
             it = Trainer.make(case(level), dist.get_rank(), maker)
-            it.state.restore(next((folder / name / str(other)).glob("step-*")), None)
+            it.state.restore_checkpoint(next((folder / name / str(other)).glob("step-*")), None)
             out[f"{name} {level} resumed"] = it.step().loss
     return out
 
@@ -105,14 +111,14 @@ def test_levels_2_and_3_save_alike_and_resume_each_other(tmp_path: Path) -> None
         assert found[f"{name} 3"] == found[f"{name} 2"], name
         for level in (2, 3):
             assert found[f"{name} {level} resumed"] == found[f"{name} {level}"][-1], name
-        two, three = (Checkpoint.open(next((tmp_path / name / level).glob("step-*"))) for level in "23")
-        assert two.keys() == three.keys()
-        for key in two.keys():  # noqa: SIM118 - no mapping
-            assert torch.equal(two.read(key), three.read(key)), key
+        two, three = (Checkpoint.open_folder(next((tmp_path / name / level).glob("step-*"))) for level in "23")
+        assert two.tensor_keys() == three.tensor_keys()
+        for key in two.tensor_keys():
+            assert torch.equal(two.read_tensor(key), three.read_tensor(key)), key
 
 
 def shares() -> tuple[int, int]:
-    it = Trainer.make(Run.of(settings(3, precision="bf16"), 2), dist.get_rank(), GroupMaker())
+    it = Trainer.make(Run.of(settings(3, precision="bf16"), 2), dist.get_rank(), ProcessGroupCache())
     held = sum(shard.weights.numel() for buffer in it.optimizer.buffers for shard in buffer.shards)
     return held, sum(parameter.numel() for parameter in it.state.stages[0].parameters())
 
@@ -127,9 +133,9 @@ HALVES = {"zero3_shard": 2}
 
 
 def held_after_a_step(settings: dict[str, Any]) -> dict[str, Any]:
-    it = Trainer.make(Run.of(settings, 4), dist.get_rank(), GroupMaker())
+    it = Trainer.make(Run.of(settings, 4), dist.get_rank(), ProcessGroupCache())
     it.step()
-    tensors = it.state.tensors().items()
+    tensors = it.state.checkpoint_tensors().items()
     return {name: [(box.offset, box.tensor.tolist()) for box in sharded.boxes] for name, sharded in tensors}
 
 
@@ -143,15 +149,21 @@ def test_copies_stay_alike() -> None:
 
 def gone_on(cases: Sequence[tuple[Run, Run]], folder: Path) -> list[tuple[list[str], dict[str, float]]]:
     """Of each pair: what is not, bit for bit, what the first saved; errors of going on, against the first going on."""
-    out, maker = [], GroupMaker()
+    out, maker = [], ProcessGroupCache()
     for number, (before, after) in enumerate(cases):
         first, second = (Trainer.make(case, dist.get_rank(), maker) for case in (before, after))
         saved = everywhere(first.run(2).tensors)
         state = first.state
-        path = save(folder / str(number), 2, state.tensors(), model=first.config.model, state=state.numbers())
+        path = save_sharded_checkpoint(
+            folder / str(number),
+            2,
+            state.checkpoint_tensors(),
+            model=first.config.model,
+            state=state.checkpoint_state(),
+        )
         spoil(second)
-        second.state.restore(path, None)
-        broken = unlike(second.state.tensors(), saved)
+        second.state.restore_checkpoint(path, None)
+        broken = unlike(second.state.checkpoint_tensors(), saved)
         straight, mine = first.run(2), second.run(2)
         reference = Outcome(straight.losses, straight.norms, {}, everywhere(straight.tensors))
         mine.gradients = {}
@@ -163,7 +175,7 @@ def everywhere(mine: Held) -> Held:
     """What all ranks hold."""
     parts = [mine] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
-    return merge(parts)
+    return merge_sharded(parts)
 
 
 def test_copies_go_on_from_level_1_and_level_1_from_copies(tmp_path: Path) -> None:
@@ -177,7 +189,7 @@ def test_copies_go_on_from_level_1_and_level_1_from_copies(tmp_path: Path) -> No
             assert max(errors.values()) < 1e-10, errors
 
 
-class Nobody(GroupMaker):
+class Nobody(ProcessGroupCache):
     """Makes nothing."""
 
     def handle(self, ranks: Sequence[int]) -> None:
@@ -185,7 +197,9 @@ class Nobody(GroupMaker):
 
 
 def test_neighbours_of_one_tensor_rank_share_a_copy() -> None:
-    everyone = [build_groups(Layout(tp=2, dp=4), rank, heads=[4], shard=2, maker=Nobody()) for rank in range(8)]
+    everyone = [
+        build_parallel_groups(ParallelLayout(tp=2, dp=4), rank, heads=[4], shard=2, maker=Nobody()) for rank in range(8)
+    ]
     for rank, groups in enumerate(everyone):
         assert groups.shard.ranks == ((0, 2), (1, 3), (4, 6), (5, 7))[rank // 4 * 2 + rank % 2]
         assert groups.replicate.ranks == (rank % 4, rank % 4 + 4)
@@ -193,7 +207,7 @@ def test_neighbours_of_one_tensor_rank_share_a_copy() -> None:
 
 
 def test_without_a_size_all_data_ranks_share_one_copy() -> None:
-    groups = build_groups(Layout(tp=2, dp=4), 3, heads=[4], maker=Nobody())
+    groups = build_parallel_groups(ParallelLayout(tp=2, dp=4), 3, heads=[4], maker=Nobody())
     assert groups.shard is groups.dp_cp
     assert groups.replicate.size == 1
 
@@ -204,7 +218,7 @@ def test_without_a_size_all_data_ranks_share_one_copy() -> None:
 def test_a_size_that_does_not_divide_the_data_ranks_is_refused(size: int, ranks: int, way_out: str) -> None:
     config = RunConfig.parse(settings(3, precision="bf16", parallel={"zero3_shard": size}))
     with pytest.raises(ConfigError) as error:
-        config.check_ranks(ranks)
+        config.check_world_size(ranks)
     assert f"parallel.zero3_shard = {size}: must divide the {ranks} data ranks" in str(error.value)
     assert way_out in str(error.value)
 
@@ -220,17 +234,17 @@ def test_a_size_means_nothing_where_weights_are_whole(zero: int) -> None:
 def test_cut_rows_tile_the_pieces(ranks: int, blocks: list[int]) -> None:
     rows, pieces, start = sum(blocks), [], 0
     for index, size in enumerate(blocks):
-        pieces.append(Piece(f"w{index}", (3 * size, 2), (size, 0), (start, 0), (size, 2)))
+        pieces.append(TensorPiece(f"w{index}", (3 * size, 2), (size, 0), (start, 0), (size, 2)))
         start += size
     local = torch.arange(2 * rows).view(rows, 2)
     share, seen = -(-rows // ranks), []
     for rank in range(ranks):
         mine = local[share * rank : share * (rank + 1)]
-        for piece in cut_rows(pieces, share * rank, share * (rank + 1)):
+        for piece in slice_piece_rows(pieces, share * rank, share * (rank + 1)):
             (origin,) = [whole for whole in pieces if whole.name == piece.name]
             first = piece.global_offset[0] - origin.global_offset[0]
-            assert torch.equal(piece.view(mine), origin.view(local)[first : first + piece.shape[0]])
-            seen += piece.view(mine)[:, 0].tolist()
+            assert torch.equal(piece.local_view(mine), origin.view(local)[first : first + piece.shape[0]])
+            seen += piece.local_view(mine)[:, 0].tolist()
     assert seen == local[:, 0].tolist()
 
 

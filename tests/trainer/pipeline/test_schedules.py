@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from mega_common.errors import ConfigError
 from mega_trainer.pipeline.schedules import (
     COMPUTE,
-    Costs,
-    Op,
-    Schedule,
+    PipelineOp,
+    PipelineOpCosts,
+    PipelineSchedule,
     _add_messages,
     bubble_formula,
     make_schedule,
     peak_activations,
-    peak_held,
-    simulate,
+    peak_held_memory,
+    simulate_schedule,
 )
 
 shapes = st.one_of(
@@ -29,12 +29,12 @@ shapes = st.one_of(
 )
 
 
-def made(shape: tuple[str, int, int, int]) -> Schedule:
+def made(shape: tuple[str, int, int, int]) -> PipelineSchedule:
     name, pp, virtual_stages, microbatches = shape
     return make_schedule(name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
 
 
-def run_blocking(ranks: Sequence[Sequence[Op]], owners: Sequence[int], pick: random.Random) -> list[str]:
+def run_blocking(ranks: Sequence[Sequence[PipelineOp]], owners: Sequence[int], pick: random.Random) -> list[str]:
     """Run the lists with the strictest messages: a send and its receive happen together, and block both ranks.
 
     Returns what each rank stands before when no rank can go on: nothing where all came to their ends.
@@ -43,7 +43,7 @@ def run_blocking(ranks: Sequence[Sequence[Op]], owners: Sequence[int], pick: ran
     here: set[tuple[str, int, int]] = set()  # tensors that lie on the rank that needs them: input, output, gradient
     last = len(owners) - 1
 
-    def head(rank: int) -> Op | None:
+    def head(rank: int) -> PipelineOp | None:
         return ranks[rank][position[rank]] if position[rank] < len(ranks[rank]) else None
 
     def step(rank: int) -> bool:
@@ -60,7 +60,7 @@ def run_blocking(ranks: Sequence[Sequence[Op]], owners: Sequence[int], pick: ran
         forward = op.kind == "SEND_F"
         towards = op.stage + (1 if forward else -1)
         peer = owners[towards]
-        if head(peer) != Op("RECV_F" if forward else "RECV_B", towards, op.microbatch):
+        if head(peer) != PipelineOp("RECV_F" if forward else "RECV_B", towards, op.microbatch):
             return False
         assert ("output" if forward else "input gradient", op.stage, op.microbatch) in here
         here.add(("input" if forward else "output gradient", towards, op.microbatch))
@@ -68,7 +68,7 @@ def run_blocking(ranks: Sequence[Sequence[Op]], owners: Sequence[int], pick: ran
         position[peer] += 1
         return True
 
-    def compute(op: Op) -> None:
+    def compute(op: PipelineOp) -> None:
         stage, microbatch = op.stage, op.microbatch
 
         def take(tensor: str, neighbour: int, theirs: str) -> None:
@@ -108,10 +108,10 @@ def test_every_microbatch_passes_every_stage_once_each_way_in_order(shape) -> No
     schedule = made(shape)
     for rank in range(schedule.pp):
         seen: dict[tuple[str, int], list[int]] = {}
-        for op in schedule.compute(rank):
+        for op in schedule.compute_ops(rank):
             seen.setdefault((op.kind, op.stage), []).append(op.microbatch)
         kinds = "FIW" if shape[0].startswith("zb") else "FB"
-        assert set(seen) == {(kind, stage) for kind in kinds for stage in schedule.stages(rank)}
+        assert set(seen) == {(kind, stage) for kind in kinds for stage in schedule.stages_of_rank(rank)}
         assert all(numbers == list(range(schedule.microbatches)) for numbers in seen.values())
 
 
@@ -127,7 +127,7 @@ def test_both_ends_list_the_same_messages_in_the_same_order(shape) -> None:
                 continue
             way, direction = kind.split("_")
             other = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)
-            if schedule.owner(other) == peer:
+            if schedule.owner_of_stage(other) == peer:
                 found.append((direction, stage if way == "SEND" else other, microbatch))
         return found
 
@@ -138,38 +138,38 @@ def test_both_ends_list_the_same_messages_in_the_same_order(shape) -> None:
 
 def test_the_order_of_1f1b_is_the_known_one() -> None:
     schedule = make_schedule("1f1b", pp=3, microbatches=4)
-    told = ["".join(f"{op.kind}{op.microbatch}" for op in schedule.compute(rank)) for rank in range(3)]
+    told = ["".join(f"{op.kind}{op.microbatch}" for op in schedule.compute_ops(rank)) for rank in range(3)]
     assert told == ["F0F1F2B0F3B1B2B3", "F0F1B0F2B1F3B2B3", "F0B0F1B1F2B2F3B3"]
 
 
 def test_the_order_of_interleaved_1f1b_is_the_known_one() -> None:
     schedule = make_schedule("1f1b", pp=2, virtual_stages=2, microbatches=2)
-    told = [" ".join(f"{op.kind}{op.stage}.{op.microbatch}" for op in schedule.compute(rank)) for rank in range(2)]
+    told = [" ".join(f"{op.kind}{op.stage}.{op.microbatch}" for op in schedule.compute_ops(rank)) for rank in range(2)]
     assert told == ["F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1", "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1"]
 
 
 def test_placement_goes_round_or_like_a_v() -> None:
     assert made(("1f1b", 3, 2, 3)).owners == (0, 1, 2, 0, 1, 2)
     assert made(("zbv", 3, 2, 3)).owners == (0, 1, 2, 2, 1, 0)
-    assert made(("zbv", 3, 2, 3)).stages(1) == [1, 4]
+    assert made(("zbv", 3, 2, 3)).stages_of_rank(1) == [1, 4]
 
 
 @settings(max_examples=150, deadline=None)
 @given(shapes, st.floats(0.2, 5))
 def test_the_simulated_bubble_is_the_closed_formula(shape, unit: float) -> None:
     schedule = made(shape)
-    costs = Costs(forward=unit, input_grad=unit, weight_grad=unit)
+    costs = PipelineOpCosts(forward=unit, input_grad=unit, weight_grad=unit)
     formula = bubble_formula(schedule, costs)
     if formula is not None:
-        assert simulate(schedule, costs).mean_bubble == pytest.approx(formula, abs=1e-9)
+        assert simulate_schedule(schedule, costs).mean_bubble_share == pytest.approx(formula, abs=1e-9)
 
 
 def test_zero_bubble_formula_with_cheap_and_with_dear_weight_gradients() -> None:
-    schedule, costs = made(("zb-h1", 4, 1, 8)), Costs(forward=1, input_grad=1, weight_grad=0.5)
-    assert bubble_formula(schedule, Costs(forward=1, input_grad=1, weight_grad=1.5)) is None
+    schedule, costs = made(("zb-h1", 4, 1, 8)), PipelineOpCosts(forward=1, input_grad=1, weight_grad=0.5)
+    assert bubble_formula(schedule, PipelineOpCosts(forward=1, input_grad=1, weight_grad=1.5)) is None
     formula = bubble_formula(schedule, costs)
     assert formula == pytest.approx(4.5 / (20 + 4.5))
-    assert simulate(schedule, costs).mean_bubble == pytest.approx(formula)
+    assert simulate_schedule(schedule, costs).mean_bubble_share == pytest.approx(formula)
 
 
 def test_no_formula_where_none_holds() -> None:
@@ -180,12 +180,14 @@ def test_no_formula_where_none_holds() -> None:
 
 
 def test_simulate_by_hand() -> None:
-    timeline = simulate(make_schedule("1f1b", pp=2, microbatches=1), Costs(1, 2, 3, message=0.5, stages=(1.0, 2.0)))
+    timeline = simulate_schedule(
+        make_schedule("1f1b", pp=2, microbatches=1), PipelineOpCosts(1, 2, 3, message=0.5, stages=(1.0, 2.0))
+    )
     assert timeline.spans == {
-        Op("F", 0, 0): (0.0, 1.0),
-        Op("F", 1, 0): (1.5, 3.5),
-        Op("B", 1, 0): (3.5, 13.5),
-        Op("B", 0, 0): (14.0, 19.0),
+        PipelineOp("F", 0, 0): (0.0, 1.0),
+        PipelineOp("F", 1, 0): (1.5, 3.5),
+        PipelineOp("B", 1, 0): (3.5, 13.5),
+        PipelineOp("B", 0, 0): (14.0, 19.0),
     }
     assert timeline.makespan == 19.0
     assert timeline.bubble == pytest.approx((13 / 19, 7 / 19))
@@ -202,16 +204,16 @@ def test_peak_activations_by_hand() -> None:
 def test_what_is_put_off_is_held_until_the_weight_half() -> None:
     schedule = made(("zb-h1", 4, 1, 8))
     stages = [1.0] * 4
-    assert [peak_held(schedule, rank, stages, [0.0] * 4) for rank in range(4)] == [4, 3, 2, 1]
+    assert [peak_held_memory(schedule, rank, stages, [0.0] * 4) for rank in range(4)] == [4, 3, 2, 1]
     # the last rank has the most put off: it goes on with input gradients alone, three times
-    assert [peak_held(schedule, rank, stages, [2.0] * 4) for rank in range(4)] == [5, 6, 7, 8]
+    assert [peak_held_memory(schedule, rank, stages, [2.0] * 4) for rank in range(4)] == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("microbatches", [8, 16, 32])
 def test_zbv_at_least_halves_the_bubble_of_1f1b(microbatches: int) -> None:
-    plain, zbv = (simulate(made((name, 4, v, microbatches))) for name, v in [("1f1b", 1), ("zbv", 2)])
+    plain, zbv = (simulate_schedule(made((name, 4, v, microbatches))) for name, v in [("1f1b", 1), ("zbv", 2)])
     # the stages of zbv are half as long: compare shares, not times
-    assert zbv.mean_bubble <= plain.mean_bubble / 2
+    assert zbv.mean_bubble_share <= plain.mean_bubble_share / 2
 
 
 def test_receives_are_listed_before_the_operation_that_hides_them() -> None:
@@ -221,14 +223,14 @@ def test_receives_are_listed_before_the_operation_that_hides_them() -> None:
     between: Counter[int] = Counter()
     for index, op in enumerate(ops):
         if op.kind in users:
-            use = ops.index(Op(users[op.kind], op.stage, op.microbatch))  # type: ignore[arg-type]
+            use = ops.index(PipelineOp(users[op.kind], op.stage, op.microbatch))  # type: ignore[arg-type]
             between[sum(other.kind in COMPUTE for other in ops[index:use])] += 1
     assert between[0] < 0.1 * between.total()
 
 
 def test_a_deadlock_is_explained() -> None:
-    first = [Op("F", 0, 0), Op("B", 0, 0), Op("F", 0, 1), Op("B", 0, 1)]
-    second = [Op("F", 1, 0), Op("F", 1, 1), Op("B", 1, 0), Op("B", 1, 1)]
+    first = [PipelineOp("F", 0, 0), PipelineOp("B", 0, 0), PipelineOp("F", 0, 1), PipelineOp("B", 0, 1)]
+    second = [PipelineOp("F", 1, 0), PipelineOp("F", 1, 1), PipelineOp("B", 1, 0), PipelineOp("B", 1, 1)]
     with pytest.raises(ConfigError) as error:
         _add_messages([first, second], (0, 1))
     assert str(error.value) == (

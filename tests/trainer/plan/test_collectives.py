@@ -2,26 +2,26 @@ from __future__ import annotations
 
 import pytest
 
-from mega_trainer.plan.collectives import Ranks, Wires
+from mega_trainer.plan.machine import Interconnect, RankPlacement
 
-WIRES = Wires(link=400e9, network=50e9, exchange=40e9, hop=1e-6, node=8, host=50e9)
+WIRES = Interconnect(link=400e9, network=50e9, exchange=40e9, hop=1e-6, node=8, host=50e9)
 
 
 def test_groups_lie_on_nodes_by_how_far_apart_their_ranks_are() -> None:
-    assert WIRES.ranks(8, 1) == Ranks(8, 8)
-    assert WIRES.ranks(16, 4) == Ranks(16, 2)
-    assert WIRES.ranks(4, 8) == Ranks(4, 1)
-    assert (WIRES.ranks(16, 4).nodes, WIRES.ranks(4, 64).nodes) == (8, 4)
+    assert WIRES.make_rank_group(8, 1) == RankPlacement(8, 8)
+    assert WIRES.make_rank_group(16, 4) == RankPlacement(16, 2)
+    assert WIRES.make_rank_group(4, 8) == RankPlacement(4, 1)
+    assert (WIRES.make_rank_group(16, 4).num_nodes, WIRES.make_rank_group(4, 64).num_nodes) == (8, 4)
 
 
 def test_a_ring_sends_all_but_a_rank_s_own_part_and_leaves_a_node_by_all_its_adapters() -> None:
-    assert WIRES.gather(8e9, Ranks(8, 8)) == pytest.approx(7e9 / 400e9 + 8e-6)
-    assert WIRES.gather(8e9, Ranks(16, 2)) == pytest.approx(7.5e9 / 100e9 + 16e-6)
-    assert WIRES.gather(8e9, Ranks(16, 8)) == pytest.approx(7.5e9 / 400e9 + 16e-6)
-    assert WIRES.all_reduce(8e9, Ranks(8, 8)) == 2 * WIRES.gather(8e9, Ranks(8, 8))
-    assert WIRES.gather(8e9, Ranks(1, 1)) == WIRES.all_to_all(8e9, Ranks(1, 1)) == 0
+    assert WIRES.all_gather_seconds(8e9, RankPlacement(8, 8)) == pytest.approx(7e9 / 400e9 + 8e-6)
+    assert WIRES.all_gather_seconds(8e9, RankPlacement(16, 2)) == pytest.approx(7.5e9 / 100e9 + 16e-6)
+    assert WIRES.all_gather_seconds(8e9, RankPlacement(16, 8)) == pytest.approx(7.5e9 / 400e9 + 16e-6)
+    assert WIRES.all_reduce_seconds(8e9, RankPlacement(8, 8)) == 2 * WIRES.all_gather_seconds(8e9, RankPlacement(8, 8))
+    assert WIRES.all_gather_seconds(8e9, RankPlacement(1, 1)) == WIRES.all_to_all_seconds(8e9, RankPlacement(1, 1)) == 0
 
 
 def test_what_each_sends_to_all_is_bound_by_what_leaves_the_node() -> None:
-    assert WIRES.all_to_all(8e9, Ranks(8, 8)) == pytest.approx(7e9 / 400e9 + 1e-6)
-    assert WIRES.all_to_all(8e9, Ranks(64, 8)) == pytest.approx(7e9 / 40e9 + 1e-6)
+    assert WIRES.all_to_all_seconds(8e9, RankPlacement(8, 8)) == pytest.approx(7e9 / 400e9 + 1e-6)
+    assert WIRES.all_to_all_seconds(8e9, RankPlacement(64, 8)) == pytest.approx(7e9 / 40e9 + 1e-6)

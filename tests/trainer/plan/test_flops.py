@@ -10,32 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from mega_ckpt.names import num_parameters
-from mega_ckpt.source import open_source
+from mega_ckpt.canonical_tensors import count_model_parameters
+from mega_ckpt.source import open_weight_source
 from mega_common.model_config import ModelConfig
-from mega_common.presets import preset
-from mega_trainer.batch import MicroBatch, Outline, neighbor_batch
-from mega_trainer.model.builder import Builder
+from mega_common.model_presets import load_model_preset
+from mega_trainer.data.micro_batch import MicroBatch, SequenceBounds, build_neighbor_batch
+from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.encoder_decoder import model_class
-from mega_trainer.pipeline.stages import stage_layers
+from mega_trainer.model.encoder_decoder import select_model_class
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.pipeline.layer_partition import split_stage_layers
 from mega_trainer.plan.flops import (
-    count_parameters,
+    count_parameters_by_layer,
+    find_peak_flops,
     forward_flops,
     hardware_flops,
-    head_cost,
-    layer_costs,
+    head_cost_in_layers,
     model_flops,
     palm_flops,
-    peak_flops,
     published_flops,
+    relative_layer_costs,
 )
-from mega_trainer.plan.layers import visible_keys
-from mega_trainer.rng import Dropout
+from mega_trainer.plan.layer_flops import mean_visible_keys
 
 
 def model(name: str, **fields: object) -> ModelConfig:
-    return ModelConfig.parse({**preset(name), **fields})
+    return ModelConfig.parse({**load_model_preset(name), **fields})
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def model(name: str, **fields: object) -> ModelConfig:
     ["tiny", "llama3-8b", "qwen3-0.6b", "qwen3-32b", "gpt3-125m", "gpt3-175b", "bert-large", "t5-base", "retro-8b"],
 )
 def test_parameters_are_those_of_the_model_that_is_built(name) -> None:
-    built = model_class(model(name))(Builder(model(name), device=torch.device("meta")))
-    assert count_parameters(model(name)).total == sum(p.numel() for p in built.parameters())
+    built = select_model_class(model(name))(LayerBuilder(model(name), device=torch.device("meta")))
+    assert count_parameters_by_layer(model(name)).total == sum(p.numel() for p in built.parameters())
 
 
 def test_parameters_of_norms_after_the_blocks_and_over_all_heads() -> None:
     olmo = model("qwen3-0.6b", norm_position="post", qk_norm_span="all")
-    built = Decoder(Builder(olmo, device=torch.device("meta")))
-    assert count_parameters(olmo).total == sum(p.numel() for p in built.parameters())
+    built = Decoder(LayerBuilder(olmo, device=torch.device("meta")))
+    assert count_parameters_by_layer(olmo).total == sum(p.numel() for p in built.parameters())
 
 
 MOE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 10, "shared_ffn_hidden_size": 14}
@@ -78,7 +78,7 @@ def test_parameters_of_latents_and_of_layers_that_predict_further_tokens(fields)
             **fields,
         }
     )
-    assert count_parameters(small).total == num_parameters(small)
+    assert count_parameters_by_layer(small).total == count_model_parameters(small)
 
 
 def test_latent_attention_by_hand() -> None:
@@ -96,17 +96,17 @@ def test_latent_attention_by_hand() -> None:
     assert parts["further tokens"] == 2 * 48 * 24
     assert parts["head"] == 2 * 2 * 24 * 61
     layer = 2 * (3392 + 3 * 24 * 40) + 4 * 50.5 * 40
-    assert head_cost(small, 100) == pytest.approx(1 + (2304 + 5856) / layer)
+    assert head_cost_in_layers(small, 100) == pytest.approx(1 + (2304 + 5856) / layer)
 
 
 def test_published_parameter_counts() -> None:
-    assert count_parameters(model("llama3-8b")).total == 8_030_261_248
-    assert count_parameters(model("llama3-70b")).total == 70_553_706_496
-    assert count_parameters(model("mixtral-8x7b")).total == 46_702_792_704
-    assert count_parameters(model("mixtral-8x7b")).active == 12_879_925_248
-    assert count_parameters(model("bert-large")).total == 336_226_108  # BertForPreTraining
-    assert count_parameters(model("roberta-base")).total == 124_697_433
-    assert count_parameters(model("modernbert-base")).total == 149_655_232
+    assert count_parameters_by_layer(model("llama3-8b")).total == 8_030_261_248
+    assert count_parameters_by_layer(model("llama3-70b")).total == 70_553_706_496
+    assert count_parameters_by_layer(model("mixtral-8x7b")).total == 46_702_792_704
+    assert count_parameters_by_layer(model("mixtral-8x7b")).active_parameters == 12_879_925_248
+    assert count_parameters_by_layer(model("bert-large")).total == 336_226_108  # BertForPreTraining
+    assert count_parameters_by_layer(model("roberta-base")).total == 124_697_433
+    assert count_parameters_by_layer(model("modernbert-base")).total == 149_655_232
 
 
 def test_an_encoder_sees_to_both_sides_and_has_a_head_of_its_own() -> None:
@@ -150,15 +150,15 @@ def test_the_rule_counts_a_tied_table_once_and_only_the_active_experts() -> None
 @given(st.integers(1, 60), st.one_of(st.none(), st.integers(1, 80)))
 def test_visible_keys_are_counted_one_by_one(seq_length, window) -> None:
     seen = [sum(0 <= query - key < (window or seq_length) for key in range(seq_length)) for query in range(seq_length)]
-    assert visible_keys(window, seq_length) == pytest.approx(sum(seen) / seq_length)
-    assert visible_keys(window, seq_length, causal=False) == max(seen)
+    assert mean_visible_keys(window, seq_length) == pytest.approx(sum(seen) / seq_length)
+    assert mean_visible_keys(window, seq_length, causal=False) == max(seen)
 
 
 def test_windows_in_some_layers_are_counted_layer_by_layer() -> None:
     mixed = model("tiny", num_layers=5, sliding_window=16, full_attention_layers=[1, 4])
     for causal in (True, False):
         scores = forward_flops(mixed, 100, causal=causal)["attention scores"]
-        far, near = (visible_keys(window, 100, causal=causal) for window in (None, 16))
+        far, near = (mean_visible_keys(window, 100, causal=causal) for window in (None, 16))
         assert scores == pytest.approx(4 * 64 * (2 * far + 3 * near))
 
 
@@ -166,15 +166,17 @@ def test_experts_in_some_layers_are_counted_layer_by_layer() -> None:
     moe = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 10, "shared_ffn_hidden_size": 7, "shared_gate": True}
     mixed = model("tiny", num_layers=3, moe={**moe, "layers": [1]})
     one = 3 * 64 * 10
-    assert count_parameters(mixed).active == count_parameters(mixed).total - 6 * one
-    assert [layer.experts for layer in count_parameters(mixed).layers] == [0, 8 * one, 0]
+    assert count_parameters_by_layer(mixed).active_parameters == count_parameters_by_layer(mixed).total - 6 * one
+    assert [layer.experts for layer in count_parameters_by_layer(mixed).layers] == [0, 8 * one, 0]
     sparse, dense = 2 * 64 * (3 * (2 * 10 + 7) + 8 + 1), 2 * 64 * 3 * 192
     assert forward_flops(mixed, 100)["feed-forward"] == 2 * dense + sparse
 
 
 def test_conventions_of_published_figures() -> None:
     """DeepSeek-V3 with its further token, at 4096: Megatron-Bridge 26.08 tells 1,276 TFLOP/s at 4,912 tokens a second."""
-    deepseek = model("deepseek-v3", mtp_layers=1, moe={**preset("deepseek-v3")["moe"], "layers": list(range(3, 62))})
+    deepseek = model(
+        "deepseek-v3", mtp_layers=1, moe={**load_model_preset("deepseek-v3")["moe"], "layers": list(range(3, 62))}
+    )
     assert published_flops(deepseek, 4096, "megatron") == pytest.approx(1276e12 / 4912, rel=0.002)
     llama = model("llama3-8b")
     assert published_flops(llama, 8192, "full") == pytest.approx(
@@ -188,7 +190,7 @@ def test_conventions_of_published_figures() -> None:
 @pytest.mark.parametrize(("seq_length", "less"), [(4096, 0.20), (8192, 0.12)])
 def test_megatron_counts_gpt_oss_without_its_gates_and_windows(seq_length: int, less: float) -> None:
     """Its gate is no `--swiglu`, and windows are not looked at: what is published of it is so much less than it computes."""
-    moe = {**preset("gpt-oss-20b")["moe"], "num_experts": 128}
+    moe = {**load_model_preset("gpt-oss-20b")["moe"], "num_experts": 128}
     oss = model("gpt-oss-20b", num_layers=36, full_attention_layers=list(range(1, 36, 2)), moe=moe)
     exact = model_flops(oss, seq_length)
     assert exact / published_flops(oss, seq_length, "megatron") - 1 == pytest.approx(less, abs=0.01)
@@ -210,7 +212,7 @@ def test_recompute_is_work_of_the_hardware_only() -> None:
 def test_the_head_in_layers() -> None:
     llama = model("llama3-8b")
     layer = 83_886_080 + 352_321_536 + 4 * 4096 * 4096.5
-    assert head_cost(llama, 8192) == pytest.approx(1_050_673_152 / layer)
+    assert head_cost_in_layers(llama, 8192) == pytest.approx(1_050_673_152 / layer)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_the_head_in_layers() -> None:
     ],
 )
 def test_devices_are_known_by_the_words_of_their_names(device, precision, tera) -> None:
-    assert peak_flops(device, precision) == (None if tera is None else tera * 1e12)
+    assert find_peak_flops(device, precision) == (None if tera is None else tera * 1e12)
 
 
 HYBRID = {
@@ -244,11 +246,11 @@ HYBRID = {
 def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str]) -> None:
     """Torch counts the products of 16 tokens in a real forward, but attention's scores and a delta rule's triangular solve."""
     small = ModelConfig.parse({**HYBRID, "layers": layers, "moe": HYBRID["moe"] if "moe" in layers else None})
-    built, tokens = Decoder(Builder(small)), 16
-    assert count_parameters(small).total == sum(p.numel() for p in built.parameters())
+    built, tokens = Decoder(LayerBuilder(small)), 16
+    assert count_parameters_by_layer(small).total == sum(p.numel() for p in built.parameters())
     counted = FlopCounterMode(display=False)
     with counted, torch.no_grad():
-        context = built.context(torch.arange(tokens)[None], outline=Outline([tokens]))
+        context = built.make_forward_context(torch.arange(tokens)[None], sequence_bounds=SequenceBounds([tokens]))
         built(torch.zeros(1, tokens, 24), context)
     exact = forward_flops(small, tokens, causal=False)
     # of 4 heads: a chunk's map of the state, and the map's product, stand for what the solve is not counted for
@@ -259,16 +261,16 @@ def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str]) -> No
 
 def test_layers_of_several_kinds_cost_what_their_parts_do() -> None:
     small = ModelConfig.parse({**HYBRID, "mtp_layers": 1})
-    costs, parts = layer_costs(small, 64), forward_flops(small, 64)
+    costs, parts = relative_layer_costs(small, 64), forward_flops(small, 64)
     assert costs is not None
     assert sum(costs) == pytest.approx(len(costs) == 5 and 5)
     assert costs[0] / costs[3] == pytest.approx((parts["mamba projections"] + parts["mamba scan"]) / (2 * 3 * 24 * 40))
-    assert layer_costs(model("tiny"), 64) is None
+    assert relative_layer_costs(model("tiny"), 64) is None
 
 
 def test_operations_of_t5_are_those_that_torch_counts_in_transformers(tmp_path: Path) -> None:
     theirs = published(tmp_path, attn_implementation="eager")
-    config = open_source(tmp_path).model
+    config = open_weight_source(tmp_path).model
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         theirs(input_ids=torch.ones(2, 17, dtype=torch.int64), decoder_input_ids=torch.ones(2, 9, dtype=torch.int64))
     parts = forward_flops(config, 17, causal=False, target=9)
@@ -284,24 +286,24 @@ RETRO = {
 def test_operations_of_retrieval_are_those_that_torch_counts() -> None:
     """Two texts of four chunks, with dropout, by which attention goes product by product."""
     config = ModelConfig.parse({**RETRO, "attention_dropout": 0.1})
-    built = model_class(config)(Builder(config)).eval()
+    built = select_model_class(config)(LayerBuilder(config)).eval()
     tokens, places = torch.ones(2, 16, dtype=torch.int64), torch.arange(16).expand(2, -1)
-    found = neighbor_batch(np.ones((2, 4, 3, 8), np.int64), torch.device("cpu"))
-    batch = MicroBatch(tokens, tokens, torch.ones(2, 16), places, Outline([16, 16]), [0, 1], neighbors=found)
+    found = build_neighbor_batch(np.ones((2, 4, 3, 8), np.int64), torch.device("cpu"))
+    batch = MicroBatch(tokens, tokens, torch.ones(2, 16), places, SequenceBounds([16, 16]), [0, 1], neighbors=found)
     with FlopCounterMode(display=False) as counted, torch.no_grad():
-        context = built.context_of(batch, lambda length, _: Dropout(0, [0, 1], [range(length)]))
-        built.logits(built(built.begin(batch, context), context))
+        context = built.make_batch_context(batch, lambda length, _: SeededDropout(0, [0, 1], [range(length)]))
+        built.compute_logits(built(built.embed_micro_batch(batch, context), context))
     assert sum(forward_flops(config, 16, causal=False).values()) * 2 * 16 == pytest.approx(counted.get_total_flops())
 
 
 def test_the_layer_with_the_neighbours_encoder_is_the_most_work() -> None:
     config = ModelConfig.parse(RETRO)
-    costs = layer_costs(config, 16)
+    costs = relative_layer_costs(config, 16)
     assert costs is not None
     assert costs[1] > costs[3] > costs[0] == costs[2]
     assert sum(costs) == pytest.approx(4)
-    built = model_class(config)(Builder(config, device=torch.device("meta")))
-    count = count_parameters(config)
+    built = select_model_class(config)(LayerBuilder(config, device=torch.device("meta")))
+    count = count_parameters_by_layer(config)
     assert count.total == sum(p.numel() for p in built.parameters())
     assert count.layers[1].total == sum(p.numel() for p in built.layers[1].parameters())
 
@@ -309,11 +311,11 @@ def test_the_layer_with_the_neighbours_encoder_is_the_most_work() -> None:
 def test_stages_of_an_encoder_decoder_are_cut_by_the_work_of_each_stack() -> None:
     """At 512 and 64 tokens a layer of the decoder is less work than one of the encoder; at as many tokens it is more."""
     config = model("t5-base")
-    short, even = (layer_costs(config, 512, target) for target in (64, 512))
+    short, even = (relative_layer_costs(config, 512, target) for target in (64, 512))
     assert short is not None
     assert even is not None
     assert short[0] > short[-1]
     assert even[0] < even[-1]
     assert sum(short) == pytest.approx(24)
-    layers = stage_layers(24, 4, head_cost=head_cost(config, 512, 64), layer_costs=short)
+    layers = split_stage_layers(24, 4, head_cost=head_cost_in_layers(config, 512, 64), layer_costs=short)
     assert len(layers[0]) < 6

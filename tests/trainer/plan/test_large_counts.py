@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from mega_cli.plan import planned
-from mega_common.config import apply_overrides
+from mega_cli.plan import describe_plan
 from mega_common.errors import ConfigError
-from mega_trainer.config import RunConfig
-from mega_trainer.layout import fewest_ranks
-from mega_trainer.pipeline.schedules import make_schedule, simulate
+from mega_common.strict_config import apply_overrides
+from mega_trainer.config.parallel_layout import minimum_ranks
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.pipeline.schedules import make_schedule, simulate_schedule
 from mega_trainer.plan.pipeline_fill import estimate_bubble, estimate_makespan
 
 RUN: Mapping[str, Any] = {
@@ -23,9 +23,9 @@ RUN: Mapping[str, Any] = {
 
 def _plan(overrides: list[str]) -> dict[str, Any]:
     config = RunConfig.parse(apply_overrides(RUN, overrides))
-    ranks = fewest_ranks(config)
-    config.check_ranks(ranks)
-    return planned(config, ranks)
+    ranks = minimum_ranks(config)
+    config.check_world_size(ranks)
+    return describe_plan(config, ranks)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_folded_time_is_that_of_all_micro_batches(
 ) -> None:
     monkeypatch.setattr("mega_trainer.plan.pipeline_fill.MOST_SIMULATED", 0)
     count = pp * 20
-    timeline = simulate(make_schedule(name, pp=pp, microbatches=count, virtual_stages=stages))
+    timeline = simulate_schedule(make_schedule(name, pp=pp, microbatches=count, virtual_stages=stages))
     makespan = estimate_makespan(name, pp=pp, microbatches=count, virtual_stages=stages)
     assert makespan == pytest.approx(timeline.makespan)
     bubble = estimate_bubble(name, pp=pp, microbatches=count, virtual_stages=stages)
-    assert bubble == pytest.approx(timeline.mean_bubble)
+    assert bubble == pytest.approx(timeline.mean_bubble_share)

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 
 from mega_common.errors import ConfigError
-from mega_trainer.plan.machine import load_efficiency, load_machine, machine_names
+from mega_trainer.plan.machine import list_machine_names, load_efficiency, load_machine
 
 
 def test_every_machine_has_rates_and_the_efficiency_of_its_generation() -> None:
     efficiencies = load_efficiency()
-    assert {"a100-40", "a100-80", "h100", "h200", "b200", "gb200", "l40s"} == set(machine_names())
-    for name in machine_names():
+    assert {"a100-40", "a100-80", "h100", "h200", "b200", "gb200", "l40s"} == set(list_machine_names())
+    for name in list_machine_names():
         machine = load_machine(name)
         assert machine.generation in efficiencies
-        assert machine.peak("bf16") > machine.peak("fp32") > 1e12
-        assert machine.peak("fp8") >= machine.peak("bf16")
+        assert machine.get_peak_flops("bf16") > machine.get_peak_flops("fp32") > 1e12
+        assert machine.get_peak_flops("fp8") >= machine.get_peak_flops("bf16")
 
 
 def test_a_network_stands_behind_the_name() -> None:
@@ -32,6 +32,6 @@ def test_a_machine_of_ones_own(tmp_path: Path) -> None:
     figures = "{gpu: Mine, generation: ada, memory_gb: 24, memory_gb_s: 900, link_gb_s: 30, networks_gb_s: {lan: 1}, ranks_per_node: 2"
     (tmp_path / "mine.yaml").write_text(figures + ", tflops: {bf16: 100}}")
     (tmp_path / "less.yaml").write_text(figures + "}")
-    assert load_machine(str(tmp_path / "mine.yaml")).peak("fp8") == 100e12
+    assert load_machine(str(tmp_path / "mine.yaml")).get_peak_flops("fp8") == 100e12
     with pytest.raises(ConfigError, match="no peak rate of 'Mine'"):
-        load_machine(str(tmp_path / "less.yaml")).peak("bf16")
+        load_machine(str(tmp_path / "less.yaml")).get_peak_flops("bf16")

@@ -23,9 +23,9 @@ from parity.worker import Trainer, make_groups
 from ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile
 
-from mega_trainer.config import RunConfig
-from mega_trainer.plan.advice import run_shape
-from mega_trainer.plan.memory import RankMemory, peaks
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_prediction import RankMemory, predict_peak_memory
 
 MODEL = {
     "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8, "vocab_size": 512, "init_std": 0.02,
@@ -158,7 +158,7 @@ def traced(work: Callable[[], object]) -> int:
 def planned(case: Case) -> list[RankMemory]:
     """Of each pipeline rank."""
     config = RunConfig.parse(case.raw)
-    return peaks(config.model, replace(run_shape(config, case.ranks), device="cpu"))
+    return predict_peak_memory(config.model, replace(make_run_shape(config, case.ranks), device="cpu"))
 
 
 def measured(cases: Mapping[str, Case], counted: Callable[[Callable[[], object]], int]) -> dict[str, list[int]]:

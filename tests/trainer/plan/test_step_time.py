@@ -5,28 +5,28 @@ from dataclasses import replace
 import pytest
 
 from mega_common.model_config import ModelConfig
-from mega_common.presets import preset
-from mega_trainer.pipeline.schedules import make_schedule, simulate
+from mega_common.model_presets import load_model_preset
+from mega_trainer.pipeline.schedules import make_schedule, simulate_schedule
 from mega_trainer.plan.flops import model_flops
+from mega_trainer.plan.layer_cost import PassSeconds, TrainerProfile
 from mega_trainer.plan.machine import load_efficiency, load_machine
-from mega_trainer.plan.shape import RunShape
-from mega_trainer.plan.step_time import Planned, StageCosts, step_time
-from mega_trainer.plan.work import Habits, Pass
+from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.step_time import PlannedRun, StageCosts, predict_step_time
 
 H100, HOPPER = load_machine("h100"), load_efficiency()["hopper"]
-LLAMA = ModelConfig.parse(preset("llama3-8b"))
-MIXTRAL = ModelConfig.parse(preset("mixtral-8x7b"))
+LLAMA = ModelConfig.parse(load_model_preset("llama3-8b"))
+MIXTRAL = ModelConfig.parse(load_model_preset("mixtral-8x7b"))
 RUN = RunShape(8192, micro_batch=1, microbatches=8, dp=8, zero=1)
 
 
-def seconds(run: RunShape, model: ModelConfig = LLAMA, habits: Habits | None = None) -> float:
-    return step_time(model, run, H100, HOPPER, habits).seconds
+def seconds(run: RunShape, model: ModelConfig = LLAMA, habits: TrainerProfile | None = None) -> float:
+    return predict_step_time(model, run, H100, HOPPER, habits).seconds
 
 
 def test_parts_add_up_and_products_alone_take_no_less_than_their_flops() -> None:
-    told = step_time(LLAMA, RUN, H100, HOPPER)
+    told = predict_step_time(LLAMA, RUN, H100, HOPPER)
     assert sum(told.parts.values()) == pytest.approx(told.seconds)
-    assert told.seconds > 8 * 8192 * model_flops(LLAMA, 8192) / H100.peak("bf16")
+    assert told.seconds > 8 * 8192 * model_flops(LLAMA, 8192) / H100.get_peak_flops("bf16")
 
 
 @pytest.mark.parametrize(
@@ -38,20 +38,20 @@ def test_parts_add_up_and_products_alone_take_no_less_than_their_flops() -> None
 )
 def test_a_published_run_takes_as_long_as_was_measured(model: str, run: RunShape, measured: float) -> None:
     """Batches of 128 samples on 8 and 64 H100s: dgxc-benchmarking v25.04.01."""
-    peers = Habits(tp_waited=2, gradient_bytes=2)
-    assert seconds(run, ModelConfig.parse(preset(model)), peers) == pytest.approx(measured, rel=0.15)
+    peers = TrainerProfile(tp_waited=2, gradient_bytes=2)
+    assert seconds(run, ModelConfig.parse(load_model_preset(model)), peers) == pytest.approx(measured, rel=0.15)
 
 
 def test_a_layer_of_each_kind_takes_time_of_its_own_and_a_recurrence_less_the_longer_the_sequence() -> None:
     delta = {"num_key_heads": 8, "num_value_heads": 16, "key_head_dim": 128, "value_head_dim": 128}
     sections = {"mamba": {"num_heads": 64, "head_dim": 64, "num_groups": 8}, "delta": delta}
-    plain = preset("llama3-8b") | {"num_layers": 4}
+    plain = load_model_preset("llama3-8b") | {"num_layers": 4}
     kinds = [
         ModelConfig.parse({**plain, **sections, "layers": [kind] * 4})
         for kind in ("attention", "mamba", "delta", "mlp")
     ]
     for model in kinds:
-        assert seconds(RUN, model) > 8 * 8192 * model_flops(model, 8192) / H100.peak("bf16")
+        assert seconds(RUN, model) > 8 * 8192 * model_flops(model, 8192) / H100.get_peak_flops("bf16")
     far = replace(RUN, seq_length=1 << 20, cp=8, dp=1)
     attention, mamba, rule, _ = (seconds(far, model) for model in kinds)
     assert attention > 2 * max(mamba, rule)
@@ -59,16 +59,16 @@ def test_a_layer_of_each_kind_takes_time_of_its_own_and_a_recurrence_less_the_lo
 
 def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microbatches() -> None:
     run = replace(RUN, pp=4, virtual_stages=2, dp=2, microbatches=37)
-    planned = Planned.of(LLAMA, run, H100, HOPPER, Habits())
-    works = planned.stages()
-    passes = tuple(Pass(*(sum(cost) for cost in zip(*work.values(), strict=True))) for work in works)
-    message = planned.bench.wires.send(2 * 8192 * 4096, run.dp)
+    planned = PlannedRun.from_settings(LLAMA, run, H100, HOPPER, TrainerProfile())
+    works = planned.compute_stage_work()
+    passes = tuple(PassSeconds(*(sum(cost) for cost in zip(*work.values(), strict=True))) for work in works)
+    message = planned.bench.wires.send_seconds(2 * 8192 * 4096, run.dp)
     schedule = make_schedule("1f1b", pp=4, microbatches=37, virtual_stages=2)
-    whole = simulate(schedule, StageCosts(message=message, passes=passes)).makespan
-    told = planned.time()
+    whole = simulate_schedule(schedule, StageCosts(message=message, passes=passes)).makespan
+    told = planned.predict_step_time()
     once = told.parts["data"] + told.parts["optimizer"]
     assert told.seconds - once == pytest.approx(whole, rel=1e-3)
-    assert planned.time_at_least().seconds <= told.seconds * 1.001
+    assert planned.predict_minimum_time().seconds <= told.seconds * 1.001
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_what_costs_more_takes_longer(slower: dict[str, object], faster: dict[st
 def test_experts_on_other_nodes_cost_more_than_on_one_and_less_when_a_token_goes_once_to_a_node() -> None:
     one, far = (replace(RUN, seq_length=4096, dp=64, ep=ep) for ep in (8, 8))
     narrow = H100.model_copy(update={"ranks_per_node": 2})
-    near = step_time(MIXTRAL, one, H100, HOPPER).parts["expert"]
-    apart = step_time(MIXTRAL, far, narrow, HOPPER).parts["expert"]
-    once = step_time(MIXTRAL, far, narrow, HOPPER, Habits(dispatch="node")).parts["expert"]
+    near = predict_step_time(MIXTRAL, one, H100, HOPPER).parts["expert"]
+    apart = predict_step_time(MIXTRAL, far, narrow, HOPPER).parts["expert"]
+    once = predict_step_time(MIXTRAL, far, narrow, HOPPER, TrainerProfile(dispatch="node")).parts["expert"]
     assert near < once < apart
 
 
@@ -119,14 +119,14 @@ def test_small_products_of_many_experts_reach_less_than_large_ones() -> None:
 
 def test_a_host_that_waits_for_counts_is_what_small_layers_take() -> None:
     run = replace(RUN, seq_length=1024, ep=8)
-    told = step_time(MIXTRAL, run, H100, HOPPER, Habits(host=0.1))
+    told = predict_step_time(MIXTRAL, run, H100, HOPPER, TrainerProfile(host=0.1))
     assert told.seconds == pytest.approx(run.microbatches * MIXTRAL.num_layers * 0.1, rel=0.05)
     large = replace(RUN, ep=8)
-    assert seconds(large, MIXTRAL, Habits(host=1e-3)) == seconds(large, MIXTRAL)
+    assert seconds(large, MIXTRAL, TrainerProfile(host=1e-3)) == seconds(large, MIXTRAL)
 
 
 def test_a_slower_network_is_felt_where_gradients_leave_a_node() -> None:
     ethernet = H100.model_copy(update={"networks_gb_s": {"ethernet": 1.25}})
     for run, differs in ((replace(RUN, dp=64), True), (RUN, False)):
-        times = [step_time(LLAMA, run, machine, HOPPER).seconds for machine in (H100, ethernet)]
+        times = [predict_step_time(LLAMA, run, machine, HOPPER).seconds for machine in (H100, ethernet)]
         assert (times[1] > 1.05 * times[0]) is differs

@@ -1,17 +1,26 @@
-"""Granite 3 (IBM), dense and with experts: Llama with four factors, on embeddings, residuals, scores and logits."""
+"""Granite 3 (IBM), dense and with experts: Llama with four multipliers, on embeddings, residuals, attention scores and
+logits.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.base import Family
-from mega_ckpt.families.common import DECODER
-from mega_ckpt.families.experts import Everywhere, Experts, router
-from mega_ckpt.families.keys import Entry, Fixed, Heads, Key, MismatchError, Raw
-from mega_ckpt.families.layouts import Halves, Rule
-from mega_ckpt.families.rope import Rope
-from mega_ckpt.families.windows import SameWindow
+from mega_ckpt.families.common_entries import DECODER
+from mega_ckpt.families.config_entries import (
+    ConfigEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HeadsEntry,
+    HfConfigDict,
+    KeyEntry,
+)
+from mega_ckpt.families.disk_layouts import ConcatExpertsLayout, TensorRule
+from mega_ckpt.families.family import ModelFamily
+from mega_ckpt.families.moe_entries import MoeInAllLayersEntry, MoeSectionEntry, router_entries
+from mega_ckpt.families.rope_entries import RopeEntry
+from mega_ckpt.families.window_entries import UniformWindowEntry
 from mega_common.model_config import ModelConfig
 
 _MOE = "model.layers.{i}.block_sparse_moe"
@@ -19,21 +28,21 @@ _EXPERTS = "model.layers.{i}.mlp.experts"
 
 
 @dataclass(frozen=True)
-class Divisor:
-    """`logits_scaling`, by which the logits are divided."""
+class LogitsScalingEntry:
+    """`logits_scaling`, which divides the logits."""
 
-    keys: frozenset[str] = frozenset({"logits_scaling"})
-    fields: frozenset[str] = frozenset({"logit_scale"})
+    covered_keys: frozenset[str] = frozenset({"logits_scaling"})
+    covered_fields: frozenset[str] = frozenset({"logit_scale"})
 
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """Its inverse."""
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return its inverse as the logit scale."""
         divisor = raw.get("logits_scaling", 1.0)
         if not divisor > 0:
-            raise MismatchError(f"logits_scaling = {divisor!r} must be more than 0")
+            raise ConfigMismatchError(f"logits_scaling = {divisor!r} must be more than 0")
         return {"logit_scale": 1 / divisor}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The number whose inverse it is, a round one where there is one."""
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the inverse of the logit scale, rounded if that is exact."""
         near = 1 / model.logit_scale
         return {
             "logits_scaling": next((n for n in (round(near), round(near, 6)) if n and 1 / n == model.logit_scale), near)
@@ -41,61 +50,65 @@ class Divisor:
 
 
 @dataclass(frozen=True)
-class ScoreFactor:
-    """`attention_multiplier`, the factor on scores, which is 1 where it is not said."""
+class AttentionMultiplierEntry:
+    """`attention_multiplier`, the factor on attention scores, 1 by default."""
 
-    keys: frozenset[str] = frozenset({"attention_multiplier"})
-    fields: frozenset[str] = frozenset({"attention_scale"})
+    covered_keys: frozenset[str] = frozenset({"attention_multiplier"})
+    covered_fields: frozenset[str] = frozenset({"attention_scale"})
 
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """The factor."""
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the factor."""
         return {"attention_scale": raw.get("attention_multiplier", 1.0)}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The factor, the usual one too."""
-        return {"attention_multiplier": model.attention_scale or model.head_size**-0.5}
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the factor, even if it is the usual one."""
+        return {"attention_multiplier": model.attention_scale or model.query_key_head_dim**-0.5}
 
 
-MULTIPLIERS: tuple[Entry, ...] = (
-    Key("attention_bias", "qkv_bias attention_out_bias", False),
-    Key("embedding_multiplier", "embedding_multiplier", 1.0),
-    Key("residual_multiplier", "residual_multiplier", 1.0),
-    ScoreFactor(),
-    Divisor(),
+MULTIPLIERS: tuple[ConfigEntry, ...] = (
+    KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
+    KeyEntry("embedding_multiplier", "embedding_multiplier", 1.0),
+    KeyEntry("residual_multiplier", "residual_multiplier", 1.0),
+    AttentionMultiplierEntry(),
+    LogitsScalingEntry(),
 )
 MOE_RULES = (
-    Rule(f"{_MOE}.router.layer.weight", ("model.layers.{i}.mlp.gate.weight",)),
-    Rule(f"{_MOE}.input_linear.weight", (f"{_EXPERTS}.gate_proj.weight", f"{_EXPERTS}.up_proj.weight"), Halves()),
-    Rule(f"{_MOE}.output_linear.weight", (f"{_EXPERTS}.down_proj.weight",), Halves()),
+    TensorRule(f"{_MOE}.router.layer.weight", ("model.layers.{i}.mlp.gate.weight",)),
+    TensorRule(
+        f"{_MOE}.input_linear.weight",
+        (f"{_EXPERTS}.gate_proj.weight", f"{_EXPERTS}.up_proj.weight"),
+        ConcatExpertsLayout(),
+    ),
+    TensorRule(f"{_MOE}.output_linear.weight", (f"{_EXPERTS}.down_proj.weight",), ConcatExpertsLayout()),
 )
-_SHARED: tuple[Entry, ...] = (
+_SHARED: tuple[ConfigEntry, ...] = (
     *DECODER,
-    Heads(explicit_dim=False),
-    Rope(),
+    HeadsEntry(explicit_dim=False),
+    RopeEntry(),
     *MULTIPLIERS,
-    SameWindow(knows=False),
-    Fixed({"qk_norm": False}),
+    UniformWindowEntry(supports_windows=False),
+    FixedFieldsEntry({"qk_norm": False}),
 )
 
-GRANITE = Family(
+GRANITE = ModelFamily(
     name="granite",
     architecture="GraniteForCausalLM",
-    entries=(*_SHARED, Key("mlp_bias", "mlp_bias", False)),
+    entries=(*_SHARED, KeyEntry("mlp_bias", "mlp_bias", False)),
 )
 
-GRANITE_MOE = Family(
+GRANITE_MOE = ModelFamily(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
     entries=(
         *_SHARED,
-        Experts(
+        MoeSectionEntry(
             (
-                *router("num_local_experts num_experts", top_k=2, normalize=True, experts=8),
-                Key("intermediate_size", "ffn_hidden_size"),
+                *router_entries("num_local_experts num_experts", top_k=2, normalize=True, experts=8),
+                KeyEntry("intermediate_size", "ffn_hidden_size"),
             ),
-            Everywhere(),
+            MoeInAllLayersEntry(),
         ),
-        Fixed({"mlp_bias": False}),
+        FixedFieldsEntry({"mlp_bias": False}),
     ),
     rules=MOE_RULES,
 )

@@ -1,4 +1,4 @@
-"""How a folder says that images are made ready, and the fields of `VisionConfig` that mean the same, both ways.
+"""Image preprocessing settings of a HuggingFace folder and the matching fields of `VisionConfig`, both ways.
 
 It is transformers' `preprocessor_config.json`, or from version 5 the section `image_processor` of `processor_config.json`.
 """
@@ -8,23 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mega_ckpt.families.keys import Raw
+from mega_ckpt.families.config_entries import HfConfigDict
 from mega_common.errors import CheckpointError, ConfigError
-from mega_common.vision import VisionConfig
+from mega_common.vision_config import VisionConfig
 
 FILE = "preprocessor_config.json"
 WHOLE, SECTION = "processor_config.json", "image_processor"
 _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
-def section(read: Callable[[str], Raw]) -> Raw:
-    """What a folder says, of its files' keys by name, which are none where there is no such file."""
+def image_processor_section(read: Callable[[str], HfConfigDict]) -> HfConfigDict:
+    """Return the image processor settings of a folder; `read` returns the keys of a file by name, empty if there is no
+    such file.
+    """
     whole = read(WHOLE).get(SECTION)
     return whole if isinstance(whole, Mapping) else read(FILE)
 
 
-def prepared(vision: VisionConfig, raw: Raw) -> VisionConfig:
-    """The model's section `vision` where images are made ready as `raw` says; what it leaves out stays.
+def apply_image_processor(vision: VisionConfig, raw: HfConfigDict) -> VisionConfig:
+    """Return the section `vision` with the preprocessing settings of `raw`; settings that are absent there stay.
 
     Raises:
         CheckpointError: for values that no images could be made by.
@@ -36,8 +38,8 @@ def prepared(vision: VisionConfig, raw: Raw) -> VisionConfig:
     if raw.get("resample") in _FILTERS:
         fields["resample"] = _FILTERS[raw["resample"]]
     if vision.native is not None:
-        fields["native"] = vision.native.model_dump() | _bounds(raw)
-    elif vision.pinpoints is None and (raw.get("do_center_crop") is not None or "height" in _sides(raw)):
+        fields["native"] = vision.native.model_dump() | _pixel_bounds(raw)
+    elif vision.pinpoints is None and (raw.get("do_center_crop") is not None or "height" in _image_size(raw)):
         fields["resize"] = "crop" if raw.get("do_center_crop") else "stretch"
     try:
         return VisionConfig.parse(vision.model_dump() | fields, source=FILE)
@@ -45,8 +47,8 @@ def prepared(vision: VisionConfig, raw: Raw) -> VisionConfig:
         raise CheckpointError(error.message, hint=error.hint) from None
 
 
-def undone(vision: VisionConfig, raw: Raw) -> Iterator[str]:
-    """What `raw` says that is not done here, key by key."""
+def unsupported_image_settings(vision: VisionConfig, raw: HfConfigDict) -> Iterator[str]:
+    """Yield the settings of `raw` that are not supported, key by key."""
     usual: dict[str, tuple[Any, ...]] = {
         "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_pan_and_scan": (False,),
         "do_pad": (True, False) if vision.pinpoints else (False,), "resample": tuple(_FILTERS),
@@ -66,8 +68,8 @@ def undone(vision: VisionConfig, raw: Raw) -> Iterator[str]:
     )
 
 
-def described(vision: VisionConfig) -> dict[str, Any]:
-    """The `preprocessor_config.json` of a model."""
+def build_preprocessor_config(vision: VisionConfig) -> dict[str, Any]:
+    """Return the `preprocessor_config.json` of a model."""
     side = vision.image_size
     square = {"height": side, "width": side}
     kind = "SiglipImageProcessor" if vision.resize == "stretch" else "CLIPImageProcessor"
@@ -93,16 +95,16 @@ def described(vision: VisionConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _bounds(raw: Raw) -> dict[str, int]:
-    """The fewest and most pixels of an image that keeps its shape, under either pair of names."""
+def _pixel_bounds(raw: HfConfigDict) -> dict[str, int]:
+    """Return the minimum and maximum pixels of an image that keeps its aspect ratio, under either pair of names."""
     given = {
-        "min_pixels": raw.get("min_pixels", _sides(raw).get("shortest_edge")),
-        "max_pixels": raw.get("max_pixels", _sides(raw).get("longest_edge")),
+        "min_pixels": raw.get("min_pixels", _image_size(raw).get("shortest_edge")),
+        "max_pixels": raw.get("max_pixels", _image_size(raw).get("longest_edge")),
     }  # fmt: skip
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _sides(raw: Raw) -> Raw:
-    """Its size, where it has names for the sides."""
+def _image_size(raw: HfConfigDict) -> HfConfigDict:
+    """Return the section `size` if it has named sides, else an empty mapping."""
     size = raw.get("size")
     return size if isinstance(size, Mapping) else {}

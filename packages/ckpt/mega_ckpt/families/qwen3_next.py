@@ -1,4 +1,5 @@
-"""Qwen3-Next: gated delta nets in three of four layers, gated attention in the fourth, many small experts, a gated shared one.
+"""Qwen3-Next: gated delta nets in three of four layers, gated attention in the fourth, many small experts and a gated
+shared one.
 
 On disk the four parts of a delta net's projection, and the two of its steps, lie one key head after another; so do a head's
 query and gate.
@@ -10,137 +11,156 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.base import Family
-from mega_ckpt.families.common import decoder
-from mega_ckpt.families.experts import Experts, InPattern, Section, SparseSteps, expert_rules
-from mega_ckpt.families.hybrid import NO_WINDOW, TAPS, check_mixers, mixers_named, names_of
-from mega_ckpt.families.keys import Entry, Fixed, Heads, Key, MismatchError, Only, Raw, layer_numbers
-from mega_ckpt.families.layouts import Rule
-from mega_ckpt.families.rope import Rope
-from mega_common.layers import DeltaConfig
+from mega_ckpt.families.common_entries import decoder_entries
+from mega_ckpt.families.config_entries import (
+    AllowedValuesEntry,
+    ConfigEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HeadsEntry,
+    HfConfigDict,
+    KeyEntry,
+    layer_indices,
+)
+from mega_ckpt.families.disk_layouts import TensorRule
+from mega_ckpt.families.family import ModelFamily
+from mega_ckpt.families.hybrid_entries import NO_WINDOW, TAPS, check_layer_mixers, mixer_names, parse_mixer_names
+from mega_ckpt.families.moe_entries import (
+    MoeFieldEntry,
+    MoeInLayerPatternEntry,
+    MoeSectionEntry,
+    SparseStepEntry,
+    per_expert_rules,
+)
+from mega_ckpt.families.rope_entries import RopeEntry
+from mega_common.layer_kinds import GatedDeltaConfig
 from mega_common.model_config import ModelConfig
 
 _LAYER = "model.layers.{i}"
 _DELTA = f"{_LAYER}.linear_attn"
 _SIZES = (
-    Key("linear_num_key_heads", "num_key_heads", 16),
-    Key("linear_num_value_heads", "num_value_heads", 32),
-    Key("linear_key_head_dim", "key_head_dim", 128),
-    Key("linear_value_head_dim", "value_head_dim", 128),
-    Key("linear_conv_kernel_dim", "conv_kernel", 4),
+    KeyEntry("linear_num_key_heads", "num_key_heads", 16),
+    KeyEntry("linear_num_value_heads", "num_value_heads", 32),
+    KeyEntry("linear_key_head_dim", "key_head_dim", 128),
+    KeyEntry("linear_value_head_dim", "value_head_dim", 128),
+    KeyEntry("linear_conv_kernel_dim", "conv_kernel", 4),
 )
 
 
 @dataclass(frozen=True)
-class Delta:
-    """The section `delta`, whose norm has the model's epsilon; a model without such layers may lack it."""
+class DeltaSectionEntry:
+    """The section `delta`, whose norm has the model's epsilon; a model without delta nets may lack it."""
 
-    keys: frozenset[str] = frozenset().union(*(entry.keys for entry in _SIZES))
-    fields: frozenset[str] = frozenset({"delta"})
+    covered_keys: frozenset[str] = frozenset().union(*(entry.covered_keys for entry in _SIZES))
+    covered_fields: frozenset[str] = frozenset({"delta"})
 
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """The section."""
-        return {"delta": {name: value for entry in _SIZES for name, value in entry.read(raw).items()}}
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the section."""
+        return {"delta": {name: value for entry in _SIZES for name, value in entry.read_config_keys(raw).items()}}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The sizes."""
-        delta = model.delta or DeltaConfig(num_key_heads=1, num_value_heads=1, key_head_dim=1, value_head_dim=1)
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the sizes."""
+        delta = model.delta or GatedDeltaConfig(num_key_heads=1, num_value_heads=1, key_head_dim=1, value_head_dim=1)
         if delta.norm_eps not in (None, model.norm_eps):
-            raise MismatchError(f"delta.norm_eps must be norm_eps = {model.norm_eps}, not {delta.norm_eps}")
-        return {key: value for entry in _SIZES for key, value in entry.write(delta).items()}
+            raise ConfigMismatchError(f"delta.norm_eps must be norm_eps = {model.norm_eps}, not {delta.norm_eps}")
+        return {key: value for entry in _SIZES for key, value in entry.write_config_keys(delta).items()}
 
 
 @dataclass(frozen=True)
-class QwenLayers:
-    """Kinds of layers: a list of mixers, every so many attention where it is absent, and the keys about experts.
+class QwenLayersEntry:
+    """Layer kinds: a list of mixers (attention in every n-th layer by default) and the keys about experts.
 
     `feed` is what every layer has where the family has no keys about it.
     """
 
     feed: str = ""
-    fields: frozenset[str] = frozenset({"layers"})
+    covered_fields: frozenset[str] = frozenset({"layers"})
 
     @property
-    def keys(self) -> frozenset[str]:
-        """Those about mixers and about experts."""
-        return frozenset({"layer_types", "full_attention_interval"}) | (SparseSteps().keys if not self.feed else set())
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return frozenset({"layer_types", "full_attention_interval"}) | (
+            SparseStepEntry().covered_keys if not self.feed else set()
+        )
 
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """The kind of each layer."""
-        layers, every = layer_numbers(raw), raw.get("full_attention_interval", 4)
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the kind of each layer."""
+        layers, every = layer_indices(raw), raw.get("full_attention_interval", 4)
         usual = ["full_attention" if every and (layer + 1) % every == 0 else "linear_attention" for layer in layers]
-        mixers = mixers_named(raw.get("layer_types") or usual, "delta", layers)
-        return {"layers": [f"{one}+{feed}" for one, feed in zip(mixers, self._feeds(raw, layers), strict=True)]}
+        mixers = parse_mixer_names(raw.get("layer_types") or usual, "delta", layers)
+        return {
+            "layers": [f"{one}+{feed}" for one, feed in zip(mixers, self._feed_forward_kinds(raw, layers), strict=True)]
+        }
 
-    def _feeds(self, raw: Raw, layers: Sequence[int]) -> list[str]:
+    def _feed_forward_kinds(self, raw: HfConfigDict, layers: Sequence[int]) -> list[str]:
         if self.feed:
             return [self.feed] * len(layers)
-        sparse = SparseSteps().read(raw)
+        sparse = SparseStepEntry().read_config_keys(raw)
         return ["moe" if sparse is None or layer in sparse else "mlp" for layer in layers]
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The list, and which layers are dense."""
-        out = {"layer_types": names_of(check_mixers(model, "delta"))}
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the list, and the dense layers."""
+        out = {"layer_types": mixer_names(check_layer_mixers(model, "delta"))}
         if not self.feed:
-            return {**out, **SparseSteps().write(model)}
-        if any(kind.feed != self.feed for kind in model.kinds):
-            raise MismatchError(f"every layer must have {self.feed}")
+            return {**out, **SparseStepEntry().write_config_keys(model)}
+        if any(kind.feed_forward != self.feed for kind in model.layer_kinds):
+            raise ConfigMismatchError(f"every layer must have {self.feed}")
         return out
 
 
-def qwen_entries(kv_heads: int) -> tuple[Entry, ...]:
-    """The keys that Qwen3-Next and Qwen3.5 share; `kv_heads` is what transformers takes where the key is absent."""
+def qwen_hybrid_entries(kv_heads: int) -> tuple[ConfigEntry, ...]:
+    """Return the entries that Qwen3-Next and Qwen3.5 share; `kv_heads` is transformers' default."""
     return (
-        Heads(kv_default=kv_heads, dim_default=256),
-        Rope(fraction=0.25, partial=True),
-        Delta(),
-        Key("attention_bias", "qkv_bias attention_out_bias", False),
+        HeadsEntry(kv_default=kv_heads, dim_default=256),
+        RopeEntry(fraction=0.25, partial=True),
+        DeltaSectionEntry(),
+        KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         *NO_WINDOW,
-        Only({"attn_output_gate": (True,)}),
-        Fixed({"mlp_bias": False, "qk_norm": True, "zero_centered_norm": True, "attention_gate": True}),
+        AllowedValuesEntry({"attn_output_gate": (True,)}),
+        FixedFieldsEntry({"mlp_bias": False, "qk_norm": True, "zero_centered_norm": True, "attention_gate": True}),
     )
 
 
-def qwen_experts(top_k: int, experts: int, normalize: Section) -> Experts:
-    """Their experts; `top_k` and `experts` are what transformers takes for absent keys."""
-    return Experts(
+def qwen_hybrid_experts(top_k: int, experts: int, normalize: MoeFieldEntry) -> MoeSectionEntry:
+    """Return the expert entries of Qwen3-Next and Qwen3.5; `top_k` and `experts` are transformers' defaults."""
+    return MoeSectionEntry(
         (
-            Key("num_experts num_local_experts", "num_experts", experts),
-            Key("num_experts_per_tok", "top_k", top_k),
-            Key("moe_intermediate_size", "ffn_hidden_size", 512),
-            Key("shared_expert_intermediate_size", "shared_ffn_hidden_size", 512),
-            Key("router_aux_loss_coef", "aux_loss", 0.001),
-            Fixed({"shared_gate": True}),
+            KeyEntry("num_experts num_local_experts", "num_experts", experts),
+            KeyEntry("num_experts_per_tok", "top_k", top_k),
+            KeyEntry("moe_intermediate_size", "ffn_hidden_size", 512),
+            KeyEntry("shared_expert_intermediate_size", "shared_ffn_hidden_size", 512),
+            KeyEntry("router_aux_loss_coef", "aux_loss", 0.001),
+            FixedFieldsEntry({"shared_gate": True}),
             normalize,
         ),
-        InPattern(),
+        MoeInLayerPatternEntry(),
     )
 
 
-def by_head(disk: str, *parts: str, by: str, kind: str = "weight") -> Rule:
-    """A rule for parts of a layer that lie head by head."""
-    return Rule(f"{_LAYER}.{disk}.{kind}", tuple(f"{_LAYER}.{part}.{kind}" for part in parts), by=by)
+def per_head_rule(disk: str, *parts: str, by: str, kind: str = "weight") -> TensorRule:
+    """Return a rule for parts of a layer that are interleaved by head."""
+    return TensorRule(f"{_LAYER}.{disk}.{kind}", tuple(f"{_LAYER}.{part}.{kind}" for part in parts), by=by)
 
 
 QWEN_RULES = (
-    *(by_head("self_attn.q_proj", "self_attn.q_proj", "self_attn.g_proj", by="query", kind=kind) for kind in ("weight", "bias")),
-    Rule(f"{_DELTA}.conv1d.weight", tuple(f"{_DELTA}.conv1d.{part}.weight" for part in "qkv"), TAPS),
+    *(per_head_rule("self_attn.q_proj", "self_attn.q_proj", "self_attn.g_proj", by="query", kind=kind) for kind in ("weight", "bias")),
+    TensorRule(f"{_DELTA}.conv1d.weight", tuple(f"{_DELTA}.conv1d.{part}.weight" for part in "qkv"), TAPS),
 )  # fmt: skip
 
-QWEN3_NEXT = Family(
+QWEN3_NEXT = ModelFamily(
     name="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     entries=(
-        *decoder(),
-        *qwen_entries(2),
-        QwenLayers(),
-        qwen_experts(10, 512, Key("norm_topk_prob", "normalize", True)),
+        *decoder_entries(),
+        *qwen_hybrid_entries(2),
+        QwenLayersEntry(),
+        qwen_hybrid_experts(10, 512, KeyEntry("norm_topk_prob", "normalize", True)),
     ),
     rules=(
-        by_head("linear_attn.in_proj_qkvz", *(f"linear_attn.in_proj.{part}" for part in "qkvz"), by="delta"),
-        by_head("linear_attn.in_proj_ba", *(f"linear_attn.in_proj.{part}" for part in "ba"), by="delta"),
+        per_head_rule("linear_attn.in_proj_qkvz", *(f"linear_attn.in_proj.{part}" for part in "qkvz"), by="delta"),
+        per_head_rule("linear_attn.in_proj_ba", *(f"linear_attn.in_proj.{part}" for part in "ba"), by="delta"),
         *QWEN_RULES,
-        *expert_rules(f"{_LAYER}.mlp.experts"),
+        *per_expert_rules(f"{_LAYER}.mlp.experts"),
     ),
     buffers=r"mtp\..*",
 )

@@ -1,4 +1,6 @@
-"""T5 (arXiv:1910.10683), version 1.1 and FLAN-T5, mT5 (arXiv:2010.11934) and UMT5, whose layers have a table of positions each."""
+"""T5 (arXiv:1910.10683), version 1.1 and FLAN-T5, mT5 (arXiv:2010.11934), and UMT5, whose layers have a position table
+each.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mega_ckpt.families.base import Family
-from mega_ckpt.families.keys import Entry, Fixed, Key, MismatchError, Only, Raw
-from mega_ckpt.families.layouts import DiskTensor, Rule
-from mega_ckpt.names import EMBEDDING
+from mega_ckpt.canonical_tensors import EMBEDDING
+from mega_ckpt.families.config_entries import (
+    AllowedValuesEntry,
+    ConfigEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HfConfigDict,
+    KeyEntry,
+)
+from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule
+from mega_ckpt.families.family import ModelFamily
 from mega_common.model_config import ModelConfig
 
 _STACKS = ("encoder", "decoder")
@@ -21,29 +30,29 @@ _ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class Stacks:
-    """Layers of the encoder, and of the decoder, as many where the file says nothing; and what the decoder begins with."""
+class StackLayersEntry:
+    """Number of layers of encoder and decoder (equal by default), and the decoder start token."""
 
-    keys: frozenset[str] = frozenset(
+    covered_keys: frozenset[str] = frozenset(
         {"num_layers", "num_hidden_layers", "num_decoder_layers", "decoder_start_token_id", "is_encoder_decoder"}
     )
-    fields: frozenset[str] = frozenset({"num_layers", "encoder"})
+    covered_fields: frozenset[str] = frozenset({"num_layers", "encoder"})
 
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """Both, as one list of layers."""
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return both numbers, as one list of layers."""
         if not raw.get("is_encoder_decoder", True):
-            raise MismatchError("is_encoder_decoder = False is not supported")
-        encoder = Key("num_layers num_hidden_layers", "num_layers").read(raw)["num_layers"]
+            raise ConfigMismatchError("is_encoder_decoder = False is not supported")
+        encoder = KeyEntry("num_layers num_hidden_layers", "num_layers").read_config_keys(raw)["num_layers"]
         decoder = raw.get("num_decoder_layers")
         section = {"num_layers": encoder, "start_token": raw.get("decoder_start_token_id") or 0}
         return {"num_layers": encoder + (encoder if decoder is None else decoder), "encoder": section}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The numbers."""
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the numbers and the start token."""
         if model.encoder is None:
-            raise MismatchError("encoder must be given")
+            raise ConfigMismatchError("encoder must be given")
         if model.encoder.head_bias:
-            raise MismatchError("encoder.head_bias must be False")
+            raise ConfigMismatchError("encoder.head_bias must be False")
         encoder = model.encoder.num_layers
         return {
             "is_encoder_decoder": True, "decoder_start_token_id": model.encoder.start_token, "num_layers": encoder,
@@ -52,24 +61,24 @@ class Stacks:
 
 
 @dataclass(frozen=True)
-class Positions:
-    """The buckets of relative positions, in one table a stack or, with `every_layer`, in each layer's own."""
+class RelativePositionsEntry:
+    """Buckets of relative positions, in one table per stack or, with `every_layer`, per layer."""
 
     every_layer: bool
-    keys: frozenset[str] = frozenset({"relative_attention_num_buckets", "relative_attention_max_distance"})
-    fields: frozenset[str] = frozenset({"position", "relative"})
+    covered_keys: frozenset[str] = frozenset({"relative_attention_num_buckets", "relative_attention_max_distance"})
+    covered_fields: frozenset[str] = frozenset({"position", "relative"})
 
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """The section."""
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the section."""
         most, buckets = raw.get("relative_attention_max_distance", 128), raw.get("relative_attention_num_buckets", 32)
         section = {"buckets": buckets, "max_distance": most, "every_layer": self.every_layer}
         return {"position": "relative", "relative": section}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The two numbers."""
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return number of buckets and maximum distance."""
         if model.position != "relative" or model.relative.every_layer != self.every_layer:
             where = "each layer" if self.every_layer else "each stack"
-            raise MismatchError(f"position must be relative, with a table of {where}")
+            raise ConfigMismatchError(f"position must be relative, with a table of {where}")
         return {
             "relative_attention_num_buckets": model.relative.buckets,
             "relative_attention_max_distance": model.relative.max_distance,
@@ -77,122 +86,124 @@ class Positions:
 
 
 @dataclass(frozen=True)
-class Output:
-    """The output matrix, and what goes into it times hidden_size^-0.5: what T5 1.0, which ties it to the embedding, does, and
-    1.1 does not.
+class OutputScaleEntry:
+    """Output projection, and the scale hidden_size^-0.5 of its input: used by T5 1.0, which ties it to the embedding,
+    but not by 1.1.
 
     A config.json says the former with `tie_word_embeddings`, by which older versions of transformers know the latter too.
     From version 5 on transformers writes `true` there in any case, and `scale_decoder_outputs` beside it: whether the
-    matrices are tied the tensors tell (`T5Family.as_held`). mT5, which is 1.1, is never `scaled`.
+    matrices are tied the tensors tell (`T5Family.restrict_to_stored`). mT5, which is 1.1, is never `scaled`.
     """
 
     scaled: bool
-    keys: frozenset[str] = frozenset({"tie_word_embeddings", "scale_decoder_outputs"})
-    fields: frozenset[str] = frozenset({"tie_embeddings", "logit_scale"})
+    covered_keys: frozenset[str] = frozenset({"tie_word_embeddings", "scale_decoder_outputs"})
+    covered_fields: frozenset[str] = frozenset({"tie_embeddings", "logit_scale"})
 
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """Both fields."""
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return tied embeddings and logit scale."""
         tied = raw.get("tie_word_embeddings") is not False
         scaled = self.scaled and raw.get("scale_decoder_outputs", tied)
         width = raw.get("d_model") or raw.get("hidden_size") or 1  # which its own entry misses
         return {"tie_embeddings": tied, "logit_scale": width**-0.5 if scaled else 1.0}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Both keys."""
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return both keys."""
         factors = {1.0: False, model.hidden_size**-0.5: True}
         if model.logit_scale not in factors or (factors[model.logit_scale] and not self.scaled):
             may = "1 or hidden_size^-0.5" if self.scaled else "1"
-            raise MismatchError(f"logit_scale must be {may}, not {model.logit_scale}")
+            raise ConfigMismatchError(f"logit_scale must be {may}, not {model.logit_scale}")
         return {"tie_word_embeddings": model.tie_embeddings, "scale_decoder_outputs": factors[model.logit_scale]}
 
 
 @dataclass(frozen=True)
-class HeadSize:
-    """The width of a head, which has nothing to do with the model's."""
+class HeadSizeEntry:
+    """Head dimension, which is independent of the model width."""
 
-    keys: frozenset[str] = frozenset({"d_kv", "head_dim"})
-    fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
+    covered_keys: frozenset[str] = frozenset({"d_kv", "head_dim"})
+    covered_fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
 
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """Every head has keys and values of its own."""
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the head dimension; every head has its own key and value."""
         return {"head_dim": raw.get("d_kv", raw.get("head_dim", 64)), "num_kv_heads": None}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The width, told even where it follows from the others."""
-        if model.kv_heads != model.num_attention_heads:
-            raise MismatchError(f"num_kv_heads must be {model.num_attention_heads}, not {model.kv_heads}")
-        return {"d_kv": model.head_size}
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the head dimension, even if it equals the default."""
+        if model.key_value_heads != model.num_attention_heads:
+            raise ConfigMismatchError(f"num_kv_heads must be {model.num_attention_heads}, not {model.key_value_heads}")
+        return {"d_kv": model.query_key_head_dim}
 
 
 @dataclass(frozen=True)
-class OneDropout:
-    """One rate for all that is dropped."""
+class DropoutRateEntry:
+    """One dropout rate for embeddings, attention and residuals."""
 
-    keys: frozenset[str] = frozenset({"dropout_rate"})
-    fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})
+    covered_keys: frozenset[str] = frozenset({"dropout_rate"})
+    covered_fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})
 
-    def read(self, raw: Raw) -> dict[str, Any]:
-        """The rate in each field."""
-        return dict.fromkeys(sorted(self.fields), raw.get("dropout_rate", 0.1))
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the rate for each field."""
+        return dict.fromkeys(sorted(self.covered_fields), raw.get("dropout_rate", 0.1))
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """That of what goes into the residual stream."""
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the rate of the residual stream."""
         return {"dropout_rate": model.residual_dropout}
 
 
-class T5Family(Family):
-    """A family whose layers, `block.{i}` in its rules, are the encoder's or the decoder's, which counts from 0 again; the
-    feed-forward is the last of their parts.
+class T5Family(ModelFamily):
+    """A family whose layers, `block.{i}` in its rules, belong to the encoder or the decoder, each counted from 0; the
+    feed-forward block is the last part of a layer.
     """
 
-    def table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """See `Family.table`. The embedding is written once, however often older versions of transformers did."""
+    def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
+        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`. The embedding is written once, though
+        older versions of transformers repeat it.
+        """
         first = model.encoder.num_layers if model.encoder else 0
 
-        def placed(match: re.Match[str]) -> str:
+        def to_stack_name(match: re.Match[str]) -> str:
             layer, part = int(match[1]), match[2]
             stack, number, last = ("encoder", layer, "1") if layer < first else ("decoder", layer - first, "2")
             return f"{stack}.block.{number}.layer.{last if part == 'feed' else part}"
 
         found = [
-            replace(disk, name=re.sub(r"^block\.(\d+)\.layer\.(\w+)", placed, name))
-            for name, disk in super().table(model, names).items()
+            replace(disk, name=re.sub(r"^block\.(\d+)\.layer\.(\w+)", to_stack_name, name))
+            for name, disk in super().disk_tensor_table(model, names).items()
             if names is not None or not name.endswith(".embed_tokens.weight")
         ]
         return {disk.name: disk for disk in found}
 
-    def copies(self, model: ModelConfig) -> dict[str, str]:
-        """See `Family.copies`: the embedding, in each stack."""
-        return super().copies(model) | {f"{stack}.embed_tokens.weight": EMBEDDING for stack in _STACKS}
+    def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
+        """Return the disk tensors that repeat another one: the embedding, in each stack."""
+        return super().duplicate_tensors(model) | {f"{stack}.embed_tokens.weight": EMBEDDING for stack in _STACKS}
 
-    def as_held(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """See `Family.as_held`: a head that is there is the model's own, unless it is T5 1.0, which has none."""
+    def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
+        """Return `model` with its own output projection if that tensor exists, except for T5 1.0, which has none."""
         names = set(names)
         embedded = names & {"shared.weight", *(f"{stack}.embed_tokens.weight" for stack in _STACKS)}
         own = self.head in names and bool(embedded) and model.logit_scale == 1
         return model.model_copy(update={"tie_embeddings": False}) if own else model
 
 
-def _entries(activation: str, *, every_layer: bool, scaled: bool) -> tuple[Entry, ...]:
+def _entries(activation: str, *, every_layer: bool, scaled: bool) -> tuple[ConfigEntry, ...]:
     return (
-        Key("vocab_size", "vocab_size"),
-        Key("d_model hidden_size", "hidden_size"),
-        Key("d_ff", "ffn_hidden_size"),
-        Key("num_heads num_attention_heads", "num_attention_heads"),
-        Key("layer_norm_epsilon", "norm_eps", 1e-6),
-        Key("feed_forward_proj", "activation", activation, _ACTIVATIONS),
-        Key("n_positions max_position_embeddings", "max_position", 512),
-        HeadSize(), Stacks(), Positions(every_layer), Output(scaled), OneDropout(),
-        Fixed({"norm": "rmsnorm", "attention_scale": 1.0, "mlp_bias": False}),
-        Only({"sliding_window": (None,), "layer_types": (None,)}),
+        KeyEntry("vocab_size", "vocab_size"),
+        KeyEntry("d_model hidden_size", "hidden_size"),
+        KeyEntry("d_ff", "ffn_hidden_size"),
+        KeyEntry("num_heads num_attention_heads", "num_attention_heads"),
+        KeyEntry("layer_norm_epsilon", "norm_eps", 1e-6),
+        KeyEntry("feed_forward_proj", "activation", activation, _ACTIVATIONS),
+        KeyEntry("n_positions max_position_embeddings", "max_position", 512),
+        HeadSizeEntry(), StackLayersEntry(), RelativePositionsEntry(every_layer), OutputScaleEntry(scaled), DropoutRateEntry(),
+        FixedFieldsEntry({"norm": "rmsnorm", "attention_scale": 1.0, "mlp_bias": False}),
+        AllowedValuesEntry({"sliding_window": (None,), "layer_types": (None,)}),
     )  # fmt: skip
 
 
-def _weight(disk: str, name: str, *, beside: str = "", unless: str = "") -> Rule:
-    return Rule(f"{disk}.weight", (f"{name}.weight",), beside=beside, unless=unless)
+def _weight(disk: str, name: str, *, beside: str = "", unless: str = "") -> TensorRule:
+    return TensorRule(f"{disk}.weight", (f"{name}.weight",), beside=beside, unless=unless)
 
 
-def _rules() -> tuple[Rule, ...]:
+def _rules() -> tuple[TensorRule, ...]:
     block, layer = "block.{i}.layer", "model.layers.{i}"
     gate = f"{layer}.mlp.gate_proj.weight"
     table, feed = "SelfAttention.relative_attention_bias", f"{block}.feed"
@@ -214,7 +225,7 @@ def _rules() -> tuple[Rule, ...]:
     )
 
 
-def _family(
+def _t5_family(
     name: str, architecture: str, activation: str, *, every_layer: bool = False, scaled: bool = True
 ) -> T5Family:
     return T5Family(
@@ -223,6 +234,6 @@ def _family(
     )  # fmt: skip
 
 
-T5 = _family("t5", "T5ForConditionalGeneration", "relu")
-UMT5 = _family("umt5", "UMT5ForConditionalGeneration", "gated-gelu", every_layer=True)
-MT5 = _family("mt5", "MT5ForConditionalGeneration", "gated-gelu", scaled=False)
+T5 = _t5_family("t5", "T5ForConditionalGeneration", "relu")
+UMT5 = _t5_family("umt5", "UMT5ForConditionalGeneration", "gated-gelu", every_layer=True)
+MT5 = _t5_family("mt5", "MT5ForConditionalGeneration", "gated-gelu", scaled=False)

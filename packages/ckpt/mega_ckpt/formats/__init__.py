@@ -1,1 +1,1 @@
-"""Formats of other software."""
+"""Checkpoint formats of other software."""

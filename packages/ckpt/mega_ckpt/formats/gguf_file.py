@@ -1,12 +1,19 @@
-"""GGUF files (github.com/ggml-org/ggml/blob/master/docs/gguf.md): metadata, and tensors that are decoded as they are read.
+"""GGUF files (github.com/ggml-org/ggml/blob/master/docs/gguf.md): metadata, and tensors that are dequantized as they
+are read.
 
 The package `gguf` knows the format and the rule of each quantised type. Those become fp32, in which the rules are exact; but
 the numbers of MXFP4 are exact in bf16. Tensors that are not quantised stay as they are.
+
+Layout: magic, version, number of tensors, number of metadata keys; each key with its typed value; each tensor's name,
+dimensions, type and offset. Every integer is little-endian.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
+import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +25,113 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mega_ckpt.formats.disk import Stored
-from mega_ckpt.formats.gguf_bounds import check_header
-from mega_ckpt.pieces import Shape
+from mega_ckpt.formats.disk_source import LazyTensor
+from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError, MissingPackageError
+
+MAX_ELEMENTS = 1 << 22  # of all metadata arrays together; a vocabulary of 262,144 tokens has about 1.3 million
+MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
+_ELEMENTS_PER_BYTE = 8  # no GGML type stores an element in less than one bit
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of scalar types
+_STRING, _ARRAY = 8, 9
+
+
+def check_gguf_header(path: Path) -> None:
+    """Check that the counts, lengths and dimensions of a header fit the file.
+
+    Raises:
+        ValueError: naming the count that does not fit.
+        OSError: when the file cannot be read.
+    """
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        _HeaderCursor(data).check_all()
+
+
+class _HeaderCursor:
+    """Cursor over the header of a mapped GGUF file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self._size, self._at, self._elements = data, len(data), 0, 0
+
+    def check_all(self) -> None:
+        """Walk the whole header.
+
+        Raises:
+            ValueError: at the first count that does not fit the file.
+        """
+        if self._size < 24 or self._data[:4] != b"GGUF":
+            raise ValueError("it does not begin with a GGUF header")
+        self._at = 4
+        if (version := self._integer("I")) & 0xFFFF == 0:
+            raise ValueError("it is big-endian")
+        if version not in (2, 3):
+            raise ValueError(f"its version is {version}, expected 2 or 3")
+        tensors, keys = self._integer("Q"), self._integer("Q")
+        self._require(keys, 13, "metadata keys")  # length of the name, type, one byte
+        for _ in range(keys):
+            key = self._string("the name of a metadata key")
+            self._value(self._integer("I"), key)
+        self._require(tensors, 32, "tensors")  # length of the name, dimensions (at least one), type, offset
+        for _ in range(tensors):
+            self._tensor(self._string("the name of a tensor"))
+
+    def _integer(self, form: str) -> int:
+        size = struct.calcsize("<" + form)
+        if self._at + size > self._size:
+            raise ValueError("it ends within its header")
+        (value,) = struct.unpack_from("<" + form, self._data, self._at)
+        self._at += size
+        return int(value)
+
+    def _require(self, count: int, size: int, what: str) -> None:
+        """Require space in the rest of the file for `count` items of at least `size` bytes."""
+        left = self._size - self._at
+        if count * size > left:
+            raise ValueError(f"it states {count:,} {what}, but only {left:,} bytes are left")
+
+    def _string(self, what: str) -> str:
+        length = self._integer("Q")
+        self._require(length, 1, f"bytes in {what}")
+        start, self._at = self._at, self._at + length
+        return self._data[start : start + min(length, 200)].decode(errors="replace")
+
+    def _value(self, kind: int, key: str, depth: int = 0) -> None:
+        if kind == _STRING:
+            length = self._integer("Q")
+            self._require(length, 1, f"bytes in {key}")
+            self._at += length
+        elif kind == _ARRAY and depth < 2:
+            self._array(key, depth + 1)
+        elif kind in _SIZES:
+            self._require(1, _SIZES[kind], f"value of {key}")
+            self._at += _SIZES[kind]
+        else:
+            raise ValueError(f"the type {kind} of {key} is not known")
+
+    def _array(self, key: str, depth: int) -> None:
+        kind, count = self._integer("I"), self._integer("Q")
+        least = _SIZES.get(kind, 8 if kind == _STRING else 12)
+        self._require(count, least, f"elements in {key}")
+        self._elements += count
+        if self._elements > MAX_ELEMENTS:
+            raise ValueError(f"its metadata arrays have more than {MAX_ELEMENTS:,} elements ({key})")
+        if kind in _SIZES:
+            self._at += count * least
+            return
+        for _ in range(count):
+            self._value(kind, key, depth)
+
+    def _tensor(self, name: str) -> None:
+        axes = self._integer("I")
+        if not 1 <= axes <= MAX_DIMENSIONS:
+            raise ValueError(f"{name} has {axes:,} dimensions, expected 1 to {MAX_DIMENSIONS}")
+        shape = [self._integer("Q") for _ in range(axes)]
+        if 0 in shape or math.prod(shape) > _ELEMENTS_PER_BYTE * self._size:
+            raise ValueError(f"{name} has the dimensions {shape}, which a file of {self._size:,} bytes does not hold")
+        self._integer("I")
+        if (offset := self._integer("Q")) >= self._size:
+            raise ValueError(f"{name} begins at byte {offset:,} of the tensors, beyond the end of the file")
+
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -33,49 +143,49 @@ _CHUNK = 1 << 18  # elements that are decoded at once
 
 
 @dataclass(frozen=True)
-class Gguf:
-    """What a model's GGUF file, or its several ones, hold.
+class GgufModel:
+    """Contents of a model's GGUF file or split files.
 
     Attributes:
         path: the first of them.
         metadata: {key: value}, with floats as the shortest decimal that is the same in the file's fp32.
         tensors: {name: tensor}, in shapes (out, in).
-        quantised: how many tensors have which type, in words; None when none is quantised.
+        quantization: how many tensors have which type, in words; None when none is quantised.
     """
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, Stored]
-    quantised: str | None
+    tensors: Mapping[str, LazyTensor]
+    quantization: str | None
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, by its name."""
+def is_gguf_file(path: Path) -> bool:
+    """Return whether a path is a GGUF file, by its name."""
     return path.suffix == SUFFIX and path.is_file()
 
 
-def open_gguf(path: Path) -> Gguf:
-    """The model in a file, or in the several ones of which this is one.
+def open_gguf_model(path: Path) -> GgufModel:
+    """Open the model in a file, or in the split files that it belongs to.
 
     Raises:
         CheckpointError: when one is missing, damaged or not of this format, or has a type that cannot be decoded.
         MissingPackageError: when the package gguf is not installed.
     """
     metadata: dict[str, Any] = {}
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, LazyTensor] = {}
     kinds: Counter[str] = Counter()
-    for part in _parts(path):
-        found, held = _read(part)
+    for part in _split_files(path):
+        found, held = _read_gguf(part)
         metadata = {**found, **metadata}
         for tensor in held:
             kinds[tensor.tensor_type.name] += 1
-            tensors[tensor.name] = _stored(part, tensor)
+            tensors[tensor.name] = _lazy_gguf_tensor(part, tensor)
     quantised = [f"{count} of {kind}" for kind, count in sorted(kinds.items()) if kind not in _PLAIN]
     said = f"GGUF, {', '.join(quantised)} among {sum(kinds.values())} tensors" if quantised else None
-    return Gguf(path, metadata, tensors, said)
+    return GgufModel(path, metadata, tensors, said)
 
 
-def _parts(path: Path) -> list[Path]:
+def _split_files(path: Path) -> list[Path]:
     found = _PART.fullmatch(path.name)
     if found is None:
         return [path]
@@ -86,7 +196,7 @@ def _parts(path: Path) -> list[Path]:
     return paths
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
+def _read_gguf(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -95,18 +205,18 @@ def _read(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
             hint="in the root of the repository: pip install 'packages/ckpt[gguf]'",
         ) from None
 
-    class Reader(GGUFReader):
-        """With a plain array in place of numpy's memmap, every slice of which costs microseconds."""
+    class ArrayGgufReader(GGUFReader):
+        """GGUFReader with a plain array instead of numpy's memmap, whose slices cost microseconds each."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
 
     try:
-        check_header(path)
-        reader = Reader(path, "c")  # copy-on-write: torch wants writable memory
+        check_gguf_header(path)
+        reader = ArrayGgufReader(path, "c")  # copy-on-write: torch wants writable memory
         if reader.byte_order != "I":
             raise ValueError("of the other byte order")
-        metadata = {key: _shortest(field.contents()) for key, field in reader.fields.items()}
+        metadata = {key: _shortest_decimal(field.contents()) for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         raise CheckpointError(
             f"{path}: damaged, or not a GGUF file that can be read ({error})", hint="download or copy the file again"
@@ -114,29 +224,29 @@ def _read(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
     return metadata, reader.tensors
 
 
-def _shortest(value: Any) -> Any:
+def _shortest_decimal(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _stored(path: Path, tensor: ReaderTensor) -> Stored:
+def _lazy_gguf_tensor(path: Path, tensor: ReaderTensor) -> LazyTensor:
     from gguf.quants import _type_traits
 
     kind = tensor.tensor_type
-    shape: Shape = tuple(int(n) for n in reversed(tensor.shape.tolist()))
+    shape: TensorShape = tuple(int(n) for n in reversed(tensor.shape.tolist()))
     if kind.name in _PLAIN:
-        return Stored(path, _PLAIN[kind.name], shape, partial(_plain, tensor.data, _PLAIN[kind.name], shape))
+        return LazyTensor(path, _PLAIN[kind.name], shape, partial(_plain, tensor.data, _PLAIN[kind.name], shape))
     if kind not in _type_traits:
         raise CheckpointError(f"{path}: {tensor.name} has the type {kind.name}, which the package gguf cannot decode")
     dtype = torch.bfloat16 if kind.name == "MXFP4" else torch.float32
-    return Stored(path, dtype, shape, partial(_decoded, tensor, dtype, shape), costly=True)
+    return LazyTensor(path, dtype, shape, partial(_dequantize, tensor, dtype, shape), costly=True)
 
 
-def _plain(data: np.ndarray[Any, Any], dtype: torch.dtype, shape: Shape) -> Tensor:
+def _plain(data: np.ndarray[Any, Any], dtype: torch.dtype, shape: TensorShape) -> Tensor:
     return torch.from_numpy(data.view(np.uint8)).view(dtype).view(shape)
 
 
-def _decoded(tensor: ReaderTensor, dtype: torch.dtype, shape: Shape) -> Tensor:
-    """A few rows at a time, so that little is needed beside the result."""
+def _dequantize(tensor: ReaderTensor, dtype: torch.dtype, shape: TensorShape) -> Tensor:
+    """Dequantize a few rows at a time, to limit memory beyond the result."""
     from gguf import dequantize
 
     out = torch.empty(shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata as the files that HuggingFace's libraries read, built with `tokenizers`.
+"""Tokenizer in a GGUF file's metadata as the files that HuggingFace's libraries read, built with `tokenizers`.
 
 Two kinds: "gpt2", byte-level BPE, of which the file names the way that text is split; and "llama", BPE over characters with
 bytes for what has no token (SentencePiece), of which it has no merges but scores that say their order.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mega_ckpt.formats.gguf_file import Gguf
-from mega_ckpt.formats.hf_files import encode_json
+from mega_ckpt.formats.gguf_file import GgufModel
+from mega_ckpt.formats.hf_weight_files import encode_json_mapping
 from mega_common.errors import CheckpointError
-from mega_common.log import logger
+from mega_common.progress_logging import logger
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,8 +36,9 @@ _SPLITS: Mapping[str, str | None] = {
 _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
 
 
-def tokenizer_files(file: Gguf) -> Mapping[str, bytes]:
-    """Build tokenizer.json and tokenizer_config.json with the chat template; nothing, and a warning, for an unknown kind.
+def build_tokenizer_files(file: GgufModel) -> Mapping[str, bytes]:
+    """Build tokenizer.json and tokenizer_config.json with the chat template; nothing, and a warning, for an unknown
+    kind.
 
     Raises:
         CheckpointError: when the metadata lacks a part of the tokenizer, or has one of the wrong kind.
@@ -51,7 +52,7 @@ def tokenizer_files(file: Gguf) -> Mapping[str, bytes]:
         ) from None
 
 
-def _files(file: Gguf) -> Mapping[str, bytes]:
+def _files(file: GgufModel) -> Mapping[str, bytes]:
     kind, split = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "default")
     if kind == "gpt2" and split in _SPLITS:
         tokenizer = _byte_level(file.metadata, split)
@@ -63,7 +64,7 @@ def _files(file: Gguf) -> Mapping[str, bytes]:
             file.path, kind, split,
         )  # fmt: skip
         return {}
-    _add_special(tokenizer, file.metadata, begin=kind == "llama" or split in _BEGIN_BY_DEFAULT)
+    _add_special_tokens(tokenizer, file.metadata, begin=kind == "llama" or split in _BEGIN_BY_DEFAULT)
     return {"tokenizer.json": tokenizer.to_str(pretty=True).encode(), "tokenizer_config.json": _config(file.metadata)}
 
 
@@ -97,7 +98,9 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     scores = [-n for n in range(len(tokens))] if gemma else metadata["tokenizer.ggml.scores"]
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    model = models.BPE(vocabulary, _merges(vocabulary, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    model = models.BPE(
+        vocabulary, _derive_merges(vocabulary, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
     tokenizer = Tokenizer(model)
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True) and not gemma
     tokenizer.normalizer = normalizers.Sequence(
@@ -114,8 +117,8 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, those of the best tokens first."""
+def _derive_merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return every split of a token into two others, those of the best tokens first."""
     found = []
     for token, index in vocabulary.items():
         halves = [(token[:at], token[at:]) for at in range(1, len(token))]
@@ -126,8 +129,8 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
     return [pair for _, pair in found]
 
 
-def _add_special(tokenizer: Tokenizer, metadata: Mapping[str, Any], *, begin: bool) -> None:
-    """Tokens that text is cut at before all else; and what goes before each text."""
+def _add_special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], *, begin: bool) -> None:
+    """Add the special tokens that text is split at first, and the token before each text."""
     from tokenizers import AddedToken, processors
 
     kinds = metadata.get("tokenizer.ggml.token_type", ())
@@ -148,7 +151,7 @@ def _config(metadata: Mapping[str, Any]) -> bytes:
     found = {here: metadata.get(f"tokenizer.ggml.{there}_token_id") for there, here in named.items()}
     template = metadata.get("tokenizer.chat_template")
     length = metadata.get(f"{metadata['general.architecture']}.context_length")
-    return encode_json(
+    return encode_json_mapping(
         {
             **{f"{name}_token": tokens[index] for name, index in found.items() if index is not None},
             **({"chat_template": template} if template else {}),

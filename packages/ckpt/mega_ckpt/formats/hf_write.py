@@ -1,4 +1,4 @@
-"""Writing a HuggingFace folder: as the folder was that the weights came from, or laid out anew.
+"""Writer of HuggingFace folders: in the layout of the folder that the weights came from, or in a new one.
 
 A checkpoint that was made from a HuggingFace folder carries that folder's files and the headers of its safetensors
 files. As long as names, shapes and dtypes are still the same, what is written is the same to the byte.
@@ -18,19 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_ckpt.families import Family, family_for, family_named, family_of, image_processor, same_model
-from mega_ckpt.families.base import CARRIED
-from mega_ckpt.families.layouts import PLAIN, DiskTensor, Slab
-from mega_ckpt.formats.hf import CONFIG, LAYOUT, checked_table, decode_layout, with_images
-from mega_ckpt.formats.hf_files import INDEX, SINGLE, decode_json, encode_json
-from mega_ckpt.formats.safetensors import Header, write_file
-from mega_ckpt.journal import Finished, Once, always
-from mega_ckpt.pieces import Shape
-from mega_ckpt.source import VISION, Source, cast_dtype, put_file, uncomputed_parts
-from mega_ckpt.stream import blocks
+from mega_ckpt.families import (
+    ModelFamily,
+    family_by_name,
+    family_for_model,
+    family_of_config,
+    image_processor,
+    is_same_model,
+)
+from mega_ckpt.families.disk_layouts import PLAIN, DiskTensor, TensorSlice
+from mega_ckpt.families.family import CARRIED
+from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, checked_tensor_table, decode_hf_layout, with_image_settings
+from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping
+from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
+from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
+from mega_ckpt.source import VISION, WeightSource, cast_dtype, find_unsupported_parts, write_file_durably
+from mega_ckpt.stream_checkpoint import split_blocks
+from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
-from mega_common.log import logger
 from mega_common.model_config import ModelConfig
+from mega_common.progress_logging import logger
 
 MAX_SHARD = 5 * 10**9  # bytes
 _METADATA = {"format": "pt"}
@@ -41,61 +48,61 @@ _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torc
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What a source's assets tell of the HuggingFace folder it came from; empty when it came from none."""
+class HfOrigin:
+    """The HuggingFace folder that a source came from, by its assets; empty if it came from none."""
 
     config: bytes | None
     index: bytes | None
-    headers: Mapping[str, Header]
+    headers: Mapping[str, SafetensorsHeader]
     others: Mapping[str, Path | bytes]
 
     @classmethod
-    def of(cls, source: Source) -> Origin:
-        """Sort a source's assets."""
-        others = dict(source.assets())
-        config, index, layout = (_content(others.pop(name, None)) for name in (CONFIG, INDEX, LAYOUT))
-        return cls(config, index, decode_layout(layout) if layout else {}, others)
+    def from_source(cls, source: WeightSource) -> HfOrigin:
+        """Return the origin of a source, from its asset files."""
+        others = dict(source.asset_files())
+        config, index, layout = (_read_content(others.pop(name, None)) for name in (CONFIG, INDEX, LAYOUT))
+        return cls(config, index, decode_hf_layout(layout) if layout else {}, others)
 
-    def other(self, name: str) -> dict[str, Any]:
-        """The mapping in one of the other files; empty where there is none.
+    def read_other_json(self, name: str) -> dict[str, Any]:
+        """Return the mapping in one of the other files; empty if there is none.
 
         Raises:
             CheckpointError: when the file is no mapping.
         """
-        content = _content(self.others.get(name))
-        return {} if content is None else decode_json(content, name)
+        content = _read_content(self.others.get(name))
+        return {} if content is None else decode_json_mapping(content, name)
 
     @property
-    def raw(self) -> dict[str, Any]:
-        """The mapping in its config.json; empty when there is none."""
+    def config_json(self) -> dict[str, Any]:
+        """The mapping in config.json; empty if there is none."""
         try:
             raw = json.loads(self.config or b"{}")
         except (ValueError, RecursionError):
             return {}
         return raw if isinstance(raw, dict) else {}
 
-    def without_vision(self, family: Family) -> Origin:
+    def without_vision(self, family: ModelFamily) -> HfOrigin:
         """Return the origin of the language model alone: its part of config.json, and no files of weights or images."""
         others = {name: content for name, content in self.others.items() if name not in _OF_IMAGES}
-        return Origin(encode_json(family.part(self.raw)), None, {}, others)
+        return HfOrigin(encode_json_mapping(family.select_text_config(self.config_json)), None, {}, others)
 
-    def described(self, model: ModelConfig) -> tuple[Family, ModelConfig] | None:
-        """The model that its config.json describes; None where it describes none that is known.
+    def describe_model(self, model: ModelConfig) -> tuple[ModelFamily, ModelConfig] | None:
+        """Return the family and model that config.json describes; None if it describes no known one.
 
         That is no error: the file may have come with a tokenizer. Further predictors count where files or `model` have any.
         """
         try:
-            family = family_of(self.raw)
+            family = family_of_config(self.config_json)
             held = [name for header in self.headers.values() for name in header.entries]
-            read = with_images(family.read_config(self.raw), self.other)
-            return family, family.as_held(read, held) if held or not model.mtp_layers else read
+            read = with_image_settings(family.read_config_json(self.config_json), self.read_other_json)
+            return family, family.restrict_to_stored(read, held) if held or not model.mtp_layers else read
         except CheckpointError:
             return None
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything about a HuggingFace folder but the tensors' bytes.
+class HfFolderPlan:
+    """Contents of a HuggingFace folder except the bytes of the tensors.
 
     Attributes:
         table: {disk name: where its elements come from}; a disk tensor that is not in it is a buffer.
@@ -104,19 +111,19 @@ class Plan:
     """
 
     table: Mapping[str, DiskTensor]
-    files: Mapping[str, Header]
+    files: Mapping[str, SafetensorsHeader]
     others: Mapping[str, Path | bytes]
 
     @property
-    def size(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(header.size for header in self.files.values())
+        return sum(header.total_bytes for header in self.files.values())
 
 
-def plan_folder(
-    source: Source, *, family: str | None = None, dtype: torch.dtype | None = None, max_shard: int | None = None
-) -> Plan:
-    """Decide on a folder before anything is written.
+def plan_hf_folder(
+    source: WeightSource, *, family: str | None = None, dtype: torch.dtype | None = None, max_shard: int | None = None
+) -> HfFolderPlan:
+    """Plan a folder before anything is written.
 
     Args:
         source: the weights.
@@ -127,128 +134,148 @@ def plan_folder(
     Raises:
         CheckpointError: when the family, or every family, lacks something of the model, with the settings.
     """
-    origin = Origin.of(source)
-    described = origin.described(source.model)
-    chosen = _choose(source.model, family, described)
-    if described is not None and described[0] == chosen and _lacks_vision(source, origin.raw, chosen):
+    origin = HfOrigin.from_source(source)
+    described = origin.describe_model(source.model)
+    chosen = _choose_family(source.model, family, described)
+    if described is not None and described[0] == chosen and _lacks_vision(source, origin.config_json, chosen):
         logger.warning(
             "the origin of this model (%s) has a vision encoder, whose weights are not in this checkpoint: the output is the "
-            "language model alone (%s)", chosen.whole, chosen.architecture,
+            "language model alone (%s)", chosen.outer_model_type, chosen.architecture,
         )  # fmt: skip
         origin = origin.without_vision(chosen)
         described = None
-    same = described is not None and described[0] == chosen and same_model(described[1], source.model)
+    same = described is not None and described[0] == chosen and is_same_model(described[1], source.model)
     headers = origin.headers if same else {}
     held = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
-    table = checked_table(chosen, source.model, held, LAYOUT) if held else chosen.table(source.model)
+    table = checked_tensor_table(chosen, source.model, held, LAYOUT) if held else chosen.disk_tensor_table(source.model)
     tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
-    buffers = {name: (source.read_buffer(name).dtype, held[name]) for name in source.buffers() if name in held}
+    buffers = {name: (source.read_buffer(name).dtype, held[name]) for name in source.buffer_names() if name in held}
     if headers and max_shard is None:
-        files = _regrouped(headers, tensors | buffers)
+        files = _keep_files(headers, tensors | buffers)
     else:
-        files = _grouped(tensors, max_shard or MAX_SHARD)
+        files = _split_into_files(tensors, max_shard or MAX_SHARD)
     others = {name: content for name, content in origin.others.items() if not name.endswith(".safetensors")}
     if files == headers:
         config, index = origin.config, origin.index
     else:
-        raw = _with_dtype(origin.raw if same else _new_config(origin.raw, chosen, source.model), tensors)
-        config, index = origin.config if raw == origin.raw else encode_json(raw), _index(files)
+        raw = _with_dtype(
+            origin.config_json if same else _new_config(origin.config_json, chosen, source.model), tensors
+        )
+        config, index = origin.config if raw == origin.config_json else encode_json_mapping(raw), _encode_index(files)
     own = {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
-    return Plan(table, files, {**others, **({} if same else _images(origin, source.model)), **own})
+    return HfFolderPlan(table, files, {**others, **({} if same else _image_files(origin, source.model)), **own})
 
 
-def write_folder(
-    source: Source, plan: Plan, folder: Path, advance: Callable[[int], object], once: Once = always
+def write_hf_folder(
+    source: WeightSource,
+    plan: HfFolderPlan,
+    folder: Path,
+    advance: Callable[[int], object],
+    once: RunOnce = write_always,
 ) -> None:
     """Write the files of `plan` into an existing folder, one tensor in memory at a time; durable on return.
 
     `once` passes over safetensors files that are there already; nothing else is.
     """
     for name, header in plan.files.items():
-        once(name, header.start, partial(_write, source, plan, header, folder / name, advance))
+        once(name, header.file_prefix, partial(_write_safetensors, source, plan, header, folder / name, advance))
     for name, content in plan.others.items():
-        put_file(folder / name, content)
+        write_file_durably(folder / name, content)
 
 
-def _write(source: Source, plan: Plan, header: Header, path: Path, advance: Callable[[int], object]) -> Finished:
-    return write_file(path, header, _tensors(source, plan, header), advance)
+def _write_safetensors(
+    source: WeightSource, plan: HfFolderPlan, header: SafetensorsHeader, path: Path, advance: Callable[[int], object]
+) -> FinishedFile:
+    return write_safetensors(path, header, _iter_tensors(source, plan, header), advance)
 
 
-def _tensors(source: Source, plan: Plan, header: Header) -> Iterator[Tensor]:
+def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsHeader) -> Iterator[Tensor]:
     for name, entry in header.entries.items():
         if name in plan.table:
-            yield from _parts(source, plan.table[name], entry.dtype)
+            yield from _iter_blocks(source, plan.table[name], entry.dtype)
         else:
             yield source.read_buffer(name)
 
 
-def fillers(
-    plan: Plan, copy: Callable[[Slab, Tensor], None]
-) -> Iterator[tuple[str, torch.dtype, Shape, Callable[[Tensor], None]]]:
-    """Each tensor of a folder's files in their order: its name, dtype and shape, and what fills one with it.
+def tensor_fillers(
+    plan: HfFolderPlan, copy: Callable[[TensorSlice, Tensor], None]
+) -> Iterator[tuple[str, torch.dtype, TensorShape, Callable[[Tensor], None]]]:
+    """Yield the name, dtype and shape of each tensor of a folder's files, in file order, and a function that fills it.
 
     `copy` puts a slab of a canonical tensor into a tensor of its shape, which may have another dtype.
     """
 
-    def fill(disk: DiskTensor, out: Tensor) -> None:
-        portions = list(disk.portions())
+    def fill_tensor(disk: DiskTensor, out: Tensor) -> None:
+        portions = list(disk.split_portions())
         places = torch.split(out.view(-1), [math.prod(portion.shape) for portion in portions])
         for portion, place in zip(portions, places, strict=True):
-            for slab, view in portion.views(place.view(portion.shape)):
+            for slab, view in portion.slice_views(place.view(portion.shape)):
                 copy(slab, view)
 
     for header in plan.files.values():
         for name, entry in header.entries.items():
             if name in plan.table:
-                yield name, entry.dtype, entry.shape, partial(fill, plan.table[name])
+                yield name, entry.dtype, entry.shape, partial(fill_tensor, plan.table[name])
 
 
-def _parts(source: Source, disk: DiskTensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A disk tensor from the canonical tensors that it holds: in blocks of rows where it is one of them, else by expert."""
+def _iter_blocks(source: WeightSource, disk: DiskTensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield a disk tensor in blocks of rows if it is one canonical tensor, else by expert."""
     if disk.layout == PLAIN and len(disk.slabs) == 1:
-        for offset, shape in blocks(disk.shape, dtype):
-            yield source.read_slice(disk.slabs[0].name, offset, shape).to(dtype)
+        for offset, shape in split_blocks(disk.shape, dtype):
+            yield source.read_tensor_slice(disk.slabs[0].name, offset, shape).to(dtype)
         return
-    for portion in disk.portions():
+    for portion in disk.split_portions():
         out = torch.empty(portion.shape, dtype=dtype)
-        for slab, view in portion.views(out):
-            view.copy_(source.read_slice(slab.name, slab.offset, slab.shape))
+        for slab, view in portion.slice_views(out):
+            view.copy_(source.read_tensor_slice(slab.name, slab.offset, slab.shape))
         yield out
 
 
-def _choose(model: ModelConfig, family: str | None, described: tuple[Family, ModelConfig] | None) -> Family:
-    """The family asked for, else that of the origin where it still fits, else the first that fits."""
+def _choose_family(
+    model: ModelConfig, family: str | None, described: tuple[ModelFamily, ModelConfig] | None
+) -> ModelFamily:
+    """Return the requested family, else that of the origin if it still fits, else the first that fits."""
     if family is not None:
-        chosen = family_named(family)
-        problems = chosen.problems(model)
+        chosen = family_by_name(family)
+        problems = chosen.unsupported_settings(model)
         if problems:
             raise CheckpointError(f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}")
         return chosen
-    if described is not None and not described[0].problems(model):
+    if described is not None and not described[0].unsupported_settings(model):
         return described[0]
-    return family_for(model)
+    return family_for_model(model)
 
 
-def _lacks_vision(source: Source, raw: Mapping[str, Any], family: Family) -> bool:
-    """Check whether config.json describes a model with a vision encoder whose weights the source does not have."""
-    whole = bool(family.whole) and raw.get("model_type") == family.whole and bool(raw.get("vision_config"))
-    return whole and VISION not in uncomputed_parts(source.buffers())
+def _lacks_vision(source: WeightSource, raw: Mapping[str, Any], family: ModelFamily) -> bool:
+    """Return whether config.json describes a model with a vision encoder whose weights the source does not have."""
+    whole = (
+        bool(family.outer_model_type)
+        and raw.get("model_type") == family.outer_model_type
+        and bool(raw.get("vision_config"))
+    )
+    return whole and VISION not in find_unsupported_parts(source.buffer_names())
 
 
-def _regrouped(headers: Mapping[str, Header], tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> dict[str, Header]:
-    """The same tensors in the same files; a header stays to the byte where dtypes and shapes did."""
+def _keep_files(
+    headers: Mapping[str, SafetensorsHeader], tensors: Mapping[str, tuple[torch.dtype, TensorShape]]
+) -> dict[str, SafetensorsHeader]:
+    """Return the headers of the same tensors in the same files; a header is unchanged if its dtypes and shapes are."""
     out = {}
     for file, header in headers.items():
         held = {name: tensors[name] for name in header.entries if name in tensors}
         same = held == {name: (entry.dtype, entry.shape) for name, entry in header.entries.items()}
         if held:
-            out[file] = header if same else Header.make(held, header.metadata)
+            out[file] = header if same else SafetensorsHeader.make_header(held, header.metadata)
     return out
 
 
-def _grouped(tensors: Mapping[str, tuple[torch.dtype, Shape]], max_shard: int) -> dict[str, Header]:
-    """Fill files in the order of the forward pass, each up to `max_shard` bytes of tensors, at least one in each."""
-    groups: list[dict[str, tuple[torch.dtype, Shape]]] = [{}]
+def _split_into_files(
+    tensors: Mapping[str, tuple[torch.dtype, TensorShape]], max_shard: int
+) -> dict[str, SafetensorsHeader]:
+    """Return headers that fill files in the order of the forward pass, each up to `max_shard` bytes of tensors, at
+    least one in each.
+    """
+    groups: list[dict[str, tuple[torch.dtype, TensorShape]]] = [{}]
     room = max_shard
     for name, (dtype, shape) in tensors.items():
         size = dtype.itemsize * math.prod(shape)
@@ -259,40 +286,42 @@ def _grouped(tensors: Mapping[str, tuple[torch.dtype, Shape]], max_shard: int) -
         room -= size
     count = len(groups)
     names = [SINGLE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
-    return {name: Header.make(group, _METADATA) for name, group in zip(names, groups, strict=True)}
+    return {name: SafetensorsHeader.make_header(group, _METADATA) for name, group in zip(names, groups, strict=True)}
 
 
-def _index(files: Mapping[str, Header]) -> bytes | None:
+def _encode_index(files: Mapping[str, SafetensorsHeader]) -> bytes | None:
     if len(files) == 1:
         return None
-    total = sum(header.size for header in files.values())
+    total = sum(header.total_bytes for header in files.values())
     weight_map = {name: file for file, header in files.items() for name in header.entries}
-    return encode_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    return encode_json_mapping({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _new_config(raw: Mapping[str, Any], family: Family, model: ModelConfig) -> dict[str, Any]:
-    """The family's config.json, with what the origin's says beside the architecture, such as special tokens."""
+def _new_config(raw: Mapping[str, Any], family: ModelFamily, model: ModelConfig) -> dict[str, Any]:
+    """Return the family's config.json, with the origin's keys that are independent of the architecture, such as special
+    tokens.
+    """
     carried = {key: value for key, value in raw.items() if key in CARRIED - _OWN_KEYS}
     unsaid = dict.fromkeys(family.tokens if raw.get("model_type") != family.name else ())
-    return unsaid | carried | family.write_config(model)
+    return unsaid | carried | family.write_config_json(model)
 
 
-def _images(origin: Origin, model: ModelConfig) -> dict[str, bytes]:
-    """How the model's images are made ready, where the origin's files do not say it already."""
+def _image_files(origin: HfOrigin, model: ModelConfig) -> dict[str, bytes]:
+    """Return the image preprocessing files, unless the origin's files already say the same."""
     if model.vision is None:
         return {}
-    said = image_processor.section(origin.other)
-    if said and image_processor.prepared(model.vision, said) == model.vision:
+    said = image_processor.image_processor_section(origin.read_other_json)
+    if said and image_processor.apply_image_processor(model.vision, said) == model.vision:
         return {}
-    files = {image_processor.FILE: image_processor.described(model.vision)}
-    whole = origin.other(image_processor.WHOLE)
+    files = {image_processor.FILE: image_processor.build_preprocessor_config(model.vision)}
+    whole = origin.read_other_json(image_processor.WHOLE)
     if image_processor.SECTION in whole:
         files[image_processor.WHOLE] = whole | {image_processor.SECTION: files[image_processor.FILE]}
-    return {name: encode_json(raw) for name, raw in files.items()}
+    return {name: encode_json_mapping(raw) for name, raw in files.items()}
 
 
-def _with_dtype(raw: Mapping[str, Any], tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> dict[str, Any]:
-    """With the dtype that most of the model has, under the key that is there, or that of transformers 5."""
+def _with_dtype(raw: Mapping[str, Any], tensors: Mapping[str, tuple[torch.dtype, TensorShape]]) -> dict[str, Any]:
+    """Return the config with the dtype of most of the model, under the existing key or that of transformers 5."""
     sizes: Counter[torch.dtype] = Counter()
     for dtype, shape in tensors.values():
         sizes[dtype] += math.prod(shape)
@@ -301,5 +330,5 @@ def _with_dtype(raw: Mapping[str, Any], tensors: Mapping[str, tuple[torch.dtype,
     return {**raw, **dict.fromkeys(keys, name)}
 
 
-def _content(value: Path | bytes | None) -> bytes | None:
+def _read_content(value: Path | bytes | None) -> bytes | None:
     return value.read_bytes() if isinstance(value, Path) else value

@@ -1,4 +1,4 @@
-"""LitGPT's `model_config.yaml`: the model of a folder whose weights LitGPT made from nothing, with no config.json from a hub.
+"""LitGPT's `model_config.yaml`: configuration of a model that LitGPT created without a config.json from a hub.
 
 Its keys are the fields of `litgpt.Config` (LitGPT 0.5: config.py says what each is, model.py what it does).
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mega_common.bounded_parsing import BoundedYamlLoader, parse_yaml_text
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
-from mega_common.parsing import BoundedLoader, parse_yaml
-from mega_common.remote import Place
+from mega_common.object_store import Location
 
 FILE = "model_config.yaml"
 _FEEDS = {
@@ -36,17 +36,17 @@ _ABSENT: tuple[object, ...] = (None, False, 0, [], {})  # what a key says of som
 _USUAL = {"routed_scaling_factor": 1.0}
 
 
-def model_of(path: Place) -> ModelConfig:
-    """The model that a `model_config.yaml` describes.
+def read_litgpt_config(path: Location) -> ModelConfig:
+    """Return the model that a `model_config.yaml` describes.
 
     Raises:
         CheckpointError: when it is damaged, or has what can be told from the model's config.json alone.
     """
     hint = f"put the config.json of the model beside {path.name}"
     try:
-        raw = parse_yaml(path.read_bytes().decode(), str(path), BoundedLoader)
+        raw = parse_yaml_text(path.read_bytes().decode(), str(path), BoundedYamlLoader)
         other = [key for key in raw if key not in _READ | _IDLE and raw[key] not in (*_ABSENT, _USUAL.get(key))]
-        if _norms(raw) not in _POSITIONS:
+        if _norm_flags(raw) not in _POSITIONS:
             other.append("norm_1")
         if raw.get("rope_adjustments") and "beta_fast" in raw["rope_adjustments"]:
             other.append("rope_adjustments")
@@ -54,17 +54,17 @@ def model_of(path: Place) -> ModelConfig:
             other.append("rope_indices")
         if other:
             raise CheckpointError(f"{path}: {other[0]} = {raw[other[0]]!r} is not read from it", hint=hint)
-        return ModelConfig.parse(_fields(raw), source=str(path))
+        return ModelConfig.parse(_model_fields(raw), source=str(path))
     except (LookupError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
         raise CheckpointError(f"{path}: describes no model ({error})", hint=hint) from None
 
 
-def _norms(raw: Mapping[str, Any]) -> tuple[bool, bool, bool, bool]:
+def _norm_flags(raw: Mapping[str, Any]) -> tuple[bool, bool, bool, bool]:
     before = (raw.get("norm_1", True), raw.get("norm_2", True))
     return *before, raw.get("post_attention_norm", False), raw.get("post_mlp_norm", False)
 
 
-def _fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _model_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     heads, bias, width = raw["n_head"], raw["bias"], raw.get("intermediate_size") or 4 * raw["n_embd"]
     window, limits = raw.get("sliding_window_size"), raw.get("sliding_window_indices") or ()
     whole, scalar = [layer for layer, limited in enumerate(limits) if not limited], raw.get("attention_scores_scalar")
@@ -78,14 +78,14 @@ def _fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "num_layers": raw["n_layer"], "hidden_size": raw["n_embd"], "num_attention_heads": heads,
         "num_kv_heads": raw.get("n_query_groups") or heads, "head_dim": raw.get("head_size") or raw["n_embd"] // heads,
         "ffn_hidden_size": width, "vocab_size": raw["padded_vocab_size"], "max_position": raw["block_size"],
-        "norm": _NORMS[raw["norm_class_name"]], "norm_eps": raw["norm_eps"], "norm_position": _POSITIONS[_norms(raw)],
+        "norm": _NORMS[raw["norm_class_name"]], "norm_eps": raw["norm_eps"], "norm_position": _POSITIONS[_norm_flags(raw)],
         "zero_centered_norm": "Gemma" in raw["name"],  # by which LitGPT tells it, too
         "activation": _FEEDS[raw["mlp_class_name"]][raw.get("gelu_approximate", "none")],
         "parallel_residual": raw["parallel_residual"], "shared_norm": raw.get("shared_attention_norm", False),
         "qkv_bias": bias or raw.get("attn_bias", False), "attention_out_bias": bias, "mlp_bias": bias,
         "sliding_window": window, "full_attention_layers": whole if whole and window else None,
-        "rope": _rope(raw["rope_base"], raw.get("rope_adjustments"), raw),
-        "local_rope": _rope(local, None, raw) if local else None,
+        "rope": _rope_fields(raw["rope_base"], raw.get("rope_adjustments"), raw),
+        "local_rope": _rope_fields(local, None, raw) if local else None,
         "qk_norm": raw.get("norm_qk", False), "qk_norm_span": "all" if raw.get("norm_qk_type") == "olmo2" else "head",
         "attention_scale": scalar and scalar**-0.5, "attention_softcap": raw.get("attention_logit_softcapping"),
         "scale_embeddings": raw.get("scale_embeddings", False), "logit_softcap": raw.get("final_logit_softcapping"),
@@ -93,7 +93,7 @@ def _fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rope(theta: float, adjusted: Mapping[str, Any] | None, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_fields(theta: float, adjusted: Mapping[str, Any] | None, raw: Mapping[str, Any]) -> dict[str, Any]:
     rope = {"theta": theta, "fraction": raw["rotary_percentage"], "interleaved": raw.get("rope_interleave", False)}
     if adjusted and "original_max_seq_len" in adjusted:
         return rope | {

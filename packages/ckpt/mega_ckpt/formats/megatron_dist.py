@@ -1,4 +1,5 @@
-"""Megatron's `torch_dist` folders: torch.distributed.checkpoint (`dcp`), with a name and a global shape for every tensor.
+"""Megatron's `torch_dist` folders: torch.distributed.checkpoint (`dcp`), with a name and a global shape for every
+tensor.
 
     iter_0000100/
         .metadata, __0_0.distcp ...
@@ -6,6 +7,9 @@
         metadata.json        the format's name and version
 
 Layers that are alike are one tensor, [L, ...]; what differs has the number of its layer in the name.
+
+linear_fc1.weight_w, _v             the gate rows and the up rows, else one tensor [2F, D]
+experts.experts.{e}.linear_fc1...   a tensor for each expert, else one tensor [E, 2F, D]
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +26,64 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.formats import dcp
-from mega_ckpt.formats.dcp import Entries, Saved, Stored
-from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld
-from mega_ckpt.formats.megatron_names import STACKS, split_layer, told_by, usual_name
-from mega_ckpt.formats.megatron_singleton import join_singletons
-from mega_ckpt.formats.torch_archive import load_archive, namespace
-from mega_ckpt.pieces import Shape, rectangles
+from mega_ckpt.formats.dcp import DcpEntries, SavedTensor, StoredBox
+from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronOptimizer, MegatronTensor
+from mega_ckpt.formats.megatron_names import STACKS, infer_args_from_names, normalize_tensor_name, split_layer_prefix
+from mega_ckpt.formats.torch_archive import load_torch_archive, namespace_attributes
+from mega_ckpt.tensor_pieces import TensorShape, split_flat_range
 from mega_common.errors import CheckpointError
+
+_HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
+_EXPERT = re.compile(r"(.*mlp\.experts\.experts\.)(\d+)\.(linear_fc[12]\.(?:weight|bias))")
+
+
+def join_local_shards(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    """Return the tensors saved with `singleton_local_shards` with halves and experts joined; others unchanged.
+
+    Raises:
+        CheckpointError: naming a tensor whose counterpart is missing or has another shape or dtype.
+    """
+    return _join_experts(_join_halves(tensors))
+
+
+def _join_halves(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    out: dict[str, SavedTensor] = {}
+    for key, one in tensors.items():
+        if (found := _HALF.fullmatch(key)) is None:
+            out[key] = one
+            continue
+        gate, up = (tensors.get(f"{found[1]}_{half}") for half in "wv")
+        if gate is None or up is None or (gate.shape, gate.dtype) != (up.shape, up.dtype):
+            raise CheckpointError(f"{key}: its other half (_w, _v) is missing, or of another shape or dtype")
+        rows = gate.shape[0]
+        moved = [replace(chunk, offset=(chunk.offset[0] + rows, *chunk.offset[1:])) for chunk in up.chunks]
+        out[found[1]] = SavedTensor(gate.dtype, (2 * rows, *gate.shape[1:]), [*gate.chunks, *moved])
+    return out
+
+
+def _join_experts(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    out: dict[str, SavedTensor] = {}
+    experts: defaultdict[str, dict[int, SavedTensor]] = defaultdict(dict)
+    for key, one in tensors.items():
+        if found := _EXPERT.fullmatch(key):
+            experts[found[1] + found[3]][int(found[2])] = one
+        else:
+            out[key] = one
+    for key, held in experts.items():
+        first = held[min(held)]
+        if sorted(held) != list(range(len(held))) or any(
+            (one.shape, one.dtype) != (first.shape, first.dtype) for one in held.values()
+        ):
+            raise CheckpointError(f"{key}: an expert is missing, or of another shape or dtype than the others")
+        chunks = [_expert_box(chunk, index) for index, one in held.items() for chunk in one.chunks]
+        out[key] = SavedTensor(first.dtype, (len(held), *first.shape), chunks)
+    return out
+
+
+def _expert_box(chunk: StoredBox, index: int) -> StoredBox:
+    read: Callable[[], Tensor] = chunk.read
+    return StoredBox((index, *chunk.offset), (1, *chunk.shape), lambda: read().unsqueeze(0))
+
 
 COMMON, FORMAT = "common.pt", "metadata.json"
 MAX_LAYERS = 100_000
@@ -47,119 +103,122 @@ _WRAPPER = re.compile(r"^((?:chained_\d+\.)?(?:optimizer\.state\.\w+\.)?)module\
 _TAPS = re.compile(r"mixer\.conv1d\.weight\.\w+")  # [channels, 1, k] there
 
 
-def read(folder: Path) -> Contents:
-    """Look at a folder without reading its tensors.
+def read_dist_checkpoint(folder: Path) -> MegatronContents:
+    """Open a folder without reading its tensors.
 
     Raises:
         CheckpointError: when it is damaged, or asks for what no checkpoint needs.
     """
-    saved = dcp.read(folder)
-    held: dict[str, Held] = {}
-    with dcp.damage(folder):
-        tensors = join_singletons({_unwrapped(key): one for key, one in saved.tensors.items()})
+    saved = dcp.read_dcp_folder(folder)
+    held: dict[str, MegatronTensor] = {}
+    with dcp.bad_metadata_as_error(folder):
+        tensors = join_local_shards({_strip_nemo_prefix(key): one for key, one in saved.tensors.items()})
         for key, one in tensors.items():
             if not key.startswith(_OTHERS) and not key.endswith("._extra_state"):
-                _add(held, key, one.shape, one.dtype, one.chunks)
-        kinds = _kinds(tensors)
-    common = _common(folder, saved.entries)
+                _add_layers(held, key, one.shape, one.dtype, one.chunks)
+        kinds = _optimizer_tensors(tensors)
+    common = _read_common_state(folder, saved.entries)
     schedule = common.get("opt_param_scheduler")
     by_rank = {name[1] for key in saved.keys if (name := _OF_LAYOUT.match(key))}.difference(_SAID)
-    return Contents(
+    return MegatronContents(
         "torch_dist",
-        namespace(common.get("args")) | told_by(held),
-        _whole(common, "iteration"),
+        namespace_attributes(common.get("args")) | infer_args_from_names(held),
+        _integer_of(common, "iteration"),
         len(held),
         lambda _: held,
-        _whole(schedule, "num_steps"),
-        OptimizerHeld(kinds, lambda: _said(common, saved.entries), _BUCKETS if by_rank else ""),
+        _integer_of(schedule, "num_steps"),
+        MegatronOptimizer(kinds, lambda: _optimizer_objects(common, saved.entries), _BUCKETS if by_rank else ""),
     )
 
 
-def _unwrapped(key: str) -> str:
-    """The name without what NeMo wraps a model in, also as part of the name of its optimizer's state."""
+def _strip_nemo_prefix(key: str) -> str:
+    """Return the name without NeMo's module wrapper, also inside the name of optimizer state."""
     return _WRAPPER.sub(r"\1", key, count=1)
 
 
-def _whole(said: Any, name: str) -> int | None:
-    """A whole number of what is said, if it is one."""
+def _integer_of(said: Any, name: str) -> int | None:
+    """Return an integer value of a mapping, or None."""
     value = said.get(name) if isinstance(said, Mapping) else None
     return value if isinstance(value, int) else None
 
 
-def _kinds(tensors: Mapping[str, Saved]) -> dict[str, dict[str, Held]]:
-    """The optimizer's tensors by kind."""
-    out: dict[str, dict[str, Held]] = defaultdict(dict)
+def _optimizer_tensors(tensors: Mapping[str, SavedTensor]) -> dict[str, dict[str, MegatronTensor]]:
+    """Return the optimizer's tensors by kind."""
+    out: dict[str, dict[str, MegatronTensor]] = defaultdict(dict)
     for key, one in tensors.items():
         found = _OF_WEIGHT.fullmatch(key)
         if not found or found[2] not in tensors:
             continue
         chunks, shape, weight = one.chunks, one.shape, tensors[found[2]].shape
         if len(shape) == len(weight) + 1:
-            chunks = [part for chunk in chunks for part in _unflattened(chunk, shape[:-1], weight)]
+            chunks = [part for chunk in chunks for part in _unflatten_chunk(chunk, shape[:-1], weight)]
             shape = weight
-        _add(out[found[1]], found[2], shape, one.dtype, chunks)
+        _add_layers(out[found[1]], found[2], shape, one.dtype, chunks)
     return out
 
 
-def _unflattened(chunk: Stored, grid: Shape, shape: Shape) -> Iterator[Stored]:
-    """The rectangles of a stretch of one cell, where a tensor is a grid of cells, each in a row: [*grid, elements].
+def _unflatten_chunk(chunk: StoredBox, grid: TensorShape, shape: TensorShape) -> Iterator[StoredBox]:
+    """Yield the rectangles of a range of one cell of a tensor that is stored as a grid of flattened cells [*grid,
+    elements].
 
     `fully_sharded_model_space` of older versions is that; a cell is what one rank of the model has.
     """
     *cell, start = chunk.offset
     size = tuple(n // parts for n, parts in zip(shape, grid, strict=True))
 
-    def reader(first: int, extent: Shape) -> Callable[[], Tensor]:
+    def reader(first: int, extent: TensorShape) -> Callable[[], Tensor]:
         return lambda: chunk.read().reshape(-1)[first : first + math.prod(extent)].view(extent)
 
-    for low, extent, first in rectangles(size, start, start + chunk.shape[-1]):
+    for low, extent, first in split_flat_range(size, start, start + chunk.shape[-1]):
         place = tuple(at * n + o for at, n, o in zip(cell, size, low, strict=True))
-        yield Stored(place, extent, reader(first - start, extent))
+        yield StoredBox(place, extent, reader(first - start, extent))
 
 
-def _said(common: Mapping[str, Any], entries: Entries) -> list[Any]:
-    """What the optimizer has beside tensors: among the common state, or in objects of its own."""
+def _optimizer_objects(common: Mapping[str, Any], entries: DcpEntries) -> list[Any]:
+    """Return the optimizer's objects that are not tensors: in the common state, or in objects of their own."""
     found = [(_OF_LAYOUT.match(key), entry) for (key, offset), entry in entries.items() if offset is None]
-    return [common.get("optimizer"), *(entry.value for name, entry in found if name and name[1] in _SAID)]
+    return [common.get("optimizer"), *(entry.archived_value for name, entry in found if name and name[1] in _SAID)]
 
 
-def _common(folder: Path, entries: Entries) -> Mapping[str, Any]:
-    """What is not tensors: from a file, or from an object, or nothing."""
+def _read_common_state(folder: Path, entries: DcpEntries) -> Mapping[str, Any]:
+    """Return the state that is not tensors: from a file, an object, or empty."""
     if (folder / COMMON).exists():
-        value = load_archive(folder / COMMON)
+        value = load_torch_archive(folder / COMMON)
     else:
         entry = entries.get((COMMON_OBJECT, None))
-        value = entry.value if entry else {}
+        value = entry.archived_value if entry else {}
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
     return value if isinstance(value, dict) else {}
 
 
-def _add(held: dict[str, Held], key: str, shape: Shape, dtype: torch.dtype, chunks: Sequence[Stored]) -> None:
-    """Add the layers of a tensor under the names that they have by themselves."""
-    head, tail = split_layer(key)
+def _add_layers(
+    held: dict[str, MegatronTensor], key: str, shape: TensorShape, dtype: torch.dtype, chunks: Sequence[StoredBox]
+) -> None:
+    """Add a tensor, split into layers, under the names of the single layers."""
+    head, tail = split_layer_prefix(key)
     if _TAPS.fullmatch(tail) and len(shape) == 3:
-        chunks, shape = [_without_middle(chunk) for chunk in chunks], (shape[0], shape[2])
+        chunks, shape = [_drop_conv_axis(chunk) for chunk in chunks], (shape[0], shape[2])
     stacked = head in STACKS
     if stacked and shape[0] > MAX_LAYERS:
         raise CheckpointError(f"{key}: {shape[0]} layers, which no model has")
     if stacked and shape[0] > len(chunks) * max((chunk.shape[0] for chunk in chunks), default=0):
         raise CheckpointError(f"the shards of {key} leave a part out of its {shape[0]} layers")
     for layer in range(shape[0]) if stacked else (None,):
-        name = usual_name(key if layer is None else f"{head}{layer}.{tail}")
-        held[name] = Held(dtype, shape if layer is None else shape[1:])
+        name = normalize_tensor_name(key if layer is None else f"{head}{layer}.{tail}")
+        held[name] = MegatronTensor(dtype, shape if layer is None else shape[1:])
     for chunk in chunks:
         if not stacked:
-            held[usual_name(key)].stored.append(chunk)
+            held[normalize_tensor_name(key)].stored_boxes.append(chunk)
             continue
         for row in range(chunk.shape[0]):
-            name = usual_name(f"{head}{chunk.offset[0] + row}.{tail}")
-            held[name].stored.append(Stored(chunk.offset[1:], chunk.shape[1:], _row(chunk, row)))
+            name = normalize_tensor_name(f"{head}{chunk.offset[0] + row}.{tail}")
+            held[name].stored_boxes.append(StoredBox(chunk.offset[1:], chunk.shape[1:], _row_reader(chunk, row)))
 
 
-def _without_middle(chunk: Stored) -> Stored:
+def _drop_conv_axis(chunk: StoredBox) -> StoredBox:
     (first, _, last), (rows, _, taps) = chunk.offset, chunk.shape
-    return Stored((first, last), (rows, taps), lambda: chunk.read().squeeze(1))
+    return StoredBox((first, last), (rows, taps), lambda: chunk.read().squeeze(1))
 
 
-def _row(chunk: Stored, row: int) -> Callable[[], Tensor]:
+def _row_reader(chunk: StoredBox, row: int) -> Callable[[], Tensor]:
     return lambda: chunk.read()[row]

@@ -1,4 +1,4 @@
-"""Writing Megatron's `torch_dist` folders, a block of a tensor at a time; `megatron_dist` says what they are."""
+"""Writer of Megatron's `torch_dist` folders, one block of a tensor at a time; `megatron_dist` describes the format."""
 
 from __future__ import annotations
 
@@ -30,58 +30,66 @@ from mega_ckpt.formats.megatron_names import (
     EXPERTS,
     HEAD_STATES,
     STACKS,
-    Part,
-    depth,
-    is_hybrid,
-    is_projection,
-    split_layer,
+    MegatronPart,
+    is_hybrid_model,
+    is_projection_weight,
+    split_layer_prefix,
+    stack_depth,
 )
-from mega_ckpt.formats.megatron_write import RELEASE, Writing, durable
-from mega_ckpt.formats.torch_archive import load_archive
-from mega_ckpt.journal import Finished, Once, entry_of
-from mega_ckpt.pieces import Shape
-from mega_ckpt.shards import Slab, groups, raw
-from mega_ckpt.source import put_file
-from mega_ckpt.stream import slabs_of
+from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriter, open_durable
+from mega_ckpt.formats.torch_archive import load_torch_archive
+from mega_ckpt.resumable_folder import FinishedFile, RunOnce, hash_file
+from mega_ckpt.shard_files import ShardSlab, split_into_files, tensor_bytes
+from mega_ckpt.source import write_file_durably
+from mega_ckpt.stream_checkpoint import slabs_of_tensor
+from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.model_config import ModelConfig
 
 BYTES_PER_FILE = 4 << 30
 ALIGNMENT = 64  # of storages in an archive
 
 
-def write_dist(writing: Writing, folder: Path, advance: Callable[[int], object], once: Once) -> None:
+def write_dist_checkpoint(
+    writing: MegatronWriter, folder: Path, advance: Callable[[int], object], once: RunOnce
+) -> None:
     """Write tensors, settings and metadata into an existing folder; durable when this returns."""
-    slabs = [slab for part in writing.parts for slab in slabs_of(part.name, writing.dtype(part), part.shape)]
-    chunks: defaultdict[str, list[tuple[Slab, _StorageInfo]]] = defaultdict(list)
-    files = list(groups(slabs, BYTES_PER_FILE))
+    slabs = [
+        slab for part in writing.parts for slab in slabs_of_tensor(part.name, writing.part_dtype(part), part.shape)
+    ]
+    chunks: defaultdict[str, list[tuple[ShardSlab, _StorageInfo]]] = defaultdict(list)
+    files = list(split_into_files(slabs, BYTES_PER_FILE))
     for number, group in enumerate(files):
         name = f"__0_{number}.distcp"
         done = once(f"{RELEASE}/{name}", b"", partial(_write_file, writing, folder / name, group, advance))
         for slab, (begin, end) in zip(group, done.places, strict=True):
             chunks[slab.key].append((slab, _StorageInfo(name, begin, end - begin)))
-    nothing = _write_nothing(folder / f"__0_{len(files)}.distcp")
-    with durable(folder / METADATA) as stream:
-        pickle.dump(_metadata(writing, chunks, nothing), stream)
-    with durable(folder / COMMON) as stream:
+    nothing = _write_empty_object(folder / f"__0_{len(files)}.distcp")
+    with open_durable(folder / METADATA) as stream:
+        pickle.dump(_build_metadata(writing, chunks, nothing), stream)
+    with open_durable(folder / COMMON) as stream:
         torch.save({"args": Namespace(**writing.args), "checkpoint_version": 3.0, "iteration": 0}, stream)
     versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    put_file(folder / FORMAT, json.dumps({**versions, "common_backend": "torch", "common_backend_version": 1}).encode())
+    write_file_durably(
+        folder / FORMAT, json.dumps({**versions, "common_backend": "torch", "common_backend_version": 1}).encode()
+    )
 
 
-def _write_file(writing: Writing, path: Path, slabs: Sequence[Slab], advance: Callable[[int], object]) -> Finished:
-    """One archive after another."""
+def _write_file(
+    writing: MegatronWriter, path: Path, slabs: Sequence[ShardSlab], advance: Callable[[int], object]
+) -> FinishedFile:
+    """Write one archive after another."""
     parts, places = {part.name: part for part in writing.parts}, []
-    with durable(path) as stream:
+    with open_durable(path) as stream:
         for slab in slabs:
             part = parts[slab.key]
-            extent = _Stack.of(part, writing.model).extent(slab.shape)
-            places.append(_add(stream, path, writing.block(part, slab.offset, slab.shape).view(extent)))
+            extent = _LayerStack.from_part(part, writing.model).chunk_shape(slab.shape)
+            places.append(_append_tensor(stream, path, writing.read_block(part, slab.offset, slab.shape).view(extent)))
             advance(slab.nbytes)
-    return Finished(file=entry_of(path), places=tuple(places))
+    return FinishedFile(file=hash_file(path), places=tuple(places))
 
 
-def _add(stream: IO[bytes], path: Path, tensor: Tensor) -> tuple[int, int]:
-    """Append what `torch.save` makes of a contiguous tensor, without the checksum that nobody reads; returns where it is."""
+def _append_tensor(stream: IO[bytes], path: Path, tensor: Tensor) -> tuple[int, int]:
+    """Append a contiguous tensor in the format of `torch.save`, without the unused checksum; return its byte range."""
     # Aligned as it is inside the archive, a tensor can be mapped where it lies.
     stream.write(bytes(-stream.tell() % ALIGNMENT))
     begin = stream.tell()
@@ -89,21 +97,21 @@ def _add(stream: IO[bytes], path: Path, tensor: Tensor) -> tuple[int, int]:
         torch.save(tensor, stream)
     end = stream.tell()
     stream.flush()
-    stream.seek(load_archive(path, begin, end).begin)
-    stream.write(raw(tensor))
+    stream.seek(load_torch_archive(path, begin, end).begin)
+    stream.write(tensor_bytes(tensor))
     stream.seek(end)
     return begin, end
 
 
-def _write_nothing(path: Path) -> _StorageInfo:
-    with durable(path) as stream:
+def _write_empty_object(path: Path) -> _StorageInfo:
+    with open_durable(path) as stream:
         torch.save([None], stream)
         return _StorageInfo(path.name, 0, stream.tell())
 
 
 @dataclass(frozen=True)
-class _Stack:
-    """The layer that a tensor is of, among as many that are alike; none for tensors that stand by themselves."""
+class _LayerStack:
+    """Position of a tensor's layer in a stack of equal layers; no layer for tensors outside stacks."""
 
     layer: int | None
     layers: int
@@ -111,40 +119,40 @@ class _Stack:
     name: str
 
     @classmethod
-    def of(cls, part: Part, model: ModelConfig) -> _Stack:
-        head, _ = split_layer(part.name)
-        alike = len(set(model.kinds[: model.num_layers])) == 1 and not is_hybrid(model)
+    def from_part(cls, part: MegatronPart, model: ModelConfig) -> _LayerStack:
+        head, _ = split_layer_prefix(part.name)
+        alike = len(set(model.layer_kinds[: model.num_layers])) == 1 and not is_hybrid_model(model)
         stack = next((stack for stack in STACKS if head.startswith(stack)), "") if alike else ""
         layer = int(head.split(".")[2]) if stack else None
-        return cls(layer, depth(model, stack), part.taps, stack)
+        return cls(layer, stack_depth(model, stack), part.taps, stack)
 
-    def keys(self, part: Part, *, latent: bool) -> list[str]:
-        """The names of a tensor: some have another in other kinds of layers, and get both."""
-        head, tail = split_layer(part.name)
+    def tensor_keys(self, part: MegatronPart, *, latent: bool) -> list[str]:
+        """Return the names of a tensor: one that is named differently in other kinds of layers gets both names."""
+        head, tail = split_layer_prefix(part.name)
         tails = dict.fromkeys([tail, part.te or tail, *([part.local or tail] if latent else [])])
         names = [(self.name or head) + name for name in tails]
         return [*names, part.also] if part.also else names
 
-    def whole(self, shape: Shape) -> Shape:
-        return self._with(self.layers, 1, shape)
+    def stacked_shape(self, shape: TensorShape) -> TensorShape:
+        return self._add_axes(self.layers, 1, shape)
 
-    def extent(self, shape: Shape) -> Shape:
-        return self._with(1, 1, shape)
+    def chunk_shape(self, shape: TensorShape) -> TensorShape:
+        return self._add_axes(1, 1, shape)
 
-    def place(self, offset: Shape) -> Shape:
-        return self._with(self.layer or 0, 0, offset)
+    def chunk_offset(self, offset: TensorShape) -> TensorShape:
+        return self._add_axes(self.layer or 0, 0, offset)
 
-    def _with(self, layer: int, middle: int, numbers: Shape) -> Shape:
-        """Sizes or places, with those of the axes that only Megatron has."""
+    def _add_axes(self, layer: int, middle: int, numbers: TensorShape) -> TensorShape:
+        """Return sizes or offsets with the axes that only Megatron has."""
         if self.taps:
             numbers = (numbers[0], middle, *numbers[1:])
         return numbers if self.layer is None else (layer, *numbers)
 
-    def states(self, key: str, part: Part) -> Iterator[str]:
-        """Where Transformer Engine's state of the module would be, of each expert by itself."""
+    def extra_state_keys(self, key: str, part: MegatronPart) -> Iterator[str]:
+        """Yield the keys of Transformer Engine's extra state of the module, one per expert."""
         module, _, rest = key.partition(".weight")
         norm = key.endswith(("norm.weight", ".softmax_offset")) and not key.endswith(".mixer.norm.weight")
-        if not is_projection(f"{module}.weight") and not norm:
+        if not is_projection_weight(f"{module}.weight") and not norm:
             return
         experts = part.shape[0] if EXPERTS in key else 0
         for expert in range(experts) if experts else (None,):
@@ -153,28 +161,28 @@ class _Stack:
             yield f"{module if rest else key.rpartition('.')[0]}._extra_state/shard_{offset}_{shape}"
 
 
-def _metadata(
-    writing: Writing, chunks: Mapping[str, Sequence[tuple[Slab, _StorageInfo]]], nothing: _StorageInfo
+def _build_metadata(
+    writing: MegatronWriter, chunks: Mapping[str, Sequence[tuple[ShardSlab, _StorageInfo]]], nothing: _StorageInfo
 ) -> Metadata:
-    """What is where: each tensor in its chunks, and `nothing` in place of each state."""
+    """Return the DCP metadata: each tensor with its chunks, and the empty object for each extra state."""
     metadata = Metadata({}, storage_data={})
     for part in writing.parts:
-        stack = _Stack.of(part, writing.model)
-        for there in stack.keys(part, latent=writing.model.mla is not None):
-            kind, shape = writing.dtype(part), torch.Size(stack.whole(part.shape))
+        stack = _LayerStack.from_part(part, writing.model)
+        for there in stack.tensor_keys(part, latent=writing.model.mla is not None):
+            kind, shape = writing.part_dtype(part), torch.Size(stack.stacked_shape(part.shape))
             fresh = TensorStorageMetadata(TensorProperties(dtype=kind), shape, [])
             one = metadata.state_dict_metadata.setdefault(there, fresh)
             assert isinstance(one, TensorStorageMetadata)
             for slab, info in chunks[part.name]:
-                offset = torch.Size(stack.place(slab.offset))
-                one.chunks.append(ChunkStorageMetadata(offset, torch.Size(stack.extent(slab.shape))))
+                offset = torch.Size(stack.chunk_offset(slab.offset))
+                one.chunks.append(ChunkStorageMetadata(offset, torch.Size(stack.chunk_shape(slab.shape))))
                 metadata.storage_data[MetadataIndex(there, offset)] = info
-            for state in stack.states(there, part):
+            for state in stack.extra_state_keys(there, part):
                 metadata.state_dict_metadata[state] = BytesStorageMetadata()
                 metadata.storage_data[MetadataIndex(state)] = nothing
     model = writing.model
     if (
-        is_hybrid(model) or model.encoder or not model.causal
+        is_hybrid_model(model) or model.encoder or not model.causal
     ):  # whose loading, other than a GPT's, is strict about these too
         for name in HEAD_STATES if model.encoder else HEAD_STATES[:1]:
             state = f"{name}/shard_0_1"

@@ -1,4 +1,4 @@
-"""Megatron's older `torch` folders: for every rank a file with the tensors that it holds, under the names of its modules.
+"""Megatron's older `torch` folders: one file per rank with its tensors, under the names of its modules.
 
     iter_0000100/mp_rank_{tp}[_{pp}][_{ep}]/model_optim_rng.pt
 
@@ -18,11 +18,19 @@ from typing import Any
 
 from torch import Tensor
 
-from mega_ckpt.formats.dcp import Stored
-from mega_ckpt.formats.megatron_contents import Contents, Held, OptimizerHeld
-from mega_ckpt.formats.megatron_names import EMBEDDING, EXPERTS, HEAD, Part, split_layer, told_by, usual_name
-from mega_ckpt.formats.torch_archive import StoredTensor, load_archive, namespace
-from mega_ckpt.pieces import Shape
+from mega_ckpt.formats.dcp import StoredBox
+from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronOptimizer, MegatronTensor
+from mega_ckpt.formats.megatron_names import (
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    MegatronPart,
+    infer_args_from_names,
+    normalize_tensor_name,
+    split_layer_prefix,
+)
+from mega_ckpt.formats.torch_archive import StoredTensor, load_torch_archive, namespace_attributes
+from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
 
 FILE, BUCKETS = "model_optim_rng.pt", "distrib_optim.pt"
@@ -43,8 +51,8 @@ Chunk = Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """What one file holds: each chunk of the model, by the names there."""
+class _RankFile:
+    """Contents of one file: each model chunk, by the names in it."""
 
     tp: int
     pp: int
@@ -53,24 +61,26 @@ class _Rank:
 
 
 @dataclass(frozen=True)
-class _Local:
-    """A tensor of one rank as a rectangle of a `Part`, before tensor parallelism: experts on axis 0, from `expert` on."""
+class _LocalTensor:
+    """A tensor of one rank as a rectangle of a `MegatronPart`, before tensor parallelism: experts on axis 0, starting
+    at `expert`.
+    """
 
-    shape: Shape
+    shape: TensorShape
     source: StoredTensor
     change: Callable[[Tensor], Tensor]
     expert: int = 0
 
 
-def read(folder: Path) -> Contents:
-    """Look at the files of all ranks without reading their tensors.
+def read_legacy_checkpoint(folder: Path) -> MegatronContents:
+    """Open the files of all ranks without reading their tensors.
 
     Raises:
         CheckpointError: when a rank is missing, a file is damaged or asks for what no checkpoint needs.
     """
     files = {_FOLDER.fullmatch(path.name): path for path in sorted(folder.glob("mp_rank_*"))}
-    states = [(match, _state(path)) for match, path in files.items() if match]
-    args = namespace(states[0][1].get("args")) if states else {}
+    states = [(match, _load_rank_state(path)) for match, path in files.items() if match]
+    args = namespace_attributes(states[0][1].get("args")) if states else {}
     only_experts = args.get("pipeline_model_parallel_size") == 1 and args.get("expert_model_parallel_size") not in (
         None,
         1,
@@ -79,14 +89,14 @@ def read(folder: Path) -> Contents:
     for match, state in states:
         tp, second, third = (int(number or 0) for number in match.groups())
         pp, ep = (0, second) if only_experts else (second, third)
-        ranks.append(_Rank(tp, pp, ep, list(_chunks(state, folder / match[0]))))
+        ranks.append(_RankFile(tp, pp, ep, list(_iter_chunks(state, folder / match[0]))))
     places = {(rank.tp, rank.pp, rank.ep) for rank in ranks}
     sizes = [1 + max(numbers) for numbers in zip(*places, strict=True)]
     missing = next((place for place in itertools.product(*map(range, sizes)) if place not in places), None)
     if missing or not ranks:
         tp, pp, ep = missing or (0, 0, 0)
         raise CheckpointError(f"{folder}: the file of tp rank {tp}, pp rank {pp}, ep rank {ep} is missing")
-    args = args | told_by(name for rank in ranks for chunk in rank.chunks for name in chunk)
+    args = args | infer_args_from_names(name for rank in ranks for chunk in rank.chunks for name in chunk)
     if args.get("is_encoder_decoder") and sizes[1] > 1:
         raise CheckpointError(
             f"{folder}: a T5 in stages of a pipeline, which Megatron no longer has",
@@ -95,23 +105,23 @@ def read(folder: Path) -> Contents:
     iteration = states[0][1].get("iteration")
     tensors = sum(len(chunk) for rank in ranks for chunk in rank.chunks)
     has_optimizer = "optimizer" in states[0][1] or any(folder.glob(f"mp_rank_*/{BUCKETS}"))
-    return Contents(
-        "torch", args, iteration if isinstance(iteration, int) else None, tensors, lambda parts: _gather(ranks, sizes, parts),
-        optimizer=OptimizerHeld(bound=_NO_NAMES if has_optimizer else ""),
+    return MegatronContents(
+        "torch", args, iteration if isinstance(iteration, int) else None, tensors, lambda parts: _assemble_tensors(ranks, sizes, parts),
+        optimizer=MegatronOptimizer(unreadable_reason=_NO_NAMES if has_optimizer else ""),
     )  # fmt: skip
 
 
-def _state(folder: Path) -> Mapping[str, Any]:
+def _load_rank_state(folder: Path) -> Mapping[str, Any]:
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
         raise CheckpointError(f"{folder}: there is no {FILE} in it")
-    state = load_archive(path)
+    state = load_torch_archive(path)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: not the file of a rank of Megatron")
     return state
 
 
-def _chunks(state: Mapping[str, Any], source: Path) -> Iterator[Chunk]:
+def _iter_chunks(state: Mapping[str, Any], source: Path) -> Iterator[Chunk]:
     names = sorted(
         (name for name in state if re.fullmatch(r"model\d*", str(name))), key=lambda name: int(name[5:] or 0)
     )
@@ -128,48 +138,54 @@ def _chunks(state: Mapping[str, Any], source: Path) -> Iterator[Chunk]:
         }  # fmt: skip
 
 
-def _gather(ranks: Sequence[_Rank], sizes: Sequence[int], parts: Sequence[Part]) -> dict[str, Held]:
-    """Put together what the ranks hold, by the names of `parts`."""
-    known, held = {part.name: part for part in parts}, dict[str, Held]()
-    joined = defaultdict[str, list[Part]](list)
+def _assemble_tensors(
+    ranks: Sequence[_RankFile], sizes: Sequence[int], parts: Sequence[MegatronPart]
+) -> dict[str, MegatronTensor]:
+    """Assemble the tensors of the ranks, by the names of `parts`."""
+    known, held = {part.name: part for part in parts}, dict[str, MegatronTensor]()
+    joined = defaultdict[str, list[MegatronPart]](list)
     for one in parts:
         joined[one.inside].append(one)
-    for rank, chunk, before in _numbered(ranks):
+    for rank, chunk, before in _iter_with_offset(ranks):
         for name, stored in chunk.items():
-            if usual_name(name) != name and usual_name(name) in chunk:  # one tensor under two names
+            if (
+                normalize_tensor_name(name) != name and normalize_tensor_name(name) in chunk
+            ):  # one tensor under two names
                 continue
             if (name == HEAD and name not in known) or (name == EMBEDDING and rank.pp):  # the last stage's copies of it
                 continue
-            full, local = _as_part(_moved(name, before), stored, known, sizes[2])
-            part, blocks = known.get(full), _blocks(joined.get(full, []), stored, sizes[0])
+            full, local = _locate_in_part(_offset_layer(name, before), stored, known, sizes[2])
+            part, blocks = known.get(full), _split_fused_rows(joined.get(full, []), stored, sizes[0])
             if blocks:
                 for block, inner in blocks if rank.ep == 0 else ():
-                    _add(held, block, inner, rank, sizes)
+                    _add_local_tensor(held, block, inner, rank, sizes)
             elif part is None:
-                held[full] = Held(stored.dtype, stored.shape)
+                held[full] = MegatronTensor(stored.dtype, stored.shape)
             elif EXPERTS in full or rank.ep == 0:
-                _add(held, part, local, rank, sizes)
+                _add_local_tensor(held, part, local, rank, sizes)
     return held
 
 
-def _blocks(parts: Sequence[Part], stored: StoredTensor, tp: int) -> list[tuple[Part, _Local]]:
-    """The rows of a rank's tensor that are of each part; none where they are not these."""
+def _split_fused_rows(
+    parts: Sequence[MegatronPart], stored: StoredTensor, tp: int
+) -> list[tuple[MegatronPart, _LocalTensor]]:
+    """Return the rows of a rank's tensor that belong to each part; empty if the shape does not match."""
     rows = [part.shape[0] // tp for part in parts]
     if stored.shape[:1] != (sum(rows),):
         return []
     starts = itertools.accumulate(rows, initial=0)
     return [
-        (part, _Local((count, *part.shape[1:]), stored, _rows(start, count, part.shape[1:])))
+        (part, _LocalTensor((count, *part.shape[1:]), stored, _row_slicer(start, count, part.shape[1:])))
         for part, start, count in zip(parts, starts, rows, strict=False)
     ]
 
 
-def _rows(start: int, count: int, rest: Shape) -> Callable[[Tensor], Tensor]:
+def _row_slicer(start: int, count: int, rest: TensorShape) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.narrow(0, start, count).reshape(count, *rest)
 
 
-def _numbered(ranks: Sequence[_Rank]) -> Iterator[tuple[_Rank, Chunk, int]]:
-    """Every chunk of every rank, with the number of layers before it."""
+def _iter_with_offset(ranks: Sequence[_RankFile]) -> Iterator[tuple[_RankFile, Chunk, int]]:
+    """Yield every chunk of every rank, with the number of layers before it."""
     for tp, ep in sorted({(rank.tp, rank.ep) for rank in ranks}):
         stages = sorted((rank for rank in ranks if (rank.tp, rank.ep) == (tp, ep)), key=lambda rank: rank.pp)
         before = 0
@@ -180,54 +196,58 @@ def _numbered(ranks: Sequence[_Rank]) -> Iterator[tuple[_Rank, Chunk, int]]:
                 before += 1 + max(layers, default=-1)
 
 
-def _moved(name: str, layers: int) -> str:
-    """The name with that many layers more before it."""
+def _offset_layer(name: str, layers: int) -> str:
+    """Return the name with its layer number increased by `layers`."""
     return _NUMBER.sub(lambda found: f"{found[1]}{int(found[2]) + layers}", name)
 
 
-def _as_part(name: str, stored: StoredTensor, known: Mapping[str, Part], ep: int) -> tuple[str, _Local]:
-    """The name of the part that a tensor belongs to, and which rectangle of it."""
-    head, tail = split_layer(name)
+def _locate_in_part(
+    name: str, stored: StoredTensor, known: Mapping[str, MegatronPart], ep: int
+) -> tuple[str, _LocalTensor]:
+    """Return the name of the part that a tensor belongs to, and its rectangle of it."""
+    head, tail = split_layer_prefix(name)
     for pattern in _BY_EXPERT:
         if found := re.fullmatch(pattern, tail):
-            local = _Local((1, *stored.shape), stored, lambda tensor: tensor[None], int(found["expert"]))
+            local = _LocalTensor((1, *stored.shape), stored, lambda tensor: tensor[None], int(found["expert"]))
             return f"{head}{EXPERTS}{found['rest']}", local
     if found := re.fullmatch(r"mlp\.experts\.weight([12])", tail):
         full = f"{head}{EXPERTS}linear_fc{found[1]}.weight"
         experts = known[full].shape[0] // ep if full in known else 1
-        return full, _grouped(stored, experts, first=found[1] == "1")
-    return usual_name(name), _Local(stored.shape, stored, lambda tensor: tensor)
+        return full, _split_grouped_experts(stored, experts, first=found[1] == "1")
+    return normalize_tensor_name(name), _LocalTensor(stored.shape, stored, lambda tensor: tensor)
 
 
-def _grouped(stored: StoredTensor, experts: int, *, first: bool) -> _Local:
-    """All experts of a rank, (in, out) of each, one after another in memory, under the shape of a matrix."""
+def _split_grouped_experts(stored: StoredTensor, experts: int, *, first: bool) -> _LocalTensor:
+    """Return all experts of a rank, each (in, out), which are concatenated in memory in the shape of a matrix."""
     rows, columns = stored.shape
     into, out = (rows, columns // experts) if first else (rows // experts, columns)
-    return _Local((experts, out, into), stored, lambda tensor: tensor.reshape(experts, into, out).transpose(1, 2))
+    return _LocalTensor((experts, out, into), stored, lambda tensor: tensor.reshape(experts, into, out).transpose(1, 2))
 
 
-def _add(held: dict[str, Held], part: Part, local: _Local, rank: _Rank, sizes: Sequence[int]) -> None:
-    """Add a rank's tensor at its place, each of the halves that tensor parallelism splits by itself."""
+def _add_local_tensor(
+    held: dict[str, MegatronTensor], part: MegatronPart, local: _LocalTensor, rank: _RankFile, sizes: Sequence[int]
+) -> None:
+    """Add a rank's tensor at its position, separately for each half that tensor parallelism splits."""
     tp, _, ep = sizes
     shape, offset = list(local.shape), [0] * len(local.shape)
     if EXPERTS in part.name:
         offset[0], shape[0] = rank.ep * (part.shape[0] // ep) + local.expert, part.shape[0]
     # Some projections are split in one kind of layers, and whole on every rank in another.
-    split = part.axis if part.padded or tuple(shape) != part.shape else None
+    split = part.axis if part.has_vocabulary_rows or tuple(shape) != part.shape else None
     if split is None and rank.tp:
         return
     if split is not None:
         shape[split] *= tp
-    target = held.setdefault(part.name, Held(local.source.dtype, tuple(shape)))
+    target = held.setdefault(part.name, MegatronTensor(local.source.dtype, tuple(shape)))
     if split is None:
-        target.stored.append(Stored(tuple(offset), local.shape, lambda: local.change(local.source.read())))
+        target.stored_boxes.append(StoredBox(tuple(offset), local.shape, lambda: local.change(local.source.read())))
         return
     width = local.shape[split] // part.halves
     extent = (*local.shape[:split], width, *local.shape[split + 1 :])
     for half in range(part.halves):
         place = (*offset[:split], (half * tp + rank.tp) * width, *offset[split + 1 :])
-        target.stored.append(Stored(place, extent, _half(local, split, half * width, width)))
+        target.stored_boxes.append(StoredBox(place, extent, _half_reader(local, split, half * width, width)))
 
 
-def _half(local: _Local, axis: int, start: int, width: int) -> Callable[[], Tensor]:
+def _half_reader(local: _LocalTensor, axis: int, start: int, width: int) -> Callable[[], Tensor]:
     return lambda: local.change(local.source.read()).narrow(axis, start, width)

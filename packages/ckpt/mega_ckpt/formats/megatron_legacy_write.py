@@ -1,4 +1,4 @@
-"""Writing Megatron's older `torch` folders, a file for every rank; `megatron_legacy` says what they are.
+"""Writer of Megatron's older `torch` folders, one file per rank; `megatron_legacy` describes the format.
 
 A file is first written without its tensors' bytes, which then go to their places one block after another.
 """
@@ -24,123 +24,129 @@ from mega_ckpt.formats.megatron_names import (
     HEAD,
     HEAD_STATES,
     STACKS,
-    Part,
-    is_projection,
-    split_layer,
+    MegatronPart,
+    is_projection_weight,
+    split_layer_prefix,
 )
-from mega_ckpt.formats.megatron_write import RELEASE, Writing, durable
-from mega_ckpt.formats.torch_archive import load_archive
-from mega_ckpt.journal import Finished, Once, entry_of
-from mega_ckpt.pieces import Shape
-from mega_ckpt.shards import raw
-from mega_ckpt.stream import blocks
-from mega_common.files import naming
+from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriter, open_durable
+from mega_ckpt.formats.torch_archive import load_torch_archive
+from mega_ckpt.resumable_folder import FinishedFile, RunOnce, hash_file
+from mega_ckpt.shard_files import tensor_bytes
+from mega_ckpt.stream_checkpoint import split_blocks
+from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.atomic_files import add_path_to_errors
 
 
 @dataclass(frozen=True)
-class _Local:
-    """A rank's tensor: its name there, and the boxes (part, offset, shape) that it holds one after another.
+class _RankTensor:
+    """A rank's tensor: its name in the file, and the boxes (part, offset, shape) concatenated in it.
 
     `part` is the first of them; `copy` says that another rank has the same.
     """
 
     name: str
-    part: Part
-    shape: Shape
-    boxes: tuple[tuple[Part, Shape, Shape], ...]
+    part: MegatronPart
+    shape: TensorShape
+    boxes: tuple[tuple[MegatronPart, TensorShape, TensorShape], ...]
     copy: bool
 
 
-def write_legacy(writing: Writing, folder: Path, advance: Callable[[int], object], once: Once) -> None:
+def write_legacy_checkpoint(
+    writing: MegatronWriter, folder: Path, advance: Callable[[int], object], once: RunOnce
+) -> None:
     """Write the files of all ranks into an existing folder; durable when this returns."""
     for tp, pp in itertools.product(range(writing.tp), range(writing.pp)):
         place = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if writing.pp > 1 else ""))
         place.mkdir(exist_ok=True)
-        tensors, last = list(_locals(writing, tp, pp)), pp == writing.pp - 1
+        tensors, last = list(_iter_rank_tensors(writing, tp, pp)), pp == writing.pp - 1
         make = partial(_write_rank, writing, place / FILE, tensors, last=last, advance=advance)
         once(f"{RELEASE}/{place.name}/{FILE}", b"", make)
 
 
 def _write_rank(
-    writing: Writing, path: Path, tensors: list[_Local], *, last: bool, advance: Callable[[int], object]
-) -> Finished:
+    writing: MegatronWriter, path: Path, tensors: list[_RankTensor], *, last: bool, advance: Callable[[int], object]
+) -> FinishedFile:
     model: dict[str, Any] = {}
     for one in tensors:
-        model[one.name] = torch.empty(one.shape, dtype=writing.dtype(one.part))
-        if is_projection(one.name):
+        model[one.name] = torch.empty(one.shape, dtype=writing.part_dtype(one.part))
+        if is_projection_weight(one.name):
             model[one.name.removesuffix("weight") + "_extra_state"] = None
     if last:
         model |= dict.fromkeys(HEAD_STATES if writing.model.encoder else HEAD_STATES[:1])
     state = {"args": Namespace(**writing.args), "checkpoint_version": 3.0, "iteration": 0, "model": model}
-    with torch.serialization.skip_data(), durable(path) as stream:
+    with torch.serialization.skip_data(), open_durable(path) as stream:
         torch.save(state, stream)
-    places = load_archive(path)["model"]
-    with naming(path), open(path, "r+b") as stream:
+    places = load_torch_archive(path)["model"]
+    with add_path_to_errors(path), open(path, "r+b") as stream:
         for one in tensors:
             stream.seek(places[one.name].begin)
             for part, offset, shape in one.boxes:
-                for start, extent in blocks(shape, writing.dtype(part)):
+                for start, extent in split_blocks(shape, writing.part_dtype(part)):
                     at = tuple(o + s for o, s in zip(offset, start, strict=True))
-                    stream.write(raw(writing.block(part, at, extent)))
-                    advance(0 if one.copy else math.prod(extent) * writing.dtype(one.part).itemsize)
+                    stream.write(tensor_bytes(writing.read_block(part, at, extent)))
+                    advance(0 if one.copy else math.prod(extent) * writing.part_dtype(one.part).itemsize)
         stream.flush()
         os.fsync(stream.fileno())
-    return Finished(file=entry_of(path))
+    return FinishedFile(file=hash_file(path))
 
 
-def _locals(writing: Writing, tp: int, pp: int) -> Iterator[_Local]:
-    """The tensors of one rank, in the order of the forward pass."""
+def _iter_rank_tensors(writing: MegatronWriter, tp: int, pp: int) -> Iterator[_RankTensor]:
+    """Yield the tensors of one rank, in the order of the forward pass."""
     own, first, last = writing.model.num_layers // writing.pp, pp == 0, pp == writing.pp - 1
-    for parts in _together(writing.parts):
+    for parts in _group_fused_parts(writing.parts):
         part, *others = parts
-        head, tail = split_layer(part.name)
+        head, tail = split_layer_prefix(part.name)
         if head.startswith(STACKS):
             stack, _, number = head[:-1].rpartition(".")
             layer = int(number) - pp * own
             if 0 <= layer < own and others:
-                yield _fused(f"{stack}.{layer}.{split_layer(part.inside)[1]}", parts, tp, writing.tp)
+                yield _fused_tensor(f"{stack}.{layer}.{split_layer_prefix(part.inside)[1]}", parts, tp, writing.tp)
             elif 0 <= layer < own:
-                yield from _layer(writing, part, f"{stack}.{layer}.", tail, tp)
+                yield from _iter_layer_tensors(writing, part, f"{stack}.{layer}.", tail, tp)
         elif first if part.name.startswith("embedding.") else last:
-            yield from _layer(writing, part, head, tail, tp)
+            yield from _iter_layer_tensors(writing, part, head, tail, tp)
             if part.also:
-                yield replace(_local(part.also, part, tp, writing.tp), copy=True)
+                yield replace(_rank_tensor(part.also, part, tp, writing.tp), copy=True)
     if last and not first:
         embedding = next(part for part in writing.parts if part.name == EMBEDDING)
         for name, there in ((EMBEDDING, writing.model.mtp_layers), (HEAD, writing.model.tie_embeddings)):
             if there:
-                yield replace(_local(name, embedding, tp, writing.tp), copy=True)
+                yield replace(_rank_tensor(name, embedding, tp, writing.tp), copy=True)
 
 
-def _together(parts: Sequence[Part]) -> list[list[Part]]:
-    """Parts by the tensors of ranks that they are in."""
+def _group_fused_parts(parts: Sequence[MegatronPart]) -> list[list[MegatronPart]]:
+    """Group parts by the rank tensors that they are stored in."""
     return [list(group) for _, group in itertools.groupby(parts, lambda part: part.inside or part.name)]
 
 
-def _fused(name: str, parts: Sequence[Part], rank: int, tp: int) -> _Local:
-    """A rank's rows of each of several parts, which all have the same other axes."""
+def _fused_tensor(name: str, parts: Sequence[MegatronPart], rank: int, tp: int) -> _RankTensor:
+    """Return a rank's rows of several parts that share all other axes."""
     first = parts[0]
     boxes = [
         (part, (rank * (rows := part.shape[0] // tp), *(0,) * len(part.shape[1:])), (rows, *part.shape[1:]))
         for part in parts
     ]
     total = sum(shape[0] for _, _, shape in boxes)
-    return _Local(name, first, (total, *((1,) if first.taps else ()), *first.shape[1:]), tuple(boxes), copy=False)
+    return _RankTensor(name, first, (total, *((1,) if first.taps else ()), *first.shape[1:]), tuple(boxes), copy=False)
 
 
-def _layer(writing: Writing, part: Part, head: str, tail: str, tp: int) -> Iterator[_Local]:
+def _iter_layer_tensors(
+    writing: MegatronWriter, part: MegatronPart, head: str, tail: str, tp: int
+) -> Iterator[_RankTensor]:
     if not tail.startswith(EXPERTS):
         name = part.local if writing.implementation == "local" else part.te
         whole = writing.implementation != "local" and "_down_proj." in tail
-        yield _local(head + (name or tail), part, tp, writing.tp, whole=whole)
+        yield _rank_tensor(head + (name or tail), part, tp, writing.tp, whole=whole)
         return
     for expert in range(part.shape[0]):
         name = f"{head}mlp.experts.local_experts.{expert}.{tail.removeprefix(EXPERTS)}"
-        yield _local(name, part, tp, writing.tp, expert)
+        yield _rank_tensor(name, part, tp, writing.tp, expert)
 
 
-def _local(name: str, part: Part, rank: int, tp: int, expert: int | None = None, *, whole: bool = False) -> _Local:
-    """A rank's share of a part, or of one expert of it, which then has no axis for them."""
+def _rank_tensor(
+    name: str, part: MegatronPart, rank: int, tp: int, expert: int | None = None, *, whole: bool = False
+) -> _RankTensor:
+    """Return a rank's shard of a part, or of one expert of it, which then has no expert axis."""
     shape, offset = list(part.shape), [0] * len(part.shape)
     copy = rank > 0 and (part.axis is None or whole)
     if expert is not None:
@@ -149,13 +155,13 @@ def _local(name: str, part: Part, rank: int, tp: int, expert: int | None = None,
     if part.axis is not None and not whole:
         width = shape[part.axis] // (part.halves * tp)
         boxes = [
-            (_at(offset, part.axis, (half * tp + rank) * width), _at(shape, part.axis, width))
+            (_with_axis(offset, part.axis, (half * tp + rank) * width), _with_axis(shape, part.axis, width))
             for half in range(part.halves)
         ]
         shape[part.axis] = part.halves * width
     held = tuple((part, *box) for box in boxes)
-    return _Local(name, part, tuple(shape if expert is None else shape[1:]), held, copy)
+    return _RankTensor(name, part, tuple(shape if expert is None else shape[1:]), held, copy)
 
 
-def _at(numbers: list[int], axis: int, value: int) -> Shape:
+def _with_axis(numbers: list[int], axis: int, value: int) -> TensorShape:
     return (*numbers[:axis], value, *numbers[axis + 1 :])

@@ -1,4 +1,4 @@
-"""What Megatron-Core calls a model's tensors, and where the canonical tensors are inside them.
+"""Names of a model's tensors in Megatron-Core, and positions of the canonical tensors in them.
 
 A `Part` is one tensor of one layer as a single rank would hold it (tp = pp = ep = 1); its pieces say which rectangle of it is
 which rectangle of a canonical tensor. Legend: V vocabulary, D width, F feed-forward width, E experts, G key/value groups.
@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mega_ckpt.names import tensors_of
-from mega_ckpt.pieces import Piece, Shape
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.tensor_pieces import TensorPiece, TensorShape
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -38,7 +38,7 @@ HEAD_STATES = ("output_layer._extra_state", "lm_head.output_layer._extra_state")
 
 
 @dataclass(frozen=True)
-class Part:
+class MegatronPart:
     """One tensor of Megatron's.
 
     Attributes:
@@ -55,8 +55,8 @@ class Part:
     """
 
     name: str
-    shape: Shape
-    pieces: tuple[Piece, ...]
+    shape: TensorShape
+    pieces: tuple[TensorPiece, ...]
     axis: int | None = None
     halves: int = 1
     inside: str = ""
@@ -66,39 +66,39 @@ class Part:
     also: str = ""
 
     @property
-    def padded(self) -> bool:
-        """Whether its rows are the vocabulary, which may have others at its end."""
+    def has_vocabulary_rows(self) -> bool:
+        """True if its rows are the vocabulary, which may be padded at the end."""
         return self.name in (EMBEDDING, HEAD, HEAD_BIAS)
 
 
-def parts_of(model: ModelConfig, padded_vocab: int | None = None) -> list[Part]:
-    """Every tensor of `model` in Megatron, in the order of the forward pass.
+def megatron_parts(model: ModelConfig, padded_vocab: int | None = None) -> list[MegatronPart]:
+    """Return every tensor of `model` in Megatron, in the order of the forward pass.
 
     Raises:
         CheckpointError: when Megatron has no place for one of the model's tensors.
     """
-    shapes = tensors_of(model)
+    shapes = canonical_tensors(model)
     rows = padded_vocab or model.vocab_size
-    out = [_vocabulary(EMBEDDING, "model.embed_tokens.weight", shapes, rows)]
+    out = [_vocabulary_part(EMBEDDING, "model.embed_tokens.weight", shapes, rows)]
     if model.position == "learned":
-        out.append(_plain("embedding.position_embeddings.weight", "model.embed_positions.weight", shapes))
+        out.append(_plain_part("embedding.position_embeddings.weight", "model.embed_positions.weight", shapes))
     for index in range(model.num_layers):
-        out += _layer(model, index, shapes, head_of_layer(model, index))
-    last = "final_norm" if is_hybrid(model) else "final_layernorm"
+        out += _layer_parts(model, index, shapes, layer_prefix(model, index))
+    last = "final_norm" if is_hybrid_model(model) else "final_layernorm"
     for kind in ("weight", "bias"):
         for source, stack in (
             ("model.encoder_norm", "encoder"),
             ("model.norm", "decoder" if model.causal else "encoder"),
         ):
             if f"{source}.{kind}" in shapes:
-                out.append(_plain(f"{stack}.{last}.{kind}", f"{source}.{kind}", shapes))
+                out.append(_plain_part(f"{stack}.{last}.{kind}", f"{source}.{kind}", shapes))
     if not model.tie_embeddings:
-        out.append(_vocabulary(HEAD, "lm_head.weight", shapes, rows))
+        out.append(_vocabulary_part(HEAD, "lm_head.weight", shapes, rows))
     for index in range(model.mtp_layers):
-        out += _predictor(model, index, shapes)
-    out += [_plain(name, source, shapes) for source, name in _OUTSIDE.items() if source in shapes]
+        out += _mtp_parts(model, index, shapes)
+    out += [_plain_part(name, source, shapes) for source, name in _OUTSIDE.items() if source in shapes]
     if "lm_head.bias" in shapes:
-        out.append(_vocabulary(HEAD_BIAS, "lm_head.bias", shapes, rows))
+        out.append(_vocabulary_part(HEAD_BIAS, "lm_head.bias", shapes, rows))
     if model.encoder:
         out = [replace(part, also=_ALSO.get(part.name, "")) for part in out]
     left = shapes.keys() - {piece.name for part in out for piece in part.pieces}
@@ -201,13 +201,15 @@ _SAME = (
 )
 
 
-def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape], theirs: str) -> Iterator[Part]:
+def _layer_parts(
+    model: ModelConfig, index: int, shapes: Mapping[str, TensorShape], theirs: str
+) -> Iterator[MegatronPart]:
     ours = f"model.layers.{index}."
 
-    def joined(name: str, sources: Sequence[str], axis: int = 0) -> Iterator[Part]:
+    def join_parts(name: str, sources: Sequence[str], axis: int = 0) -> Iterator[MegatronPart]:
         names = [ours + source for source in sources if ours + source in shapes]
         if names:
-            yield _joined(theirs + name, names, shapes, axis)
+            yield _concatenated_part(theirs + name, names, shapes, axis)
 
     for kind in ("weight", "bias"):
         for source, fused in (("self_attn", "qkv"), ("cross_attn", "kv")):
@@ -215,133 +217,140 @@ def _layer(model: ModelConfig, index: int, shapes: Mapping[str, Shape], theirs: 
             names = [f"{ours}{source}.{one}_proj.{kind}" for one in ("qgkv" if gated else fused)]
             if names[-1] in shapes:
                 name = source.replace("attn", "attention")
-                yield _by_group(f"{theirs}{name}.linear_{fused}.{kind}", names, shapes, model.kv_heads)
-    mamba = model.mixer(index) == "mamba"
-    yield from _blocks(ours, theirs, shapes) if mamba else ()
+                yield _grouped_part(f"{theirs}{name}.linear_{fused}.{kind}", names, shapes, model.key_value_heads)
+    mamba = model.get_mixer_kind(index) == "mamba"
+    yield from _mamba_parts(ours, theirs, shapes) if mamba else ()
     for source, (name, split) in {**_PLAIN, **(_LATENT if model.mla else {}), **(_MAMBA if mamba else {})}.items():
         if ours + source in shapes:
-            part = _plain(theirs + name, ours + source, shapes, split)
-            yield replace(part, te=_in_te(name, model, index), local=_in_local(name))
+            part = _plain_part(theirs + name, ours + source, shapes, split)
+            yield replace(part, te=_te_layer_name(name, model, index), local=_local_layer_name(name))
     for kind in ("weight", "bias"):
-        yield from joined(f"mlp.linear_fc1.{kind}", [f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"])
+        yield from join_parts(f"mlp.linear_fc1.{kind}", [f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"])
         experts = [f"mlp.experts.{one}_proj.{kind}" for one in ("gate", "up")]
-        yield from joined(f"{EXPERTS}linear_fc1.{kind}", experts, axis=1)
+        yield from join_parts(f"{EXPERTS}linear_fc1.{kind}", experts, axis=1)
     shared = [f"mlp.shared_expert.{one}_proj.weight" for one in ("gate", "up")]
-    yield from joined("mlp.shared_experts.linear_fc1.weight", shared)
+    yield from join_parts("mlp.shared_experts.linear_fc1.weight", shared)
 
 
-def _blocks(ours: str, theirs: str, shapes: Mapping[str, Shape]) -> Iterator[Part]:
-    """Of Mamba-2: the tensors that are one in the files of ranks."""
+def _mamba_parts(ours: str, theirs: str, shapes: Mapping[str, TensorShape]) -> Iterator[MegatronPart]:
+    """Yield the Mamba-2 tensors that are fused in the files of ranks."""
     for name, blocks in _BLOCKS.items():
         module, kind = name.split(".")
         for block in blocks:
             source = f"{ours}mamba.{module}.{block}.{kind}"
             if source in shapes:
-                part = _plain(f"{theirs}mixer.{name}.{block}", source, shapes, 0)
+                part = _plain_part(f"{theirs}mixer.{name}.{block}", source, shapes, 0)
                 yield replace(part, inside=f"{theirs}mixer.{name}", taps=name == "conv1d.weight")
 
 
-def _predictor(model: ModelConfig, index: int, shapes: Mapping[str, Shape]) -> Iterator[Part]:
+def _mtp_parts(model: ModelConfig, index: int, shapes: Mapping[str, TensorShape]) -> Iterator[MegatronPart]:
     layer, theirs = model.num_layers + index, f"{FURTHER}{index}."
     for source, (name, split) in _PREDICTOR.items():
         if f"model.layers.{layer}.{source}" in shapes:
-            yield _plain(theirs + name, f"model.layers.{layer}.{source}", shapes, split)
-    yield from _layer(model, layer, shapes, theirs + INNER)
+            yield _plain_part(theirs + name, f"model.layers.{layer}.{source}", shapes, split)
+    yield from _layer_parts(model, layer, shapes, theirs + INNER)
 
 
-def _plain(name: str, source: str, shapes: Mapping[str, Shape], axis: int | None = None) -> Part:
-    return Part(name, shapes[source], (Piece.whole(source, shapes[source]),), axis)
+def _plain_part(name: str, source: str, shapes: Mapping[str, TensorShape], axis: int | None = None) -> MegatronPart:
+    return MegatronPart(name, shapes[source], (TensorPiece.whole_tensor(source, shapes[source]),), axis)
 
 
-def _vocabulary(name: str, source: str, shapes: Mapping[str, Shape], rows: int) -> Part:
-    return Part(name, (rows, *shapes[source][1:]), (Piece.whole(source, shapes[source]),), 0)
+def _vocabulary_part(name: str, source: str, shapes: Mapping[str, TensorShape], rows: int) -> MegatronPart:
+    return MegatronPart(name, (rows, *shapes[source][1:]), (TensorPiece.whole_tensor(source, shapes[source]),), 0)
 
 
-def _joined(name: str, sources: Sequence[str], shapes: Mapping[str, Shape], axis: int) -> Part:
-    """One after another on `axis`; all have the same shape."""
+def _concatenated_part(name: str, sources: Sequence[str], shapes: Mapping[str, TensorShape], axis: int) -> MegatronPart:
+    """Return a part of several tensors of equal shape, concatenated on `axis`."""
     shape = shapes[sources[0]]
 
-    def moved(count: int) -> Shape:
+    def offset_of(count: int) -> TensorShape:
         return tuple(count * n if place == axis else 0 for place, n in enumerate(shape))
 
     zeros = (0,) * len(shape)
-    pieces = tuple(Piece(source, shape, zeros, moved(count), shape) for count, source in enumerate(sources))
-    return Part(name, (*shape[:axis], len(sources) * shape[axis], *shape[axis + 1 :]), pieces, axis, len(sources))
+    pieces = tuple(TensorPiece(source, shape, zeros, offset_of(count), shape) for count, source in enumerate(sources))
+    return MegatronPart(
+        name, (*shape[:axis], len(sources) * shape[axis], *shape[axis + 1 :]), pieces, axis, len(sources)
+    )
 
 
-def _by_group(name: str, sources: Sequence[str], shapes: Mapping[str, Shape], groups: int) -> Part:
-    """For each group its share of every source."""
+def _grouped_part(name: str, sources: Sequence[str], shapes: Mapping[str, TensorShape], groups: int) -> MegatronPart:
+    """Return a part that holds, group by group, each source's share."""
     pieces, at = [], 0
     for group in range(groups):
         for source in sources:
             rows, *others = shapes[source]
             share, tail = rows // groups, (0,) * len(others)
-            pieces.append(Piece(source, shapes[source], (group * share, *tail), (at, *tail), (share, *others)))
+            pieces.append(TensorPiece(source, shapes[source], (group * share, *tail), (at, *tail), (share, *others)))
             at += share
-    return Part(name, (at, *shapes[sources[0]][1:]), tuple(pieces), 0)
+    return MegatronPart(name, (at, *shapes[sources[0]][1:]), tuple(pieces), 0)
 
 
-def head_of_layer(model: ModelConfig, index: int) -> str:
-    """`decoder.layers.{i}.` or `encoder.layers.{i}.`, with the number of the layer in its stack."""
+def layer_prefix(model: ModelConfig, index: int) -> str:
+    """Return `decoder.layers.{i}.` or `encoder.layers.{i}.`, with the index of the layer in its stack."""
     first = model.encoder.num_layers if model.encoder else 0
     encodes = not model.causal or index < first
     return f"{STACKS[not encodes]}{index if encodes else index - first}."
 
 
-def depth(model: ModelConfig, stack: str) -> int:
-    """Layers of a stack, one of `STACKS`."""
+def stack_depth(model: ModelConfig, stack: str) -> int:
+    """Return the number of layers of a stack, one of `STACKS`."""
     if model.encoder is None:
         return model.num_layers
     return model.num_layers - model.encoder.num_layers if stack == LAYER else model.encoder.num_layers
 
 
-def told_by(names: Iterable[str]) -> dict[str, Any]:
-    """What `args` do not tell and tensors do: whether a model is a BERT, or a T5 and of how many layers."""
+def infer_args_from_names(names: Iterable[str]) -> dict[str, Any]:
+    """Return the settings that `args` lack and tensor names show: whether a model is a BERT, or a T5 and its numbers of
+    layers.
+    """
     names = set(names)
     if "lm_head.dense.weight" in names:
         return {"is_encoder": True}
-    layers = {split_layer(name)[0] for name in names}
+    layers = {split_layer_prefix(name)[0] for name in names}
     encoder, decoder = (sum(head.startswith(stack) for head in layers) for stack in STACKS)
     if not (encoder and decoder):
         return {}
     return {"is_encoder_decoder": True, "encoder_num_layers": encoder, "decoder_num_layers": decoder}
 
 
-def usual_name(name: str) -> str:
-    """The name that `parts_of` has for a tensor, whatever version or kind of layer it is from."""
-    head, tail = split_layer(name)
+def normalize_tensor_name(name: str) -> str:
+    """Return the name that `megatron_parts` uses for a tensor of any version and kind of layer."""
+    head, tail = split_layer_prefix(name)
     for pattern, replacement in _SAME:
         tail = re.sub(rf"^{pattern}", replacement, tail)
     return head + tail
 
 
-def _in_te(tail: str, model: ModelConfig, layer: int) -> str:
-    """Norms are parts of the projections after them, but for those before experts and before latent attention."""
+def _te_layer_name(tail: str, model: ModelConfig, layer: int) -> str:
+    """Return the name in Transformer Engine's layers, where norms are fused into the next projection, except before
+    experts and latent attention.
+    """
     if model.mla:
         tail = tail.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
         tail = re.sub(r"\.(q|kv)_layernorm\.weight", r".linear_\1_up_proj.layer_norm_weight", tail)
-    return tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.") if model.has_experts(layer) else tail
+    return tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.") if model.is_moe_layer(layer) else tail
 
 
-def _in_local(tail: str) -> str:
-    """Norms are modules of their own."""
+def _local_layer_name(tail: str) -> str:
+    """Return the name in Megatron's own layers, where norms are separate modules."""
     tail = tail.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
     tail = tail.replace("mixer.in_proj.layer_norm_", "norm.")
     return tail.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
-def is_projection(name: str) -> bool:
-    """Whether a tensor is the weight of a projection, of which Transformer Engine keeps a state."""
+def is_projection_weight(name: str) -> bool:
+    """Return whether a tensor is the weight of a projection, for which Transformer Engine keeps extra state."""
     return re.fullmatch(r"(encoder|decoder|mtp)\..*\b(linear_\w+|\w+_proj)\.weight", name) is not None
 
 
-def is_hybrid(model: ModelConfig) -> bool:
-    """Whether its layers are one half each, which are layers of Megatron's `MambaModel`."""
-    return any(None in kind for kind in model.kinds)
+def is_hybrid_model(model: ModelConfig) -> bool:
+    """Return whether each layer is half a transformer layer, as in Megatron's `MambaModel`."""
+    return any(None in kind for kind in model.layer_kinds)
 
 
-def split_layer(name: str) -> tuple[str, str]:
-    """('decoder.layers.3.', the rest), ('decoder.layers.', the rest) without a number, the same of an encoder, or ('', name).
+def split_layer_prefix(name: str) -> tuple[str, str]:
+    """Split a name into its layer prefix and the rest: ('decoder.layers.3.', rest), without a number
+    ('decoder.layers.', rest), likewise for an encoder, or ('', name).
 
     What is inside of a layer that predicts a further token is ('mtp.layers.0.transformer_layer.', the rest), also of
     versions that call it `mtp_model_layer`.

@@ -1,4 +1,4 @@
-"""What a run of mega goes on from, as far as a checkpoint of Megatron has it in the shapes of the weights.
+"""Optimizer state in a Megatron checkpoint that mega can resume from: tensors in the shapes of the weights.
 
     optimizer.state.{exp_avg,exp_avg_sq}.<weight>     Adam's moments
     optimizer.state.{fp32_param,param}.<weight>       main weights: of the optimizer in 16 bits, of the distributed one
@@ -16,22 +16,21 @@ from typing import Any
 
 import torch
 
-from mega_ckpt.formats.megatron_contents import Contents
-from mega_ckpt.formats.megatron_names import Part
-from mega_ckpt.formats.megatron_placed import Placed
+from mega_ckpt.canonical_tensors import abbreviate_names
+from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronTensorReader
+from mega_ckpt.formats.megatron_names import MegatronPart
 from mega_ckpt.formats.torch_archive import StoredTensor
-from mega_ckpt.names import some
-from mega_ckpt.training import LOW, MOMENTS, StaysBehindError, Training, numbers
+from mega_ckpt.training_state import LOW, MOMENTS, ConvertedTraining, OptimizerNotConverted, make_trainer_state
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
 _MAIN = ("fp32_param", "param")
 
 
-def read_training(
-    contents: Contents, parts: Sequence[Part], folder: Path, model: ModelConfig, dtype: torch.dtype
-) -> Training:
-    """What `contents` has beside weights of type `dtype`.
+def read_optimizer_state(
+    contents: MegatronContents, parts: Sequence[MegatronPart], folder: Path, model: ModelConfig, dtype: torch.dtype
+) -> ConvertedTraining:
+    """Return the optimizer state of `contents` for weights of type `dtype`.
 
     Raises:
         StaysBehindError: when it has no optimizer, or in a form that does not allow it.
@@ -39,34 +38,39 @@ def read_training(
     """
     kinds, trained = dict(contents.optimizer.kinds), [part for part in parts if not part.name.endswith("expert_bias")]
     if not kinds:
-        raise StaysBehindError(contents.optimizer.bound or "there is no optimizer in the checkpoint")
+        raise OptimizerNotConverted(contents.optimizer.unreadable_reason or "there is no optimizer in the checkpoint")
     main = next((kinds.pop(kind) for kind in _MAIN if kind in kinds), None)
     if kinds.keys() != {*MOMENTS}:
-        raise StaysBehindError(f"its optimizer is not Adam: it keeps {', '.join(sorted(kinds))}")
+        raise OptimizerNotConverted(f"its optimizer is not Adam: it keeps {', '.join(sorted(kinds))}")
     if dtype in LOW:
         kinds["main"] = main or {}
     for kind, held in kinds.items():
         if missing := {part.name for part in trained} - held.keys():
-            raise StaysBehindError(f"its optimizer has no {kind} of {some(missing)}")
-    said, counted = _said(contents), (contents.args.get("consumed_train_samples"), contents.scheduled)
-    samples, updates = [count for count in counted if isinstance(count, int)], _numbers(said, "common_step", "step")
+            raise OptimizerNotConverted(f"its optimizer has no {kind} of {abbreviate_names(missing)}")
+    said, counted = _read_objects(contents), (contents.args.get("consumed_train_samples"), contents.scheduled_samples)
+    samples, updates = (
+        [count for count in counted if isinstance(count, int)],
+        _find_numbers(said, "common_step", "step"),
+    )
     if contents.iteration is None or not samples or len(updates) != 1:
-        raise StaysBehindError("the checkpoint does not say after how many steps and samples it was saved")
-    scale, good = _numbers(said, "scale"), _numbers(said, "growth_tracker")
+        raise OptimizerNotConverted("the checkpoint does not say after how many steps and samples it was saved")
+    scale, good = _find_numbers(said, "scale"), _find_numbers(said, "growth_tracker")
     kept = [scale.pop(), int(good.pop())] if dtype == torch.float16 and scale and good else None
-    state = numbers(model, samples=samples[0], updates=int(updates.pop()), loss_scale=kept)
-    return Training(contents.iteration, state, {kind: Placed(trained, held, folder) for kind, held in kinds.items()})
+    state = make_trainer_state(model, samples=samples[0], updates=int(updates.pop()), loss_scale=kept)
+    return ConvertedTraining(
+        contents.iteration, state, {kind: MegatronTensorReader(trained, held, folder) for kind, held in kinds.items()}
+    )
 
 
-def _said(contents: Contents) -> Any:
+def _read_objects(contents: MegatronContents) -> Any:
     try:
-        return contents.optimizer.said()
+        return contents.optimizer.read_objects()
     except CheckpointError as error:
-        raise StaysBehindError(error.message) from None
+        raise OptimizerNotConverted(error.message) from None
 
 
-def _numbers(said: Any, *names: str) -> set[float]:
-    """The numbers that have one of the names, at any depth."""
+def _find_numbers(said: Any, *names: str) -> set[float]:
+    """Return the numbers stored under one of the names, at any depth."""
     left, seen, out = [said], set[int](), set[float]()
     while left:
         value = left.pop()

@@ -1,4 +1,4 @@
-"""Writing a checkpoint of Megatron-Core from any source, a block at a time, in either of its formats.
+"""Writer of Megatron-Core checkpoints from any source, one block at a time, in either format.
 
 What is written is what Megatron calls a release: `release/` and a tracker file that says so. It has weights and settings, no
 optimizer, and a run that loads it starts at its first step.
@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 import torch
 from torch import Tensor
 
-from mega_ckpt.formats.megatron import TRACKER
-from mega_ckpt.formats.megatron_args import write_args
-from mega_ckpt.formats.megatron_contents import overlap
-from mega_ckpt.formats.megatron_names import Part, parts_of
-from mega_ckpt.journal import Once, always
-from mega_ckpt.pieces import Shape, crop
-from mega_ckpt.source import Source, cast_dtype, put_file
-from mega_common.files import naming
+from mega_ckpt.formats.megatron_args import write_megatron_args
+from mega_ckpt.formats.megatron_contents import box_overlap
+from mega_ckpt.formats.megatron_names import MegatronPart, megatron_parts
+from mega_ckpt.formats.megatron_source import TRACKER
+from mega_ckpt.resumable_folder import RunOnce, write_always
+from mega_ckpt.source import WeightSource, cast_dtype, write_file_durably
+from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
+from mega_common.atomic_files import add_path_to_errors
+from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
 
 RELEASE = "release"
 
 
-class Writing:
-    """What both formats need of a source: Megatron's tensors, cast, any rectangle of them.
+class MegatronWriter:
+    """Input of both formats' writers: Megatron's tensors of a source, cast, readable by rectangle.
 
     Attributes:
         model: what the weights are of.
@@ -39,41 +41,50 @@ class Writing:
     """
 
     def __init__(
-        self, source: Source, tp: int, pp: int, dtype: torch.dtype | None, implementation: str = "transformer_engine"
+        self,
+        source: WeightSource,
+        tp: int,
+        pp: int,
+        dtype: torch.dtype | None,
+        implementation: str = "transformer_engine",
     ) -> None:
         self._source, self._dtype = source, dtype
         self.model, self.tp, self.pp, self.implementation = source.model, tp, pp, implementation
-        self.args = write_args(source.model, tp, pp) | {"transformer_impl": implementation}
-        self.parts = parts_of(source.model, self.args["padded_vocab_size"])
+        self.args = write_megatron_args(source.model, tp, pp) | {"transformer_impl": implementation}
+        self.parts = megatron_parts(source.model, self.args["padded_vocab_size"])
 
     @property
-    def size(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(self.dtype(part).itemsize * torch.Size(part.shape).numel() for part in self.parts)
+        return sum(self.part_dtype(part).itemsize * torch.Size(part.shape).numel() for part in self.parts)
 
-    def dtype(self, part: Part) -> torch.dtype:
-        """What a tensor is written as."""
+    def part_dtype(self, part: MegatronPart) -> torch.dtype:
+        """Return the dtype that a tensor is written in."""
         return cast_dtype(self._source, part.pieces[0].name, self._dtype)
 
-    def block(self, part: Part, offset: Shape, shape: Shape) -> Tensor:
-        """`tensor[offset : offset + shape]`; zeros where it has no element of the model."""
-        out = torch.zeros(shape, dtype=self.dtype(part)) if part.padded else torch.empty(shape, dtype=self.dtype(part))
+    def read_block(self, part: MegatronPart, offset: TensorShape, shape: TensorShape) -> Tensor:
+        """Return `tensor[offset : offset + shape]`; zeros outside the elements of the model."""
+        out = (
+            torch.zeros(shape, dtype=self.part_dtype(part))
+            if part.has_vocabulary_rows
+            else torch.empty(shape, dtype=self.part_dtype(part))
+        )
         for piece in part.pieces:
-            shared = overlap(offset, shape, piece.local_start, piece.shape)
+            shared = box_overlap(offset, shape, piece.local_start, piece.shape)
             if shared:
                 start, extent = shared
                 place = tuple(s - a + b for s, a, b in zip(start, piece.local_start, piece.global_offset, strict=True))
                 inside = tuple(s - o for s, o in zip(start, offset, strict=True))
-                crop(out, inside, extent).copy_(self._source.read_slice(piece.name, place, extent))
+                crop_tensor(out, inside, extent).copy_(self._source.read_tensor_slice(piece.name, place, extent))
         return out
 
 
 def write_release(
-    writing: Writing,
+    writing: MegatronWriter,
     folder: Path,
-    write: Callable[[Writing, Path, Callable[[int], object], Once], None],
+    write: Callable[[MegatronWriter, Path, Callable[[int], object], RunOnce], None],
     advance: Callable[[int], object] = lambda _: None,
-    once: Once = always,
+    once: RunOnce = write_always,
 ) -> None:
     """Write a release into an existing folder; durable when this returns.
 
@@ -86,13 +97,56 @@ def write_release(
     """
     (folder / RELEASE).mkdir(exist_ok=True)
     write(writing, folder / RELEASE, advance, once)
-    put_file(folder / TRACKER, RELEASE.encode())
+    write_file_durably(folder / TRACKER, RELEASE.encode())
 
 
 @contextlib.contextmanager
-def durable(path: Path) -> Iterator[IO[bytes]]:
-    """A new file to write, which is on the disk afterwards."""
-    with naming(path), open(path, "xb") as stream:
+def open_durable(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a new file to write, which is flushed to disk on exit."""
+    with add_path_to_errors(path), open(path, "xb") as stream:
         yield stream
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def check_parallel_sizes(
+    model: ModelConfig, parts: Sequence[MegatronPart], tp: int, pp: int, *, ranks: bool, local: bool
+) -> None:
+    """Reject parallel sizes with which Megatron cannot load a model.
+
+    Args:
+        model: the model to write.
+        parts: Megatron's tensors of it.
+        tp, pp: the sizes.
+        ranks: whether there is a file for each rank (`torch`), which older versions of Megatron have to load too.
+        local: whether the layers are those of `--transformer-impl local`.
+
+    Raises:
+        CheckpointError: naming the size, what it has to divide, and sizes that fit.
+    """
+    if model.encoder and pp > 1:
+        raise CheckpointError(f"pp = {pp}: Megatron has no T5 in stages of a pipeline", hint="--pp 1")
+    layers = model.num_layers
+    if layers % pp:
+        fits = [n for n in range(1, layers + 1) if layers % n == 0]
+        raise CheckpointError(f"pp = {pp} does not divide the {layers} layers", hint=f"one of {fits}")
+    if problem := next(_size_problems(model, parts, tp, ranks=ranks, local=local), None):
+        fits = [n for n in range(1, tp) if not any(_size_problems(model, parts, n, ranks=ranks, local=local))]
+        raise CheckpointError(f"tp = {tp} does not divide {problem}", hint=f"--tp of {fits}")
+
+
+def _size_problems(
+    model: ModelConfig, parts: Sequence[MegatronPart], tp: int, *, ranks: bool, local: bool
+) -> Iterator[str]:
+    """Yield a description of everything that `tp` does not divide."""
+    groups, heads = model.key_value_heads, model.num_attention_heads
+    if groups % tp and (ranks or tp % groups):
+        yield f"the {groups} key/value heads" + ("" if ranks else ", and is no multiple of them")
+    if heads % tp:
+        yield f"the {heads} attention heads"
+    if (mamba := model.mamba) and (mamba.num_groups % tp or mamba.num_heads % tp):
+        yield f"the {mamba.num_heads} heads in {mamba.num_groups} groups of the Mamba-2 layers"
+    for part in parts:
+        whole = not local and "_down_proj." in part.name  # each rank has all of it
+        if part.axis is not None and not whole and part.shape[part.axis] % (part.halves * tp):
+            yield f"{part.name} {list(part.shape)}"

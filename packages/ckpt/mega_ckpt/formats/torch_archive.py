@@ -1,7 +1,12 @@
-"""Archives of `torch.save`, opened without loading them: a zip file with one pickle and one uncompressed entry a storage.
+"""Files of `torch.save`, opened without loading them: zip archives with one pickle and one uncompressed entry per
+storage, and the format before torch 1.6.
 
 The tensors are mapped, so that reading one costs its own bytes, wherever in a larger file the archive lies. The pickle goes
-through `pickles.load_pickle`. Format: pytorch.org/docs/stable/notes/serialization.html.
+through `pickles.load_untrusted_pickle`. Format: pytorch.org/docs/stable/notes/serialization.html.
+
+Two formats: an archive (`torch_archive`), and that of torch before 1.6, which is five pickles in a row (a magic number, the
+version, facts about the machine, the state, the storages' keys) and then each storage: its length in eight bytes, and its
+elements. All pickles go through `pickles`, and tensors stay in the file until they are read.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import math
 import os
 import struct
 import zipfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,9 +24,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from mega_ckpt.formats.pickles import MAX_PICKLE_BYTES, Inert, load_pickle
-from mega_ckpt.pieces import Shape
-from mega_ckpt.storage import mapped
+from mega_ckpt.formats.safe_pickles import MAX_PICKLE_BYTES, InertObject, load_untrusted_pickle
+from mega_ckpt.storage import map_file_range
+from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
 
 _STORAGES = {
@@ -34,30 +40,30 @@ _LOCAL_HEADER = 30  # bytes before the name
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: `path[begin:end]` is its storage, of which it is elements `start`, strided."""
+    """A tensor in a file: `path[begin:end]` is its storage; the tensor starts at element `start`, with strides."""
 
     path: Path
     dtype: torch.dtype
-    shape: Shape
-    stride: Shape
+    shape: TensorShape
+    stride: TensorShape
     start: int
     begin: int
     end: int
 
     def read(self) -> Tensor:
-        """The tensor as a private mapping of the file: bytes are read when they are used."""
+        """Read the tensor as a private mapping of the file: bytes are read when they are used."""
         size = self.dtype.itemsize
         last = self.start + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) + 1
         if not math.prod(self.shape):
             return torch.empty(self.shape, dtype=self.dtype)
         with open(self.path, "rb") as file:
-            data = mapped(file, self.begin + self.start * size, self.begin + last * size)
+            data = map_file_range(file, self.begin + self.start * size, self.begin + last * size)
         aligned = data if self.begin % size == 0 else data.clone()
         return aligned.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
-class Storage:
+class StorageRange:
     """Bytes [begin, end) of a file as elements of one dtype."""
 
     dtype: torch.dtype
@@ -65,8 +71,8 @@ class Storage:
     end: int
 
 
-class _Part(io.RawIOBase):
-    """Bytes [begin, end) of a file as a file."""
+class _FileRange(io.RawIOBase):
+    """Bytes [begin, end) of a file as a raw stream."""
 
     def __init__(self, file: IO[bytes], begin: int, end: int) -> None:
         self._file, self._begin, self._size, self._at = file, begin, end - begin, 0
@@ -93,9 +99,9 @@ class _Part(io.RawIOBase):
 
 
 class _BoundedReader(io.BufferedReader):
-    """Reader that allocates no more than is left of the file, whatever length is asked for."""
+    """Reader that allocates no more than the rest of the file, whatever length is requested."""
 
-    def __init__(self, part: _Part, size: int) -> None:
+    def __init__(self, part: _FileRange, size: int) -> None:
         super().__init__(part)
         self._bytes = size
 
@@ -104,13 +110,14 @@ class _BoundedReader(io.BufferedReader):
         return super().read(left if size is None or size < 0 else min(size, left))
 
 
-def part_of(file: IO[bytes], begin: int, end: int) -> IO[bytes]:
-    """Bytes [begin, end) of a file as a file."""
-    return _BoundedReader(_Part(file, begin, end), end - begin)
+def open_file_range(file: IO[bytes], begin: int, end: int) -> IO[bytes]:
+    """Return bytes [begin, end) of a file as a file."""
+    return _BoundedReader(_FileRange(file, begin, end), end - begin)
 
 
-def load_archive(path: Path, begin: int = 0, end: int | None = None) -> Any:
-    """What `torch.save` put into `path[begin:end]`: containers, `Inert` stand-ins, and `StoredTensor`s for tensors.
+def load_torch_archive(path: Path, begin: int = 0, end: int | None = None) -> Any:
+    """Load the content of `path[begin:end]` written by `torch.save`: containers, `InertObject` placeholders, and
+    `StoredTensor`s for tensors.
 
     Raises:
         CheckpointError: when it is no such archive, is damaged, asks for a function or class that no checkpoint needs, or
@@ -122,14 +129,14 @@ def load_archive(path: Path, begin: int = 0, end: int | None = None) -> Any:
             end = size if end is None else end
             if not 0 <= begin <= end <= size:
                 raise CheckpointError(f"{path}: {size} bytes long, but {end} are expected", hint="copy the file again")
-            return _load(path, file, begin, end)
+            return _load_zip(path, file, begin, end)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def _load(path: Path, file: IO[bytes], begin: int, end: int) -> Any:
+def _load_zip(path: Path, file: IO[bytes], begin: int, end: int) -> Any:
     try:
-        with zipfile.ZipFile(part_of(file, begin, end)) as archive:
+        with zipfile.ZipFile(open_file_range(file, begin, end)) as archive:
             entries = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
             info = entries["data.pkl"]
             if (
@@ -146,26 +153,32 @@ def _load(path: Path, file: IO[bytes], begin: int, end: int) -> Any:
             hint="is it of torch older than 1.6? save it again",
         ) from None
     storages = _Storages(file, begin, end, entries)
-    return load_pickle(pickled, str(path), replace=rebuilding(path), stored=storages.find)
+    return load_untrusted_pickle(pickled, str(path), replace=tensor_rebuilders(path), stored=storages.find_storage)
 
 
-def rebuilding(path: Path) -> dict[str, Any]:
-    """What `load_pickle` is to replace, so that what it reads of tensors becomes `StoredTensor`s in `path`."""
+def tensor_rebuilders(path: Path) -> dict[str, Any]:
+    """Return the `replace` functions of `load_untrusted_pickle` that rebuild tensors as `StoredTensor`s in `path`."""
 
-    def tensor(storage: Storage, start: int, shape: Shape, stride: Shape, *others: Any) -> StoredTensor:
-        return _tensor(path, storage, start, shape, stride, *others)
+    def rebuild_tensor(
+        storage: StorageRange, start: int, shape: TensorShape, stride: TensorShape, *others: Any
+    ) -> StoredTensor:
+        return _stored_tensor(path, storage, start, shape, stride, *others)
 
     return {
-        "torch._utils._rebuild_tensor": tensor,
-        "torch._utils._rebuild_tensor_v2": tensor,
-        "torch._utils._rebuild_tensor_v3": tensor,
+        "torch._utils._rebuild_tensor": rebuild_tensor,
+        "torch._utils._rebuild_tensor_v2": rebuild_tensor,
+        "torch._utils._rebuild_tensor_v3": rebuild_tensor,
         "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
         "torch._tensor._rebuild_from_type_v2": lambda rebuild, kind, args, state: rebuild(*args),  # with attributes
     }
 
 
-def _tensor(path: Path, storage: Storage, start: int, shape: Shape, stride: Shape, *others: Any) -> StoredTensor:
-    """A tensor of a storage; `others` are requires_grad, hooks and, for types without a storage class, the dtype."""
+def _stored_tensor(
+    path: Path, storage: StorageRange, start: int, shape: TensorShape, stride: TensorShape, *others: Any
+) -> StoredTensor:
+    """Return a tensor of a storage; `others` are requires_grad, hooks and, for types without a storage class, the
+    dtype.
+    """
     named = others[2] if len(others) > 2 and getattr(others[2], "name", "").startswith("torch.") else None
     dtype = getattr(torch, named.name.removeprefix("torch.")) if named else storage.dtype
     shape, stride = tuple(shape), tuple(stride)
@@ -177,8 +190,8 @@ def _tensor(path: Path, storage: Storage, start: int, shape: Shape, stride: Shap
     return StoredTensor(path, dtype, shape, stride, start, storage.begin, storage.end)
 
 
-def storage_dtype(marker: Inert) -> torch.dtype:
-    """What the class of a storage, as a pickle names it, says of its elements.
+def storage_dtype(marker: InertObject) -> torch.dtype:
+    """Return the element dtype of a storage class that a pickle names.
 
     Raises:
         KeyError: when it is none.
@@ -187,13 +200,13 @@ def storage_dtype(marker: Inert) -> torch.dtype:
 
 
 class _Storages:
-    """The storages of an archive."""
+    """Storages of an archive."""
 
     def __init__(self, file: IO[bytes], begin: int, end: int, entries: dict[str, zipfile.ZipInfo]) -> None:
         self._file, self._begin, self._end, self._entries = file, begin, end, entries
 
-    def find(self, pid: Any) -> Storage:
-        """A storage's place in the file."""
+    def find_storage(self, pid: Any) -> StorageRange:
+        """Return the byte range of a storage in the file."""
         kind, marker, key, _, count = pid
         if kind != "storage":
             raise ValueError(f"{kind!r} is not a storage")
@@ -206,9 +219,77 @@ class _Storages:
             raise ValueError(f"storage {key} has {info.file_size} bytes for {count} elements")
         if first + info.file_size > self._end:
             raise ValueError(f"storage {key} reaches outside the file")
-        return Storage(dtype, first, first + info.file_size)
+        return StorageRange(dtype, first, first + info.file_size)
 
 
-def namespace(value: Any) -> dict[str, Any]:
-    """The attributes of a pickled `argparse.Namespace`; empty for anything else."""
-    return dict(value.state) if isinstance(value, Inert) and isinstance(value.state, dict) else {}
+def namespace_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of a pickled `argparse.Namespace`; empty for anything else."""
+    return dict(value.state) if isinstance(value, InertObject) and isinstance(value.state, dict) else {}
+
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+_COUNT = 8  # bytes before a storage's elements
+
+
+def load_state_tensors(path: Path) -> Mapping[str, StoredTensor]:
+    """Return the tensors of a model's `torch.save`d state dict ({name: tensor}, such as `pytorch_model.bin`), in file
+    order.
+
+    Raises:
+        CheckpointError: when the file is damaged, is no state of a model, or asks for anything that no state needs.
+    """
+    try:
+        state = load_torch_archive(path) if zipfile.is_zipfile(path) else _load_legacy_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, StoredTensor) for name, tensor in state.items()
+    ):
+        raise CheckpointError(f"{path}: holds no state of a model ({{name: tensor}})")
+    return dict(state)
+
+
+def _load_legacy_file(path: Path) -> Any:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        stream = open_file_range(file, 0, min(size, MAX_PICKLE_BYTES))
+        found: dict[str, StorageRange] = {}
+
+        def load_next(storages: Callable[[Any], StorageRange]) -> Any:
+            return load_untrusted_pickle(stream, str(path), replace=tensor_rebuilders(path), stored=storages)
+
+        def record_storage(pid: Any) -> StorageRange:
+            _, marker, key, _, count, view = pid
+            if view is not None:
+                raise ValueError(f"storage {key} is a part of another one")
+            dtype = storage_dtype(marker)
+            return found.setdefault(key, StorageRange(dtype, 0, count * dtype.itemsize))
+
+        if load_next(record_storage) != _MAGIC:
+            raise CheckpointError(f"{path}: not written by torch.save", hint="was the download interrupted?")
+        _version, _machine, begin = load_next(record_storage), load_next(record_storage), stream.tell()
+        _state, keys, end = load_next(record_storage), load_next(record_storage), stream.tell()
+        places = _locate_storages(
+            path, file, found, keys, end, size
+        )  # known only now that the state was read: so it is read twice
+        stream.seek(begin)
+        return load_next(lambda pid: places[pid[2]])
+
+
+def _locate_storages(
+    path: Path, file: IO[bytes], found: Mapping[str, StorageRange], keys: Any, at: int, size: int
+) -> dict[str, StorageRange]:
+    """Return the byte ranges of the storages, which follow each other from byte `at`."""
+    places = {}
+    for key in keys if isinstance(keys, list) else ():
+        file.seek(at)
+        count, begin = int.from_bytes(file.read(_COUNT), "little"), at + _COUNT
+        if key not in found or count * found[key].dtype.itemsize != found[key].end:
+            raise CheckpointError(f"{path}: damaged: storage {key!r} is not as long as its tensors say")
+        at = begin + found[key].end
+        if at > size:
+            raise CheckpointError(f"{path}: truncated: {size} bytes instead of {at}", hint="copy the file again")
+        places[key] = StorageRange(found[key].dtype, begin, at)
+    if found.keys() - places.keys():
+        raise CheckpointError(f"{path}: damaged: it lacks a storage of its tensors")
+    return places

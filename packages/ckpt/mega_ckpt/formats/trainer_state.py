@@ -1,4 +1,4 @@
-"""Adam's moments beside a model of the hub: `optimizer.pt` of transformers' Trainer, `optimizer.bin` of Accelerate.
+"""Adam moments next to a HuggingFace model: `optimizer.pt` of transformers' Trainer, `optimizer.bin` of Accelerate.
 
 Both are the state of a torch optimizer, by the number of a parameter (`numbered_state`), and the files of weights are in another
 order. That of the parameters is in transformers alone, which makes the model here without memory. Accelerate's optimizer was given
@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mega_ckpt.formats.disk import Stored
-from mega_ckpt.formats.named_state import NamedState
-from mega_ckpt.formats.numbered_state import BY_NUMBER, numbered
-from mega_ckpt.formats.torch_archive import load_archive
+from mega_ckpt.formats.adam_state import BY_NUMBER, NamedAdamState, name_moments
+from mega_ckpt.formats.disk_source import LazyTensor
+from mega_ckpt.formats.torch_archive import load_torch_archive
 from mega_common.errors import CheckpointError
 
 FILES = ("optimizer.pt", "optimizer.bin")
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm(\.|$)")
 
 
-def beside(folder: Path, weights: Mapping[str, Stored]) -> NamedState | None:
-    """The weights of a folder with the moments in it, or why these stay behind; None where there is no such file.
+def read_trainer_state(folder: Path, weights: Mapping[str, LazyTensor]) -> NamedAdamState | None:
+    """Return the weights of a folder with the moments in it, or the reason why they cannot be read; None if there is no
+    such file.
 
     A file of them that cannot be read is no reason to refuse the weights, which do not come from it.
     """
@@ -33,23 +33,25 @@ def beside(folder: Path, weights: Mapping[str, Stored]) -> NamedState | None:
     if path is None:
         return None
     try:
-        orders = _orders(folder)
+        orders = _parameter_orders(folder)
     except ImportError:
         why = f"{BY_NUMBER}, and transformers, which knows their order, is not installed"
-        return NamedState(weights, lacks=why)
+        return NamedAdamState(weights, missing_reason=why)
     except Exception as error:  # noqa: BLE001  # of whatever kind: it is a model's own code that cannot make it
-        return NamedState(weights, lacks=f"{BY_NUMBER}, and transformers cannot tell their order ({error})")
+        return NamedAdamState(
+            weights, missing_reason=f"{BY_NUMBER}, and transformers cannot tell their order ({error})"
+        )
     try:
-        optimizer = load_archive(path)
+        optimizer = load_torch_archive(path)
         if not isinstance(optimizer, Mapping):
             raise CheckpointError(f"{path}: not the state of an optimizer of torch")
-        return numbered(path, weights, optimizer, orders)
+        return name_moments(path, weights, optimizer, orders)
     except CheckpointError as error:
-        return NamedState(weights, lacks=error.message)
+        return NamedAdamState(weights, missing_reason=error.message)
 
 
-def _orders(folder: Path) -> list[list[list[str]]]:
-    """In what groups an optimizer may have been given the parameters: their names, by group."""
+def _parameter_orders(folder: Path) -> list[list[list[str]]]:
+    """Return the possible parameter orders of the optimizer: parameter names by group."""
     import transformers  # here: it takes seconds, and is needed for this alone
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)

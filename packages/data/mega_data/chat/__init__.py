@@ -1,1 +1,1 @@
-"""Conversations: records to messages, messages to text by a chat template, text to tokens and the weight of each."""
+"""Conversations: records, chat templates and encoding with loss masks."""

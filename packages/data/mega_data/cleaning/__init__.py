@@ -1,1 +1,1 @@
-"""Cleaning of corpora: text in, text out, before it is tokenized. What goes is kept beside, with rule and reason."""
+"""Cleaning of corpora: filters, deduplication and decontamination."""

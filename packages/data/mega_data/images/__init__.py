@@ -1,1 +1,1 @@
-"""Images beside a data set of conversations: where they lie, how they become pixels, and how such a data set is made."""
+"""Images of conversations: preprocessing, references, pixels and samples."""

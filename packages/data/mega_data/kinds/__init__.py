@@ -1,29 +1,28 @@
-"""The kinds of training data: what `data.kind`, or the `kind` of one data set, chooses from."""
+"""Dataset kinds, selected by `data.kind` or by the `kind` of one data set."""
 
 from __future__ import annotations
 
-from mega_data.kinds.base import Kind
-from mega_data.kinds.bert import bert
-from mega_data.kinds.conversations import conversations
-from mega_data.kinds.fim import fim
-from mega_data.kinds.masked import masked
-from mega_data.kinds.packed import documents
-from mega_data.kinds.pairs import pairs
-from mega_data.kinds.retro import retro
-from mega_data.kinds.t5 import t5
-from mega_data.kinds.text import text
+from mega_data.kinds.bert_samples import build_bert_samples
+from mega_data.kinds.chat_samples import build_conversation_samples, build_preference_pairs
+from mega_data.kinds.dataset_kind import DatasetFactory
+from mega_data.kinds.fill_in_middle import build_fim_samples
+from mega_data.kinds.masked_lm_samples import build_masked_lm_samples
+from mega_data.kinds.packed_documents import build_packed_samples
+from mega_data.kinds.retro_samples import build_retro_samples
+from mega_data.kinds.running_text import build_text_samples
+from mega_data.kinds.t5_samples import build_t5_samples
 
 
-def kinds() -> dict[str, Kind]:
-    """Each kind by its name, as `mega_data.config.KindName` lists them."""
+def get_dataset_builders() -> dict[str, DatasetFactory]:
+    """Return the sample builder of each dataset kind, by the names of `mega_data.data_config.KindName`."""
     return {
-        "text": text,
-        "documents": documents,
-        "conversations": conversations,
-        "pairs": pairs,
-        "fim": fim,
-        "bert": bert,
-        "masked": masked,
-        "t5": t5,
-        "retro": retro,
+        "text": build_text_samples,
+        "documents": build_packed_samples,
+        "conversations": build_conversation_samples,
+        "pairs": build_preference_pairs,
+        "fim": build_fim_samples,
+        "bert": build_bert_samples,
+        "masked": build_masked_lm_samples,
+        "t5": build_t5_samples,
+        "retro": build_retro_samples,
     }

@@ -1,1 +1,1 @@
-"""What the corpora are that people have: files, folders and data sets, packed or not, to documents."""
+"""Reading of corpora: sources, formats and documents."""

@@ -1,4 +1,4 @@
-"""What reading gives: documents, or why there is none."""
+"""Documents and rejected items, as returned by the readers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from mega_data.chat.template import Rendered
+from mega_data.chat.chat_template import RenderedChat
+from mega_data.reading.corpus_sources import ABSENT, lookup_key
 from mega_data.reading.long_text import LongText
-from mega_data.reading.sources import ABSENT, lookup
 
 
 class Document(NamedTuple):
-    """A text of `size` UTF-8 bytes, and where it stands (`line` counts from 1; rows, records and JSON values too).
+    """Text of `size` UTF-8 bytes with its source position (`line` counts from 1; for rows, records and JSON values
+    too).
 
     `record` is all that stands there beside the text, where `read` was asked for it and the format has more.
     `notes` are what is to be reported of it. `chats` are the conversations that a record was, `long` is a text too long to be held; there is no other text then.
@@ -22,19 +23,19 @@ class Document(NamedTuple):
     size: int
     file: str
     line: int
-    chats: tuple[Rendered, ...] = ()
+    chats: tuple[RenderedChat, ...] = ()
     record: dict[str, Any] | None = None
     long: LongText | None = None
     notes: tuple[str, ...] = ()
 
     @property
-    def where(self) -> str:
-        """`file:line`, as editors take it."""
+    def location(self) -> str:
+        """Position as `file:line`, in the form that editors accept."""
         return f"{self.file}:{self.line}"
 
 
-class Rejected(NamedTuple):
-    """A place without a usable document, why, and what stands there.
+class RejectedItem(NamedTuple):
+    """Source position without a usable document, with the reason and its content.
 
     `left_out`: a file of a folder that belongs to no corpus (an image, say), which nobody has to mend.
     """
@@ -46,76 +47,78 @@ class Rejected(NamedTuple):
     left_out: bool = False
 
 
-Items = Iterator[Document | Rejected]
+DocumentStream = Iterator[Document | RejectedItem]
 
 
-def checked(value: object, key: str, file: str, line: int) -> Document | Rejected:
-    """The document of a value that should be text; lone surrogates, which JSON can spell, are none."""
+def document_from_text(value: object, key: str, file: str, line: int) -> Document | RejectedItem:
+    """Return the document of a value that must be a string; lone surrogates, which JSON can encode, are rejected."""
     if isinstance(value, LongText):
-        return _checked_long(value, key, file, line)
+        return _document_from_long_text(value, key, file, line)
     if not isinstance(value, str):
-        return Rejected(f"{key!r} is {_named(value)}, not a string", repr(value), file, line)
+        return RejectedItem(f"{key!r} is {_describe_type(value)}, not a string", repr(value), file, line)
     try:
         size = len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError as error:
         shown = value.encode("utf-8", "backslashreplace").decode()
-        return Rejected(f"{key!r} is not valid Unicode (lone surrogate at character {error.start})", shown, file, line)
+        return RejectedItem(
+            f"{key!r} is not valid Unicode (lone surrogate at character {error.start})", shown, file, line
+        )
     return Document(value, size, file, line)
 
 
-def _checked_long(text: LongText, key: str, file: str, line: int) -> Document | Rejected:
+def _document_from_long_text(text: LongText, key: str, file: str, line: int) -> Document | RejectedItem:
     if text.lone_surrogate is None:
         return Document("", text.size, file, line, long=text)
     with text:
         reason = f"{key!r} is not valid Unicode (lone surrogate at character {text.lone_surrogate})"
-        return Rejected(reason, next(text.blocks()), file, line)
+        return RejectedItem(reason, next(text.read_blocks()), file, line)
 
 
-def _named(value: object) -> str:
+def _describe_type(value: object) -> str:
     names = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", int: "a number"}
     return names.get(type(value), f"of type {type(value).__name__}")
 
 
-def damaged(error: Exception, file: str, line: int) -> Rejected:
-    """What stands in the place of all that follows the damage."""
-    return Rejected(f"cannot be read to its end ({error}); is the file damaged or truncated?", "", file, line)
+def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
+    """Return the rejected item that stands for everything behind a damaged position."""
+    return RejectedItem(f"cannot be read to its end ({error}); is the file damaged or truncated?", "", file, line)
 
 
-def of_record(
+def document_from_record(
     record: object, key: str, file: str, line: int, whole: bool, strings: dict[str, LongText]
-) -> Document | Rejected:
-    """The document of a record, in which names stand for long `strings`."""
+) -> Document | RejectedItem:
+    """Return the document of a record, in which names stand for long `strings`."""
     if not isinstance(record, dict):
-        return Rejected(f"the record is {_named(record)}, not an object", "", file, line)
-    value = lookup(record, key)
+        return RejectedItem(f"the record is {_describe_type(record)}, not an object", "", file, line)
+    value = lookup_key(record, key)
     if strings:
         value = strings.pop(value, value) if isinstance(value, str) else value
-        _close(strings, json.dumps(record))
+        _close_unused(strings, json.dumps(record))
     if value is ABSENT:
-        return Rejected(f"no key {key!r}; the keys are {key_names(record)}", "", file, line)
-    return with_record(checked(value, key, file, line), record if whole else None)
+        return RejectedItem(f"no key {key!r}; the keys are {format_key_names(record)}", "", file, line)
+    return attach_record(document_from_text(value, key, file, line), record if whole else None)
 
 
-def _close(strings: dict[str, LongText], record: str) -> None:
-    """Remove those that a record names: nobody asked for them."""
+def _close_unused(strings: dict[str, LongText], record: str) -> None:
+    """Close the long strings named in a record that are not the text."""
     for name in [name for name in strings if name in record]:
         with strings.pop(name):
             pass
 
 
-def with_record(item: Document | Rejected, record: dict[str, Any] | None) -> Document | Rejected:
-    """A document with its record, if that is wanted."""
+def attach_record(item: Document | RejectedItem, record: dict[str, Any] | None) -> Document | RejectedItem:
+    """Return a document with its record, if that is requested."""
     return item._replace(record=record) if record is not None and isinstance(item, Document) else item
 
 
-def key_names(record: dict[str, Any]) -> str:
-    """The keys of a record as one may name them; of objects in it, theirs."""
+def format_key_names(record: dict[str, Any]) -> str:
+    """Return the keys of a record as text, with those of nested objects as `a.b`."""
     names = (
         [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key] for key, value in record.items()
     )
     return ", ".join(name for group in names for name in group) or "none"
 
 
-def escaped(raw: bytes) -> str:
-    """A line as text, with its bytes that are no UTF-8 spelt."""
+def escape_bytes(raw: bytes) -> str:
+    """Return a line as text, with invalid UTF-8 bytes escaped."""
     return raw.decode("utf-8", "backslashreplace").rstrip("\n")

@@ -1,4 +1,4 @@
-"""JSON lines and JSON to documents, of any length of lines and texts."""
+"""Readers of JSON lines and JSON, with lines and texts of any length."""
 
 from __future__ import annotations
 
@@ -9,43 +9,50 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from mega_data.reading.documents import Document, Items, Rejected, damaged, escaped, of_record
-from mega_data.reading.long_text import BLOCK, LONG, LongText, decoded, in_blocks, shorten
-from mega_data.reading.sources import BOM, Source
-from mega_data.reading.unpack import DAMAGE
+from mega_data.reading.corpus_sources import BOM, CorpusSource
+from mega_data.reading.decompression import DAMAGE
+from mega_data.reading.documents import (
+    Document,
+    DocumentStream,
+    RejectedItem,
+    document_from_record,
+    escape_bytes,
+    reject_damaged_rest,
+)
+from mega_data.reading.long_text import BLOCK, LONG, LongText, decode_blocks, extract_long_strings, iterate_blocks
 
 SHOWN = 1 << 16  # bytes of a bad line that is long
 BETWEEN = re.compile(r"[ \t\r\n,\[\]]*")  # what stands between the objects of an array, or of no array
 LARGEST_VALUE = 1 << 30  # characters of one JSON value; what looks longer has a quotation mark too few
 
 
-def read_jsonl(
+def read_json_lines(
     stream: io.BufferedReader,
-    source: Source,
+    source: CorpusSource,
     key: str,
-    tell_lines: Callable[[int], object],
+    on_lines: Callable[[int], object],
     whole: bool,
     folder: Path | None,
-) -> Items:
-    """A document a line, blank ones aside; `tell_lines` is told, at the end, how many there were."""
+) -> DocumentStream:
+    """Yield one document per line, without blank lines; `tell_lines` is called at the end with the number of lines."""
     line = 0
     try:
-        for line, (raw, rest) in enumerate(_lines(stream, source.begin, source.end, LONG if folder else -1), 1):
+        for line, (raw, rest) in enumerate(_iterate_lines(stream, source.begin, source.end, LONG if folder else -1), 1):
             if line == 1 and not source.begin:
                 raw = raw.removeprefix(BOM)
             if rest is not None and folder is not None:
-                yield _parsed_long(raw, rest, key, source.shown, line, folder)
+                yield _parse_long_line(raw, rest, key, source.display_name, line, folder)
             elif not raw.isspace():
-                yield _parsed(raw, key, source.shown, line, whole)
-        tell_lines(line)
+                yield _parse_line(raw, key, source.display_name, line, whole)
+        on_lines(line)
     except DAMAGE as error:
-        yield damaged(error, source.shown, line + 1)
+        yield reject_damaged_rest(error, source.display_name, line + 1)
 
 
-def _lines(
+def _iterate_lines(
     stream: io.BufferedReader, begin: int, end: int | None, longest: int
 ) -> Iterator[tuple[bytes, Iterator[bytes] | None]]:
-    """The lines that begin in a range of bytes, the first of them with it.
+    """Yield the lines that begin in a range of bytes, the first of them with it.
 
     Of a line longer than `longest` bytes these, and an iterator over the others.
     """
@@ -70,55 +77,57 @@ def _rest_of_line(stream: io.BufferedReader) -> Iterator[bytes]:
         yield part
 
 
-def _parsed(raw: bytes, key: str, file: str, line: int, whole: bool) -> Document | Rejected:
+def _parse_line(raw: bytes, key: str, file: str, line: int, whole: bool) -> Document | RejectedItem:
     try:
         record = json.loads(raw.decode())
     except UnicodeDecodeError as error:
-        return Rejected(f"not UTF-8 (byte {error.start} of the line)", escaped(raw), file, line)
+        return RejectedItem(f"not UTF-8 (byte {error.start} of the line)", escape_bytes(raw), file, line)
     except (ValueError, RecursionError) as error:
-        return Rejected(f"not JSON ({error})", escaped(raw), file, line)
-    item = of_record(record, key, file, line, whole, {})
-    return item._replace(content=escaped(raw)) if isinstance(item, Rejected) else item
+        return RejectedItem(f"not JSON ({error})", escape_bytes(raw), file, line)
+    item = document_from_record(record, key, file, line, whole, {})
+    return item._replace(content=escape_bytes(raw)) if isinstance(item, RejectedItem) else item
 
 
-def _parsed_long(
+def _parse_long_line(
     begin: bytes, rest: Iterator[bytes], key: str, file: str, line: int, folder: Path
-) -> Document | Rejected:
-    """Likewise of a line of any length, of which a bad one's begin is shown alone."""
+) -> Document | RejectedItem:
+    """Parse a line of any length; of a bad one only the beginning is shown."""
     strings: dict[str, LongText] = {}
-    shown = escaped(begin[:SHOWN])
+    shown = escape_bytes(begin[:SHOWN])
     kept = f"; the first {SHOWN} bytes of a long line are shown"
     try:
-        record = json.loads("".join(shorten(decoded(chain([begin], rest)), folder, strings)))
+        record = json.loads("".join(extract_long_strings(decode_blocks(chain([begin], rest)), folder, strings)))
     except UnicodeDecodeError as error:
-        return Rejected(f"not UTF-8 (byte {error.start} of the line){kept}", shown, file, line)
+        return RejectedItem(f"not UTF-8 (byte {error.start} of the line){kept}", shown, file, line)
     except json.JSONDecodeError as error:  # its place is one in what is left of the line
-        return Rejected(f"not JSON ({error.msg}){kept}", shown, file, line)
+        return RejectedItem(f"not JSON ({error.msg}){kept}", shown, file, line)
     except (ValueError, RecursionError) as error:
-        return Rejected(f"not JSON ({error}){kept}", shown, file, line)
-    item = of_record(record, key, file, line, False, strings)
-    return item._replace(reason=item.reason + kept, content=shown) if isinstance(item, Rejected) else item
+        return RejectedItem(f"not JSON ({error}){kept}", shown, file, line)
+    item = document_from_record(record, key, file, line, False, strings)
+    return item._replace(reason=item.reason + kept, content=shown) if isinstance(item, RejectedItem) else item
 
 
-def read_json(stream: io.BufferedReader, source: Source, key: str, whole: bool, folder: Path | None) -> Items:
-    """Objects one after another or in an array, however they are laid out; `line` counts them."""
+def read_json_values(
+    stream: io.BufferedReader, source: CorpusSource, key: str, whole: bool, folder: Path | None
+) -> DocumentStream:
+    """Yield the documents of objects, one after another or in an array, in any layout; `line` counts them."""
     line, strings = 0, dict[str, LongText]()
-    blocks = decoded(in_blocks(stream))
+    blocks = decode_blocks(iterate_blocks(stream))
     try:
-        values = _values(shorten(blocks, folder, strings) if folder else blocks)
+        values = _iterate_values(extract_long_strings(blocks, folder, strings) if folder else blocks)
         for line, record in enumerate(values, 1):
-            item = of_record(record, key, source.name, line, whole, strings)
-            yield item._replace(content=json.dumps(record)) if isinstance(item, Rejected) else item
+            item = document_from_record(record, key, source.name, line, whole, strings)
+            yield item._replace(content=json.dumps(record)) if isinstance(item, RejectedItem) else item
     except UnicodeDecodeError:
-        yield Rejected("not UTF-8", "", source.name, line + 1)
+        yield RejectedItem("not UTF-8", "", source.name, line + 1)
     except DAMAGE as error:
-        yield damaged(error, source.name, line + 1)
+        yield reject_damaged_rest(error, source.name, line + 1)
     except (ValueError, RecursionError) as error:
-        yield Rejected(f"not JSON ({error}); what follows is not read", "", source.name, line + 1)
+        yield RejectedItem(f"not JSON ({error}); what follows is not read", "", source.name, line + 1)
 
 
-def _values(blocks: Iterator[str]) -> Iterator[object]:
-    """The values of a JSON text, or of the array that it is, while no more than one of them is in memory."""
+def _iterate_values(blocks: Iterator[str]) -> Iterator[object]:
+    """Yield the values of a JSON text, or of the array that it is, with at most one of them in memory."""
     decoder = json.JSONDecoder()
     text, at, more = next(blocks, "").removeprefix("\ufeff"), 0, True
     failure: Exception | None = None  # of what follows the text

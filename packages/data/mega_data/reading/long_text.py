@@ -1,4 +1,4 @@
-"""Texts too long to be held in memory: they lie in a file without a name while they are encoded, piece by piece.
+"""Texts too long for memory, stored in an unnamed file and encoded piece by piece.
 
 A JSON string of any length gets there without ever being whole in memory: `shorten` goes over JSON text in blocks, takes
 the long strings out, and lets through what remains, with a short name for each of them, for the `json` module to parse.
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from mega_data.making.partial import refusals
+from mega_data.preprocessing.partial_folder import translate_write_errors
 
 LONG = 1 << 22  # bytes of a text, or line, from which on it is not held
 BLOCK = 1 << 20  # of them that are
@@ -36,53 +36,54 @@ LONGEST_ESCAPE = 12  # characters: a pair of surrogates
 
 
 class LongText:
-    """A text in a file without a name, in a folder: nothing is left of it after any end.
+    """Text in an unnamed temporary file, which disappears with the process.
 
     Attributes:
         size: its UTF-8 bytes.
         lone_surrogate: the number of the first character that is none but half a pair, as JSON can spell it.
 
     Raises:
-        DataError: when the disk refuses, also from what adds to it and from `blocks`.
+        DataError: when the disk refuses, also from what adds to it and from `read_blocks`.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with refusals(folder):
+        with translate_write_errors(folder):
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by whoever encoded it
         self.size = self._characters = 0
         self.lone_surrogate: int | None = None
 
     @classmethod
-    def of(cls, blocks: Iterable[str], folder: Path) -> LongText:
-        """That of blocks of text."""
+    def from_blocks(cls, blocks: Iterable[str], folder: Path) -> LongText:
+        """Store blocks of text as a long text."""
         text = cls(folder)
         for block in blocks:
-            text.write(block)
+            text.append_text(block)
         return text
 
-    def write(self, text: str) -> None:
-        """Add to its end."""
+    def append_text(self, text: str) -> None:
+        """Append text."""
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
             if self.lone_surrogate is None:
                 self.lone_surrogate = self._characters + error.start
             raw = text.encode("utf-8", "replace")
-        with refusals(self._folder):
+        with translate_write_errors(self._folder):
             self._file.write(raw)
         self.size += len(raw)
         self._characters += len(text)
 
-    def fill(self, text: str, blocks: Iterator[str]) -> str:
-        """Add a JSON string of which `text`, after the quotation mark, is the begin; what follows its end is returned.
+    def append_json_string(self, text: str, blocks: Iterator[str]) -> str:
+        """Append a JSON string that begins with `text` (after the quotation mark) and continues in `blocks`; return the
+        text behind its end.
 
         Raises:
             ValueError: when it is none.
         """
         while True:
             end = INSIDE.match(text).end()  # type: ignore[union-attr]  # it matches nothing as well
-            self.write(json.loads(f'"{text[:end]}"'))
+            self.append_text(json.loads(f'"{text[:end]}"'))
             text = text[end:]
             if text.startswith('"'):
                 return text[1:]
@@ -91,15 +92,15 @@ class LongText:
                 raise ValueError("Invalid \\escape" if more else "Unterminated string")
             text += more
 
-    def blocks(self) -> Iterator[str]:
-        """The text from its begin, in blocks."""
-        with refusals(self._folder):
+    def read_blocks(self) -> Iterator[str]:
+        """Yield the text from its beginning, in blocks."""
+        with translate_write_errors(self._folder):
             self._file.seek(0)  # which writes what is not written yet
-        return decoded(in_blocks(self._file))
+        return decode_blocks(iterate_blocks(self._file))
 
     def __contains__(self, word: str) -> bool:
         seen = ""
-        for block in self.blocks():
+        for block in self.read_blocks():
             seen = seen[-len(word) :] + block
             if word in seen:
                 return True
@@ -114,8 +115,8 @@ class LongText:
         self._file.close()
 
 
-def shorten(blocks: Iterator[str], folder: Path, strings: dict[str, LongText]) -> Iterator[str]:
-    """JSON text, in blocks, with a name from `strings` in place of each long string, which is put there.
+def extract_long_strings(blocks: Iterator[str], folder: Path, strings: dict[str, LongText]) -> Iterator[str]:
+    """Yield JSON text, in blocks, with each long string moved to `strings` and replaced by its name there.
 
     Raises:
         ValueError: at a long string that is none.
@@ -129,13 +130,13 @@ def shorten(blocks: Iterator[str], folder: Path, strings: dict[str, LongText]) -
         if len(rest) >= LONG:
             name = secrets.token_hex(16)  # which nothing else in the text is
             strings[name] = LongText(folder)
-            rest = strings[name].fill(rest[1:], blocks)
+            rest = strings[name].append_json_string(rest[1:], blocks)
             yield f'"{name}"'
     yield rest
 
 
-def decoded(blocks: Iterable[bytes]) -> Iterator[str]:
-    """Text of blocks of UTF-8.
+def decode_blocks(blocks: Iterable[bytes]) -> Iterator[str]:
+    """Yield the text of blocks of UTF-8.
 
     Raises:
         UnicodeDecodeError: when they are not; its `start` counts from the first block on.
@@ -151,6 +152,6 @@ def decoded(blocks: Iterable[bytes]) -> Iterator[str]:
         read += len(block)
 
 
-def in_blocks(stream: IO[bytes]) -> Iterator[bytes]:
-    """What is left of a stream."""
+def iterate_blocks(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield the rest of a stream in blocks."""
     return iter(lambda: stream.read(BLOCK), b"")

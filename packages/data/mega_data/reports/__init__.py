@@ -1,1 +1,1 @@
-"""What there is to know of token files, for people."""
+"""Reports on token data sets: inspection, statistics and HTML pages."""

@@ -1,1 +1,1 @@
-"""Neighbours of chunks of text, found before a run that reads them (Retro: Borgeaud et al., arXiv:2112.04426)."""
+"""Retrieval of neighbors for Retro: chunks, embeddings, nearest-neighbor search and neighbor files."""

@@ -1,1 +1,3 @@
-"""An OpenAI-compatible server for one model, for evaluation and for trying it: FastAPI and uvicorn around the engine."""
+"""OpenAI-compatible server for one model, for evaluation and experiments: FastAPI and uvicorn around the inference
+engine.
+"""

@@ -1,4 +1,4 @@
-"""Functions that a worker process of the server runs, under bounds of CPU time and memory.
+"""Functions that a worker process of the server runs, with limits of CPU time and memory.
 
 This module imports nothing heavy: it is the first of ours that a worker process loads.
 """
@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from mega_data.chat.records import Conversation
-    from mega_data.chat.template import ChatTemplate
+    from mega_data.chat.chat_records import Conversation
+    from mega_data.chat.chat_template import ChatTemplate
 
 T = TypeVar("T")
 
@@ -27,8 +27,8 @@ NICE = 10
 sys.modules.setdefault("__main__", ModuleType("__main__"))
 
 
-def within_bounds(seconds: float, work: Callable[[], T]) -> T:
-    """Do a piece of work in a worker process; the operating system ends the process after `seconds` of CPU time."""
+def run_within_limits(seconds: float, work: Callable[[], T]) -> T:
+    """Run a piece of work in a worker process; the operating system ends the process after `seconds` of CPU time."""
     if os.getpriority(os.PRIO_PROCESS, 0) < NICE:
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -42,18 +42,18 @@ def within_bounds(seconds: float, work: Callable[[], T]) -> T:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def render_within(
+def render_with_limits(
     seconds: float, template: ChatTemplate, conversation: Conversation, begins: bool, continues: bool
 ) -> str:
     """Render a conversation in a worker process."""
-    return within_bounds(
+    return run_within_limits(
         seconds,
-        lambda: template.prompt(conversation, add_generation_prompt=begins, continue_final_message=continues),
+        lambda: template.render_prompt(conversation, add_generation_prompt=begins, continue_final_message=continues),
     )
 
 
-def check_within(seconds: float, grammar: str, tokenizer_json: str, ends: frozenset[int]) -> None:
+def check_grammar_with_limits(seconds: float, grammar: str, tokenizer_json: str, ends: frozenset[int]) -> None:
     """Check a grammar in a worker process."""
-    from mega_eval.grammar_source import check_grammar
+    from mega_eval.grammar_compiler import check_grammar
 
-    within_bounds(seconds, lambda: check_grammar(grammar, tokenizer_json, ends))
+    run_within_limits(seconds, lambda: check_grammar(grammar, tokenizer_json, ends))

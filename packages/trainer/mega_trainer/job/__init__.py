@@ -1,1 +1,1 @@
-"""What keeps a run alive, ends it in good time, and tells of it; nothing here changes what a step computes."""
+"""Fault tolerance, monitoring and bookkeeping of a run; nothing here changes what a step computes."""

@@ -1,5 +1,5 @@
-"""What a run runs in: what libraries are told through the environment of a rank, before torch is imported (what is set
-already stays), and what is told of the machine and the versions.
+"""Environment of a run: library variables set for a rank before torch is imported (existing values stay), and a
+description of the machine and the installed versions.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from mega_trainer.config import RunConfig
+from mega_trainer.config.run_config import RunConfig
 
 STATUS_NOTE = "MEGA_STATUS_NOTE"  # the variable by which `elastic` tells its ranks of a file for the job's exit status
 PACKAGES = ("mega-trainer", "torch", "numpy", "triton", "transformer-engine", "flash-attn", "deep-ep")
 
 
 def library_settings(config: RunConfig) -> dict[str, str]:
-    """Variables for the ranks of a run.
+    """Return the environment variables for the ranks of a run.
 
     - `PYTORCH_CUDA_ALLOC_CONF`: memory that a GPU has given for one size serves others too.
     - `TORCH_GLOO_LAZY_INIT`: host groups connect to the ranks they talk to, not to all: 1,024 sockets are many.
@@ -35,8 +35,8 @@ def library_settings(config: RunConfig) -> dict[str, str]:
     return chosen
 
 
-def told(config: RunConfig, environment: Mapping[str, str]) -> str:
-    """One line: what the environment says, where that is another's choice too."""
+def format_environment(config: RunConfig, environment: Mapping[str, str]) -> str:
+    """Return one line with the values of the library variables, with a note where the user has set another value."""
     chosen = library_settings(config)
     return ", ".join(
         f"{name}={environment.get(name, '(not set)')}" + ("" if environment.get(name) == value else f" (not {value})")
@@ -44,8 +44,10 @@ def told(config: RunConfig, environment: Mapping[str, str]) -> str:
     )
 
 
-def described() -> dict[str, Any]:
-    """This machine and what is installed: `host`, `machine`, `cpus`, `versions` by package, those of CUDA and NCCL among them."""
+def describe_environment() -> dict[str, Any]:
+    """Return a description of this machine and its software: `host`, `machine`, `cpus`, `versions` by package, those of
+    CUDA and NCCL among them.
+    """
     import torch
 
     gpus = torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""How much of a run's time went into steps that stay, over all its starts, and where the rest went."""
+"""Goodput: share of a run's time spent in steps that remain, over all its starts, and the lost time by reason."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _LOST = "lost/"
 
 
 @dataclass
-class Goodput:
-    """What was lost of a run's time since its first step began.
+class GoodputCounter:
+    """Lost time of a run since its first step began.
 
     Attributes:
         begun: when that was, in seconds of the Unix clock.
@@ -23,10 +23,11 @@ class Goodput:
     lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REASONS, 0.0))
 
     @classmethod
-    def resumed(
+    def resume_counter(
         cls, first: Mapping[str, float], kept: Mapping[str, float], last: Mapping[str, float], now: float
-    ) -> Goodput:
-        """Of a run that goes on `now` after the line `kept` of its metrics.jsonl; those from there to `last` are done again.
+    ) -> GoodputCounter:
+        """Return the counter of a run that resumes at time `now` after the line `kept` of its metrics.jsonl; steps from
+        there to `last` are redone.
 
         With an empty `kept` all are. Lines of a version that told no times are those of a run that begins here.
         """
@@ -39,12 +40,12 @@ class Goodput:
         lost["restart"] += max(0.0, now - last["time"])
         return cls(min(begun, now - sum(lost.values())), lost)  # the clock may have been set back since
 
-    def lose(self, phases: Mapping[str, float]) -> None:
-        """Count those phases of a step that are no work on it."""
+    def add_lost_phases(self, phases: Mapping[str, float]) -> None:
+        """Add the phases of a step that are not training."""
         self.lost["checkpoint"] += phases.get("save", 0.0)
         self.lost["evaluation"] += phases.get("evaluate", 0.0)
 
-    def told(self, now: float) -> dict[str, float]:
+    def metrics_fields(self, now: float) -> dict[str, float]:
         """Return the fields of a line of metrics.jsonl; `goodput` is the share of the time that was not lost.
 
         `now` must not jump: the clock at the start of this process, and what has passed since by the monotonic one.

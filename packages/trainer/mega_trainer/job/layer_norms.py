@@ -7,15 +7,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mega_ckpt.names import tensors_of
+from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_common.model_config import ModelConfig
-from mega_trainer.comm import Group, all_reduce
-from mega_trainer.optim.slots import Slot, share_of_slots
-from mega_trainer.optim.zero import Optimizer
+from mega_trainer.distributed.comm import CommGroup, all_reduce
+from mega_trainer.optim.optimizer_slots import OptimizerSlot, checkpoint_boxes_by_name
+from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 
 
-def layer_norms(optimizer: Optimizer, model: ModelConfig, world: Group, clipped: float) -> dict[str, float]:
-    """Of what is trained: `layer_grad_norm/NAME` before the clip, and `layer_weight_norm/NAME`; the same on all ranks.
+def compute_layer_norms(
+    optimizer: ShardedOptimizer, model: ModelConfig, world: CommGroup, clipped: float
+) -> dict[str, float]:
+    """Return `layer_grad_norm/NAME` before the clip and `layer_weight_norm/NAME` of trainable parameters, equal on all
+    ranks.
 
     A layer's NAME is its number; other parts have that of their module, such as `embed_tokens`.
 
@@ -23,10 +26,10 @@ def layer_norms(optimizer: Optimizer, model: ModelConfig, world: Group, clipped:
         optimizer: after an update.
         clipped: what that has multiplied the gradients with.
     """
-    optimizer.settle()
-    names = list(dict.fromkeys(map(_layer_of, tensors_of(model))))
-    grads = _squares(((slot, slot.shard.grads) for slot in optimizer.slots), names)
-    weights = _squares(((slot, slot.main) for slot in optimizer.slots), names)
+    optimizer.wait_for_params()
+    names = list(dict.fromkeys(map(_layer_name, canonical_tensors(model))))
+    grads = _sum_squares(((slot, slot.shard.grads) for slot in optimizer.slots), names)
+    weights = _sum_squares(((slot, slot.main) for slot in optimizer.slots), names)
     sums = torch.stack([grads / clipped**2, weights])
     all_reduce(sums, world)
     return {
@@ -36,15 +39,15 @@ def layer_norms(optimizer: Optimizer, model: ModelConfig, world: Group, clipped:
     }
 
 
-def _layer_of(name: str) -> str:
+def _layer_name(name: str) -> str:
     words = name.split(".")
     return words[words.index("layers") + 1] if "layers" in words else words[-2]
 
 
-def _squares(pairs: Iterable[tuple[Slot, Tensor]], names: list[str]) -> Tensor:
-    """fp64 [names], on the host: of the elements that this rank tells of, which no other does."""
+def _sum_squares(pairs: Iterable[tuple[OptimizerSlot, Tensor]], names: list[str]) -> Tensor:
+    """Return the sums of squares by name, fp64 [names], on the host, of the elements that only this rank counts."""
     sums = torch.zeros(len(names), dtype=torch.float64)
-    for name, held in share_of_slots(pairs).items():
+    for name, held in checkpoint_boxes_by_name(pairs).items():
         for box in held.boxes:
-            sums[names.index(_layer_of(name))] += box.tensor.detach().double().square().sum().cpu()
+            sums[names.index(_layer_name(name))] += box.tensor.detach().double().square().sum().cpu()
     return sums

@@ -21,9 +21,9 @@ import stat
 import time
 from pathlib import Path
 
+from mega_common.atomic_files import open_atomic_file
 from mega_common.errors import ConfigError
-from mega_common.files import atomic_file
-from mega_common.log import logger
+from mega_common.progress_logging import logger
 
 KEY_NAME = ".memory-key"
 KEY_BYTES = 32
@@ -31,7 +31,7 @@ OWNER_NAME, LOCK_NAME = "owner.json", "lock"
 UNUSED_SECONDS = 3600.0  # before the folder of an unknown launcher is removed; a restart of ranks takes minutes
 
 
-def load_key(output: Path) -> bytes:
+def load_secret_key(output: Path) -> bytes:
     """Return the run's secret key, from `<output>/.memory-key` (mode 0600); create it when there is none.
 
     Raises:
@@ -77,18 +77,18 @@ def _is_private(found: os.stat_result, is_kind: object) -> bool:
     return bool(is_kind(found.st_mode)) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
-def sign(key: bytes, name: str, text: bytes) -> str:
+def sign_file_text(key: bytes, name: str, text: bytes) -> str:
     """Return the HMAC-SHA256 (hex) of a file's name and text."""
     return hmac.digest(key, name.encode() + b"\0" + text, "sha256").hex()
 
 
-def folder_path(root: Path, key: bytes, launcher: int) -> Path:
-    """Return the folder of a launcher's run: the same after a restart of its ranks, secret before it exists."""
+def launcher_folder_path(root: Path, key: bytes, launcher: int) -> Path:
+    """Return the folder of a launcher's run: unchanged by a restart of its ranks, secret before it exists."""
     identity = json.dumps([launcher, _start_time(launcher), _pid_namespace()]).encode()
-    return root / f"mega-{os.geteuid()}-{sign(key, 'folder', identity)[:32]}"
+    return root / f"mega-{os.geteuid()}-{sign_file_text(key, 'folder', identity)[:32]}"
 
 
-def claim_folder(path: Path, launcher: int) -> int:
+def claim_private_folder(path: Path, launcher: int) -> int:
     """Create the folder, or check that it is private, and hold its lock; returns the descriptor of the lock.
 
     Raises:
@@ -98,18 +98,18 @@ def claim_folder(path: Path, launcher: int) -> int:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        check_private(path)
+        check_private_folder(path)
     descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.utime(descriptor)
     owner = {"launcher": launcher, "started": _start_time(launcher), "namespace": _pid_namespace()}
-    with atomic_file(path / OWNER_NAME, text=True) as stream:
+    with open_atomic_file(path / OWNER_NAME, text=True) as stream:
         json.dump(owner, stream)
     return descriptor
 
 
-def check_private(path: Path) -> None:
-    """Check that a folder is no link, belongs to this user and is closed to others.
+def check_private_folder(path: Path) -> None:
+    """Check that a folder is not a link, belongs to this user and is closed to others.
 
     Raises:
         ConfigError: when it is not.
@@ -121,7 +121,7 @@ def check_private(path: Path) -> None:
         raise ConfigError(rule, hint="remove it, or set checkpoint.memory_every to 0")
 
 
-def sweep_folders(root: Path) -> None:
+def remove_abandoned_folders(root: Path) -> None:
     """Remove this user's folders whose launcher has ended."""
     for path in root.glob(f"mega-{os.geteuid()}-*"):
         if _is_private(path.lstat(), stat.S_ISDIR) and _is_abandoned(path):

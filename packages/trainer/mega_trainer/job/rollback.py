@@ -1,4 +1,4 @@
-"""Going back: to an earlier checkpoint, and past the samples that spoiled what came after it.
+"""Rollback to an earlier checkpoint, past the samples that spoiled the steps after it.
 
 As PaLM's training did at its spikes (arXiv:2204.02311, section 5.1): the state of before, other samples. What is left out
 belongs to the state, so that a run that is resumed, or replayed, reads the same.
@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mega_data.kinds.base import Sample
-from mega_data.kinds.t5 import T5Sample
-from mega_data.loader import Samples
+from mega_data.batch_loader import LoadableDataset
+from mega_data.kinds.dataset_kind import TrainingSample
+from mega_data.kinds.t5_samples import T5Sample
 
 
-class RollBack(Exception):
-    """A step's numbers ask for an earlier checkpoint. Raised alike on all ranks.
+class RollbackRequested(Exception):
+    """Request to return to an earlier checkpoint after a bad step. Raised alike on all ranks.
 
     Attributes:
         step: the bad one.
@@ -32,8 +32,8 @@ class RollBack(Exception):
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """Samples that a run goes past: of each range, how many samples it had consumed there, and how many it leaves out.
+class SkippedRanges:
+    """Ranges of samples that a run skips: for each, the samples consumed before it, and the samples skipped.
 
     >>> [LeftOut(((4, 2),)).position(k) for k in (0, 3, 4, 5)]
     [0, 3, 6, 7]
@@ -42,33 +42,33 @@ class LeftOut:
     ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> LeftOut:
-        """What a checkpoint's state tells."""
+    def from_checkpoint_state(cls, saved: Mapping[str, Any]) -> SkippedRanges:
+        """Return the ranges of a checkpoint's state."""
         return cls(tuple((at, count) for at, count in saved.get("left_out", ())))
 
-    def position(self, consumed: int) -> int:
-        """Where in the order of the data a run is that has consumed so many samples: that of its next one."""
+    def data_position(self, consumed: int) -> int:
+        """Return the position in the data order of the next sample, after `consumed` samples."""
         return consumed + sum(count for at, count in self.ranges if at <= consumed)
 
-    def to(self, position: int, consumed: int) -> LeftOut:
-        """With all left out from where a run is that has consumed so many samples up to a position."""
-        return LeftOut((*self.ranges, (consumed, position - self.position(consumed))))
+    def skip_to_position(self, position: int, consumed: int) -> SkippedRanges:
+        """Return the ranges with all samples skipped from the position after `consumed` samples to `position`."""
+        return SkippedRanges((*self.ranges, (consumed, position - self.data_position(consumed))))
 
-    def told(self, consumed: int, count: int) -> str:
-        """The numbers, in the order of the data, of the next `count` samples."""
-        return f"samples {self.position(consumed)} to {self.position(consumed + count - 1)}"
+    def format_samples(self, consumed: int, count: int) -> str:
+        """Return a text with the positions, in the order of the data, of the next `count` samples."""
+        return f"samples {self.data_position(consumed)} to {self.data_position(consumed + count - 1)}"
 
 
 @dataclass(frozen=True)
-class Remaining(Samples):
-    """The samples of a data set but those that are left out."""
+class UnskippedSamples(LoadableDataset):
+    """Samples of a data set without the skipped ones."""
 
-    dataset: Samples
-    left_out: LeftOut
+    dataset: LoadableDataset
+    left_out: SkippedRanges
 
-    def __getitem__(self, k: int, /) -> Sample | T5Sample:
-        return self.dataset[self.left_out.position(k)]
+    def __getitem__(self, k: int, /) -> TrainingSample | T5Sample:
+        return self.dataset[self.left_out.data_position(k)]
 
-    def work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
-        """As in `kinds.base.Samples`."""
-        return self.dataset.work([self.left_out.position(k) for k in numbers])
+    def estimate_attention_work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
+        """See `LoadableDataset.estimate_attention_work`."""
+        return self.dataset.estimate_attention_work([self.left_out.data_position(k) for k in numbers])

@@ -1,1 +1,1 @@
-"""The one seam to accelerator libraries: only this folder imports them."""
+"""Compute kernels; the only folder that imports accelerator libraries."""

@@ -1,1 +1,1 @@
-"""One decoder for many families: a family is a configuration and a name table."""
+"""Transformer models: one decoder for many families, where a family is a configuration and a table of tensor names."""

@@ -1,63 +1,155 @@
-"""Self-attention with grouped key/value heads (arXiv:2305.13245), heads split over the tensor ranks.
+"""Self-attention with grouped key/value heads (arXiv:2305.13245) and its core, heads split over the tensor ranks.
 
 Legend: B batch, S sequence, D model width, H query heads, K key/value heads, d head size, T tensor-parallel ranks.
 With K < T every key/value head lives on T/K ranks, whose gradients for it are summed.
+
+Legend: B batch, S queries, T keys, H query heads, K key/value heads, d size of queries and keys, e of values.
 """
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from mega_trainer.model.activation import opened
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context
-from mega_trainer.model.core import AttentionCore
-from mega_trainer.model.relative import OwnTable
-from mega_trainer.parallel.tensor import Heads
+from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.torch_kernels import reference_attention
+from mega_trainer.model.feed_forward import apply_sigmoid_gate
+from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.kv_cache import CachedAttention, KVCache
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.relative_position_bias import LayerBiasTable, RelativePositionBias
+from mega_trainer.parallel.context_parallel import PartwiseAttention, make_context_parallel
+from mega_trainer.parallel.tensor_parallel import SplitHeads
 
 
-class Attention(nn.Module):
-    """Fused query-key-value projection, rotation, attention, output projection; with `attention_gate` what goes into that is
-    multiplied by the sigmoid of a further projection beside the queries', as in Qwen3-Next (arXiv:2505.06708).
+class AttentionCore(nn.Module):
+    """Scaled dot-product attention of one layer's heads, with window, soft cap, sinks, dropout and context parallelism.
+
+    Args:
+        build: of the model.
+        layer: number of the layer.
+        scale: factor on the scores; 1 / sqrt(d) by default.
+        sinks: this rank's [H], if the model has them.
     """
 
-    def __init__(self, build: Builder, layer: int) -> None:
+    def __init__(
+        self, build: LayerBuilder, layer: int, *, scale: float | None = None, sinks: nn.Parameter | None = None
+    ) -> None:
+        super().__init__()
+        config, tp = build.config, build.groups.tp
+        self.layer, self.saved, self.kernels = layer, build.saved, build.kernels
+        self.window, self.dropout = config.get_attention_window(layer), config.attention_dropout
+        self.scale, self.softcap = scale or 1 / math.sqrt(config.query_key_head_dim), config.attention_softcap
+        self.sinks = sinks
+        self.first_head = tp.rank * config.num_attention_heads // tp.size
+        self.ranks, self.spread = (
+            build.groups.cp.size,
+            make_context_parallel(build.cp_kind, build.groups.cp, build.kernels),
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+        """Attend: q [B, S, H, d], k [B, T, K, d], v [B, T, K, e] -> [B, S, H, e]."""
+        if context.cache is not None:
+            return self.attend_with_cache(q, k, v, context.cache, context.relative)
+        length, how, whole = q.shape[1] * self.ranks, self.score_transform, partial(self._attend_whole, context)
+        if context.relative is not None:
+            how = context.relative.add_to_scores(how, length, length)
+        if self.spread is None:
+            return whole(q, k, v, how, 0)
+        assert isinstance(context.attention_mask, SequenceMask)  # training's
+        see = partial(context.attention_mask.mask_between, window=self.window)
+        return self.spread.compute_attention(q, k, v, how, see, whole)
+
+    @property
+    def score_transform(self) -> ScoreTransform:
+        """Transform of the attention scores before the softmax."""
+        return ScoreTransform(self.scale, self.softcap, self.sinks)
+
+    def attend_with_cache(
+        self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: RelativePositionBias | None = None
+    ) -> Tensor:
+        """Attend to this call's keys and those in the cache; see `KVCache.update_and_attend`."""
+        return cache.update_and_attend(
+            self.layer, q, k, v, self.window, CachedAttention(self.kernels, self.score_transform, relative)
+        )
+
+    def _attend_whole(
+        self, context: ForwardContext, q: Tensor, k: Tensor, v: Tensor, how: ScoreTransform, first: int
+    ) -> Tensor:
+        """Attend over whole sequences by this rank's heads from number `first` on; blockwise, so no scores are kept."""
+        return self.saved.checkpoint_module("attention", self._attend, context, q, k, v, how, first)
+
+    def _attend(
+        self, context: ForwardContext, q: Tensor, k: Tensor, v: Tensor, how: ScoreTransform, first: int
+    ) -> Tensor:
+        if isinstance(context.attention_mask, SequenceMask) and context.attention_mask.bidirectional_blocks:
+            return PartwiseAttention.on_one_rank(self.kernels).compute_attention(
+                q, k, v, how, partial(context.attention_mask.mask_between, window=self.window)
+            )
+        mask = context.attention_mask.mask_for_window(self.window)
+        if context.dropout is not None and self.dropout:
+            # the fused kernels draw their own masks, which would depend on the layout
+            first_head = self.first_head + first
+            drop = partial(
+                context.dropout.drop_attention_probs, p=self.dropout, layer=self.layer, first_head=first_head
+            )
+            return reference_attention(q, k, v, mask, how, drop)
+        return self.kernels.attention(q, k, v, mask, how)
+
+
+class SelfAttention(nn.Module):
+    """Fused query-key-value projection, rotation, attention and output projection; with `attention_gate` the attention
+    output is multiplied by the sigmoid of a further projection, as in Qwen3-Next (arXiv:2505.06708).
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
         config, tp = build.config, build.groups.tp
         name = f"model.layers.{layer}.self_attn"
-        self.size, self.rotates = config.head_size, config.rotates(layer)
+        self.size, self.rotates = config.query_key_head_dim, config.has_rotary_positions(layer)
         self.heads = config.num_attention_heads // tp.size
-        self.kv_heads = max(1, config.kv_heads // tp.size)
-        sinks = build.sinks(f"{name}.sinks") if config.attention_sinks else None
+        self.kv_heads = max(1, config.key_value_heads // tp.size)
+        sinks = build.build_attention_sinks(f"{name}.sinks") if config.attention_sinks else None
         self.core = AttentionCore(build, layer, scale=config.attention_scale, sinks=sinks)
         own = config.position == "relative" and config.relative.every_layer
-        self.relative = OwnTable(build, f"{name}.relative_bias", causal=not config.encodes(layer)) if own else None
+        self.relative = (
+            LayerBiasTable(build, f"{name}.relative_bias", causal=not config.is_encoder_layer(layer)) if own else None
+        )
         self.gated, self.saved = config.attention_gate, build.saved
         counts = {"g": config.num_attention_heads} if self.gated else {}  # first, where it splits no neighbours
-        counts |= {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
-        blocks = [Heads(f"{name}.{x}_proj", count, self.size) for x, count in counts.items()]
-        self.qkv = build.column(blocks, bias=config.qkv_bias)
-        self.out = build.row(f"{name}.o_proj", config.num_attention_heads * self.size, bias=config.attention_out_bias)
-        self.q_norm = build.qk_norm(f"{name}.q_norm", config.num_attention_heads) if config.qk_norm else None
-        self.k_norm = build.qk_norm(f"{name}.k_norm", config.kv_heads) if config.qk_norm else None
+        counts |= {"q": config.num_attention_heads, "k": config.key_value_heads, "v": config.key_value_heads}
+        blocks = [SplitHeads(f"{name}.{x}_proj", count, self.size) for x, count in counts.items()]
+        self.qkv = build.build_column_linear(blocks, bias=config.qkv_bias)
+        self.out = build.build_row_linear(
+            f"{name}.o_proj", config.num_attention_heads * self.size, bias=config.attention_out_bias
+        )
+        self.q_norm = build.build_qk_norm(f"{name}.q_norm", config.num_attention_heads) if config.qk_norm else None
+        self.k_norm = build.build_qk_norm(f"{name}.k_norm", config.key_value_heads) if config.qk_norm else None
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """[B, S or S/T, D] -> the same shape."""
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Map [B, S or S/T, D] to the same shape."""
         gate, qkv = None, self.qkv(x, context.dropout)
         if self.gated:
             gate, qkv = torch.tensor_split(qkv, [self.heads * self.size], -1)
-        q, k, v = self._rotated(torch.unflatten(qkv, -1, (-1, self.size)), context)
-        y = self.core(q, k, v, context if self.relative is None else self.relative.within(context)).flatten(-2)
-        out: Tensor = self.out(y if gate is None else self.saved.again("activation", opened, y, gate), context.dropout)
+        q, k, v = self._split_and_rotate(torch.unflatten(qkv, -1, (-1, self.size)), context)
+        y = self.core(q, k, v, context if self.relative is None else self.relative.add_to_context(context)).flatten(-2)
+        out: Tensor = self.out(
+            y if gate is None else self.saved.recompute_output("activation", apply_sigmoid_gate, y, gate),
+            context.dropout,
+        )
         return out
 
-    def _rotated(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of [B, S, H + 2K, d], as attention takes them."""
-        rotation, kernels = context.rotation_within(self.core.window) if self.rotates else None, self.core.kernels
+    def _split_and_rotate(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Split [B, S, H + 2K, d] into queries, keys and values, normalised and rotated."""
+        rotation, kernels = context.rotation_for_window(self.core.window) if self.rotates else None, self.core.kernels
         if rotation is not None and self.q_norm is None:
-            return kernels.rotate_qkv(qkv, rotation, self.heads, self.kv_heads)
+            return kernels.apply_rotary_qkv(qkv, rotation, self.heads, self.kv_heads)
         q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], -2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return (q, k, v) if rotation is None else (kernels.rotate(q, rotation), kernels.rotate(k, rotation), v)
+        return (
+            (q, k, v) if rotation is None else (kernels.apply_rotary(q, rotation), kernels.apply_rotary(k, rotation), v)
+        )

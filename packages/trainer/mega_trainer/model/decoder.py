@@ -1,209 +1,325 @@
-"""The decoder-only transformer, or the part of one that a pipeline stage holds.
+"""Decoder-only transformer, or the part of one that a pipeline stage holds, with its input embeddings.
 
 Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel ranks.
+
+Legend: B batch, S sequence, D model width, T tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from mega_ckpt.names import EMBEDDING
-from mega_trainer.batch import Ahead, MicroBatch, Outline, Targets
-from mega_trainer.model.blocks import block_of
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.cached import Cache
-from mega_trainer.model.context import Context, Sequences, Sight
-from mega_trainer.model.embeddings import Inputs, scaled
-from mega_trainer.model.heads import Head, Output
-from mega_trainer.model.mtp import Predictor
-from mega_trainer.model.offload import Offload
-from mega_trainer.model.recompute import Recompute, SavedActivations
-from mega_trainer.model.rope import Rotary
-from mega_trainer.model.routing import Routing
-from mega_trainer.model.stage import Stage
-from mega_trainer.model.vision.images import Images
-from mega_trainer.model.vision.tower import Vision
-from mega_trainer.parallel.grads import Unit
-from mega_trainer.parallel.tensor import embed_tokens, sequence_part
-from mega_trainer.rng import Dropout, Dropouts
+from mega_ckpt.canonical_tensors import EMBEDDING
+from mega_common.model_config import ModelConfig
+from mega_trainer.data.batch_images import BatchImages
+from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, MtpTargets, SequenceBounds
+from mega_trainer.distributed.rng import DropoutFactory, SeededDropout
+from mega_trainer.model.activation_checkpointing import RecomputePolicy, SavedActivations
+from mega_trainer.model.activation_offload import ActivationOffload
+from mega_trainer.model.forward_context import AttentionMask, ForwardContext, SequenceMask
+from mega_trainer.model.kv_cache import KVCache
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.multi_token_prediction import MultiTokenPredictor
+from mega_trainer.model.output_heads import OutputHead, OutputProjection
+from mega_trainer.model.rotary_embedding import RotaryEmbedding
+from mega_trainer.model.transformer_layer import build_transformer_layer
+from mega_trainer.model.vision.vision_encoder import ImageEmbedder
+from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.tensor_parallel import embed_token_ids, local_sequence_slice
+from mega_trainer.parallel.zero_buffers import ForwardUnit
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Layers [first, last) of a pipeline stage, with the embedding before and the head after where the stage has them.
+
+    Layers that predict further tokens go with the head. `has_embedding_and_head` says that embedding and head, if not in one stage,
+    are in two of the same rank.
+    """
+
+    first: int
+    last: int
+    embeds: bool = True
+    heads: bool = True
+    has_embedding_and_head: bool = False
+
+    @classmethod
+    def for_whole_model(cls, config: ModelConfig) -> StageLayers:
+        """Return the stage that holds the whole model."""
+        return cls(0, config.num_layers)
+
+    def separates_tied_embedding(self, config: ModelConfig) -> bool:
+        """Return whether the head needs the embedding and the stage does not hold both."""
+        return (config.tie_embeddings or config.mtp_layers > 0) and not (self.embeds and self.heads)
+
+    def has_embedding_copy(self, config: ModelConfig) -> bool:
+        """Return whether each of the two ends has a copy of the embedding."""
+        return self.separates_tied_embedding(config) and not self.has_embedding_and_head
+
+    def borrows_embedding(self, config: ModelConfig) -> bool:
+        """Return whether this is the head's stage, which is given the embedding with each micro-batch."""
+        return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.heads
+
+
+class InputEmbeddings(nn.Module):
+    """Input embedding norm(x + position + segment type), with the terms that the model has; all are whole on every
+    tensor rank.
+    """
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__()
+        config, width = build.config, build.config.hidden_size
+        self.offset, self.tp, self.sp = config.position_offset, build.groups.tp, build.sp
+
+        def build_table(name: str, rows: int) -> nn.Parameter | None:
+            return build.build_replicated(f"model.{name}.weight", (rows, width), std=config.init_std) if rows else None
+
+        rows = config.max_position + self.offset if config.position == "learned" else 0
+        self.positions, self.types = (
+            build_table("embed_positions", rows),
+            build_table("embed_types", config.token_types),
+        )
+        self.norm = build.build_residual_norm("model.embed_norm") if config.embedding_norm else None
+
+    def forward(self, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+        """Map [B, S or S/T, D], with positions int64 [B or 1, S] and types int64 [B, S] (None: all are 0), to the same
+        shape.
+        """
+        part = local_sequence_slice(positions.shape[-1], self.tp, sp=self.sp)
+        if self.positions is not None:
+            x = x + F.embedding(positions[:, part] + self.offset if self.offset else positions[:, part], self.positions)
+        if self.types is not None:
+            x = x + F.embedding(torch.zeros_like(positions[:, part]) if types is None else types[:, part], self.types)
+        return x if self.norm is None else self.norm(x)
+
+
+def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
+    """Scale token embeddings [.., D] as the configuration asks; Gemma's factor is rounded to their dtype, as it was
+    trained.
+    """
+    if config.scale_embeddings:
+        x = x * x.new_tensor(math.sqrt(config.hidden_size))
+    return x if config.embedding_multiplier == 1 else x * config.embedding_multiplier
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and head, as far as `stage` has them."""
+    """Embedding, layers, final norm and output head, restricted to the parts in `stage`."""
 
     def __init__(
         self,
-        build: Builder,
-        stage: Stage | None = None,
-        recompute: Recompute | None = None,
-        offload: Offload | None = None,
+        build: LayerBuilder,
+        stage: StageLayers | None = None,
+        recompute: RecomputePolicy | None = None,
+        offload: ActivationOffload | None = None,
     ) -> None:
         super().__init__()
         config = build.config
         self.config, self.groups, self.sp, self.dtype = config, build.groups, build.sp, build.dtype
-        self.stage = stage or Stage.whole(config)
+        self.stage = stage or StageLayers.for_whole_model(config)
         self.saved = SavedActivations(recompute, offload)
         build = replace(build, saved=self.saved)
-        self.rotary = Rotary.of(config, config.rope)
-        self.local_rotary = None if config.local_rope is None else Rotary.of(config, config.local_rope)
-        self.deferred, self.borrows = build.deferred, self.stage.borrows(config)
+        self.rotary = RotaryEmbedding.from_model_config(config, config.rope)
+        self.local_rotary = (
+            None if config.local_rope is None else RotaryEmbedding.from_model_config(config, config.local_rope)
+        )
+        self.deferred, self.borrows = build.deferred, self.stage.borrows_embedding(config)
         further = config.mtp_layers if self.stage.heads else 0
-        copied = self.stage.copies(config)
-        table = partial(build.vocabulary, EMBEDDING, shared=(build.groups.embedding,) if copied else ())
+        copied = self.stage.has_embedding_copy(config)
+        table = partial(build.build_vocab_parameter, EMBEDDING, shared=(build.groups.embedding,) if copied else ())
         if self.stage.embeds or (further and copied):
-            self.embedding = build.embedding(table())
+            self.embedding = build.build_token_embedding(table())
         if self.stage.embeds:
-            self.inputs = Inputs(build)
-        self.vision = Vision.of(build) if self.stage.embeds else None
-        self.layers = nn.ModuleList(self._layer(build, index) for index in range(self.stage.first, self.stage.last))
+            self.inputs = InputEmbeddings(build)
+        self.vision = ImageEmbedder.from_layer_builder(build) if self.stage.embeds else None
+        self.layers = nn.ModuleList(
+            self._build_layer(build, index) for index in range(self.stage.first, self.stage.last)
+        )
         self.matrix: nn.Parameter | None = None  # of the output, where it is no embedding's that is here
-        self.head_bias = build.vocabulary_bias("lm_head.bias") if self.stage.heads and config.head_bias else None
+        self.head_bias = build.build_vocab_bias("lm_head.bias") if self.stage.heads and config.has_output_bias else None
         if self.stage.heads:
-            self.head = Head(build)
+            self.head = OutputHead(build)
             if not config.tie_embeddings:
-                self.matrix = build.head()
+                self.matrix = build.build_output_matrix()
             elif copied and not further:
                 self.matrix = table()
-        self.predictors = nn.ModuleList(Predictor(build, config.num_layers + index) for index in range(further))
+        self.predictors = nn.ModuleList(
+            MultiTokenPredictor(build, config.num_layers + index) for index in range(further)
+        )
 
-    def _layer(self, build: Builder, index: int) -> nn.Module:
-        return block_of(build, index)
+    def _build_layer(self, build: LayerBuilder, index: int) -> nn.Module:
+        return build_transformer_layer(build, index)
 
-    def units(self) -> list[Unit]:
-        """The parts in the order of a forward, each with the parameters that it is the first to need."""
-        found = [Unit(layer, list(layer.parameters())) for layer in self.layers]
+    def list_parameter_units(self) -> list[ForwardUnit]:
+        """Return the model's units in forward order, each with the parameters that it uses first."""
+        found = [ForwardUnit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
-            seeing = [Unit(self.vision, list(self.vision.parameters()))] if self.vision else []
-            found[:0] = [Unit(self.embedding, [self.embedding.weight, *self.inputs.parameters()]), *seeing]
+            seeing = [ForwardUnit(self.vision, list(self.vision.parameters()))] if self.vision else []
+            found[:0] = [ForwardUnit(self.embedding, [self.embedding.weight, *self.inputs.parameters()]), *seeing]
         if self.stage.heads:
             copy = self.embedding.weight if hasattr(self, "embedding") and not self.stage.embeds else None
             output = [weight for weight in (self.matrix, self.head_bias, copy) if weight is not None]
-            found.append(Unit(self.head.norm, [*self.head.parameters(), *output]))
-            found += [Unit(predictor, list(predictor.parameters())) for predictor in self.predictors]
+            found.append(ForwardUnit(self.head.norm, [*self.head.parameters(), *output]))
+            found += [ForwardUnit(predictor, list(predictor.parameters())) for predictor in self.predictors]
         return found
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
     @property
-    def head_weight(self) -> Tensor:
-        """The output matrix [V/T, D], which may be the embedding's."""
+    def output_weight(self) -> Tensor:
+        """Output matrix [V/T, D], which may be the embedding's."""
         return self.embedding.weight if self.matrix is None else self.matrix
 
-    def output(self, borrowed: Tensor | None = None) -> Output:
-        """What the head makes logits by; a stage that `borrows` is given the embedding [V/T, D]."""
-        lent = borrowed if self.config.tie_embeddings else None
-        return Output(self.head_weight if lent is None else lent, self.head_bias)
+    def get_output_projection(self, tied_weight: Tensor | None = None) -> OutputProjection:
+        """Return the output projection (weight and bias); a stage that borrows the tied embedding passes it as [V/T,
+        D].
+        """
+        lent = tied_weight if self.config.tie_embeddings else None
+        return OutputProjection(self.output_weight if lent is None else lent, self.head_bias)
 
-    def context(
+    def make_forward_context(
         self,
         positions: Tensor,
         *,
-        sight: Sight | None = None,
-        cache: Cache | None = None,
-        dropout: Dropout | None = None,
-        outline: Outline | None = None,
-        routing: Routing | None = None,
-    ) -> Context:
-        """What the layers share for tokens at `positions` int64 [B or 1, S], or [3, B, S] as `Rotary.at` takes them.
+        attention_mask: AttentionMask | None = None,
+        cache: KVCache | None = None,
+        dropout: SeededDropout | None = None,
+        sequence_bounds: SequenceBounds | None = None,
+        routing: StepRouting | None = None,
+    ) -> ForwardContext:
+        """Return the forward context for tokens at `positions` int64 [B or 1, S], or [3, B, S] as
+        `RotaryEmbedding.compute_rotation` takes them.
 
-        `outline` says where attention is closed at document ends; it is required where context ranks have other tokens.
-        An explicit `sight` replaces what would be derived; with a cache, which knows better, neither is asked.
+        `sequence_bounds` says where attention is closed at document ends; it is required where context ranks have other tokens.
+        An explicit `attention_mask` replaces what would be derived; with a cache, which knows better, neither is asked.
         """
         turn = local = None
-        lengths = None if outline is None else outline.lengths
+        lengths = None if sequence_bounds is None else sequence_bounds.lengths
         if self.config.position == "rope":
-            turn = self.rotary.at(positions, self.dtype, lengths)
-            local = turn if self.local_rotary is None else self.local_rotary.at(positions, self.dtype, lengths)
-        length, known = positions.shape[-1] * self.groups.cp.size, outline or Outline([])
-        sight = sight or Sequences(length, positions.device, known.begins, self.config.causal, known.blocks)
-        return Context(sight, turn, local, cache, dropout, routing)
+            turn = self.rotary.compute_rotation(positions, self.dtype, lengths)
+            local = (
+                turn
+                if self.local_rotary is None
+                else self.local_rotary.compute_rotation(positions, self.dtype, lengths)
+            )
+        length, known = positions.shape[-1] * self.groups.cp.size, sequence_bounds or SequenceBounds([])
+        attention_mask = attention_mask or SequenceMask(
+            length, positions.device, known.document_starts, self.config.causal, known.bidirectional_blocks
+        )
+        return ForwardContext(attention_mask, turn, local, cache, dropout, routing)
 
-    def context_of(self, batch: MicroBatch, dropout: Dropouts, routing: Routing | None = None) -> Context:
-        """The same for a micro-batch."""
+    def make_batch_context(
+        self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
+    ) -> ForwardContext:
+        """Return the forward context of a micro-batch."""
         drop, seen = dropout(batch.tokens.shape[1], 0), batch.images
         positions = batch.positions if seen is None or seen.positions is None else seen.positions
-        return self.context(positions, dropout=drop, outline=batch.outline, routing=routing)
+        return self.make_forward_context(
+            positions, dropout=drop, sequence_bounds=batch.sequence_bounds, routing=routing
+        )
 
-    def begin(self, batch: MicroBatch, context: Context) -> Tensor:
-        """A micro-batch's stream into the first layer."""
-        return self.embed(batch.tokens, batch.positions, context.dropout, batch.types, batch.images)
+    def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
+        """Return a micro-batch's residual stream at the input of the first layer."""
+        return self.embed_inputs(batch.tokens, batch.positions, context.dropout, batch.token_types, batch.images)
 
-    def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Of its stream between two stages: [B, S or S/T, D]."""
+    def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """Return the shape of a micro-batch's activations between two pipeline stages: [B, S or S/T, D]."""
         rows, length = batch.tokens.shape
-        return rows, len(range(length)[sequence_part(length, self.groups.tp, sp=self.sp)]), self.config.hidden_size
+        return (
+            rows,
+            len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)]),
+            self.config.hidden_size,
+        )
 
-    def embed(
+    def embed_inputs(
         self,
         tokens: Tensor,
         positions: Tensor,
-        dropout: Dropout | None = None,
+        dropout: SeededDropout | None = None,
         types: Tensor | None = None,
-        images: Images | None = None,
+        images: BatchImages | None = None,
     ) -> Tensor:
-        """Tokens, positions and types of segment, int64 [B, S], and perhaps images, to the residual stream [B, S or S/T, D]."""
-        x = scaled(self.embedding(tokens), self.config)
+        """Embed tokens, positions and segment types, int64 [B, S], and optional images into the residual stream [B, S
+        or S/T, D].
+        """
+        x = apply_embedding_scale(self.embedding(tokens), self.config)
         if self.vision is not None and images is not None:
             x = self.vision(x, images)
-        return self._drop(self.inputs(x, positions, types), dropout, -1)
+        return self._drop_embeddings(self.inputs(x, positions, types), dropout, -1)
 
-    def _drop(self, x: Tensor, dropout: Dropout | None, layer: int) -> Tensor:
-        """Dropout of embeddings that are for that layer; -1 for those of the model's first."""
-        return x if dropout is None else dropout.residual(x, self.config.embedding_dropout, layer, "embedding")
+    def _drop_embeddings(self, x: Tensor, dropout: SeededDropout | None, layer: int) -> Tensor:
+        """Apply embedding dropout for the embeddings of that layer; -1 for the model's input embeddings."""
+        return x if dropout is None else dropout.drop_residual(x, self.config.embedding_dropout, layer, "embedding")
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """The residual stream through this stage's layers."""
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Pass the residual stream through this stage's layers."""
         for index, layer in enumerate(self.layers):
-            x = self.saved.layer(index, layer, x, context)
+            x = self.saved.run_layer(index, layer, x, context)
         return x
 
-    def loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the cross entropies of labels int64 [B, S], weighted by fp32 [B, S], and each token's [B, S]."""
-        return self.head.loss(self.head.norm(x), self.output(), Targets(labels, weights))
+    def compute_token_loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of the cross entropies of labels int64 [B, S], weighted by fp32 [B, S], and each token's [B,
+        S].
+        """
+        return self.head.compute_token_loss(
+            self.head.norm(x), self.get_output_projection(), HeadTargets(labels, weights)
+        )
 
-    def objective(
-        self, x: Tensor, batch: MicroBatch, context: Context, borrowed: Tensor | None = None
+    def compute_objective(
+        self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What training makes small, from the residual stream [B, S or S/T, D], and what it is made of.
+        """Return the training objective from the final hidden states [B, S or S/T, D], and its components.
 
         That is not differentiable: the sums of the weighted losses of the next tokens and, in training, of further ones or of
         pairs of segments, [2], and the loss of each next token [B, S]. A stage that `borrows` is given the embedding [V/T, D].
         """
         hidden = self.head.norm(x)
-        total, each = self.head.loss(hidden, self.output(borrowed), batch.targets)
+        total, each = self.head.compute_token_loss(hidden, self.get_output_projection(tied_weight), batch.head_targets)
         loss, further = total, total.new_zeros(())
         if self.training and self.predictors:
-            further = self._further(hidden, batch.ahead, context, borrowed)
+            further = self._compute_mtp_loss(hidden, batch.mtp_targets, context, tied_weight)
             loss = total + self.config.mtp_loss * further
-        elif self.training and self.head.pooler is not None and batch.pairs is not None:
-            further = self.head.pooler.loss(hidden, batch.pairs)
+        elif self.training and self.head.pooler is not None and batch.segment_order is not None:
+            further = self.head.pooler.segment_order_loss(hidden, batch.segment_order)
             loss = total + further
         return loss, torch.stack([total.detach(), further.detach()]), each
 
-    def _further(self, hidden: Tensor, ahead: Sequence[Ahead], context: Context, borrowed: Tensor | None) -> Tensor:
-        """The sum of the weighted losses of further tokens, from what has been normed, [B, S or S/T, D]."""
-        table, output = self.embedding.weight if borrowed is None else borrowed, self.output(borrowed)
+    def _compute_mtp_loss(
+        self, hidden: Tensor, ahead: Sequence[MtpTargets], context: ForwardContext, tied_weight: Tensor | None
+    ) -> Tensor:
+        """Return the sum of the weighted multi-token prediction losses, from the normalised hidden states [B, S or S/T,
+        D].
+        """
+        table, output = (
+            self.embedding.weight if tied_weight is None else tied_weight,
+            self.get_output_projection(tied_weight),
+        )
         total = hidden.new_zeros(())
         for index, (predictor, one) in enumerate(zip(self.predictors, ahead, strict=True)):
-            embedded = scaled(embed_tokens(one.tokens, table, self.groups.tp, sp=self.sp), self.config)
-            embedded = self._drop(embedded, context.dropout, self.config.num_layers + index)
-            hidden = self.saved.layer(len(self.layers) + index, predictor, embedded, hidden, context)
-            total = total + self.head.loss(hidden, output, Targets(one.labels, one.weights))[0]
+            embedded = apply_embedding_scale(
+                embed_token_ids(one.tokens, table, self.groups.tp, sp=self.sp), self.config
+            )
+            embedded = self._drop_embeddings(embedded, context.dropout, self.config.num_layers + index)
+            hidden = self.saved.run_layer(len(self.layers) + index, predictor, embedded, hidden, context)
+            total = total + self.head.compute_token_loss(hidden, output, HeadTargets(one.labels, one.weights))[0]
         return total
 
-    def whole(self, batch: MicroBatch, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """All of a model on one stage, from tokens to `objective`, as one forward: ZeRO-3 gathers weights around it."""
-        x = self.forward(self.begin(batch, context), context)
-        return self.objective(x, batch, context)
+    def whole(self, batch: MicroBatch, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Run a whole model on one stage, from tokens to `compute_objective`, as one forward, so that ZeRO-3 gathers
+        weights around it.
+        """
+        x = self.forward(self.embed_micro_batch(batch, context), context)
+        return self.compute_objective(x, batch, context)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Logits [B, S, V] of the residual stream, whole on every tensor rank. Not for training."""
-        return self.head.logits(self.head.norm(x), self.output())
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Return logits [B, S, V] of the residual stream, whole on every tensor rank. Not for training."""
+        return self.head.compute_logits(self.head.norm(x), self.get_output_projection())

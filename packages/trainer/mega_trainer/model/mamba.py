@@ -21,80 +21,87 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mega_trainer.kernels.chunks import Chunks
-from mega_trainer.kernels.fused import wide
-from mega_trainer.kernels.scan import Pass, Steps
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context
-from mega_trainer.model.recurrence import Recurrence
-from mega_trainer.parallel.param import Uniform
-from mega_trainer.parallel.tensor import Heads, sum_gradient, sum_over
+from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
+from mega_trainer.kernels.selective_scan import ScanInputs, ScanPass
+from mega_trainer.kernels.sequence_chunks import SequenceChunks
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.recurrent_mixer import RecurrentMixer
+from mega_trainer.parallel.parameter_info import UniformInit
+from mega_trainer.parallel.tensor_parallel import SplitHeads, sum_input_gradient, sum_partial_results
 
 
-class Mamba(nn.Module):
-    """Projections, convolution, scan, gated norm, output projection."""
+class MambaMixer(nn.Module):
+    """Token mixer of projections, short convolution, selective scan, gated norm and output projection."""
 
-    def __init__(self, build: Builder, layer: int) -> None:
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
-        build = build.unrounded
+        build = build.without_fp8
         mamba, tp, name = build.config.mamba, build.groups.tp, f"model.layers.{layer}.mamba"
         assert mamba is not None
         self.kernels, self.mamba, heads = build.kernels, mamba, mamba.num_heads // tp.size
-        channels, state = partial(Heads, count=mamba.num_heads, size=mamba.head_dim), mamba.state_size
-        seen = [channels("x"), *(Heads(part, mamba.num_groups, state) for part in "BC")]
-        blocks = [channels("z"), Heads("dt", mamba.num_heads), *seen]
-        self.projection = build.column(
-            [Heads(f"{name}.in_proj.{block.name}", block.count, block.size) for block in blocks], bias=mamba.bias
+        channels, state = partial(SplitHeads, count=mamba.num_heads, size=mamba.head_dim), mamba.state_size
+        seen = [channels("x"), *(SplitHeads(part, mamba.num_groups, state) for part in "BC")]
+        blocks = [channels("z"), SplitHeads("dt", mamba.num_heads), *seen]
+        self.projection = build.build_column_linear(
+            [SplitHeads(f"{name}.in_proj.{block.name}", block.count, block.size) for block in blocks], bias=mamba.bias
         )
-        self.recurrence = Recurrence(
+        self.recurrence = RecurrentMixer(
             build, layer, f"{name}.conv1d", seen, mamba.conv_kernel, bias=mamba.conv_bias, chunk=mamba.chunk_size,
             heads=channels("x"), state=mamba.head_dim * state + 1,
         )  # fmt: skip
-        self.widths = [heads * mamba.head_dim, heads, self.recurrence.channels]
+        self.widths = [heads * mamba.head_dim, heads, self.recurrence.convolved_channels]
         low, high = map(math.log, mamba.dt_init)
-        each = partial(Heads, count=mamba.num_heads)
-        self.dt_bias = build.heads([each(f"{name}.dt_bias")], uniform=Uniform(low, high, self._start_of_bias))[0]
-        self.a_log = build.heads([each(f"{name}.A_log")], uniform=Uniform(1, 16, torch.log))[0]
-        self.skip = build.heads([each(f"{name}.D")], fill=1.0)[0]
-        self.norm = GatedNorm(build, f"{name}.norm.weight")
-        self.out = build.row(f"{name}.out_proj", mamba.inner_size, bias=mamba.bias)
+        each = partial(SplitHeads, count=mamba.num_heads)
+        self.dt_bias = build.build_head_parameters(
+            [each(f"{name}.dt_bias")], uniform=UniformInit(low, high, self._draw_dt_bias)
+        )[0]
+        self.a_log = build.build_head_parameters([each(f"{name}.A_log")], uniform=UniformInit(1, 16, torch.log))[0]
+        self.skip = build.build_head_parameters([each(f"{name}.D")], fill=1.0)[0]
+        self.norm = GatedGroupNorm(build, f"{name}.norm.weight")
+        self.out = build.build_row_linear(f"{name}.out_proj", mamba.inner_size, bias=mamba.bias)
 
-    def _start_of_bias(self, logarithms: Tensor) -> Tensor:
-        """The inverse softplus of steps whose logarithms these are."""
+    def _draw_dt_bias(self, logarithms: Tensor) -> Tensor:
+        """Return the inverse softplus of steps given as logarithms, the initial dt bias."""
         steps = logarithms.exp().clamp(min=self.mamba.dt_init_floor)
         return steps + torch.log(-torch.expm1(-steps))
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """[B, S or S/T, D] -> the same shape."""
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Map [B, S or S/T, D] to the same shape."""
         z, dt, seen = torch.split(self.projection(x), self.widths, -1)
-        y = self.recurrence(self._scanned, seen, (dt,), context)
+        y = self.recurrence(self._apply_scan, seen, (dt,), context)
         out: Tensor = self.out(self.norm(y.flatten(-2), z))
         return out
 
-    def _scanned(
-        self, parts: Sequence[Tensor], steps: Sequence[Tensor], heads: slice, chunks: Chunks, states: Pass
+    def _apply_scan(
+        self, parts: Sequence[Tensor], steps: Sequence[Tensor], heads: slice, chunks: SequenceChunks, states: ScanPass
     ) -> Tensor:
-        """S C + D x of some heads [B, S, H, P], of x, B, C and of their dt [B, S, H]."""
+        """Return S C + D x of some heads [B, S, H, P], from x, B, C and dt [B, S, H]."""
         x, b, c = parts
-        d = F.softplus(wide(steps[0]) + wide(self.dt_bias[heads])).clamp(*self.mamba.dt_limit)
-        y = self.kernels.scan(Steps(x, d, -wide(self.a_log[heads]).exp(), b, c), chunks, states)
-        return y + wide(x) * wide(self.skip[heads]).unsqueeze(-1)
+        d = F.softplus(upcast_to_fp32(steps[0]) + upcast_to_fp32(self.dt_bias[heads])).clamp(*self.mamba.dt_limit)
+        y = self.kernels.selective_scan(
+            ScanInputs(x, d, -upcast_to_fp32(self.a_log[heads]).exp(), b, c), chunks, states
+        )
+        return y + upcast_to_fp32(x) * upcast_to_fp32(self.skip[heads]).unsqueeze(-1)
 
 
-class GatedNorm(nn.Module):
-    """RMSNorm of y silu(z) over the channels of each group, those of all ranks that share one."""
+class GatedGroupNorm(nn.Module):
+    """RMSNorm of y silu(z) over the channels of each group, across all ranks that share a group."""
 
-    def __init__(self, build: Builder, name: str) -> None:
+    def __init__(self, build: LayerBuilder, name: str) -> None:
         super().__init__()
         mamba, tp = build.config.mamba, build.groups.tp
         assert mamba is not None
         self.eps = mamba.norm_eps or build.config.norm_eps
-        self.groups, self.sharing = max(1, mamba.num_groups // tp.size), build.groups.sharing(mamba.num_groups)
-        self.weight = build.heads([Heads(name, mamba.num_heads, mamba.head_dim)], fill=1.0)[0]
+        self.groups, self.sharing = (
+            max(1, mamba.num_groups // tp.size),
+            build.groups.head_sharing_group(mamba.num_groups),
+        )
+        self.weight = build.build_head_parameters([SplitHeads(name, mamba.num_heads, mamba.head_dim)], fill=1.0)[0]
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """[B, S, H P] both -> the same shape, in the dtype of z; statistics in at least fp32."""
-        gated = torch.unflatten(wide(y) * F.silu(wide(z)), -1, (self.groups, -1))
+        """Map y and z [B, S, H P] to the same shape, in the dtype of z; statistics in at least fp32."""
+        gated = torch.unflatten(upcast_to_fp32(y) * F.silu(upcast_to_fp32(z)), -1, (self.groups, -1))
         mean = gated.square().mean(-1, keepdim=True) / self.sharing.size
-        mean = sum_gradient(sum_over(mean, self.sharing, sp=False), self.sharing)
-        return ((gated * torch.rsqrt(mean + self.eps)).flatten(-2) * wide(self.weight)).to(z.dtype)
+        mean = sum_input_gradient(sum_partial_results(mean, self.sharing, sp=False), self.sharing)
+        return ((gated * torch.rsqrt(mean + self.eps)).flatten(-2) * upcast_to_fp32(self.weight)).to(z.dtype)

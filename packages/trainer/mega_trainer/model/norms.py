@@ -1,4 +1,4 @@
-"""Norms: of the residual stream, and of queries and keys.
+"""Norms of the residual stream, and of queries and keys.
 
 Legend: B batch, S sequence, D model width, H heads, d head size, T tensor-parallel ranks.
 """
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mega_trainer.comm import Group
-from mega_trainer.kernels.base import Kernels
-from mega_trainer.parallel.tensor import sum_gradient, sum_over
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.kernels.kernel_interface import Kernels
+from mega_trainer.parallel.tensor_parallel import sum_input_gradient, sum_partial_results
 
 
 class Norm(nn.Module):
-    """RMSNorm, or with `layer` LayerNorm, over the last axis; `zero_centered` ones multiply by 1 + weight."""
+    """RMSNorm, or with `layer` LayerNorm, over the last axis; `zero_centered` norms multiply by 1 + weight."""
 
     def __init__(
         self,
@@ -32,46 +32,46 @@ class Norm(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., D] -> [.., D]."""
-        return self.of_sum(x)[1]
+        """Map [.., D] to [.., D]."""
+        return self.add_and_norm(x)[1]
 
-    def of_sum(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x + y, or x, and its norm, all [.., D]: one kernel each way where the back end has it."""
+    def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return x + y, or x, and its norm, all [.., D]: one kernel each way where the back end has it."""
         if not self.layer:
             return self.kernels.add_rms_norm(x, y, self.weight, self.eps, zero_centered=self.zero_centered)
         x = x if y is None else x + y
         return x, self.kernels.layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
 
 
-class HeadsNorm(nn.Module):
+class AllHeadsRMSNorm(nn.Module):
     """RMSNorm over all heads of a token together, which the ranks of `group` share equally.
 
     A rank's mean of squares goes into the mean over the ranks, and the gradient of that comes from all of them. Heads
     that several ranks hold count as often on each, which leaves the mean as it is.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, group: Group, *, zero_centered: bool) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, group: CommGroup, *, zero_centered: bool) -> None:
         super().__init__()
         self.weight, self.eps, self.group, self.zero_centered = weight, eps, group, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, H/T, d] -> the same shape; statistics in at least fp32."""
+        """Map [B, S, H/T, d] to the same shape; statistics in at least fp32."""
         wide = x.flatten(-2).to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.square().mean(-1, keepdim=True) / self.group.size
-        mean = sum_gradient(sum_over(mean, self.group, sp=False), self.group)
+        mean = sum_input_gradient(sum_partial_results(mean, self.group, sp=False), self.group)
         factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
         return (wide * torch.rsqrt(mean + self.eps) * factor).to(x.dtype).view_as(x)
 
 
-class EachHeadNorm(nn.Module):
-    """LayerNorm without bias over each head, by a weight [H/T, d] of its own."""
+class PerHeadLayerNorm(nn.Module):
+    """LayerNorm without bias over each head, with a weight [H/T, d] per head."""
 
     def __init__(self, weight: nn.Parameter, eps: float, *, zero_centered: bool) -> None:
         super().__init__()
         self.weight, self.eps, self.zero_centered = weight, eps, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, H/T, d] -> the same shape; statistics in at least fp32."""
+        """Map [B, S, H/T, d] to the same shape; statistics in at least fp32."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
         return (F.layer_norm(wide, x.shape[-1:], eps=self.eps) * factor).to(x.dtype)

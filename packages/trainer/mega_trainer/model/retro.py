@@ -1,4 +1,4 @@
-"""Retro (arXiv:2112.04426): a decoder that attends to retrieved neighbours of the text before a token.
+"""Retro (arXiv:2112.04426): a decoder that attends to retrieved neighbours of the preceding text.
 
 The text is cut into chunks of m tokens, and each chunk has K neighbours of 2 m tokens. These are embedded as the text is, in
 the first stage, and travel with the stream:
@@ -29,23 +29,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mega_ckpt.names import neighbor_encoder
-from mega_ckpt.pieces import Piece
-from mega_trainer.batch import MicroBatch
-from mega_trainer.device import to_device
-from mega_trainer.model.blocks import block_of
-from mega_trainer.model.builder import Builder
-from mega_trainer.model.context import Context, Sequences
-from mega_trainer.model.cross import Chunks, Source, remembering
+from mega_ckpt.canonical_tensors import retro_encoder_prefix
+from mega_ckpt.tensor_pieces import TensorPiece
+from mega_trainer.data.micro_batch import MicroBatch
+from mega_trainer.distributed.device import to_device
+from mega_trainer.distributed.rng import DropoutFactory
+from mega_trainer.model.cross_attention import CrossAttentionChunks, EncoderContext, with_encoder_memory
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.routing import Routing
-from mega_trainer.parallel.tensor import sequence_part
-from mega_trainer.rng import Dropouts
+from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.transformer_layer import build_transformer_layer
+from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
 
 @dataclass(frozen=True)
-class EncoderBuilder(Builder):
-    """Makes layers of the encoder that lies in a layer of the decoder.
+class NeighborEncoderBuilder(LayerBuilder):
+    """Builder of the neighbour encoder's layers inside a decoder layer.
 
     Attributes:
         prefix: what stands for `model.layers.` in their names.
@@ -54,126 +54,135 @@ class EncoderBuilder(Builder):
     prefix: str = ""
 
     @classmethod
-    def of(cls, build: Builder, layer: int) -> EncoderBuilder:
-        """For the encoder in that layer of that builder's model."""
-        fields = {name: getattr(build, name) for name in Builder.__dataclass_fields__}
-        config = build.config.neighbor_encoder
-        return cls(**fields | {"config": config, "by_layer": {}, "adapts": {}}, prefix=neighbor_encoder(layer))
+    def from_layer_builder(cls, build: LayerBuilder, layer: int) -> NeighborEncoderBuilder:
+        """Return the builder of the neighbour encoder in that layer of the model."""
+        fields = {name: getattr(build, name) for name in LayerBuilder.__dataclass_fields__}
+        config = build.config.neighbor_encoder_config
+        return cls(**fields | {"config": config, "by_layer": {}, "adapts": {}}, prefix=retro_encoder_prefix(layer))
 
-    def parameter(self, shape: Sequence[int], pieces: Sequence[Piece], **start: Any) -> nn.Parameter:
-        """See `Builder.parameter`."""
+    def build_parameter(self, shape: Sequence[int], pieces: Sequence[TensorPiece], **start: Any) -> nn.Parameter:
+        """Build a parameter under the encoder's name; see `LayerBuilder.build_parameter`."""
         own = [replace(piece, name=piece.name.replace("model.layers.", self.prefix, 1)) for piece in pieces]
-        return super().parameter(shape, own, **start)
+        return super().build_parameter(shape, own, **start)
 
 
-class EncodingBlock(nn.Module):
-    """The first layer that attends to neighbours, with their encoder."""
+class NeighborEncodingLayer(nn.Module):
+    """First layer that attends to neighbours, together with the neighbour encoder."""
 
-    def __init__(self, build: Builder, layer: int) -> None:
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
-        own = EncoderBuilder.of(build, layer)
-        self.block = block_of(build, layer)
-        self.encoder = nn.ModuleList(block_of(own, index) for index in range(own.config.num_layers))
+        own = NeighborEncoderBuilder.from_layer_builder(build, layer)
+        self.block = build_transformer_layer(build, layer)
+        self.encoder = nn.ModuleList(build_transformer_layer(own, index) for index in range(own.config.num_layers))
 
-    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """The stream [B, S or S/T, D] one layer further, and the encoded neighbours: of `context.source.memory`, as that is."""
+    def forward(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Return the stream [B, S or S/T, D] after this layer, and the encoded neighbours in the shape of
+        `context.source.memory`.
+        """
         mixer, cross, feed, source = self.block.mixer, self.block.cross, self.block.feed, context.source
         assert mixer is not None
         assert cross is not None
         assert feed is not None
         assert source is not None
-        x, normed = mixer.normed(x)
-        x, normed = cross.normed(x, mixer(normed, context))
+        x, normed = mixer.add_and_norm(x)
+        x, normed = cross.add_and_norm(x, mixer(normed, context))
         memory = source.memory
         for layer in self.encoder:
-            memory = layer(memory, remembering(source.context, normed))
+            memory = layer(memory, with_encoder_memory(source.context, normed))
         assert memory is not None
-        x, normed = feed.normed(x, cross(normed, remembering(context, memory)))
+        x, normed = feed.add_and_norm(x, cross(normed, with_encoder_memory(context, memory)))
         return x + feed(normed, context), memory
 
 
-class Retro(Decoder):
-    """What of a model with retrieval `stage` has; after its last layer the stream is the text's tokens alone."""
+class RetroDecoder(Decoder):
+    """Part of a Retro model in `stage`; after the last layer the stream is the text's tokens alone."""
 
-    def _layer(self, build: Builder, index: int) -> nn.Module:
-        return (EncodingBlock if index == build.config.retro_layers[0] else block_of)(build, index)
+    def _build_layer(self, build: LayerBuilder, index: int) -> nn.Module:
+        return (NeighborEncodingLayer if index == build.config.retrieval_layers[0] else build_transformer_layer)(
+            build, index
+        )
 
-    def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """See `Decoder.message_shape`."""
-        rows, length, width = super().message_shape(batch)
-        return rows, length + self._length(batch), width
+    def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """Return the shape of the activations between two stages; see `Decoder.pipeline_message_shape`."""
+        rows, length, width = super().pipeline_message_shape(batch)
+        return rows, length + self._neighbor_length(batch), width
 
-    def _length(self, batch: MicroBatch) -> int:
-        """Tokens of a sample's neighbours in this rank's stream."""
+    def _neighbor_length(self, batch: MicroBatch) -> int:
+        """Return the number of a sample's neighbour tokens in this rank's stream."""
         assert batch.neighbors is not None
         _, chunks, count, length = batch.neighbors.tokens.shape
-        return chunks * count * len(range(length)[sequence_part(length, self.groups.tp, sp=self.sp)])
+        return chunks * count * len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
 
-    def begin(self, batch: MicroBatch, context: Context) -> Tensor:
-        """See `Decoder.begin`: of the text, and of its neighbours behind it."""
+    def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
+        """Return the stream of the text with its neighbours appended; see `Decoder.embed_micro_batch`."""
         assert batch.neighbors is not None
         assert context.source is not None
         tokens = batch.neighbors.tokens.flatten(0, 2)
         places = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        neighbors = self.embed(tokens, places, context.source.context.dropout)
-        x = super().begin(batch, context)
+        neighbors = self.embed_inputs(tokens, places, context.source.context.dropout)
+        x = super().embed_micro_batch(batch, context)
         return torch.cat([x, neighbors.reshape(len(x), -1, x.shape[-1])], 1)
 
-    def context_of(self, batch: MicroBatch, dropout: Dropouts, routing: Routing | None = None) -> Context:
-        """See `Decoder.context_of`: with that of the encoder's layers."""
-        context, found = super().context_of(batch, dropout, routing), batch.neighbors
+    def make_batch_context(
+        self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
+    ) -> ForwardContext:
+        """Return the forward context, with that of the neighbour encoder; see `Decoder.make_batch_context`."""
+        context, found = super().make_batch_context(batch, dropout, routing), batch.neighbors
         assert found is not None
         rows, chunks, count, length = found.tokens.shape
         device, drop = found.tokens.device, dropout(length, 1)
         if drop is not None:
-            drop = replace(drop, samples=_parts(batch.samples, chunks * count))
+            drop = replace(drop, samples=_number_parts(batch.samples, chunks * count))
         places = torch.arange(length, device=device)[None]
-        sight = Sequences(length, device, found.outline.begins, causal=False)
-        own = self.context(places, sight=sight, dropout=drop, outline=found.outline)
-        asks = Chunks(rows * chunks, _parts(batch.samples, chunks))
-        own = replace(own, source=Source(own, batch.tokens.shape[1], chunks=asks))
-        seen, some = found.seen, None
+        sight = SequenceMask(length, device, found.sequence_bounds.document_starts, causal=False)
+        own = self.make_forward_context(
+            places, attention_mask=sight, dropout=drop, sequence_bounds=found.sequence_bounds
+        )
+        asks = CrossAttentionChunks(rows * chunks, _number_parts(batch.samples, chunks))
+        own = replace(own, source=EncoderContext(own, batch.tokens.shape[1], chunks=asks))
+        seen, some = found.attention_mask, None
         if seen is not None:
             there = seen.any(-1, keepdim=True)
             # a chunk without neighbours sees all, and what it makes of it is 0
             seen, some = seen | ~there, there.to(self.dtype)
-        if batch.outline.begins is not None:
-            own_text = to_device(_own_chunks(batch.outline.begins, chunks), device)
+        if batch.sequence_bounds.document_starts is not None:
+            own_text = to_device(_chunk_in_document(batch.sequence_bounds.document_starts, chunks), device)
             some = own_text.to(self.dtype) if some is None else some * own_text
         asks = replace(asks, shift=batch.tokens.shape[1] // chunks - 1, some=some)
-        return replace(context, source=Source(own, self._length(batch), seen, chunks=asks))
+        return replace(context, source=EncoderContext(own, self._neighbor_length(batch), seen, chunks=asks))
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """The stream, and the neighbours behind it, through this stage's layers."""
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Pass the stream, with the neighbours appended, through this stage's layers."""
         assert context.source is not None
         behind = context.source.length
         x, neighbors = torch.split(x, [x.shape[1] - behind, behind], 1)
-        memory = self.rows(neighbors)
+        memory = self.unpack_neighbors(neighbors)
         for index, layer in enumerate(self.layers):
-            own = remembering(context, memory)
-            if isinstance(layer, EncodingBlock):
-                x, memory = self.saved.layer(index, layer, x, own)
+            own = with_encoder_memory(context, memory)
+            if isinstance(layer, NeighborEncodingLayer):
+                x, memory = self.saved.run_layer(index, layer, x, own)
             else:
-                x = self.saved.layer(index, layer, x, own)
+                x = self.saved.run_layer(index, layer, x, own)
         return x if self.stage.heads else torch.cat([x, memory.reshape(neighbors.shape)], 1)
 
-    def rows(self, neighbors: Tensor) -> Tensor:
-        """Those of a message, [B, 2 m L K or that/T, D], as layers take them: [B L K, 2 m or 2 m/T, D]."""
+    def unpack_neighbors(self, neighbors: Tensor) -> Tensor:
+        """Reshape the neighbours of a message, [B, 2 m L K or that/T, D], for the layers: [B L K, 2 m or 2 m/T, D]."""
         assert self.config.retro is not None
         length = self.config.retro.neighbor_length
         return neighbors.reshape(-1, length // self.groups.tp.size if self.sp else length, neighbors.shape[-1])
 
 
-def _own_chunks(begins: np.ndarray, chunks: int) -> Tensor:
-    """Whether the m queries that each of L `chunks` is for stand in a document that has all of the chunk: bool [B L, m, 1, 1].
+def _chunk_in_document(begins: np.ndarray, chunks: int) -> Tensor:
+    """Return whether the m queries of each of L `chunks` are in a document that contains the whole chunk: bool [B L, m,
+    1, 1].
 
-    The queries are those from the last token of the chunk on; `begins` is int64 [B, S], as in `Outline`.
+    The queries are those from the last token of the chunk on; `begins` is int64 [B, S], as in `SequenceBounds`.
     """
     size = begins.shape[1] // chunks
     ahead = np.pad(begins[:, size - 1 :], ((0, 0), (0, size - 1))).reshape(-1, chunks, size)
     return torch.from_numpy(ahead <= np.arange(chunks)[:, None] * size).reshape(-1, size, 1, 1)
 
 
-def _parts(samples: Sequence[int], count: int) -> list[int]:
-    """A number for each of the parts of some samples."""
+def _number_parts(samples: Sequence[int], count: int) -> list[int]:
+    """Return a number for each of the `count` parts of each sample."""
     return [sample * count + part for sample in samples for part in range(count)]

@@ -1,1 +1,1 @@
-"""What a run makes small, where that is not the mean cross entropy of next tokens."""
+"""Training objectives other than the mean cross entropy of next tokens: preference losses, reward models, distillation."""

@@ -1,1 +1,1 @@
-"""Optimizers over flat buffers, and the learning rate."""
+"""Optimizers over flat buffers, and the learning-rate schedule."""

@@ -1,4 +1,4 @@
-"""Muon: a momentum matrix is replaced by the nearest orthogonal one, roughly, and that is the update.
+"""Muon: the update is the approximately nearest orthogonal matrix of the momentum matrix.
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), and "Muon is scalable for LLM training"
 (arXiv:2502.16982) for the scale of the update. It is for hidden matrices, each canonical one by itself: query, key,
@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from mega_ckpt.pieces import Piece
-from mega_trainer.comm import Group, all_gather_into, all_reduce, reduce_scatter_into
-from mega_trainer.optim.slots import Slot, Transfers
-from mega_trainer.parallel.buckets import Bucket
-from mega_trainer.parallel.param import ParamInfo, info_of, is_matrix
+from mega_ckpt.tensor_pieces import TensorPiece
+from mega_trainer.distributed.comm import CommGroup, all_gather_into, all_reduce, reduce_scatter_into
+from mega_trainer.optim.optimizer_slots import OptimizerSlot, SlotTransfers
+from mega_trainer.parallel.gradient_buckets import GradientBucket
+from mega_trainer.parallel.parameter_info import ParameterInfo, get_parameter_info, is_weight_matrix
 
 # f(x) = a x + b x^3 + c x^5 with the steepest rise at 0 that keeps [0, 1.2] in place. It does not settle at 1: five rounds
 # leave singular values between about 0.7 and 1.2, which trains as well as exact ones.
@@ -32,7 +32,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """U V^T, roughly, where `matrix` = U S V^T: every singular value that is not tiny comes near 1.
+    """Return U V^T, approximately, where `matrix` = U S V^T: every singular value that is not tiny comes near 1.
 
     Newton-Schulz iteration, X <- a X + b (X X^T) X + c (X X^T)^2 X, on the matrix divided by its Frobenius norm.
 
@@ -55,8 +55,9 @@ def orthogonalize(matrix: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.
     return (x.mT if tall else x).to(matrix.dtype)
 
 
-def update_scale(rows: int, columns: int) -> float:
-    """0.2 sqrt(max(M, N)): brings the root mean square of an orthogonal [M, N] matrix to 0.2, the size of AdamW's updates.
+def muon_update_scale(rows: int, columns: int) -> float:
+    """Return 0.2 sqrt(max(M, N)), which brings the RMS of an orthogonal [M, N] matrix to 0.2, the size of AdamW's
+    updates.
 
     With it Muon takes AdamW's learning rate and weight decay (arXiv:2502.16982, equation 4).
     """
@@ -64,31 +65,33 @@ def update_scale(rows: int, columns: int) -> float:
 
 
 def is_hidden_matrix(parameter: nn.Parameter) -> bool:
-    """Whether Muon is for it: a matrix (or a stack of them) of a layer, not embedding, table, head, convolution, norm or bias."""
-    names = [piece.name for piece in info_of(parameter).pieces]
+    """Return whether Muon applies: to a matrix (or a stack of them) of a layer, not to embedding, table, head,
+    convolution, norm or bias.
+    """
+    names = [piece.name for piece in get_parameter_info(parameter).pieces]
     inside = all(
         name.startswith("model.layers.") and not re.search(r"\.(conv1d|relative_bias)\.", name) for name in names
     )
-    return is_matrix(parameter) and bool(names) and inside
+    return is_weight_matrix(parameter) and bool(names) and inside
 
 
-class Muon:
-    """A `Rule`.
+class MuonUpdateRule:
+    """`UpdateRule` by Muon.
 
     Args:
         slots: what it updates: slices of buckets of hidden matrices.
         tensor_group: the ranks that split matrices among them, but those that say otherwise.
         momentum, nesterov: of the gradient, as in torch's SGD.
-        lr_factor: its learning rate as a multiple of the one given to `step`.
+        lr_factor: its learning rate as a multiple of the one given to `update_slots`.
         weight_decay: decoupled, as AdamW's.
         rounds: of the Newton-Schulz iteration, which is computed in the model's precision, but not in fp16.
     """
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        slots: Sequence[OptimizerSlot],
         *,
-        tensor_group: Group,
+        tensor_group: CommGroup,
         momentum: float,
         nesterov: bool,
         lr_factor: float,
@@ -100,25 +103,25 @@ class Muon:
         self.lr_factor, self.weight_decay, self.rounds = lr_factor, weight_decay, rounds
         self.momenta = [torch.zeros_like(slot.main) for slot in slots]
 
-    def step(self, transfers: Transfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """See `Rule.step`."""
+    def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
+        """Update the main weights; see `UpdateRule.update_slots`."""
         for slot, momentum in zip(self.slots, self.momenta, strict=True):
-            with transfers.around([slot]):
-                self._apply(slot, momentum, lr * self.lr_factor * slot.kind.lr_factor)
+            with transfers.update_context([slot]):
+                self._update_slot(slot, momentum, lr * self.lr_factor * slot.kind.lr_factor)
 
-    def _apply(self, slot: Slot, momentum: Tensor, lr: float) -> None:
+    def _update_slot(self, slot: OptimizerSlot, momentum: Tensor, lr: float) -> None:
         grads = slot.grads
         momentum.mul_(self.momentum).add_(grads)
         direction = grads.add(momentum, alpha=self.momentum) if self.nesterov else momentum
-        update = self._orthogonalized(slot, direction.to(slot.shard.weights.device)).to(slot.main.device)
+        update = self._gather_and_orthogonalize(slot, direction.to(slot.shard.weights.device)).to(slot.main.device)
         slot.main.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr)
 
-    def state(self) -> dict[str, list[tuple[Slot, Tensor]]]:
-        """The momentum."""
+    def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
+        """Return the momentum."""
         return {"muon_momentum": list(zip(self.slots, self.momenta, strict=True))}
 
-    def _orthogonalized(self, slot: Slot, direction: Tensor) -> Tensor:
-        """The update of a slice, from the slices of all data ranks; each rank works on every n-th matrix."""
+    def _gather_and_orthogonalize(self, slot: OptimizerSlot, direction: Tensor) -> Tensor:
+        """Return the update of a slice, from the slices of all data ranks; each rank works on every n-th matrix."""
         data, sharded, bucket = slot.kind.data, slot.sharded, slot.shard.bucket
         assert bucket is not None
         whole = direction.new_empty(direction.numel() * data.size) if sharded else direction
@@ -126,9 +129,9 @@ class Muon:
             all_gather_into(whole, direction, data)
         result = torch.zeros_like(whole)
         low = torch.bfloat16 if slot.kind.dtype == torch.float16 else slot.kind.dtype
-        for index, (info, piece, source, target) in enumerate(_matrices(bucket, whole, result)):
+        for index, (info, piece, source, target) in enumerate(_iterate_matrices(bucket, whole, result)):
             if index % data.size == data.rank:
-                target.copy_(self._update(info, piece, source, low))
+                target.copy_(self._matrix_update(info, piece, source, low))
         if not sharded:
             all_reduce(result, data)
             return result
@@ -136,8 +139,8 @@ class Muon:
         reduce_scatter_into(update, result, data)
         return update
 
-    def _update(self, info: ParamInfo, piece: Piece, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """This rank's part of the update of a canonical matrix, from its part of the momentum."""
+    def _matrix_update(self, info: ParameterInfo, piece: TensorPiece, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return this rank's part of the update of a canonical matrix, from its part of the momentum."""
         rows, columns = piece.global_shape[-2:]
         (top, left), (height, width) = piece.global_offset[-2:], piece.shape[-2:]
         matrix = part
@@ -146,14 +149,16 @@ class Muon:
             if all(group.rank == 0 for group in info.replicas):
                 matrix[..., top : top + height, left : left + width] = part
             all_reduce(matrix, info.split or self.tensor_group)
-        update = orthogonalize(matrix, steps=self.rounds, dtype=dtype) * update_scale(rows, columns)
+        update = orthogonalize(matrix, steps=self.rounds, dtype=dtype) * muon_update_scale(rows, columns)
         return update[..., top : top + height, left : left + width]
 
 
-def _matrices(bucket: Bucket, source: Tensor, target: Tensor) -> Iterator[tuple[ParamInfo, Piece, Tensor, Tensor]]:
-    """The canonical matrices of a bucket: what they are, and this rank's part of each in two tensors of its length."""
-    for parameter, place in bucket.places.items():
-        info = info_of(parameter)
+def _iterate_matrices(
+    bucket: GradientBucket, source: Tensor, target: Tensor
+) -> Iterator[tuple[ParameterInfo, TensorPiece, Tensor, Tensor]]:
+    """Yield the canonical matrices of a bucket, each with this rank's part of two tensors of the bucket's length."""
+    for parameter, place in bucket.param_slices.items():
+        info = get_parameter_info(parameter)
         for piece in info.pieces:
-            part, out = (piece.view(tensor[place].view(parameter.shape)) for tensor in (source, target))
+            part, out = (piece.local_view(tensor[place].view(parameter.shape)) for tensor in (source, target))
             yield info, piece, part, out

@@ -1,1 +1,1 @@
-"""What a run did and what it is planned to do, as pages and on the terminal. Imports no torch."""
+"""Reports of runs and plans, as HTML pages and on the terminal. Imports no torch."""

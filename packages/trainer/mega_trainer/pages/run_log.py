@@ -1,4 +1,4 @@
-"""What a run has written into its folder: settings, a line a step, its starts, its checkpoints. Read while it runs, too."""
+"""Reader of a run's folder, also while the run writes it: settings, metrics, starts, checkpoints and errors."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mega_common.bounded_parsing import BoundedYamlLoader, parse_json_text, parse_yaml_text, read_settings_file
 from mega_common.errors import ConfigError
-from mega_common.parsing import BoundedLoader, parse_json, parse_yaml, read_settings
-from mega_common.remote import place
-from mega_trainer.job.job_log import ERRORS, RANKS
+from mega_common.object_store import parse_location
+from mega_trainer.job.error_log import ERRORS, RANKS
 
 METRICS = "metrics.jsonl"
 LAUNCHER = "the launcher"  # where an error is no rank's own
 
 
 @dataclass
-class Column:
-    """Values of one key, of those lines that have it; NaN where a line has null."""
+class MetricColumn:
+    """Values of one key, from the lines that have it; NaN for null."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
-    def points(self) -> list[tuple[float, float]]:
-        """(step, value)."""
+    def list_points(self) -> list[tuple[float, float]]:
+        """Return (step, value) pairs."""
         return list(zip(self.steps, self.values, strict=True))
 
-    def deltas(self) -> Iterator[tuple[float, float]]:
-        """(step, how much more than on the line before)."""
+    def iterate_deltas(self) -> Iterator[tuple[float, float]]:
+        """Yield (step, difference to the previous line)."""
         before = 0.0
         for step, value in zip(self.steps, self.values, strict=True):
             yield step, value - before
@@ -43,7 +43,7 @@ class Column:
 
 @dataclass
 class RunLog:
-    """A run's folder, as far as it is written.
+    """Content of a run's folder so far.
 
     Attributes:
         folder: of the run.
@@ -54,16 +54,16 @@ class RunLog:
     """
 
     folder: Path
-    columns: Mapping[str, Column]
+    columns: Mapping[str, MetricColumn]
     last: dict[str, Any]
     settings: dict[str, Any]
     starts: Sequence[dict[str, Any]]
 
     @classmethod
-    def read(
+    def read_folder(
         cls, path: Path, *, tail: int | None = None, advance: Callable[[int], object] = lambda size: None
     ) -> RunLog:
-        """Of the folder `path`, or the folder of that metrics.jsonl; with `tail` only the last so many bytes of lines.
+        """Read the folder `path`, or the folder of a metrics.jsonl; with `tail` only the last `tail` bytes of lines.
 
         `advance` is told of the bytes that were read.
 
@@ -71,9 +71,9 @@ class RunLog:
             ConfigError: where there is no line of a step.
         """
         folder = path.parent if path.name == METRICS else path
-        columns: defaultdict[str, Column] = defaultdict(Column)
+        columns: defaultdict[str, MetricColumn] = defaultdict(MetricColumn)
         last: dict[str, Any] = {}
-        for line in whole_lines(_existing(folder), tail=tail, advance=advance):
+        for line in read_complete_lines(_find_metrics(folder), tail=tail, advance=advance):
             for key, value in line.items():
                 if isinstance(value, int | float) or value is None:
                     columns[key].steps.append(line["step"])
@@ -83,88 +83,91 @@ class RunLog:
             raise ConfigError(
                 f"{folder / METRICS}: has no line of a step yet", hint="a run writes one after its first step"
             )
-        starts = list(whole_lines(folder / "starts.jsonl", "time"))
-        return cls(folder, columns, last, _settings(folder / "run.yaml"), starts)
+        starts = list(read_complete_lines(folder / "starts.jsonl", "time"))
+        return cls(folder, columns, last, _read_settings(folder / "run.yaml"), starts)
 
     @property
-    def name(self) -> str:
-        """What to call it."""
+    def run_name(self) -> str:
+        """Name of the run's folder."""
         return self.folder.resolve().name
 
-    def points(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of each line that has the key."""
-        return self.columns[key].points() if key in self.columns else []
+    def metric_points(self, key: str) -> list[tuple[float, float]]:
+        """Return (step, value) of each line that has the key."""
+        return self.columns[key].list_points() if key in self.columns else []
 
-    def under(self, prefix: str) -> list[str]:
-        """What follows `prefix` in the keys that begin with it."""
+    def list_key_suffixes(self, prefix: str) -> list[str]:
+        """Return the suffixes of all keys that begin with `prefix`."""
         return [key.removeprefix(prefix) for key in self.columns if key.startswith(prefix)]
 
     @property
-    def steps(self) -> int | None:
-        """How many it is to make, where its settings tell."""
+    def planned_steps(self) -> int | None:
+        """Number of steps in the run's settings, or None."""
         found = self.settings.get("train", {}).get("steps")
         return found if isinstance(found, int) else None
 
     @property
-    def finished(self) -> bool:
-        """Whether its last step is made."""
-        return self.steps is not None and self.last["step"] >= self.steps
+    def is_finished(self) -> bool:
+        """True if the last step is done."""
+        return self.planned_steps is not None and self.last["step"] >= self.planned_steps
 
     @cached_property
-    def restarts(self) -> list[tuple[float, float]]:
-        """(step, seconds) of each first line after a restart or a rollback, and what that took."""
+    def restart_points(self) -> list[tuple[float, float]]:
+        """Pairs (step, lost seconds) of the first line after each restart or rollback."""
         column = self.columns.get("lost/restart")
-        return [(step, more) for step, more in column.deltas() if more > 0] if column else []
+        return [(step, more) for step, more in column.iterate_deltas() if more > 0] if column else []
 
-    def checkpoints(self) -> list[Saved]:
-        """Those that are complete, where they lie in this file system; by step."""
+    def list_checkpoints(self) -> list[SavedCheckpoint]:
+        """Return the complete checkpoints in this file system, by step."""
         kept = self.settings.get("checkpoint", {}).get("path")
-        root = self.folder / "checkpoints" if kept is None else place(kept)
+        root = self.folder / "checkpoints" if kept is None else parse_location(kept)
         found = []
         for manifest in sorted(root.glob("step-*/manifest.json")) if isinstance(root, Path) else ():
             with contextlib.suppress(OSError, ValueError):  # it may go while it is looked at
                 step = int(manifest.parent.name.removeprefix("step-"))
-                found.append(Saved(step, manifest.stat().st_mtime, manifest.parent))
+                found.append(SavedCheckpoint(step, manifest.stat().st_mtime, manifest.parent))
         return found
 
-    def errors(self) -> list[tuple[float, str, str]]:
-        """(when, ranks, what) of each error that ended ranks, the first one first; what several told alike is one."""
-        told = sorted(whole_lines(self.folder / ERRORS, "time"), key=lambda line: float(line["time"]))
+    def list_rank_errors(self) -> list[tuple[float, str, str]]:
+        """Return (time, ranks, message) of each error that ended ranks, oldest first; consecutive equal errors of
+        several ranks are one.
+        """
+        told = sorted(read_complete_lines(self.folder / ERRORS, "time"), key=lambda line: float(line["time"]))
         alike = [list(lines) for _, lines in itertools.groupby(told, key=lambda line: str(line["error"]))]
-        return [(lines[0]["time"], _ranks(lines), lines[0]["error"]) for lines in alike]
+        return [(lines[0]["time"], _format_ranks(lines), lines[0]["error"]) for lines in alike]
 
-    def ranks(self) -> list[dict[str, Any]]:
-        """How each rank was when it was last heard of, as `watch` tells it; none of a run on one rank."""
+    def read_rank_states(self) -> list[dict[str, Any]]:
+        """Return the last reported state of each rank, as written by `watch`; empty for a run on one rank."""
         try:
-            found = parse_json((self.folder / RANKS).read_text(encoding="utf-8"))
+            found = parse_json_text((self.folder / RANKS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return []
         return list(found)
 
 
-def _ranks(lines: Sequence[dict[str, Any]], most: int = 8) -> str:
+def _format_ranks(lines: Sequence[dict[str, Any]], most: int = 8) -> str:
+    """Return the ranks of error lines as text."""
     told = sorted({line["rank"] for line in lines if line["rank"] is not None})
     return ", ".join(map(str, told[:most])) + (", ..." if len(told) > most else "") or LAUNCHER
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A complete checkpoint, and when it was written."""
+class SavedCheckpoint:
+    """Complete checkpoint, and the time it was written."""
 
     step: int
     written: float
     folder: Path
 
     @property
-    def size(self) -> int:
+    def size_bytes(self) -> int:
         """Bytes of its files."""
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
 
-def whole_lines(
+def read_complete_lines(
     path: Path, key: str = "step", *, tail: int | None = None, advance: Callable[[int], object] = lambda size: None
 ) -> Iterator[dict[str, Any]]:
-    """Mappings with a number under `key`, a line each; a line that is cut short, as by a kill, is left out."""
+    """Yield JSON mappings with a number under `key`, one a line; truncated lines are left out."""
     if not path.exists():
         return
     with open(path, "rb") as stream:
@@ -173,12 +176,13 @@ def whole_lines(
         for text in stream:
             advance(len(text))
             with contextlib.suppress(ValueError):
-                line = parse_json(text)
+                line = parse_json_text(text)
                 if isinstance(line, dict) and isinstance(line.get(key), int | float):
                     yield line
 
 
-def _existing(folder: Path) -> Path:
+def _find_metrics(folder: Path) -> Path:
+    """Return the path of an existing metrics.jsonl."""
     path = folder / METRICS
     if not path.is_file():
         what = f"{folder}: no such folder" if not folder.exists() else f"{folder}: holds no {METRICS}"
@@ -186,9 +190,10 @@ def _existing(folder: Path) -> Path:
     return path
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return run.yaml as nested mappings; empty if it cannot be read."""
     try:
-        found = parse_yaml(read_settings(path), str(path), BoundedLoader)
+        found = parse_yaml_text(read_settings_file(path), str(path), BoundedYamlLoader)
     except ConfigError:
         return {}
     return found if isinstance(found, dict) else {}

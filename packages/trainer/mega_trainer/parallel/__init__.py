@@ -1,1 +1,1 @@
-"""How one model is cut over ranks, and the collectives that make the parts compute what the whole would."""
+"""Model parallelism: tensor, context and expert parallel layers, ZeRO, and their collectives."""

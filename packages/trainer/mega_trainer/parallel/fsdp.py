@@ -29,15 +29,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from mega_ckpt.pieces import Piece
-from mega_trainer.comm import Group, Pending, Work, all_gather_into, all_reduce, reduce_scatter_into
+from mega_ckpt.tensor_pieces import TensorPiece
+from mega_trainer.distributed.comm import (
+    CollectiveWork,
+    CommGroup,
+    PendingWork,
+    all_gather_into,
+    all_reduce,
+    reduce_scatter_into,
+)
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.moe import Experts
-from mega_trainer.parallel.param import info_of, kept_of, local_of, trains
-from mega_trainer.parallel.shared import Buffer, Kind, LrFactor, Part, Shard, by_kind
+from mega_trainer.model.mixture_of_experts import GroupedExperts
+from mega_trainer.parallel.parameter_info import (
+    get_local_values,
+    get_parameter_info,
+    is_trainable,
+    non_trainable_buffers,
+)
+from mega_trainer.parallel.parameter_shards import (
+    LrFactor,
+    ParameterBuffer,
+    ParameterShard,
+    ParamGroupKey,
+    ShardPart,
+    group_parameters,
+)
 
 
-def shard_fully(
+def fully_shard_stage(
     model: Decoder,
     *,
     dtype: torch.dtype,
@@ -45,7 +64,8 @@ def shard_fully(
     reduce_dtype: torch.dtype | None = None,
     layers: int = 1,
 ) -> None:
-    """Shard a whole model over its `shard` group, in place. Its parameters become `DTensor`s that describe their own rows.
+    """Shard a whole model over its `shard` group, in place. Its parameters become `DTensor`s that describe their own
+    rows.
 
     Args:
         model: its parameters are in the type they are kept in, fp32 or fp64, and may lie on the meta device: no rank
@@ -56,11 +76,11 @@ def shard_fully(
         layers: of a unit.
     """
     group, apart, copies = model.groups.shard, model.groups.expert_data, model.groups.replicate
-    meshes = {sharers: DeviceMesh.from_group(_handle(sharers), device.type) for sharers in (group, apart)}
-    infos = {name: info_of(parameter) for name, parameter in model.named_parameters()}
+    meshes = {sharers: DeviceMesh.from_group(_process_group(sharers), device.type) for sharers in (group, apart)}
+    infos = {name: get_parameter_info(parameter) for name, parameter in model.named_parameters()}
     kept = next(model.parameters()).dtype
-    for modules in units_of(model, layers):
-        unit, sharers = modules[0], apart if isinstance(modules[0], Experts) else group
+    for modules in list_fsdp_units(model, layers):
+        unit, sharers = modules[0], apart if isinstance(modules[0], GroupedExperts) else group
         sent = reduce_dtype if sharers.size > 1 else None  # what is sent to nobody is not rounded
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == kept else dtype, reduce_dtype=sent or kept, cast_forward_inputs=False
@@ -74,42 +94,44 @@ def shard_fully(
     register_fsdp_forward_method(model, "whole")
     model.to_empty(device=device)
     model.dtype = dtype
-    for values, _ in kept_of(model):
+    for values, _ in non_trainable_buffers(model):
         values.zero_()
     for name, parameter in model.named_parameters():
         info = infos[name]
         sharers = apart if info.data is apart else group
         rows = -(-parameter.shape[0] // sharers.size)
-        pieces = tuple(cut_rows(info.pieces, rows * sharers.rank, rows * (sharers.rank + 1)))
+        pieces = tuple(slice_piece_rows(info.pieces, rows * sharers.rank, rows * (sharers.rank + 1)))
         sync = (*info.grad_sync, copies) if sharers is group and copies.size > 1 else info.grad_sync
         parameter.mega = replace(info, pieces=pieces, data=sharers, grad_sync=sync)  # type: ignore[attr-defined]
 
 
-def units_of(model: Decoder, layers: int) -> list[list[nn.Module]]:
-    """What is gathered together, the inner ones first: each is what of its modules' parameters is in none before it.
+def list_fsdp_units(model: Decoder, layers: int) -> list[list[nn.Module]]:
+    """Return the module lists gathered together, inner ones first; each unit has the parameters of its modules that no
+    earlier unit has.
 
     No unit has layers that a backward computes again and others: FSDP waits until all of a unit's have been through.
     """
     again = model.saved.recompute
     parts = [
-        [layer for index, layer in enumerate(model.layers) if again.whole(index) is whole] for whole in (True, False)
+        [layer for index, layer in enumerate(model.layers) if again.recomputes_layer(index) is whole]
+        for whole in (True, False)
     ]
-    experts: list[list[nn.Module]] = [[module] for module in model.modules() if isinstance(module, Experts)]
+    experts: list[list[nn.Module]] = [[module] for module in model.modules() if isinstance(module, GroupedExperts)]
     blocks = [part[start : start + layers] for part in parts for start in range(0, len(part), layers)]
     seeing: list[list[nn.Module]] = [] if model.vision is None else [[model.vision]]
     return [*experts, *blocks, *([predictor] for predictor in model.predictors), *seeing, [model]]
 
 
-def _handle(group: Group) -> dist.ProcessGroup:
-    """The process group of a group, which a rank by itself has not got: FSDP wants one."""
-    if group.handle is None:
+def _process_group(group: CommGroup) -> dist.ProcessGroup:
+    """Return the process group of a group; a group of one rank gets one, as FSDP requires it."""
+    if group.process_group is None:
         alone: dist.ProcessGroup = dist.new_group(list(group.ranks), use_local_synchronization=True)
         return alone
-    return group.handle
+    return group.process_group
 
 
-def cut_rows(pieces: Sequence[Piece], first: int, stop: int) -> Iterator[Piece]:
-    """The pieces of rows [first, stop) of a local tensor that has these."""
+def slice_piece_rows(pieces: Sequence[TensorPiece], first: int, stop: int) -> Iterator[TensorPiece]:
+    """Yield the pieces of rows [first, stop) of a local tensor that has these pieces."""
     for piece in pieces:
         low, high = max(first, piece.local_start[0]), min(stop, piece.local_start[0] + piece.shape[0])
         if low < high:
@@ -122,61 +144,61 @@ def cut_rows(pieces: Sequence[Piece], first: int, stop: int) -> Iterator[Piece]:
             )
 
 
-class RowBuffer(Buffer):
-    """Parameters that are treated alike, each of whose rows here are a shard."""
+class RowShardBuffer(ParameterBuffer):
+    """Parameters of one parameter group, with the rows of each on this rank as a shard."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], kind: Kind) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], kind: ParamGroupKey) -> None:
         self.kind, self.sharded = kind, True
-        self.shards = [_shard(parameter) for parameter in parameters]
+        self.shards = [_row_shard(parameter) for parameter in parameters]
 
 
-def _shard(parameter: nn.Parameter) -> Shard:
-    weights = local_of(parameter)
+def _row_shard(parameter: nn.Parameter) -> ParameterShard:
+    weights = get_local_values(parameter)
     assert parameter.grad is not None
-    part = Part(info_of(parameter).pieces, tuple(weights.shape), 0, slice(0, weights.numel()))
-    return Shard(weights.view(-1), local_of(parameter.grad).view(-1), [part])
+    part = ShardPart(get_parameter_info(parameter).pieces, tuple(weights.shape), 0, slice(0, weights.numel()))
+    return ParameterShard(weights.view(-1), get_local_values(parameter.grad).view(-1), [part])
 
 
-class UnitGradients:
-    """The gradients of one unit, one after another in `values`, where FSDP adds to them.
+class FsdpUnitGradients:
+    """Gradients of one unit, one after another in `values`, to which FSDP adds.
 
     Those that several copies of the weights share are summed over the copies as soon as the step's last backward has
     all of the unit's, while that of the units before it still runs.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], copies: Group, reduce_dtype: torch.dtype | None) -> None:
-        own = [local_of(parameter) for parameter in parameters]
+    def __init__(self, parameters: Sequence[nn.Parameter], copies: CommGroup, reduce_dtype: torch.dtype | None) -> None:
+        own = [get_local_values(parameter) for parameter in parameters]
         self.values = own[0].new_zeros(sum(part.numel() for part in own))
         self._copies, self._parameters, self._reduce_dtype = copies, list(parameters), reduce_dtype
         self._owed: set[nn.Parameter] = set()
-        self._flight: tuple[Work | None, Tensor] | None = None
+        self._flight: tuple[CollectiveWork | None, Tensor] | None = None
         for parameter, part in zip(parameters, torch.split(self.values, [part.numel() for part in own]), strict=True):
             assert isinstance(parameter, DTensor)
             parameter.grad = DTensor.from_local(
-                part.view_as(local_of(parameter)), parameter.device_mesh, parameter.placements, run_check=False,
+                part.view_as(get_local_values(parameter)), parameter.device_mesh, parameter.placements, run_check=False,
                 shape=parameter.shape, stride=parameter.stride(),
             )  # fmt: skip
             if copies.size > 1:
-                parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self._grad_completed)  # type: ignore[no-untyped-call]
 
-    def expect(self) -> None:
-        """The backward that comes is the step's last."""
+    def expect_last_backward(self) -> None:
+        """Prepare for the step's last backward."""
         self._owed = set(self._parameters) if self._copies.size > 1 else set()
 
-    def _take(self, parameter: Tensor) -> None:
+    def _grad_completed(self, parameter: Tensor) -> None:
         if parameter in self._owed:
             self._owed.discard(parameter)
             if not self._owed:
-                self._sum()
+                self._start_sum()
 
-    def _sum(self) -> None:
+    def _start_sum(self) -> None:
         sent = self.values if self._reduce_dtype is None else self.values.to(self._reduce_dtype)
         self._flight = all_reduce(sent, self._copies, async_op=True), sent
 
-    def settle(self) -> None:
-        """Wait for the sum; where a parameter got no gradient, it begins here."""
+    def wait_for_reduce(self) -> None:
+        """Wait for the sum over the copies; start it here if a parameter got no gradient."""
         if self._owed:
-            self._sum()
+            self._start_sum()
         if self._flight is not None:
             work, sent = self._flight
             if work is not None:
@@ -186,18 +208,18 @@ class UnitGradients:
         self._owed, self._flight = set(), None
 
 
-def _parameters(units: Sequence[Sequence[nn.Module]]) -> Iterator[list[nn.Parameter]]:
-    """Of each of `units_of`, those that are not frozen."""
+def _trainable_parameters(units: Sequence[Sequence[nn.Module]]) -> Iterator[list[nn.Parameter]]:
+    """Yield the trainable parameters of each unit of `list_fsdp_units`."""
     taken: set[nn.Parameter] = set()
     for unit in units:
         own = [parameter for module in unit for parameter in module.parameters() if parameter not in taken]
         taken.update(own)
-        if moving := list(filter(trains, own)):
+        if moving := list(filter(is_trainable, own)):
             yield moving
 
 
 class FullyShardedStage:
-    """A model after `shard_fully`, as `FlatStage` is one with flat buffers."""
+    """Stage after `fully_shard_stage`, with the interface of `FlatBufferStage`."""
 
     def __init__(
         self,
@@ -210,29 +232,33 @@ class FullyShardedStage:
     ) -> None:
         self._copies = model.groups.replicate
         self._gradients = []
-        self._units = units_of(model, layers)
-        for parameters in _parameters(self._units):
-            shared = self._copies in info_of(parameters[0]).grad_sync
-            self._gradients.append(UnitGradients(parameters, self._copies if shared else Group("copies"), reduce_dtype))
-        kinds = by_kind(model, model.dtype, decoupled=decoupled, lr_factor=lr_factor)
-        self.buffers = [RowBuffer(parameters, kind) for kind, parameters in kinds.items()]
+        self._units = list_fsdp_units(model, layers)
+        for parameters in _trainable_parameters(self._units):
+            shared = self._copies in get_parameter_info(parameters[0]).grad_sync
+            self._gradients.append(
+                FsdpUnitGradients(parameters, self._copies if shared else CommGroup("copies"), reduce_dtype)
+            )
+        kinds = group_parameters(model, model.dtype, decoupled=decoupled, lr_factor=lr_factor)
+        self.buffers = [RowShardBuffer(parameters, kind) for kind, parameters in kinds.items()]
 
     def begin_step(self) -> None:
-        """Forget the gradients of the step before."""
+        """Zero the gradients of the previous step."""
         torch._foreach_zero_([gradients.values for gradients in self._gradients])
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
-        """FSDP's own hooks sum over the ranks that share a copy, and in the step's last backward ours over the copies."""
+    def backward_context(self, last: bool) -> Iterator[None]:
+        """Run a backward: FSDP's hooks sum over the ranks that share a copy, and in the step's last backward ours over
+        the copies.
+        """
         if last:
             for gradients in self._gradients:
-                gradients.expect()
+                gradients.expect_last_backward()
         yield
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """Wait for the sums over the copies, and sum over the further groups that share gradients."""
         for gradients in self._gradients:
-            gradients.settle()
+            gradients.wait_for_reduce()
         for buffer in self.buffers:
             for group in (group for group in buffer.kind.grad_sync if group is not self._copies):
                 grads = [shard.grads for shard in buffer.shards]
@@ -240,10 +266,10 @@ class FullyShardedStage:
                 all_reduce(joined, group)
                 torch._foreach_copy_(grads, torch.split(joined, [len(part) for part in grads]))
 
-    def publish(self) -> None:
-        """Nothing: weights are gathered when they are needed."""
+    def all_gather_params(self) -> None:
+        """Do nothing: weights are gathered when they are needed."""
 
-    def settle(self) -> None:
+    def wait_for_params(self) -> None:
         """Drop gathered weights that an evaluation has left, so that the parameters are the shards again."""
         for unit, *_ in self._units:
             assert isinstance(unit, FSDPModule)
@@ -251,7 +277,7 @@ class FullyShardedStage:
 
 
 class _Comm:
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: CommGroup) -> None:
         self.group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -261,8 +287,8 @@ class _Comm:
 class _AllGather(_Comm):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Work | None:
-        return _torchs(all_gather_into(output_tensor, input_tensor, self.group, async_op=async_op))
+    ) -> CollectiveWork | None:
+        return _torch_work(all_gather_into(output_tensor, input_tensor, self.group, async_op=async_op))
 
 
 class _ReduceScatter(_Comm):
@@ -273,10 +299,10 @@ class _ReduceScatter(_Comm):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> Work | None:
-        return _torchs(reduce_scatter_into(output_tensor, input_tensor, self.group, async_op=async_op))
+    ) -> CollectiveWork | None:
+        return _torch_work(reduce_scatter_into(output_tensor, input_tensor, self.group, async_op=async_op))
 
 
-def _torchs(work: Work | None) -> Work | None:
-    """FSDP waits for what is torch's own, and takes all else for finished."""
-    return work.work if isinstance(work, Pending) else work
+def _torch_work(work: CollectiveWork | None) -> CollectiveWork | None:
+    """Return torch's own work handle: FSDP waits for these, and treats all others as finished."""
+    return work.work if isinstance(work, PendingWork) else work

@@ -1,1 +1,1 @@
-"""The pipeline: schedules as data, what they cost, what they look like, and the loop that runs them."""
+"""Pipeline parallelism: schedules as data, their timing and drawing, and the executor that runs them."""

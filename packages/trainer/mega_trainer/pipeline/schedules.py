@@ -1,15 +1,15 @@
-"""A pipeline schedule is data: for each rank, the list of operations it runs, in order. Pure Python, no torch.
+"""Pipeline schedules as data: for each rank, the list of operations it runs, in order. Pure Python, no torch.
 
 The model is cut into `pp * virtual_stages` *stages* of consecutive layers; a rank owns `virtual_stages` of them, its
 *chunks*. A microbatch goes forward through all stages and backward again. The same lists are executed
-(`pipeline.run`), timed (`simulate`) and drawn (`pipeline.draw`).
+(`pipeline.run`), timed (`simulate_schedule`) and drawn (`pipeline.draw`).
 
 How a list is made:
 
 1. A rank's schedule is first a list of steps `(kind, chunk)`. Microbatches are numbered by counting: the n-th forward
    of a chunk is microbatch n, and so with its backwards. So in every schedule each stage adds up its gradients in the
    order of the microbatches, and all schedules give bitwise the same gradients.
-2. `_times` runs all ranks side by side and says when each operation ends, or which rank waits for what for ever.
+2. `_simulate_times` runs all ranks side by side and says when each operation ends, or which rank waits for what for ever.
 3. `_add_messages` merges all operations into one sequence, by the time they end, and walks it. A result that another
    rank needs enters both lists at that moment, as a send in one and as a receive in the other.
 
@@ -30,12 +30,12 @@ from typing import Literal, NamedTuple
 
 from mega_common.errors import ConfigError
 
-Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-Step = tuple[Kind, int]
-COMPUTE: frozenset[Kind] = frozenset({"F", "B", "I", "W"})
+PipelineOpKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+ScheduleStep = tuple[PipelineOpKind, int]
+COMPUTE: frozenset[PipelineOpKind] = frozenset({"F", "B", "I", "W"})
 
 
-class Op(NamedTuple):
+class PipelineOp(NamedTuple):
     """One operation of one rank.
 
     Attributes:
@@ -47,7 +47,7 @@ class Op(NamedTuple):
         microbatch: number of the microbatch within the step.
     """
 
-    kind: Kind
+    kind: PipelineOpKind
     stage: int
     microbatch: int
 
@@ -56,8 +56,8 @@ class Op(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What every rank of a pipeline does in one training step.
+class PipelineSchedule:
+    """Operations of every rank of a pipeline in one training step.
 
     Attributes:
         name: `gpipe`, `1f1b`, `zb-h1` or `zbv`.
@@ -73,32 +73,32 @@ class Schedule:
     virtual_stages: int
     microbatches: int
     owners: tuple[int, ...]
-    ranks: tuple[tuple[Op, ...], ...]
+    ranks: tuple[tuple[PipelineOp, ...], ...]
 
-    def owner(self, stage: int) -> int:
-        """The rank that holds `stage`."""
+    def owner_of_stage(self, stage: int) -> int:
+        """Return the rank that holds `stage`."""
         return self.owners[stage]
 
-    def stages(self, rank: int) -> list[int]:
-        """The stages that `rank` holds, in model order: its chunks."""
+    def stages_of_rank(self, rank: int) -> list[int]:
+        """Return the stages that `rank` holds, in model order: its chunks."""
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the backward is two operations, `I` and `W`."""
+        """True if the backward is two operations, `I` and `W`."""
         return self.ranks[0][-1].kind == "W"
 
-    def resized(self, microbatches: int) -> Schedule:
-        """The same schedule for another number of microbatches."""
+    def with_microbatches(self, microbatches: int) -> PipelineSchedule:
+        """Return this schedule for another number of micro-batches."""
         return make_schedule(self.name, pp=self.pp, microbatches=microbatches, virtual_stages=self.virtual_stages)
 
-    def compute(self, rank: int) -> list[Op]:
-        """The operations of `rank` without its messages."""
+    def compute_ops(self, rank: int) -> list[PipelineOp]:
+        """Return the operations of `rank` without its messages."""
         return [op for op in self.ranks[rank] if op.kind in COMPUTE]
 
 
-def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The schedule `name` for `pp` ranks with `virtual_stages` stages each. Any number of microbatches will do.
+def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int = 1) -> PipelineSchedule:
+    """Return the schedule `name` for `pp` ranks with `virtual_stages` stages each and any number of micro-batches.
 
     Raises:
         ConfigError: for an unknown name, or a number of virtual stages that the schedule is not made for.
@@ -113,45 +113,50 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
             f"parallel.virtual_stages = {virtual_stages}: the schedule {name} has {needed} per rank",
             hint=f"set parallel.virtual_stages={needed}, or parallel.schedule=1f1b",
         )
-    owners = placement(name, pp, virtual_stages)
+    owners = place_stages(name, pp, virtual_stages)
     orders = []
     for rank in range(pp):
         stages = [stage for stage, owner in enumerate(owners) if owner == rank]
-        orders.append(_number(steps_of(rank, pp, virtual_stages, microbatches), stages, microbatches))
-    return Schedule(name, pp, virtual_stages, microbatches, owners, _add_messages(orders, owners))
+        orders.append(_number_microbatches(steps_of(rank, pp, virtual_stages, microbatches), stages, microbatches))
+    return PipelineSchedule(name, pp, virtual_stages, microbatches, owners, _add_messages(orders, owners))
 
 
-def placement(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """The rank of each stage. `zbv` goes down the ranks and up again, like a V; the others go round."""
+def place_stages(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
+    """Return the rank of each stage. `zbv` goes down the ranks and up again, like a V; the others are round-robin."""
     if name == "zbv":
         return (*range(pp), *reversed(range(pp)))
     return tuple(stage % pp for stage in range(pp * virtual_stages))
 
 
-def _number(steps: Sequence[Step], stages: Sequence[int], microbatches: int) -> list[Op]:
-    """Operations from steps. Schedules are made for enough microbatches to have their shape; what is too many is left out.
+def _number_microbatches(steps: Sequence[ScheduleStep], stages: Sequence[int], microbatches: int) -> list[PipelineOp]:
+    """Return operations from steps. Schedules are made for enough micro-batches to have their shape; the surplus is
+    left out.
 
     Leaving out is always legal: no operation needs one of another microbatch.
     """
-    counts: Counter[Step] = Counter()
+    counts: Counter[ScheduleStep] = Counter()
     order = []
     for kind, chunk in steps:
         microbatch = counts[kind, chunk]
         counts[kind, chunk] += 1
         if microbatch < microbatches:
-            order.append(Op(kind, stages[chunk], microbatch))
+            order.append(PipelineOp(kind, stages[chunk], microbatch))
     return order
 
 
-def _gpipe(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[Step]:
-    """All forwards, then all backwards (arXiv:1811.06965). Simple, and holds the activations of every microbatch."""
-    forward: list[Step] = [("F", chunk) for chunk in range(virtual_stages) for _ in range(microbatches)]
-    backward: list[Step] = [("B", chunk) for chunk in reversed(range(virtual_stages)) for _ in range(microbatches)]
+def _gpipe_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[ScheduleStep]:
+    """Return all forwards, then all backwards (arXiv:1811.06965). Simple, and holds the activations of every micro-
+    batch.
+    """
+    forward: list[ScheduleStep] = [("F", chunk) for chunk in range(virtual_stages) for _ in range(microbatches)]
+    backward: list[ScheduleStep] = [
+        ("B", chunk) for chunk in reversed(range(virtual_stages)) for _ in range(microbatches)
+    ]
     return forward + backward
 
 
-def _one_f_one_b(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[Step]:
-    """One forward, one backward in turn, plain or interleaved (arXiv:2104.04473, sections 2.2.1 and 2.2.2).
+def _one_f_one_b_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[ScheduleStep]:
+    """Return one forward, one backward in turn, plain or interleaved (arXiv:2104.04473, sections 2.2.1 and 2.2.2).
 
     Interleaved, a rank takes a group of microbatches through one chunk, then through its next. Groups of `pp` keep all
     ranks busy; where `pp` does not divide the microbatches, groups are made a little larger rather than one smaller: a
@@ -160,37 +165,39 @@ def _one_f_one_b(rank: int, pp: int, virtual_stages: int, microbatches: int) -> 
     groups = max(1, microbatches // pp)
     sizes = [microbatches // groups + (group < microbatches % groups) for group in range(groups)]
     chunks = range(virtual_stages)
-    forward: list[Step] = [("F", chunk) for size in sizes for chunk in chunks for _ in range(size)]
-    backward: list[Step] = [("B", chunk) for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+    forward: list[ScheduleStep] = [("F", chunk) for size in sizes for chunk in chunks for _ in range(size)]
+    backward: list[ScheduleStep] = [("B", chunk) for size in sizes for chunk in reversed(chunks) for _ in range(size)]
     ahead = (pp - 1 - rank) * (1 if virtual_stages == 1 else 2) + (virtual_stages - 1) * sizes[0]
     warm = min(len(forward), ahead)
     steady = [step for pair in zip(forward[warm:], backward, strict=False) for step in pair]
     return forward[:warm] + steady + backward[len(forward) - warm :]
 
 
-def _zb_h1(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[Step]:
-    """1F1B with the backward cut in two; rank r keeps r weight halves back to fill the end (arXiv:2401.10241, H1).
+def _zb_h1_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[ScheduleStep]:
+    """Return 1F1B with the backward cut in two; rank r keeps r weight halves back to fill the end (arXiv:2401.10241,
+    H1).
 
     Holds as many activations as the first rank of 1F1B, on every rank.
     """
     count = max(microbatches, pp)
     ahead = pp - 1 - rank
-    steps: list[Step] = [("F", 0)] * ahead
+    steps: list[ScheduleStep] = [("F", 0)] * ahead
     for done in range(count):
         steps += [("F", 0)] if done + ahead < count else []
         steps += [("I", 0), ("W", 0)] if done >= rank else [("I", 0)]
     return steps + [("W", 0)] * rank
 
 
-def _zbv(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[Step]:
-    """Two chunks per rank in a V, backward cut in two (arXiv:2401.10241, ZB-V): no idle rank inside the step.
+def _zbv_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[ScheduleStep]:
+    """Return two chunks per rank in a V, with the backward cut in two (arXiv:2401.10241, ZB-V): no idle rank inside the
+    step.
 
     The first rank holds the first and the last stage, so that a microbatch's backward starts where its forward ended.
     """
     count = max(microbatches, 2 * pp - 1)
     f0, i0, w0, f1, i1, w1 = ((kind, chunk) for chunk in (0, 1) for kind in _SPLIT)
     down = pp - rank
-    steps: list[Step] = [f0] * (2 * down - 1) + [f1, f0] * rank + [f1, i1, w1] * down
+    steps: list[ScheduleStep] = [f0] * (2 * down - 1) + [f1, f0] * rank + [f1, i1, w1] * down
     left = count - (2 * down - 1 + rank)
     for _ in range(count - pp):
         steps += [f0] if left > 0 else []
@@ -200,18 +207,18 @@ def _zbv(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[Ste
     return steps + [w1] * (count - steps.count(w1)) + [w0] * (count - steps.count(w0))
 
 
-_SPLIT: tuple[Kind, ...] = ("F", "I", "W")
-_SCHEDULES: dict[str, tuple[Callable[[int, int, int, int], list[Step]], int | None]] = {
+_SPLIT: tuple[PipelineOpKind, ...] = ("F", "I", "W")
+_SCHEDULES: dict[str, tuple[Callable[[int, int, int, int], list[ScheduleStep]], int | None]] = {
     # name: (steps of a rank, the number of virtual stages it is made for)
-    "gpipe": (_gpipe, None),
-    "1f1b": (_one_f_one_b, None),
-    "zb-h1": (_zb_h1, 1),
-    "zbv": (_zbv, 2),
+    "gpipe": (_gpipe_steps, None),
+    "1f1b": (_one_f_one_b_steps, None),
+    "zb-h1": (_zb_h1_steps, 1),
+    "zbv": (_zbv_steps, 2),
 }
 
 
 @dataclass(frozen=True)
-class Costs:
+class PipelineOpCosts:
     """Time of the operations of one stage, in any unit. A whole backward `B` takes `input_grad + weight_grad`.
 
     Attributes:
@@ -228,8 +235,8 @@ class Costs:
     message: float = 0.0
     stages: tuple[float, ...] = ()
 
-    def of(self, op: Op) -> float:
-        """Time of a compute operation."""
+    def op_duration(self, op: PipelineOp) -> float:
+        """Return the time of a compute operation."""
         seconds = {
             "F": self.forward,
             "B": self.input_grad + self.weight_grad,
@@ -240,8 +247,8 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """When each compute operation starts and ends.
+class PipelineTimeline:
+    """Start and end of each compute operation.
 
     Attributes:
         costs: what the operations were taken to cost.
@@ -250,37 +257,38 @@ class Timeline:
         bubble: share of the makespan in which each rank has nothing to compute.
     """
 
-    costs: Costs
-    spans: dict[Op, tuple[float, float]]
+    costs: PipelineOpCosts
+    spans: dict[PipelineOp, tuple[float, float]]
     makespan: float
     bubble: tuple[float, ...]
 
     @property
-    def mean_bubble(self) -> float:
+    def mean_bubble_share(self) -> float:
         """Share of all ranks' time that is idle."""
         return sum(self.bubble) / len(self.bubble)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Time `schedule`. Every rank computes one operation at a time; messages travel beside the computation.
+def simulate_schedule(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> PipelineTimeline:
+    """Return the timeline of `schedule`. Every rank computes one operation at a time; messages overlap with
+    computation.
 
     The default costs, forward : input gradient : weight gradient = 1 : 1 : 1, are those of a product of matrices.
     """
-    costs = costs or Costs()
-    orders = [schedule.compute(rank) for rank in range(schedule.pp)]
-    spans = _times(orders, schedule.owners, costs)
+    costs = costs or PipelineOpCosts()
+    orders = [schedule.compute_ops(rank) for rank in range(schedule.pp)]
+    spans = _simulate_times(orders, schedule.owners, costs)
     makespan = max(end for _, end in spans.values())
     busy = [sum(spans[op][1] - spans[op][0] for op in order) for order in orders]
-    return Timeline(costs, spans, makespan, tuple(1 - time / makespan for time in busy))
+    return PipelineTimeline(costs, spans, makespan, tuple(1 - time / makespan for time in busy))
 
 
-def bubble_formula(schedule: Schedule, costs: Costs | None = None) -> float | None:
-    """The bubble in closed form, for equal stages and messages that take no time; None where no form is known.
+def bubble_formula(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> float | None:
+    """Return the bubble in closed form, for equal stages and messages that take no time; None if no form is known.
 
     `gpipe` and `1f1b`: (p-1) / (v m + p-1), from p microbatches on. `zb-h1`: (p-1)(F+I-W) / (m (F+I+W) + (p-1)(F+I-W))
     where F = I >= W. `zbv`, where F = I = W: (p-1) / (6 m + p-1), which is only that ranks start one after another.
     """
-    costs = costs or Costs()
+    costs = costs or PipelineOpCosts()
     p, v, m = schedule.pp, schedule.virtual_stages, schedule.microbatches
     forward, inputs, weights = costs.forward, costs.input_grad, costs.weight_grad
     if schedule.name in ("gpipe", "1f1b"):
@@ -293,53 +301,59 @@ def bubble_formula(schedule: Schedule, costs: Costs | None = None) -> float | No
     return None
 
 
-def peak_activations(schedule: Schedule) -> list[int]:
-    """The most microbatches of which each rank holds something at once, counted once for each chunk.
+def peak_activations(schedule: PipelineSchedule) -> list[int]:
+    """Return the most micro-batches whose activations each rank holds at once, counted once for each chunk.
 
     A microbatch is held from its forward until its whole backward, or the weight half of it, is done.
     """
     one = [1.0] * len(schedule.owners)
-    return [round(peak_held(schedule, rank, one, one)) for rank in range(schedule.pp)]
+    return [round(peak_held_memory(schedule, rank, one, one)) for rank in range(schedule.pp)]
 
 
-def peak_held(schedule: Schedule, rank: int, activations: Sequence[float], put_off: Sequence[float]) -> float:
-    """The most that `rank` holds at once, in the unit of what each stage holds of a microbatch.
+def peak_held_memory(
+    schedule: PipelineSchedule, rank: int, activations: Sequence[float], deferred: Sequence[float]
+) -> float:
+    """Return the most that `rank` holds at once, in the unit of what each stage holds of a micro-batch.
 
     Args:
         schedule: who does what when.
         rank: which one.
         activations: of each stage, from `F` to `B` or `I`.
-        put_off: of each stage, from `I` to `W`.
+        deferred: of each stage, from `I` to `W`.
     """
     held = peak = 0.0
-    for kind, stage, _ in schedule.compute(rank):
-        kept, left = activations[stage], put_off[stage]
+    for kind, stage, _ in schedule.compute_ops(rank):
+        kept, left = activations[stage], deferred[stage]
         held += {"F": kept, "B": -kept, "I": left - kept, "W": -left}[kind]
         peak = max(peak, held)
     return peak
 
 
-def _needs(op: Op, last_stage: int) -> Iterator[Op]:
-    """What must have ended before `op` can start. `B` stands for the moment the input's gradient is known, `I` too."""
+def _dependencies(op: PipelineOp, last_stage: int) -> Iterator[PipelineOp]:
+    """Yield the operations that must have ended before `op` can start. `B` stands for the moment the input's gradient
+    is known, `I` too.
+    """
     if op.kind == "F" and op.stage > 0:
-        yield Op("F", op.stage - 1, op.microbatch)
+        yield PipelineOp("F", op.stage - 1, op.microbatch)
     if op.kind in ("B", "I"):
-        yield Op("F", op.stage, op.microbatch)
+        yield PipelineOp("F", op.stage, op.microbatch)
         if op.stage < last_stage:
-            yield Op("B", op.stage + 1, op.microbatch)
+            yield PipelineOp("B", op.stage + 1, op.microbatch)
     if op.kind == "W":
-        yield Op("B", op.stage, op.microbatch)
+        yield PipelineOp("B", op.stage, op.microbatch)
 
 
-def _times(orders: Sequence[Sequence[Op]], owners: Sequence[int], costs: Costs) -> dict[Op, tuple[float, float]]:
-    """Start and end of every compute operation.
+def _simulate_times(
+    orders: Sequence[Sequence[PipelineOp]], owners: Sequence[int], costs: PipelineOpCosts
+) -> dict[PipelineOp, tuple[float, float]]:
+    """Return start and end of every compute operation.
 
     Raises:
         ConfigError: when the ranks wait for each other for ever.
     """
     last_stage = len(owners) - 1
-    ready: dict[Op, float] = {}
-    spans: dict[Op, tuple[float, float]] = {}
+    ready: dict[PipelineOp, float] = {}
+    spans: dict[PipelineOp, tuple[float, float]] = {}
     position, clock = [0] * len(orders), [0.0] * len(orders)
     moved = True
     while moved:
@@ -347,38 +361,38 @@ def _times(orders: Sequence[Sequence[Op]], owners: Sequence[int], costs: Costs) 
         for rank, order in enumerate(orders):
             while position[rank] < len(order):
                 op = order[position[rank]]
-                needs = list(_needs(op, last_stage))
+                needs = list(_dependencies(op, last_stage))
                 if not all(need in ready for need in needs):
                     break
                 arrivals = [ready[n] + (costs.message if owners[n.stage] != rank else 0.0) for n in needs]
                 start = max([clock[rank], *arrivals])
-                clock[rank] = start + costs.of(op)
+                clock[rank] = start + costs.op_duration(op)
                 spans[op] = (start, clock[rank])
                 ready[op._replace(kind="B") if op.kind == "I" else op] = clock[rank]
                 position[rank] += 1
                 moved = True
     stuck = {rank: order[position[rank]] for rank, order in enumerate(orders) if position[rank] < len(order)}
     if stuck:
-        raise ConfigError(f"the pipeline schedule deadlocks: {_explain(stuck, ready, owners)}")
+        raise ConfigError(f"the pipeline schedule deadlocks: {_explain_deadlock(stuck, ready, owners)}")
     return spans
 
 
-def _explain(stuck: dict[int, Op], ready: dict[Op, float], owners: Sequence[int]) -> str:
+def _explain_deadlock(stuck: dict[int, PipelineOp], ready: dict[PipelineOp, float], owners: Sequence[int]) -> str:
     waits = []
     for rank, op in stuck.items():
-        need = next(need for need in _needs(op, len(owners) - 1) if need not in ready)
+        need = next(need for need in _dependencies(op, len(owners) - 1) if need not in ready)
         owner = owners[need.stage]
         waits.append(f"rank {rank}, at {op}, waits for {need}" + (f" from rank {owner}" if owner != rank else ""))
     return "; ".join(waits)
 
 
-def _add_messages(orders: Sequence[Sequence[Op]], owners: Sequence[int]) -> tuple[tuple[Op, ...], ...]:
-    """Put sends and receives between the compute operations; see the top of this file for the rule."""
+def _add_messages(orders: Sequence[Sequence[PipelineOp]], owners: Sequence[int]) -> tuple[tuple[PipelineOp, ...], ...]:
+    """Insert sends and receives between the compute operations; see the top of this file for the rule."""
     # Were messages to take no time, many operations would end at once and their messages would meet in an order that
     # delays some; a little latency sorts them as a machine would.
-    ends = {op: end for op, (_, end) in _times(orders, owners, Costs(message=0.1)).items()}
+    ends = {op: end for op, (_, end) in _simulate_times(orders, owners, PipelineOpCosts(message=0.1)).items()}
     sequence = sorted(ends, key=lambda op: (ends[op], owners[op.stage]))
-    ranks: list[list[Op]] = [[] for _ in orders]
+    ranks: list[list[PipelineOp]] = [[] for _ in orders]
     for op in sequence:
         kind, stage, microbatch = op
         rank = owners[stage]
@@ -386,6 +400,6 @@ def _add_messages(orders: Sequence[Sequence[Op]], owners: Sequence[int]) -> tupl
         towards = stage + 1 if kind == "F" else stage - 1
         if kind == "W" or not 0 <= towards < len(owners) or owners[towards] == rank:
             continue
-        ranks[rank].append(Op("SEND_F" if kind == "F" else "SEND_B", stage, microbatch))
-        ranks[owners[towards]].append(Op("RECV_F" if kind == "F" else "RECV_B", towards, microbatch))
+        ranks[rank].append(PipelineOp("SEND_F" if kind == "F" else "SEND_B", stage, microbatch))
+        ranks[owners[towards]].append(PipelineOp("RECV_F" if kind == "F" else "RECV_B", towards, microbatch))
     return tuple(tuple(ops) for ops in ranks)

@@ -1,1 +1,1 @@
-"""The planner: what a run costs in arithmetic, memory and time, told before any device is touched."""
+"""Planner: predicts the FLOPs, memory and time of a run without using any device."""

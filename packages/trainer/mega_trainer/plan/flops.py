@@ -1,4 +1,4 @@
-"""How much arithmetic a model is: parameters, floating-point operations per token, and what devices can do in a second.
+"""Parameter counts and FLOPs of a model, and peak FLOP/s of devices.
 
 A product of [M, K] and [K, N] is 2 M K N operations. Exactly, a model is counted product by product (`forward_flops`);
 what others publish is counted by conventions of theirs (`published_flops`), of which the oldest is the rule 6 N + 12 L H Q S
@@ -16,15 +16,15 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
-from mega_ckpt.names import Tensors, tensors_of
-from mega_common.layers import Feed, Mixer
+from mega_ckpt.canonical_tensors import TensorShapes, canonical_tensors
+from mega_common.layer_kinds import FeedForwardKind, MixerKind
 from mega_common.model_config import ModelConfig
-from mega_common.vision import PROJECTOR, TOWER
-from mega_trainer.plan.layers import feed_elements, feed_width, mixing_flops, projections
-from mega_trainer.plan.shape import RecomputeKind
+from mega_common.vision_config import PROJECTOR, TOWER
+from mega_trainer.plan.layer_flops import active_ffn_elements, active_ffn_width, mixing_flops, projection_shapes
+from mega_trainer.plan.run_shape import RecomputeKind
 
-Convention = Literal["exact", "megatron", "full", "palm", "mosaic"]
-CONVENTIONS: dict[Convention, str] = {
+FlopsConvention = Literal["exact", "megatron", "full", "palm", "mosaic"]
+CONVENTIONS: dict[FlopsConvention, str] = {
     "exact": "products of matrices, of attention what is not masked",
     "megatron": "as Megatron-LM and Megatron-Bridge: half of attention, windows as if there were none, no router, gates of SwiGLU alone",
     "full": "as NeMo: products of matrices, all of attention",
@@ -34,8 +34,8 @@ CONVENTIONS: dict[Convention, str] = {
 
 
 @dataclass(frozen=True)
-class LayerParameters:
-    """Numbers of parameters of one layer.
+class LayerParameterCounts:
+    """Parameter counts of one layer.
 
     Attributes:
         split: what tensor parallelism splits.
@@ -49,13 +49,13 @@ class LayerParameters:
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Total number of parameters."""
         return self.split + self.whole + self.experts
 
 
 @dataclass(frozen=True)
-class Parameters:
-    """Numbers of parameters.
+class ParameterCounts:
+    """Parameter counts of a model.
 
     Attributes:
         embedding: tables of tokens, of learned or relative positions, and of types of segment.
@@ -70,52 +70,54 @@ class Parameters:
     embedding: int
     head: int
     final_norm: int
-    layers: tuple[LayerParameters, ...]
+    layers: tuple[LayerParameterCounts, ...]
     vision: int = 0
     top_k: int = 0
     num_experts: int = 1
 
     @property
-    def experts(self) -> int:
-        """All routed experts of all layers."""
+    def routed_experts(self) -> int:
+        """Number of parameters of all routed experts."""
         return sum(layer.experts for layer in self.layers)
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Total number of parameters."""
         ends = self.embedding + self.vision + self.final_norm + self.head
         return ends + sum(layer.total for layer in self.layers)
 
     @property
-    def active(self) -> int:
-        """Parameters that a token meets: without the experts that it is not sent to, and what sees images."""
-        return self.total - self.vision - self.experts * (self.num_experts - self.top_k) // self.num_experts
+    def active_parameters(self) -> int:
+        """Number of parameters used for a token: without experts that it is not routed to, and without the vision
+        encoder.
+        """
+        return self.total - self.vision - self.routed_experts * (self.num_experts - self.top_k) // self.num_experts
 
 
-def count_parameters(model: ModelConfig, tensors: Tensors | None = None) -> Parameters:
-    """Count the parameters of `model`, tensor by tensor; of some `tensors` by canonical name, where they are given."""
+def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None = None) -> ParameterCounts:
+    """Count the parameters of `model`, tensor by tensor; or only those of `tensors`, by canonical name, if given."""
     ends: Counter[str] = Counter()
     layers = [Counter[str]() for _ in range(model.num_layers + model.mtp_layers)]
-    for name, shape in (tensors_of(model) if tensors is None else tensors).items():
+    for name, shape in (canonical_tensors(model) if tensors is None else tensors).items():
         within = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if within:
-            layers[int(within[1])][_share(within[2])] += math.prod(shape)
+            layers[int(within[1])][_parameter_group(within[2])] += math.prod(shape)
         else:
             ends["vision" if name.startswith((TOWER, PROJECTOR)) else name.split(".")[-2]] += math.prod(shape)
     tables = ends["encoder_relative_bias"] + ends["decoder_relative_bias"]
-    return Parameters(
+    return ParameterCounts(
         embedding=sum(ends[name] for name in ("embed_tokens", "embed_positions", "embed_types")) + tables,
         head=sum(ends[name] for name in ("lm_head", "dense", "pooler", "pair_head")),
         final_norm=ends["norm"] + ends["embed_norm"] + ends["encoder_norm"],
         vision=ends["vision"],
-        layers=tuple(LayerParameters(each["split"], each["whole"], each["experts"]) for each in layers),
+        layers=tuple(LayerParameterCounts(each["split"], each["whole"], each["experts"]) for each in layers),
         top_k=model.moe.top_k if model.moe else 0,
         num_experts=model.moe.num_experts if model.moe else 1,
     )
 
 
-def _share(name: str) -> str:
-    """Which field of `LayerParameters` a tensor of a layer counts in."""
+def _parameter_group(name: str) -> str:
+    """Return the field of `LayerParameterCounts` that a tensor of a layer counts in."""
     if name.startswith("mlp.experts."):
         return "experts"
     return (
@@ -128,7 +130,7 @@ def _share(name: str) -> str:
 def forward_flops(
     model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None
 ) -> dict[str, float]:
-    """Operations of the forward pass per token, by part, all layers together. Only products of matrices count.
+    """Return the FLOPs of the forward pass per token, by part, all layers together; only GEMMs count.
 
     `causal` leaves the masked half of scores out; see `visible_keys`. Layers that predict further tokens
     are layers like the others, and use the head once more each; what they are fed from is a part by itself. Of a model
@@ -136,12 +138,12 @@ def forward_flops(
     A vision tower is counted by image, not by token: see `plan.vision`.
     """
     if model.encoder is not None:
-        return _two_stacks(model, seq_length, target or seq_length, causal=causal)
+        return _encoder_decoder_flops(model, seq_length, target or seq_length, causal=causal)
     parts = dict.fromkeys(("attention projections", "attention scores", "feed-forward"), 0.0)
-    for kind, layers in _kinds(model).items():
-        for name, operations in _parts(model, *kind, seq_length, causal=causal).items():
+    for kind, layers in _count_layer_kinds(model).items():
+        for name, operations in _layer_flops(model, *kind, seq_length, causal=causal).items():
             parts[name] = parts.get(name, 0.0) + layers * operations
-    for layer in model.retro_layers:
+    for layer in model.retrieval_layers:
         for name, operations in retrieval_flops(model, layer).items():
             parts[name] = parts.get(name, 0.0) + operations
     width = model.hidden_size
@@ -152,88 +154,96 @@ def forward_flops(
     }
 
 
-def stack_flops(
+def stack_layer_flops(
     model: ModelConfig, source: int, target: int, *, encodes: bool, causal: bool = True
 ) -> dict[str, float]:
-    """Operations of the forward pass of a sample in one layer of the encoder, or of the decoder, by part."""
-    feed, every = model.feed(0), list(itertools.chain(*projections(model, "attention")))
+    """Return the FLOPs of the forward pass of a sample in one encoder layer, or in one decoder layer, by part."""
+    feed, every = model.get_feed_forward_kind(0), list(itertools.chain(*projection_shapes(model, "attention")))
     own, length = sum(map(math.prod, every)), source if encodes else target
     parts = {
         "attention projections": 2.0 * own * length,
         "attention scores": length * mixing_flops(model, "attention", None, length, causal=causal and not encodes),
-        "feed-forward": 2.0 * feed_elements(model, feed) * length,
+        "feed-forward": 2.0 * active_ffn_elements(model, feed) * length,
     }
     if encodes:
         return parts
-    asked = 2 * model.num_attention_heads * model.head_size * model.hidden_size  # queries and outputs
+    asked = 2 * model.num_attention_heads * model.query_key_head_dim * model.hidden_size  # queries and outputs
     pairs = target * mixing_flops(model, "attention", None, source, causal=False)
     return {**parts, "cross attention": 2.0 * (asked * target + (own - asked) * source) + pairs}
 
 
 def retrieval_flops(model: ModelConfig, layer: int) -> dict[str, float]:
-    """Operations of the forward pass per token of the text in a layer that attends to neighbours, of what that is more for.
+    """Return the additional forward FLOPs per text token of a layer that attends to retrieved neighbours.
 
     To each token come 2 K of neighbours, which the encoder reads in the first such layer. There and here a token that asks
     sees all of its chunk's.
     """
-    retro, encoder = model.retro, model.neighbor_encoder
+    retro, encoder = model.retro, model.neighbor_encoder_config
     assert retro is not None
     assert encoder is not None
     read, m = 2 * retro.neighbors, retro.chunk_length
-    own = sum(map(math.prod, itertools.chain(*projections(model, "attention"))))
-    asked = 2 * model.num_attention_heads * model.head_size * model.hidden_size  # queries and outputs
-    of_key = 4.0 * model.num_attention_heads * model.head_size
+    own = sum(map(math.prod, itertools.chain(*projection_shapes(model, "attention"))))
+    asked = 2 * model.num_attention_heads * model.query_key_head_dim * model.hidden_size  # queries and outputs
+    of_key = 4.0 * model.num_attention_heads * model.query_key_head_dim
     parts = {"cross attention": 2.0 * (asked + (own - asked) * read) + of_key * read * m}
-    if layer > model.retro_layers[0]:
+    if layer > model.retrieval_layers[0]:
         return parts
-    alone = 2.0 * (own + feed_elements(model, "mlp")) + mixing_flops(encoder, "attention", None, 2 * m, causal=False)
+    alone = 2.0 * (own + active_ffn_elements(model, "mlp")) + mixing_flops(
+        encoder, "attention", None, 2 * m, causal=False
+    )
     chunk = 2.0 * (asked * read + (own - asked)) + of_key * read * m
     return {**parts, "neighbour encoder": read * alone * encoder.num_layers + chunk}
 
 
-def _two_stacks(model: ModelConfig, source: int, target: int, *, causal: bool) -> dict[str, float]:
-    """As `forward_flops`, of a model with an encoder."""
+def _encoder_decoder_flops(model: ModelConfig, source: int, target: int, *, causal: bool) -> dict[str, float]:
+    """Return `forward_flops` of a model with an encoder."""
     assert model.encoder is not None
     parts: dict[str, float] = defaultdict(float)
     layers = {True: model.encoder.num_layers, False: model.num_layers - model.encoder.num_layers}
     for encodes, count in layers.items():
-        for name, operations in stack_flops(model, source, target, encodes=encodes, causal=causal).items():
+        for name, operations in stack_layer_flops(model, source, target, encodes=encodes, causal=causal).items():
             parts[name] += count * operations
     parts["head"] = 2.0 * model.hidden_size * model.vocab_size * target
     return {name: operations / (source + target) for name, operations in parts.items()}
 
 
-def _parts(
-    model: ModelConfig, mixer: Mixer | None, feed: Feed | None, window: int | None, seq_length: int, *, causal: bool
+def _layer_flops(
+    model: ModelConfig,
+    mixer: MixerKind | None,
+    feed: FeedForwardKind | None,
+    window: int | None,
+    seq_length: int,
+    *,
+    causal: bool,
 ) -> dict[str, float]:
-    """As `forward_flops`, of one layer of a kind."""
-    parts = {"feed-forward": 2.0 * feed_elements(model, feed)}
+    """Return the forward FLOPs per token of one layer, by part."""
+    parts = {"feed-forward": 2.0 * active_ffn_elements(model, feed)}
     if mixer is not None:
         first, second = MIXING[mixer]
-        parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projections(model, mixer))))
+        parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projection_shapes(model, mixer))))
         parts[second] = mixing_flops(model, mixer, window, seq_length, causal=causal)
     return parts
 
 
-MIXING: dict[Mixer, tuple[str, str]] = {
+MIXING: dict[MixerKind, tuple[str, str]] = {
     "attention": ("attention projections", "attention scores"),
     "mamba": ("mamba projections", "mamba scan"),
     "delta": ("delta projections", "delta rule"),
 }
 
 
-def _kinds(model: ModelConfig) -> Counter[tuple[Mixer | None, Feed | None, int | None]]:
-    """How many layers there are of each kind, with each window."""
-    return Counter((*kind, model.window(layer)) for layer, kind in enumerate(model.kinds))
+def _count_layer_kinds(model: ModelConfig) -> Counter[tuple[MixerKind | None, FeedForwardKind | None, int | None]]:
+    """Count the layers of each kind and window."""
+    return Counter((*kind, model.get_attention_window(layer)) for layer, kind in enumerate(model.layer_kinds))
 
 
 def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None) -> float:
-    """Operations of forward and backward per token; the backward is twice the forward. What MFU counts."""
+    """Return the FLOPs of forward and backward per token, as MFU counts them; the backward is twice the forward."""
     return 3 * sum(forward_flops(model, seq_length, causal=causal, target=target).values())
 
 
 def hardware_flops(model: ModelConfig, seq_length: int, *, recompute: RecomputeKind, causal: bool = True) -> float:
-    """Like `model_flops`, with the products that the backward computes again: none of `selective`, all layers' of `full`."""
+    """Return `model_flops` plus recomputed GEMMs: none for `selective`, those of all layers for `full`."""
     forward = forward_flops(model, seq_length, causal=causal)
     again = {
         "none": 0.0,
@@ -244,22 +254,27 @@ def hardware_flops(model: ModelConfig, seq_length: int, *, recompute: RecomputeK
 
 
 def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
-    """6 N + 12 L H Q S operations per token, forward and backward (arXiv:2204.02311, appendix B).
+    """Return 6 N + 12 L H Q S FLOPs per token, forward and backward (arXiv:2204.02311, appendix B).
 
     N are the active parameters without look-up tables: a tied table counts, once, since it is the head. Of a model with an
     encoder or with retrieval, no token of which meets all of N, it is all products, and attention over the full square.
     """
     if model.has_encoder:
         return model_flops(model, seq_length, causal=False, target=target)
-    count = count_parameters(model)
+    count = count_parameters_by_layer(model)
     tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
-    pairs = model.num_attention_heads * (model.head_size + model.value_size) // 2  # H Q, or between keys and values
-    attention = 12 * sum(kind.mixer == "attention" for kind in model.kinds) * pairs * seq_length
-    return float(6 * (count.active - tables) + attention)
+    pairs = (
+        model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim) // 2
+    )  # H Q, or between keys and values
+    attention = 12 * sum(kind.mixer == "attention" for kind in model.layer_kinds) * pairs * seq_length
+    return float(6 * (count.active_parameters - tables) + attention)
 
 
-def published_flops(model: ModelConfig, seq_length: int, convention: Convention, target: int | None = None) -> float:
-    """Operations per token, forward and backward, as a source of published figures counts them; see `CONVENTIONS`.
+def published_flops(
+    model: ModelConfig, seq_length: int, convention: FlopsConvention, target: int | None = None
+) -> float:
+    """Return the FLOPs per token, forward and backward, by the convention of a source of published figures; see
+    `CONVENTIONS`.
 
     They were found by what the sources tell of both FLOP/s and tokens a second (benchmarks/plan_flops.py).
     """
@@ -273,44 +288,48 @@ def published_flops(model: ModelConfig, seq_length: int, convention: Convention,
         case "palm":
             return palm_flops(model, seq_length)
         case "mosaic":
-            count = count_parameters(model)
+            count = count_parameters_by_layer(model)
             tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
             return palm_flops(model, seq_length) + 6 * tables
 
 
 def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
-    """By the formula of Megatron-LM's `num_floating_point_operations`, which knows a gate by its flag `--swiglu`."""
+    """Return the FLOPs by the formula of Megatron-LM's `num_floating_point_operations`, which counts a gate only with
+    `--swiglu`.
+    """
     routers, gates = 0.0, 0.0
-    for _, feed in model.kinds:
+    for _, feed in model.layer_kinds:
         moe = model.moe if feed == "moe" else None
         routers += 2.0 * model.hidden_size * (moe.num_experts + moe.shared_gate) if moe else 0.0
-        gates += 2.0 * model.hidden_size * feed_width(model, feed)
+        gates += 2.0 * model.hidden_size * active_ffn_width(model, feed)
     counted = model.activation == "swiglu" and model.activation_limit is None
     whole = model.model_copy(update={"sliding_window": None})
     forward = sum(forward_flops(whole, seq_length).values()) - routers
-    return 3 * (forward - (0.0 if counted or not model.gated else gates))
+    return 3 * (forward - (0.0 if counted or not model.has_gated_mlp else gates))
 
 
-def head_cost(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
-    """The work that comes with the output head, in layers; what `stage_layers` wants to know."""
+def head_cost_in_layers(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
+    """Return the cost of the output head in mean layers, for `split_stage_layers`."""
     forward = forward_flops(model, seq_length, target=target)
     last = forward["head"] + forward.get("further tokens", 0.0)
     layer = (sum(forward.values()) - last) / (model.num_layers + model.mtp_layers)
     return last / layer + model.mtp_layers
 
 
-def layer_costs(model: ModelConfig, seq_length: int, target: int | None = None) -> list[float] | None:
-    """The work of each layer, in mean layers, where `layers`, an encoder or retrieval make several kinds; None: all are alike."""
+def relative_layer_costs(model: ModelConfig, seq_length: int, target: int | None = None) -> list[float] | None:
+    """Return the cost of each layer in mean layers if `layers`, an encoder or retrieval make them differ, else None."""
     if model.encoder is not None:
         sizes = seq_length, target or seq_length
-        stacks = [sum(stack_flops(model, *sizes, encodes=encodes).values()) for encodes in (False, True)]
-        work = [stacks[model.encodes(layer)] for layer in range(model.num_layers)]
+        stacks = [sum(stack_layer_flops(model, *sizes, encodes=encodes).values()) for encodes in (False, True)]
+        work = [stacks[model.is_encoder_layer(layer)] for layer in range(model.num_layers)]
     elif model.layers is None and model.retro is None:
         return None
     else:
-        kinds = [(*kind, model.window(layer)) for layer, kind in enumerate(model.kinds)][: model.num_layers]
-        work = [sum(_parts(model, *kind, seq_length, causal=True).values()) for kind in kinds]
-        for layer in model.retro_layers:
+        kinds = [(*kind, model.get_attention_window(layer)) for layer, kind in enumerate(model.layer_kinds)][
+            : model.num_layers
+        ]
+        work = [sum(_layer_flops(model, *kind, seq_length, causal=True).values()) for kind in kinds]
+        for layer in model.retrieval_layers:
             work[layer] += sum(retrieval_flops(model, layer).values())
     return [each * len(work) / sum(work) for each in work]
 
@@ -339,8 +358,8 @@ _PEAKS: dict[str, dict[str, float]] = {
 }
 
 
-def peak_flops(device: str, precision: str) -> float | None:
-    """What `device` (as `torch.cuda.get_device_name` calls it) can do at most, in FLOP/s; None where it is not known.
+def find_peak_flops(device: str, precision: str) -> float | None:
+    """Return the peak FLOP/s of `device` (a name as from `torch.cuda.get_device_name`); None for an unknown device.
 
     `precision` is one of fp64, fp32, tf32, bf16, fp16 and fp8.
     """

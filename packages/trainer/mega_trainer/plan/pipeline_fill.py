@@ -1,4 +1,4 @@
-"""Bubble and micro-batches in flight of a pipeline, at a cost that does not grow with the micro-batches of a step. No torch.
+"""Bubble and in-flight micro-batches of a pipeline, at a cost independent of the number of micro-batches. No torch.
 
 A full pipeline repeats itself, so a few of many micro-batches are simulated and the rest is linear in their number.
 """
@@ -6,14 +6,14 @@ A full pipeline repeats itself, so a few of many micro-batches are simulated and
 from __future__ import annotations
 
 from mega_common.errors import ConfigError
-from mega_trainer.pipeline.schedules import Costs, Schedule, make_schedule, simulate
+from mega_trainer.pipeline.schedules import PipelineOpCosts, PipelineSchedule, make_schedule, simulate_schedule
 
 IN_FLIGHT = 4  # messages of a rank, in numbers of ranks, as `pipeline.run` has it
 MOST_SIMULATED = 60_000  # operations that are simulated one by one
 MOST_OPERATIONS = 1_200_000  # of a schedule that is made to plan memory
 
 
-def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> Schedule:
+def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> PipelineSchedule:
     """Return the schedule of enough micro-batches to fill the pipeline; gpipe, which holds all of them, has all.
 
     Raises:
@@ -21,11 +21,11 @@ def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_sta
     """
     full = (4 * virtual_stages + 2 * IN_FLIGHT) * pp
     count = microbatches if name == "gpipe" else min(microbatches, full)
-    check_operations(count, pp * virtual_stages, f"parallel.schedule = {name}")
+    check_operation_count(count, pp * virtual_stages, f"parallel.schedule = {name}")
     return make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
 
 
-def check_operations(microbatches: int, stages: int, subject: str) -> None:
+def check_operation_count(microbatches: int, stages: int, subject: str) -> None:
     """Refuse a schedule of more operations than can be listed in reasonable time.
 
     Raises:
@@ -40,28 +40,28 @@ def check_operations(microbatches: int, stages: int, subject: str) -> None:
 
 
 def estimate_makespan(
-    name: str, *, pp: int, microbatches: int, virtual_stages: int, costs: Costs | None = None
+    name: str, *, pp: int, microbatches: int, virtual_stages: int, costs: PipelineOpCosts | None = None
 ) -> float:
     """Return the time of all micro-batches of a step, in the unit of `costs`."""
 
-    def simulated(count: int) -> float:
+    def simulate_makespan(count: int) -> float:
         schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
-        return simulate(schedule, costs).makespan
+        return simulate_schedule(schedule, costs).makespan
 
     rounds = max(0, (microbatches - 3 * pp) // pp)
-    first = simulated(microbatches - rounds * pp)
+    first = simulate_makespan(microbatches - rounds * pp)
     if rounds == 0:
         return first
-    return first + rounds * (simulated(microbatches - (rounds - 1) * pp) - first)
+    return first + rounds * (simulate_makespan(microbatches - (rounds - 1) * pp) - first)
 
 
 def estimate_bubble(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> float:
-    """Return the mean idle share of the ranks for equal stages; exact where a step has few operations."""
+    """Return the mean idle share of the ranks for equal stages; exact if a step has few operations."""
     if 3 * microbatches * pp * virtual_stages <= MOST_SIMULATED:
         schedule = make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
-        return simulate(schedule).mean_bubble
-    check_operations(min(microbatches, 5 * pp), pp * virtual_stages, f"parallel.schedule = {name}")
+        return simulate_schedule(schedule).mean_bubble_share
+    check_operation_count(min(microbatches, 5 * pp), pp * virtual_stages, f"parallel.schedule = {name}")
     makespan = estimate_makespan(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
-    costs = Costs()
+    costs = PipelineOpCosts()
     busy = (costs.forward + costs.input_grad + costs.weight_grad) * virtual_stages * microbatches
     return max(0.0, 1 - busy / makespan)

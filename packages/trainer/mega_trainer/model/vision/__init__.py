@@ -1,1 +1,1 @@
-"""What sees images before a decoder: a tower of the decoder's own layers, a projector, and who computes which image."""
+"""Vision-language models: a vision encoder, a projector, and the split of images among ranks."""

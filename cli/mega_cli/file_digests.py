@@ -1,0 +1,116 @@
+"""Content digests of files and code, which skip files whose size and modification time are unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from mega_common.atomic_files import compute_file_sha256
+from mega_common.progress_logging import ProgressBar
+from mega_common.strict_config import StrictConfig
+
+# Each package with all that it stands on.
+STACKS = {
+    "mega_common": ("mega_common",),
+    "mega_data": ("mega_common", "mega_data"),
+    "mega_ckpt": ("mega_common", "mega_ckpt"),
+    "mega_trainer": ("mega_common", "mega_data", "mega_ckpt", "mega_trainer"),
+    "mega_eval": ("mega_common", "mega_data", "mega_ckpt", "mega_trainer", "mega_eval"),
+}
+COMMAND_PACKAGES = {"data": "mega_data", "ckpt": "mega_ckpt", "train": "mega_trainer"}
+
+# A file changed twice within one tick of the file system's clock keeps its time stamp; a digest is remembered only
+# for a file that had been at rest this long when it was read. Seconds.
+AT_REST = 2.0
+SHOW_PROGRESS = 1 << 29  # bytes: below this, reading takes less time than looking at a bar
+
+
+class FileRecord(StrictConfig):
+    """Size in bytes, modification time in ns and hex SHA-256 of a file when it was last read."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+class FileDigests:
+    """Content digests of files named relative to `base`. Pass `records` to a later run as `known`.
+
+    A file whose size and modification time are exactly those of a known record is not read again.
+    """
+
+    def __init__(self, base: Path, known: Mapping[str, FileRecord]) -> None:
+        self.base = base
+        self.known = dict(known)
+        self.records: dict[str, FileRecord] = {}
+
+    def digest_patterns(self, patterns: Iterable[str]) -> dict[str, str]:
+        """Return the digest of every file that the paths, folders and glob patterns match, by file name, sorted."""
+        names = sorted(set(expand_patterns(self.base, patterns)))
+        unknown = [name for name in names if not self._is_known(name)]
+        size = sum((self.base / name).stat().st_size for name in unknown)
+        with contextlib.ExitStack() as stack:
+            shown = ProgressBar("reading files", total=size, unit="bytes") if size > SHOW_PROGRESS else None
+            advance = stack.enter_context(shown).advance if shown else None
+            for name in unknown:
+                self._read(name, advance)
+        return {name: self.known[name].sha256 for name in names}
+
+    def _is_known(self, name: str) -> bool:
+        now, record = (self.base / name).stat(), self.known.get(name)
+        same = record is not None and (record.size, record.mtime_ns) == (now.st_size, now.st_mtime_ns)
+        if record is not None and same:
+            self.records[name] = record
+        return same
+
+    def _read(self, name: str, advance: Callable[[int], None] | None) -> None:
+        path = self.base / name
+        before = path.stat()
+        sha256 = compute_file_sha256(path, advance=advance)
+        record = FileRecord(size=before.st_size, mtime_ns=before.st_mtime_ns, sha256=sha256)
+        self.known[name] = record
+        if time.time() - before.st_mtime > AT_REST:
+            self.records[name] = record
+
+
+def expand_patterns(base: Path, patterns: Iterable[str]) -> Iterator[str]:
+    """Return every file that the patterns match: files, all files below folders, and globs; names as `relative_name`
+    gives them.
+    """
+    for pattern in patterns:
+        exists = os.path.exists(base / pattern)  # unlike Path.exists, it bears what cannot be a name, such as long text
+        for found in [pattern] if exists else glob.glob(pattern, root_dir=base, recursive=True):
+            if (base / found).is_dir():
+                for folder, _, names in os.walk(base / found, followlinks=True):
+                    inner = os.path.relpath(folder, base / found)
+                    yield from (relative_name(base, os.path.join(found, inner, name)) for name in names)
+            else:
+                yield relative_name(base, found)
+
+
+def relative_name(base: Path, path: str) -> str:
+    """Return one spelling of a path: relative to `base`, unless it was given as an absolute path to another place."""
+    whole = Path(os.path.normpath(base / path))
+    elsewhere = os.path.isabs(path) and not whole.is_relative_to(base)
+    return str(whole) if elsewhere else os.path.relpath(whole, base)
+
+
+def code_digest(command: str) -> str:
+    """Return the digest of the Python sources of a command: its module and all packages of mega that it imports."""
+    files: list[Path] = []
+    for package in STACKS[COMMAND_PACKAGES.get(command, "mega_eval")]:
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            files += sorted(Path(folder).rglob("*.py"))
+    here = Path(__file__).parent
+    files += sorted([*here.glob(f"{command}.py"), *here.glob(f"{command}/*.py")])
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.parent.name}/{file.name}\n".encode() + file.read_bytes())
+    return digest.hexdigest()

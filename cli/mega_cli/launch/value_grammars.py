@@ -1,0 +1,83 @@
+"""Grammars of the values that go into batch scripts and manifests.
+
+A line break in a `#SBATCH` line would begin a command of its own; and what a cluster refuses is better refused here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mega_common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ValueGrammar:
+    """Pattern of a whole option value, its name and an example."""
+
+    pattern: str
+    name: str
+    example: str
+    max_length: int = 4096
+
+
+_DNS = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_IMAGE_HOST = r"([a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?(:[0-9]{1,5})?/)?"
+_IMAGE_PART = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
+_DIGEST = r"[a-z0-9]+([+._-][a-z0-9]+)*:[0-9a-fA-F]{32,}"
+
+TEXT = ValueGrammar(
+    r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]*", "one line without control characters", "train.steps=7", 1 << 16
+)
+PATH = ValueGrammar(
+    r"[^-\x00-\x1f\x7f-\x9f\u2028\u2029][^\x00-\x1f\x7f-\x9f\u2028\u2029]*", "a path", "configs/run.yaml"
+)
+SLURM = {
+    "name": ValueGrammar(r"\w[\w .,:=@+-]*", "a job name of letters, digits, spaces and . , : = @ + - _", "llama-8b", 200),
+    "time": ValueGrammar(
+        r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", "a time limit of Slurm", "1-12:00:00", 32
+    ),
+    "partition": ValueGrammar(r"[\w.@+][\w.@+-]*(,[\w.@+][\w.@+-]*)*", "names of partitions, with commas between", "gpu"),
+    "account": ValueGrammar(r"[\w.@+][\w.@+-]*", "the name of an account", "team-a", 200),
+    "mem": ValueGrammar(r"[0-9]+([KMGTkmgt][Bb]?)?", "an amount of memory", "500G", 32),
+    "prologue": ValueGrammar(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]*", "one line of bash", "module load cuda", 1 << 16),
+    "container": PATH,
+    "mount": ValueGrammar(r"[^-\x00-\x1f\x7f-\x9f\u2028\u2029,:][^\x00-\x1f\x7f-\x9f\u2028\u2029,:]*(:[^\x00-\x1f\x7f-\x9f\u2028\u2029,:]+){1,2}", "FROM:TO, without commas", "/data:/data"),
+    "python": PATH,
+}  # fmt: skip
+KUBERNETES = {
+    "image": ValueGrammar(
+        rf"{_IMAGE_HOST}{_IMAGE_PART}(/{_IMAGE_PART})*(:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(@{_DIGEST})?",
+        "the name of an image", "registry.example/mega-trainer:1", 512,
+    ),
+    "volume": ValueGrammar(rf"{_DNS}(\.{_DNS})*", "the name of a PersistentVolumeClaim (DNS-1123 subdomain)", "mega", 253),
+    "shared-memory": ValueGrammar(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2})?", "a quantity of Kubernetes", "16Gi", 32),
+}  # fmt: skip
+
+
+def check_option_value(option: str, value: str | None, grammar: ValueGrammar) -> None:
+    """Check the value of an option; None, an option that is not given, passes.
+
+    Raises:
+        ConfigError: when it does not follow the grammar.
+    """
+    if value is not None and not (len(value) <= grammar.max_length and re.fullmatch(grammar.pattern, value)):
+        shown = ascii(value if len(value) <= 80 else f"{value[:80]}...")
+        limit = f" of at most {grammar.max_length} characters" if len(value) > grammar.max_length else ""
+        raise ConfigError(f"--{option} must be {grammar.name}{limit}, found {shown}", hint=f"as in {grammar.example}")
+
+
+def check_option_values(option: str, values: Iterable[str], grammar: ValueGrammar) -> None:
+    """Check every value of a repeatable option.
+
+    Raises:
+        ConfigError: when one does not follow the grammar.
+    """
+    for value in values:
+        check_option_value(option, value, grammar)
+
+
+def escape_kubernetes_references(word: str) -> str:
+    """Return a word with `$(NAME)` escaped, which Kubernetes would expand in a container's command."""
+    return word.replace("$", "$$")

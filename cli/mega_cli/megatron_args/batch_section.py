@@ -1,0 +1,154 @@
+"""The `batch:` and `train:` sections, and conversion of samples and tokens to steps."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from mega_cli.megatron_args.run_draft import RunDraft
+from mega_cli.megatron_args.shell_words import show_marks
+from mega_cli.megatron_args.training_sections import ranks_per_model
+from mega_trainer.config.batch_size import BatchConfig
+
+RAMPUP, STEPWISE = "rampup_batch_size", "step_batch_size_schedule"
+POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def write_batch_section(draft: RunDraft) -> None:
+    """Write the keys of `batch:`."""
+    _batch_size(draft, "batch.micro", "train_micro_batch_size_per_gpu", "micro_batch_size")
+    micro, copies = draft.run["batch"]["micro"], ranks_per_model(draft)
+    dp = max(1, draft.ranks // copies) if draft.ranks and copies else None
+    file = draft.deepspeed_file
+    if STEPWISE in draft:
+        return _write_stepwise_batch(draft)
+    if "global_batch_size" in draft or file.get_integer("train_batch_size") or not micro or not dp:
+        _batch_size(draft, "batch.global", "train_batch_size", "global_batch_size")
+    elif rounds := file.get_integer("gradient_accumulation_steps"):
+        why = f"micro x dp = {dp} x gradient_accumulation_steps = {rounds} of {file.name}"
+        draft.set_key("batch.global", micro * dp * rounds, because=why)
+    else:
+        draft.set_key("batch.global", micro * dp, because=f"Megatron's default: micro x dp = {dp}")
+    if RAMPUP in draft:
+        for name, value in zip(("start", "increment", "samples"), draft[RAMPUP] or [None] * 3, strict=True):
+            draft.set_key(f"batch.rampup.{name}", value, RAMPUP)
+    return None
+
+
+def _write_stepwise_batch(draft: RunDraft) -> None:
+    """Write the sizes of `--step-batch-size-schedule`, whose thresholds are tokens: "0:768 250B:1536"."""
+    given = draft.arguments.given[STEPWISE]
+    length = draft["seq_length"] or draft["encoder_seq_length"]
+    if given.unset_parameters or not length:
+        draft.set_key(
+            "batch.global", None, STEPWISE, ask="the last size of the schedule, with batch.stages for those before"
+        )
+        return
+    sizes = _parse_batch_schedule(" ".join(given.values), length)
+    both = next((name for name in (RAMPUP, "decrease_batch_size_if_needed") if name in draft), None)
+    if "global_batch_size" in draft and sizes and draft["global_batch_size"] != sizes[-1][1]:
+        both = "global_batch_size"
+    rule = ""
+    if not sizes:
+        rule = 'must be "0:SIZE TOKENS:SIZE ...", each threshold above the one before'
+    elif both:
+        rule = f"must not be given beside --{both.replace('_', '-')}"
+    elif max(size for _, size in sizes) > sizes[-1][1]:
+        rule = "is not supported where a batch becomes smaller in the course of the run"
+    if rule:
+        draft.add_problem(STEPWISE, rule)
+    draft.set_key("batch.global", None if rule else sizes[-1][1], STEPWISE, "global_batch_size")
+    if not rule and len(sizes) > 1:
+        stages = [{"until": until, "size": size} for (_, size), (until, _) in pairwise(sizes)]
+        draft.set_key("batch.stages", stages, STEPWISE)
+
+
+def _parse_batch_schedule(text: str, length: int) -> list[tuple[int, int]]:
+    """Return (first sample, samples of a step) of a schedule in tokens; empty if Megatron-LM would not accept it."""
+    try:
+        entries = [entry.split(":") for entry in text.replace(",", " ").split()]
+        found = sorted(
+            (_parse_suffixed_number(tokens) // length, _parse_suffixed_number(size)) for tokens, size in entries
+        )
+    except (ValueError, OverflowError):
+        return []
+    starts = [start for start, _ in found]
+    fits = starts[:1] == [0] and len(set(starts)) == len(starts) and all(size > 0 for _, size in found)
+    return found if fits else []
+
+
+def _parse_suffixed_number(text: str) -> int:
+    """Return a number with one of the suffixes K, M, B and T, rounded down."""
+    power = POWERS.get(text[-1:].upper(), 1)
+    return int(float(text[:-1] if power > 1 else text) * power)
+
+
+def _batch_size(draft: RunDraft, key: str, path: str, dest: str) -> None:
+    """Return the batch size of the flags, by which data are read, else that of DeepSpeed's file."""
+    filed, given = draft.deepspeed_file.get_integer(path), draft[dest]
+    if filed is not None and (dest not in draft or draft.is_unknown(dest)):
+        return draft.set_key_from_file(key, path, filed, dest, flags=filed)
+    draft.set_key(key, given, dest)
+    if filed is not None and filed != given:
+        draft.add_note("open", f"{path} of {draft.deepspeed_file.name} is {filed}, and the flags say {given}", key=key)
+    return None
+
+
+def write_train_section(draft: RunDraft) -> None:
+    """Write the keys of `train:`."""
+    put = draft.set_key
+    steps, formula = _last_step(draft), describe_length(draft, "train_tokens", "train_samples")
+    put("train.steps", steps, "train_iters", "train_samples", "train_tokens", ask=formula or "not in the script")
+    evaluates = draft.is_enabled("eval_interval") and draft.is_enabled("eval_iters")
+    every = draft["eval_interval"] if evaluates else 0
+    put("train.eval_every", every, "eval_interval", *([] if evaluates else ["eval_iters"]))
+    if evaluates and draft["eval_iters"] == -1:
+        text = "validation on all of its data is missing; train.eval_steps has its default"
+        draft.add_note("no equivalent", text, "eval_iters")
+    elif evaluates:
+        put("train.eval_steps", draft["eval_iters"], "eval_iters")
+    put("train.seed", draft["seed"], "seed")
+    for key, dest in (("exit_after_minutes", "exit_duration_in_mins"), ("exit_interval", "exit_interval")):
+        if draft.is_enabled(dest):
+            put(f"train.{key}", draft[dest], dest)
+
+
+def _last_step(draft: RunDraft) -> int | None:
+    """Return the last step: after --train-iters or --train-samples, or earlier when the number of tokens is reached."""
+    samples: int | None = draft["train_samples"]
+    steps: int | None = draft["train_iters"] or samples_to_steps(draft, samples)
+    if "train_tokens" not in draft:
+        return steps
+    enough = samples_to_steps(draft, tokens_to_samples(draft, "train_tokens"), up=True)
+    return min(enough, steps) if enough and steps else enough
+
+
+def tokens_to_samples(draft: RunDraft, dest: str) -> int | None:
+    """Return a number of tokens in samples."""
+    tokens, length = draft[dest], draft.run["data"]["seq_length"]
+    return -(-tokens // length) if tokens and length else None
+
+
+def samples_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) -> int | None:
+    """Return the whole steps in a number of samples, rounded up with `up`; None if either is unknown."""
+    sizes = draft.run["batch"]
+    if not samples or any(
+        (number or 0) < 1 for number in (samples, sizes["global"], *sizes.get("rampup", {}).values())
+    ):
+        return None
+    batch = BatchConfig.model_validate(
+        {"global": sizes["global"], "rampup": sizes.get("rampup"), "stages": sizes.get("stages", [])}
+    )
+    steps = batch.steps_for_samples(samples)
+    return steps + 1 if up and batch.samples_after_steps(steps) < samples else steps
+
+
+def describe_length(draft: RunDraft, *dests: str, steps: bool = True) -> str:
+    """Return the formula of a length given in samples or tokens, for a script that leaves a part open."""
+    for dest in dests:
+        given = draft.arguments.given.get(dest)
+        if given is not None and given.values:
+            per = " / data.seq_length" if dest.endswith("tokens") else ""
+            return (
+                show_marks(given.values[0]) + per + (" / batch.global" if steps and not dest.endswith("iters") else "")
+            )
+    return ""

@@ -1,0 +1,165 @@
+"""Control flow of a script: `for` and `while` loops iteration by iteration, `if` and `case`; unknown conditions follow
+every branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mega_cli.megatron_args.conditions import KnownTruth, negate_known
+from mega_cli.megatron_args.shell_commands import ScriptExit
+from mega_cli.megatron_args.shell_patterns import matches_pattern
+from mega_cli.megatron_args.shell_words import MARK, show_marks, unknown_mark
+from mega_cli.megatron_args.syntax_tree import VALUES, group_adjacent, if_branches, node_text
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+    from mega_cli.megatron_args.script_reader import ScriptReader
+
+ROUNDS = 256  # of a loop
+
+
+def follow_for_loop(reader: ScriptReader, node: Node) -> KnownTruth:
+    """Follow `for NAME in ...`; unknown words are not iterated over."""
+    variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
+    if variable is None or body is None:
+        return None
+    name, listed = node_text(variable), any(child.type == "in" for child in node.children)
+    given = [word for value in node.children_by_field_name("value") for word in reader.words.expand_fields(value)]
+    values = given if listed else list(reader.words.positional or [])
+    rounds = iter(values[:ROUNDS])
+
+    def begin_iteration() -> KnownTruth:
+        value = next(rounds, None)
+        if value is not None:
+            reader.words.set_variable(name, {"0": value})
+        return value is not None
+
+    if any(MARK.fullmatch(word.text) for word in values):
+        reader.follow_all_branches(
+            node, f"${name} of this loop has a value", lambda: _once(reader, name, body, node), lambda: None
+        )
+        return True
+    return _follow_iterations(reader, node, begin_iteration, lambda: reader.follow_statement(body))
+
+
+def _once(reader: ScriptReader, name: str, body: Node, node: Node) -> None:
+    reader.words.set_text_variable(name, unknown_mark("{" + name + "}"), reader.words.line_number(node))
+    reader.follow_statement(body)
+
+
+def follow_while_loop(reader: ScriptReader, node: Node) -> KnownTruth:
+    """Follow `while ...` and `until ...`."""
+    body = node.child_by_field_name("body")
+    conditions = [child for child in node.children_by_field_name("condition") if child.is_named]
+    until = node.children[0].type == "until"
+
+    def begin_iteration() -> KnownTruth:
+        holds = reader.follow_block(conditions)
+        return negate_known(holds) if until else holds
+
+    return _follow_iterations(reader, node, begin_iteration, lambda: reader.follow_statement(body) if body else None)
+
+
+def follow_counting_loop(reader: ScriptReader, node: Node) -> KnownTruth:
+    """Follow `for ((i = 0; i < 3; i++))`."""
+    parts = [part.strip() for part in node_text(node).partition("((")[2].partition("))")[0].split(";")]
+    body = node.child_by_field_name("body")
+    if len(parts) != 3 or body is None:
+        return None
+    reader.evaluate_expression(reader.words.expand_quoted(parts[0]))
+
+    def begin_iteration() -> KnownTruth:
+        value = reader.evaluate_expression(reader.words.expand_quoted(parts[1])) if parts[1] else 1
+        return None if value is None else value != 0
+
+    def follow_expression() -> None:
+        reader.follow_statement(body)
+        reader.evaluate_expression(reader.words.expand_quoted(parts[2]))
+
+    return _follow_iterations(reader, node, begin_iteration, follow_expression)
+
+
+def _follow_iterations(
+    reader: ScriptReader, node: Node, begin: Callable[[], KnownTruth], follow: Callable[[], object]
+) -> KnownTruth:
+    """Follow the iterations of a loop while `begin` returns that there is another."""
+    for _ in range(ROUNDS):
+        before, holds = reader.words.variables.copy(), begin()
+        if not holds:
+            break
+        try:
+            follow()
+        except ScriptExit as leave:
+            if leave.args[0] == "break":
+                return True
+            if leave.args[0] != "continue":
+                raise
+        if node.type == "while_statement" and reader.words.variables == before:
+            return True  # it would go on like this for ever
+    else:
+        holds = None
+    if holds is None:
+        reader.follow_all_branches(node, "this loop goes on", follow, lambda: None)
+    return True
+
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+    from mega_cli.megatron_args.script_reader import ScriptReader
+
+
+def follow_if_statement(reader: ScriptReader, node: Node) -> KnownTruth:
+    """Follow `if ...; then ...; elif ...; else ...; fi`; every branch if the condition is unknown."""
+    return _arms(reader, node, list(if_branches(node)))
+
+
+def _arms(reader: ScriptReader, node: Node, found: Sequence[tuple[list[Node], list[Node]]]) -> KnownTruth:
+    for number, (condition, body) in enumerate(found):
+        holds = reader.follow_block(condition)
+        if holds:
+            return reader.follow_block(body)
+        if holds is None:
+            rest = found[number + 1 :]
+            reader.follow_all_branches(
+                node, "this `if` holds", partial(reader.follow_block, body), partial(_arms, reader, node, rest)
+            )
+            return None
+    return True
+
+
+def follow_case_statement(reader: ScriptReader, node: Node) -> KnownTruth:
+    """Follow `case ... in pattern) ...;; esac`; every branch if the value is unknown."""
+    value = node.child_by_field_name("value")
+    text = reader.words.expand_text(value) if value else ""
+    return _items(reader, node, text, [child for child in node.children if child.type == "case_item"])
+
+
+def _items(reader: ScriptReader, node: Node, text: str, items: Sequence[Node]) -> KnownTruth:
+    worth = reader.comparison_text(text, node)
+    for number, item in enumerate(items):
+        patterns, body = _case_patterns(reader, item)
+        found = [None if worth is None and p != "*" else matches_pattern(worth or "", p) for p in patterns]
+        holds: KnownTruth = True if True in found else None if None in found else False
+        if holds:
+            reader.follow_block(body)
+            through = any(child.type == ";&" for child in item.children) and number + 1 < len(items)
+            return reader.follow_block(_case_patterns(reader, items[number + 1])[1]) if through else True
+        if holds is None:
+            follow, go_on = partial(reader.follow_block, body), partial(_items, reader, node, text, items[number + 1 :])
+            reader.follow_all_branches(node, f"{show_marks(text)} is {show_marks(patterns[0])}", follow, go_on)
+            return None
+    return True
+
+
+def _case_patterns(reader: ScriptReader, item: Node) -> tuple[list[str], list[Node]]:
+    """Return the patterns of an item of a `case`, and its statements."""
+    end = next(at for at, child in enumerate(item.children) if child.type == ")")
+    groups = group_adjacent([child for child in item.children[:end] if child.type in VALUES])
+    return [reader.words.expand_pattern(*group) for group in groups], [
+        child for child in item.children[end + 1 :] if child.is_named
+    ]

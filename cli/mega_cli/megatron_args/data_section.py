@@ -1,0 +1,113 @@
+"""The `data:` section of run.yaml."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from mega_cli.megatron_args.run_draft import RunDraft
+from mega_cli.megatron_args.shell_words import MARK
+
+OWN = ("train_data_path", "valid_data_path", "test_data_path")
+SPLIT = "969, 30, 1"
+NUMBER = re.compile(r"[.0-9]+")
+PLAIN_SPLIT = re.compile(r"[\[('\"]*[.0-9]+([,/ ]+[.0-9]+)*,? *[\])'\"]*")
+
+
+def write_data_section(draft: RunDraft) -> None:
+    """Write the keys of `data:`."""
+    put = draft.set_key
+    if any(name in draft for name in OWN):
+        for name in OWN:
+            if draft[name] or name == OWN[0]:
+                _sources(draft, f"data.{name.partition('_')[0]}", name)
+    else:
+        _sources(draft, "data.train", "data_path")
+        _write_split(draft)
+    length = draft["seq_length"] if "seq_length" in draft else draft["encoder_seq_length"]
+    put("data.seq_length", length, "seq_length", "encoder_seq_length")
+    put("data.order", "megatron", because="the samples in Megatron's order")
+    _tokenizer(draft)
+    _fim(draft)
+    if draft["dataloader_type"] == "single":
+        draft.add_note("not needed", "samples are read once, in the order of the data set", "dataloader_type")
+    for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if draft[name]:
+            put(f"data.{name}", True, name)
+    if draft["data_cache_path"]:
+        put("data.cache", draft["data_cache_path"], "data_cache_path")
+
+
+def _write_split(draft: RunDraft) -> None:
+    """Write `data.split`: Megatron parses what looks like a number and ignores everything else."""
+    text = draft["split"] or SPLIT
+    if MARK.search(text):
+        return draft.set_key("data.split", None, "split")
+    numbers = NUMBER.findall(text)
+    shares = [float(number) for number in numbers if number.count(".") < 2 and number != "."]
+    if len(shares) < len(numbers) or not 0 < len(shares) <= 3 or not sum(shares):
+        return draft.add_problem("split", "must be one to three shares such as 969,30,1, not all of them 0")
+    draft.set_key("data.split", shares, "split")
+    if not PLAIN_SPLIT.fullmatch(text):
+        taken = ", ".join(numbers)
+        draft.add_note(
+            "changes meaning",
+            f"Megatron takes the shares {taken} out of it, without signs, letters and exponents",
+            "split",
+        )
+    return None
+
+
+def _fim(draft: RunDraft) -> None:
+    names = [f"fim_{name}_token" for name in ("prefix", "middle", "suffix")]
+    if not draft["fim_data"]:
+        draft.add_note("not needed", "without --fim-data no text is rearranged", "fim_rate", "fim_spm_rate", *names)
+        return
+    draft.set_key("data.kind", "fim", "fim_data")
+    draft.set_key("data.fim.rate", draft["fim_rate"], "fim_rate")
+    draft.set_key("data.fim.spm_rate", draft["fim_spm_rate"], "fim_spm_rate")
+    draft.set_key("data.fim.tokens", [draft[name] for name in names], *names)
+    text = "which documents are rearranged, and where they are cut, is drawn anew: Megatron's draws follow what was read before"
+    draft.add_note("changes meaning", text, "fim_data")
+
+
+def parse_blend(words: Sequence[str]) -> list[dict[str, Any]]:
+    """Parse Megatron's list of data sets: weights and paths alternating, or paths alone."""
+    weights = words[::2]
+    if words and len(words) % 2 == 0 and all(_is_number(weight) for weight in weights):
+        return [{"path": path, "weight": float(weight)} for weight, path in zip(weights, words[1::2], strict=True)]
+    return [{"path": path} for path in words]
+
+
+def _sources(draft: RunDraft, key: str, dest: str) -> None:
+    sources = parse_blend(draft[dest])
+    if len(sources) == 1:
+        sources = [{"path": sources[0]["path"]}]
+    elif sources and "weight" not in sources[0]:
+        sources = [{**source, "weight": 1.0} for source in sources]
+        text = "without weights Megatron takes every data set whole; the weights of run.yaml are to be their sizes"
+        draft.add_note("changes meaning", text, dest, key=key)
+    draft.set_key(key, sources or None, dest)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _tokenizer(draft: RunDraft) -> None:
+    kind, path = draft["tokenizer_type"], draft["tokenizer_model"]
+    if kind == "HuggingFaceTokenizer" and path:
+        draft.set_key("data.tokenizer", path, "tokenizer_model", "tokenizer_type")
+        draft.add_note(
+            "translated", "data.tokenizer, which is to be a local folder with tokenizer.json", "tokenizer_model"
+        )
+    elif kind == "NullTokenizer":
+        draft.add_note("not needed", "without a tokenizer is the default", "tokenizer_type")
+    else:
+        text = "mega reads tokenizer.json alone; where it has to know the end of a document, give one's folder as data.tokenizer"
+        draft.add_note("changes meaning", text, "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")

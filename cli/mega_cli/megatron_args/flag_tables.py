@@ -1,0 +1,246 @@
+"""Flags of Megatron-LM and its forks as tables, and the arguments of a command parsed with them."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from mega_cli.megatron_args.shell_words import MARK, explain_unknown
+from mega_common.strict_config import ConfigProblem, raise_config_error
+
+SOURCE = "the launch script"
+PLACEHOLDER = re.compile(r"<[^<>]+>")
+TABLES = ("flags.csv", "forks.csv")
+# What a list is made of, an entry each: a slip of the pen must not take all memory.
+COUNTS = frozenset({"num_layers", "encoder_num_layers", "mtp_num_layers", "pipeline_model_parallel_size"})
+MOST = 100_000
+
+
+@dataclass(frozen=True)
+class FlagSpec:
+    """Flag of `pretrain_gpt.py`: a line of `flags.csv` (Megatron-LM's own) or `forks.csv` (added by forks).
+
+    Attributes:
+        name, aliases: its spellings.
+        dest: the setting it gives.
+        takes: how many values: `1`, `3`, `+`, `*`; or `on`, `off`, `switch` for a flag without one (`switch` is on
+            as `--x` and off as `--no-x`).
+        type: of its values: `int`, `float`, `str`.
+        default: what the setting is without the flag, as text; empty for none.
+        choices: what its values may be, each with Megatron-LM's word for it; empty for anything.
+        means: the flags of Megatron-LM that say the same, `{}` for its value; empty for a flag with a setting of its own.
+        fork: whether Megatron-LM itself does not have it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    dest: str
+    takes: str
+    type: str
+    default: str
+    choices: Mapping[str, str]
+    means: str = ""
+    fork: bool = False
+
+    @property
+    def takes_list(self) -> bool:
+        """True if the setting is a list."""
+        return self.takes in ("3", "+", "*")
+
+    @property
+    def min_values(self) -> int:
+        """Smallest number of values."""
+        return {"1": 1, "3": 3, "+": 1}.get(self.takes, 0)
+
+    @property
+    def max_values(self) -> float:
+        """Largest number of values."""
+        return {"1": 1, "3": 3, "+": float("inf"), "*": float("inf")}.get(self.takes, 0)
+
+    def convert_value(self, text: str) -> Any:
+        """Return a value as its type; a choice in Megatron-LM's spelling.
+
+        Raises:
+            ValueError: when it is none.
+        """
+        if self.type == "int":
+            number = float(text) if "." in text or "e" in text.lower() else int(text)
+            if number != int(number):
+                raise ValueError(text)
+            return int(number)
+        return float(text) if self.type == "float" else self.choices.get(_fold_choice(text), text)
+
+    def default_value(self) -> Any:
+        """Value of the setting when the flag is not given."""
+        if not self.type:
+            return self.takes == "off"
+        if not self.default:
+            return [] if self.takes_list else None
+        return [self.convert_value(self.default)] if self.takes_list else self.convert_value(self.default)
+
+
+def _fold_choice(word: str) -> str:
+    """Return a choice as it is looked up: forks differ in case and dashes."""
+    return word.lower().replace("_", "-")
+
+
+@cache
+def load_flag_tables() -> tuple[FlagSpec, ...]:
+    """Return both tables."""
+    return tuple(
+        FlagSpec(
+            row["flag"], tuple(row["aliases"].split()), row["dest"], row["takes"], row["type"], row["default"],
+            _parse_choices(row["choices"]), row.get("means", ""), table == TABLES[1],
+        )
+        for table in TABLES
+        for row in csv.DictReader((files("mega_cli.megatron_args") / table).read_text(encoding="utf-8").splitlines())
+    )  # fmt: skip
+
+
+def _parse_choices(text: str) -> dict[str, str]:
+    """Parse `a|b|c=a`: a and b, and c as another word for a."""
+    pairs = (choice.partition("=") for choice in filter(None, text.split("|")))
+    return {_fold_choice(word): meaning or word for word, _, meaning in pairs}
+
+
+@dataclass(frozen=True)
+class GivenFlag:
+    """Flag as a command gives it.
+
+    Attributes:
+        flag: the table's entry that counts.
+        on: whether it switches its setting on, for a flag without values.
+        values: with marks for what the script does not set.
+        text: flag and values as they stand in the command.
+        line: where.
+    """
+
+    flag: FlagSpec
+    on: bool
+    values: tuple[str, ...]
+    text: str
+    line: int
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def unset_parameters(self) -> list[str]:
+        """Names of unset parameters in its values, and placeholders such as `<path>`."""
+        return [name for value in self.values for name in MARK.findall(value) + PLACEHOLDER.findall(value)]
+
+    @property
+    def why_unknown_value(self) -> str:
+        """Reason why its value cannot be used; empty if it can."""
+        if self.unset_parameters and (self.flag.type != "str" or self.flag.choices):
+            return explain_unknown(
+                next(value for value in self.values if MARK.search(value) or PLACEHOLDER.search(value))
+            )
+        if len(self.values) < self.flag.min_values:
+            return f"{self.text} needs {self.flag.min_values} value{'s' if self.flag.min_values > 1 else ''}"
+        return ""
+
+    @property
+    def why_invalid_value(self) -> str:
+        """Reason why Megatron-LM would not accept its value; empty if it would."""
+        words = set(self.flag.choices.values())
+        if (
+            not words
+            or self.unset_parameters
+            or all(str(self.flag.convert_value(value)) in words for value in self.values)
+        ):
+            return ""
+        return f"{self.text} is none of {', '.join(dict.fromkeys(self.flag.choices.values()))}"
+
+    def parsed_value(self) -> Any:
+        """Value of the setting, or None if it cannot be known.
+
+        Raises:
+            ValueError: when it is not of the flag's type.
+        """
+        if not self.flag.type:
+            return self.on
+        if self.why_unknown_value:
+            return [] if self.flag.takes_list else None
+        converted = [self.flag.convert_value(value) for value in self.values]
+        return converted if self.flag.takes_list else converted[0]
+
+
+@dataclass
+class CommandSettings:
+    """Settings of a command: `settings[dest]` is the given value, or Megatron's default.
+
+    Attributes:
+        strict: whether flags and values that Megatron-LM does not have are problems; else they are remarks.
+        given: by setting, the flag that counts, which is the last one.
+        others: flags in none of the tables, with their values and line.
+        unread: what is not set in the script and may hold flags.
+        respelled: the spellings with underscores where the tables have dashes.
+        problems: what cannot be understood; told together by `raise_problems`.
+        remarks: (line, sentence) for the user to know.
+    """
+
+    flags: Mapping[str, FlagSpec]
+    strict: bool = False
+    given: dict[str, GivenFlag] = field(default_factory=dict)
+    others: list[GivenFlag] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    respelled: set[str] = field(default_factory=set)
+    problems: list[ConfigProblem] = field(default_factory=list)
+    remarks: list[tuple[int, str]] = field(default_factory=list)
+
+    def __getitem__(self, dest: str) -> Any:
+        given = self.given.get(dest)
+        return self.flags[dest].default_value() if given is None else given.parsed_value()
+
+    def __contains__(self, dest: str) -> bool:
+        return dest in self.given
+
+    def add_flag(self, given: GivenFlag) -> None:
+        """Record a flag, or the problem with it."""
+        try:
+            value = given.parsed_value()
+        except ValueError:
+            return self.add_flag_problem(
+                given, f"must be {'a whole number' if given.flag.type == 'int' else 'a number'}"
+            )
+        if given.flag.dest in COUNTS and value is not None and value > MOST:
+            return self.add_flag_problem(given, f"must be at most {MOST:,}")
+        if self.strict and (given.why_unknown_value or given.why_invalid_value):
+            near = (
+                difflib.get_close_matches(_fold_choice(given.values[-1]), given.flag.choices, n=1)
+                if given.why_invalid_value
+                else []
+            )
+            return self.add_flag_problem(
+                given, given.why_unknown_value or given.why_invalid_value, given.flag.choices[near[0]] if near else ""
+            )
+        before = self.given.get(given.flag.dest)
+        if before is not None and (before.values, before.on) != (given.values, given.on):
+            self.remarks.append((given.line, f"{given} replaces {before} of line {before.line}"))
+        self.given[given.flag.dest] = given
+        return None
+
+    def add_flag_problem(self, given: GivenFlag, rule: str, hint: str = "") -> None:
+        """Record a flag value that cannot be interpreted."""
+        problem = ConfigProblem(f"line {given.line}: {given}", rule, hint=hint)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def add_megatron_problem(self, line: int, text: str, rule: str, hint: str) -> None:
+        """Record what Megatron-LM would refuse: a problem if `strict`, else a remark."""
+        if self.strict:
+            self.problems.append(ConfigProblem(f"line {line}: {text}", rule, hint=hint))
+        else:
+            self.remarks.append((line, f"{text} {rule}" + (f" ({hint})" if hint else "")))
+
+    def raise_problems(self) -> None:
+        """Raise `ConfigError` with every problem found."""
+        if self.problems:
+            raise_config_error(self.problems, SOURCE)

@@ -1,0 +1,128 @@
+"""Layers of several kinds: patterns of Megatron's hybrids, and gated delta nets among transformer layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mega_cli.megatron_args.arithmetic import parse_layer_pattern
+from mega_cli.megatron_args.run_draft import RunDraft
+from mega_cli.megatron_args.shell_words import MARK, explain_unknown
+from mega_common.hybrid_pattern import NORM_EPS, HybridLayerPattern, build_hybrid_pattern, build_mamba_section
+
+
+def select_layers(
+    draft: RunDraft, key: str, dest: str, every: Callable[[int, int], bool], further: int = 0
+) -> list[bool] | None:
+    """Return for each layer whether it has the kind of `dest`; `every(layer, n)` interprets a number n.
+
+    The `further` layers behind the last are counted too. None where that cannot be told: a wrong pattern is refused, and
+    without a number of layers `key` is to be filled in.
+    """
+    if not draft[dest] or MARK.search(draft[dest]):
+        draft.set_key(key, None, dest, ask=explain_unknown(draft[dest] or "a pattern of layers"))
+        return None
+    layers, pattern = draft.run["model"]["num_layers"], parse_layer_pattern(draft[dest])
+    layers = layers and layers + further
+    if isinstance(pattern, int) and pattern > 0:
+        if pattern > 1 and not layers:
+            draft.set_key(key, None, dest, ask="follows from the number of layers")
+            return None
+        return [every(layer, pattern) for layer in range(layers or 0)]
+    if isinstance(pattern, list) and len(pattern) == (layers or len(pattern)):
+        return [bool(kind) for kind in pattern]
+    draft.add_problem(dest, f"must be a number, or a list of {layers} zeros and ones such as [0]*1+[1]*3")
+    return None
+
+
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+SHARES = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
+VARIANT = "experimental_attention_variant"
+DELTA = ("gdn", "gated_delta_net")
+MAMBA = {
+    "num_heads": "mamba_num_heads", "head_dim": "mamba_head_dim", "num_groups": "mamba_num_groups",
+    "state_size": "mamba_state_dim",
+}  # fmt: skip
+SIZES = {
+    "num_key_heads": "linear_num_key_heads", "num_value_heads": "linear_num_value_heads",
+    "key_head_dim": "linear_key_head_dim", "value_head_dim": "linear_value_head_dim", "conv_kernel": "linear_conv_kernel_dim",
+}  # fmt: skip
+
+
+def has_hybrid_layers(draft: RunDraft) -> bool:
+    """Return whether a pattern or ratios give the kinds of the layers."""
+    return any(draft.is_enabled(dest) for dest in (*PATTERNS, *SHARES, "is_hybrid_model"))
+
+
+def pattern_lacks_experts(draft: RunDraft) -> bool:
+    """Return whether a pattern has no MoE layer, whatever other flags say."""
+    pattern = hybrid_pattern(draft)
+    return pattern is not None and not any("E" in letters for letters in (pattern.letters, *pattern.mtp_letters))
+
+
+def hybrid_pattern(draft: RunDraft) -> HybridLayerPattern | None:
+    """Return the layer pattern of the flags, or None if it is absent, unknown, or invalid (then refused)."""
+    named = ("is_hybrid_model", *PATTERNS, *SHARES, "num_layers", "mtp_num_layers", "mtp_hybrid_override_pattern")
+    if not has_hybrid_layers(draft) or any(draft.is_unknown(dest) or MARK.search(str(draft[dest])) for dest in named):
+        return None
+    try:
+        pattern = build_hybrid_pattern({dest: draft[dest] for dest in named})
+    except ValueError as error:
+        draft.add_problem(next(dest for dest in (*PATTERNS, "is_hybrid_model", *SHARES) if draft[dest]), str(error))
+        return None
+    layers = draft["num_layers"]
+    if pattern and layers and layers != len(pattern.letters):
+        draft.add_problem("num_layers", f"must be {len(pattern.letters)}, as many as the pattern has letters")
+    return pattern
+
+
+def write_hybrid_section(draft: RunDraft) -> None:
+    """Write `model.layers` and `model.mamba` of a hybrid."""
+    pattern, put = hybrid_pattern(draft), draft.set_key
+    flags = (*PATTERNS, *SHARES, "mtp_hybrid_override_pattern")
+    if pattern is None:
+        return put("model.layers", None, *flags, ask="follows from the number of layers")
+    put("model.layers", pattern.layer_kind_names if pattern.mtp_letters else pattern.letters, *flags)
+    draft.add_note("translated", "model.layers", "is_hybrid_model")
+    if any(word in str(draft["spec"]) for word in ("mamba_stack_spec", "hybrid_stack_spec")):
+        draft.add_note("not needed", "layers of these kinds are the only ones here", "spec")
+    if pattern.mtp_letters and not draft["mtp_num_layers"]:
+        put("model.mtp_layers", len(pattern.mtp_letters), *PATTERNS)
+        put("model.mtp_loss", draft["mtp_loss_scaling_factor"], "mtp_loss_scaling_factor")
+    if "M" in pattern.letters:
+        _mamba(draft)
+    if "G" in pattern.letters:
+        _delta(draft)
+    return None
+
+
+def _mamba(draft: RunDraft) -> None:
+    found: dict[str, Any] = build_mamba_section({dest: draft[dest] for dest in (*MAMBA.values(), "hidden_size")})
+    for name, dest in MAMBA.items():
+        default = name == "num_heads" and dest not in draft
+        why = "Megatron's default: 2 x hidden_size / the width of a head" if default else ""
+        draft.set_key(f"model.mamba.{name}", found[name] or None, dest, because=why)
+    draft.set_key("model.mamba.chunk_size", found["chunk_size"])
+    draft.set_key("model.mamba.norm_eps", NORM_EPS, because="that of Megatron's Mamba-2, whatever --norm-epsilon says")
+
+
+def _delta(draft: RunDraft) -> None:
+    for name, dest in SIZES.items():
+        draft.set_key(f"model.delta.{name}", draft[dest], dest)
+
+
+def write_attention_variant(draft: RunDraft) -> None:
+    """Write `model.attention_gate`, and `model.layers` and `model.delta` if some layers are gated delta nets."""
+    if draft["attention_output_gate"]:
+        draft.set_key("model.attention_gate", True, "attention_output_gate")
+    if draft[VARIANT] not in DELTA:
+        return
+    mixers = select_layers(draft, "model.layers", "linear_attention_freq", lambda layer, n: (layer + 1) % n != 0)
+    if mixers is None:
+        return
+    moe = draft.run["model"].get("moe")
+    sparse = moe.pop("layers", None) if moe else []
+    kinds = ["moe" if sparse is None or layer in sparse else "mlp" for layer in range(len(mixers))]
+    layers = [f"{'delta' if delta else 'attention'}+{feed}" for delta, feed in zip(mixers, kinds, strict=True)]
+    draft.set_key("model.layers", layers, VARIANT, "linear_attention_freq")
+    _delta(draft)

@@ -1,0 +1,239 @@
+"""Draft of a run.yaml: each key with its origin, and a note for every flag."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+import yaml
+
+from mega_cli.megatron_args.deepspeed_config import DeepSpeedConfigFile
+from mega_cli.megatron_args.flag_tables import CommandSettings, GivenFlag
+from mega_cli.megatron_args.shell_words import MARK, show_marks
+
+NoteKind = Literal["translated", "not needed", "changes meaning", "no equivalent", "open"]
+DEFAULT = "Megatron's default"
+# Keys for which null means something: what is not known stands there as a text, which `mega train --check` refuses.
+OPTIONAL = frozenset({
+    "model.layers", "model.moe.latent_size",
+    "model.num_kv_heads", "model.head_dim", "model.sliding_window", "model.full_attention_layers",
+    "model.activation_limit", "model.rope.mscale", "model.rope.mscale_all_dim", "model.rope.original_max_position",
+    "model.mla.q_lora_rank", "model.moe.layers", "model.moe.capacity_factor",
+    "parallel.pipeline_layout", "parallel.zero3_shard", "lr_schedule.warmup_samples", "lr_schedule.decay_steps",
+    "lr_schedule.cooldown_steps", "optimizer.decoupled_lr", "optimizer.muon.weight_decay", "recompute.layers",
+    "fp8.format", "checkpoint.keep_every", "train.exit_after_minutes", "train.exit_interval",
+})  # fmt: skip
+
+# Words of flags in no table which say that these keys are not Megatron's defaults.
+TELLING = {
+    "model.activation": re.compile(r"glu|gelu|relu|silu|swish|activation-f"),
+    "model.norm": re.compile(r"rms-?norm|layernorm$|normalization|norm-type"),
+    "model.position": re.compile(r"alibi|rotary|rope\b|position-embedding"),
+}
+# Keys of the model that no checkpoint of Megatron-LM gives.
+OF_THE_RUN = ("dropout", "init")
+
+
+@dataclass(frozen=True)
+class FlagNote:
+    """Note on the translation of a flag, or a general remark.
+
+    Attributes:
+        kind: what of it mega has; `open` is what the user has to fill in or to look at.
+        text: one sentence or clause.
+        flag, line: the flag as given and its line in the script; none for notes of no single flag.
+        key: the key of run.yaml that it gives.
+    """
+
+    kind: NoteKind
+    text: str
+    flag: str | None = None
+    line: int | None = None
+    key: str | None = None
+
+
+class RunDraft:
+    """Collects keys and notes while the arguments are processed.
+
+    Attributes:
+        arguments: the settings of the command.
+        ranks: number of ranks, if the script says it.
+        program: name of the Python file that trains, if the script says it.
+        deepspeed_file: DeepSpeed's own file of settings, as far as it is there.
+        run: the content of run.yaml so far.
+        origins: by dotted key, the flags that it comes from.
+    """
+
+    def __init__(
+        self,
+        arguments: CommandSettings,
+        ranks: int | None,
+        program: str = "",
+        deepspeed_file: DeepSpeedConfigFile | None = None,
+    ) -> None:
+        self.arguments, self.ranks, self.program = arguments, ranks, program
+        self.deepspeed_file = deepspeed_file or DeepSpeedConfigFile()
+        self.run: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self._flags: dict[str, FlagNote] = {}
+        self._general: list[FlagNote] = []
+
+    def __getitem__(self, dest: str) -> Any:
+        return self.arguments[dest]
+
+    def __contains__(self, dest: str) -> bool:
+        return dest in self.arguments
+
+    def get_setting(self, dest: str, default: Any) -> Any:
+        """Return a setting as it is given, or `default`."""
+        return self.arguments[dest] if dest in self.arguments.given else default
+
+    def is_enabled(self, dest: str) -> bool:
+        """Return whether a setting is on: nonzero and nonempty, or given with an unknown value."""
+        return bool(self[dest]) or self.is_unknown(dest)
+
+    def is_unknown(self, dest: str) -> bool:
+        """Return whether a setting is given with an unknown value."""
+        given = self.arguments.given.get(dest)
+        return given is not None and bool(given.why_unknown_value)
+
+    @property
+    def is_megatron_deepspeed(self) -> bool:
+        """True if the command is one of Megatron-DeepSpeed."""
+        return any(name in self for name in ("deepspeed", "deepspeed_config", "zero_stage"))
+
+    @property
+    def uses_checkpoint_args(self) -> bool:
+        """True if the model is that of a checkpoint which the run itself did not save."""
+        return bool(self["use_checkpoint_args"]) and self["load"] != self["save"]
+
+    @property
+    def collect_notes(self) -> list[FlagNote]:
+        """Return general notes, then one for each flag in the order of the command."""
+        flags = [self._flags[dest] for dest in self.arguments.given if dest in self._flags]
+        once = {(note.flag, note.line): note for note in reversed(flags)}
+        return self._general + list(reversed(once.values())) + [_other(given) for given in self.arguments.others]
+
+    def set_key(
+        self, key: str, value: Any, *dests: str, because: str = "", ask: str = "not in the script", instead: str = ""
+    ) -> None:
+        """Set a key to the values of the settings `dests`.
+
+        `None` is left for the user to fill in, who is told `ask`, or what is wrong with the settings; `instead` stands for
+        it where null would mean something.
+        """
+        found = [given for dest in dests if (given := self.arguments.given.get(dest))]
+        self.origins[key] = because or ", ".join(map(str, found)) or DEFAULT
+        for given in found:
+            self._flags.setdefault(given.flag.dest, FlagNote("translated", key, str(given), given.line, key))
+        if not found and (doubt := self._default_doubt(key)):
+            value, ask = None, doubt
+        if value is None:
+            reason = self._leave_open(key, found, ask)
+            value = (instead or _shown_values(found) or reason) if key in OPTIONAL else None
+        if unset := dict.fromkeys(map(show_marks, _marks(value))):
+            self.add_note(
+                "open", f"{', '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set in the script", key=key
+            )
+        node = self.run
+        *parents, last = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = _plain(value)
+
+    def set_key_from_file(self, key: str, path: str, value: Any, *dests: str, flags: Any = None) -> None:
+        """Set a key to the value of DeepSpeed's file at `path`, which takes precedence over the flags' value."""
+        self.set_key(key, value, *dests, because=f"{path} of {self.deepspeed_file.name}")
+        if any(dest in self for dest in dests) and flags != value:
+            self.add_note("changes meaning", f"{path} of {self.deepspeed_file.name} counts, which is {value}", *dests)
+
+    def _default_doubt(self, key: str) -> str:
+        """Return why Megatron's default of a key may not apply."""
+        if key in TELLING:
+            for given in self.arguments.others:
+                if TELLING[key].search(given.flag.name):
+                    return f"{given} may say it"
+        of_model = key.startswith("model.") and not any(word in key for word in OF_THE_RUN)
+        return "that of the checkpoint, for --use-checkpoint-args" if of_model and self.uses_checkpoint_args else ""
+
+    def _leave_open(self, key: str, found: Sequence[GivenFlag], ask: str) -> str:
+        """Leave a key to be filled in, with the reason, which is returned."""
+        faults = [fault for given in found if (fault := given.why_unknown_value or given.why_invalid_value)]
+        reason = faults[0] if faults else ask
+        self.origins[key] = ", ".join(["to be filled in", *map(str, found)])
+        self.add_note("open", f"{reason}; to be filled in", key=key)
+        return reason
+
+    def add_note(self, kind: NoteKind, text: str, *dests: str, key: str | None = None) -> None:
+        """Add a note on those of the settings `dests` that are given, or a general one without any."""
+        for given in filter(None, map(self.arguments.given.get, dests)):
+            before = self._flags.get(given.flag.dest)
+            note = FlagNote(kind, text, str(given), given.line, before.key if before else key)
+            self._flags[given.flag.dest] = note
+        if not dests:
+            self._general.append(FlagNote(kind, text, key=key))
+
+    def add_line_remark(self, line: int, text: str) -> None:
+        """Add a note on a line of the script."""
+        self._general.append(FlagNote("open", f"line {line}: {text}", line=line))
+
+    def add_problem(self, dest: str, rule: str) -> None:
+        """Add an uninterpretable flag value, reported with all other such problems."""
+        self.arguments.add_flag_problem(self.arguments.given[dest], rule)
+
+    def note_other_flags(self) -> None:
+        """Add notes on the flags that no key came from."""
+        handling = load_flag_handling()
+        for dest, given in self.arguments.given.items():
+            if dest not in self._flags:
+                self._flags[dest] = _handled(given, handling)
+
+
+@cache
+def load_flag_handling() -> tuple[tuple[str, NoteKind, str], ...]:
+    """Return the handling of flags without a key, from `handling.yaml`: (pattern of the flag's name, kind, why)."""
+    text = (files("mega_cli.megatron_args") / "handling.yaml").read_text(encoding="utf-8")
+    table: Mapping[NoteKind, Mapping[str, str]] = yaml.safe_load(text)
+    return tuple(
+        (pattern, kind, why) for kind, rows in table.items() for why, flags in rows.items() for pattern in flags.split()
+    )
+
+
+def _other(given: GivenFlag) -> FlagNote:
+    hint = f" ({given.flag.dest})" if given.flag.dest else ""
+    text = f"no flag of Megatron-LM's; see whether it changes the model or the run{hint}"
+    return FlagNote("open", text, str(given), given.line)
+
+
+def _handled(given: GivenFlag, handling: Iterable[tuple[str, NoteKind, str]]) -> FlagNote:
+    found = ((kind, why) for pattern, kind, why in handling if fnmatchcase(given.flag.name, pattern))
+    kind, why = next(found, ("open", given.why_unknown_value or "what it changes here is not known"))
+    note = FlagNote(kind, why, str(given), given.line)
+    if kind == "no equivalent" and not given.why_unknown_value and given.parsed_value() == given.flag.default_value():
+        return replace(note, kind="not needed", text="this is what Megatron does without it")
+    return note
+
+
+def _shown_values(found: Sequence[GivenFlag]) -> str:
+    return " ".join(show_marks(value) for given in found if given.unset_parameters for value in given.values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return show_marks(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _marks(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield from (mark[0] for mark in MARK.finditer(value))
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _marks(item)

@@ -1,0 +1,108 @@
+"""Shell patterns: matching of `*`, `?` and `[...]` in a text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from mega_cli.megatron_args.linear_regex import (
+    escape_regex,
+    matches_whole_text,
+    matching_prefix_length,
+    substitute_longest,
+)
+from mega_cli.megatron_args.shell_words import MARK, OPEN, WordPiece
+
+EXTENDED = re.compile(r"[@+?!*]\(")
+LETTERS: dict[str, Callable[[str], str]] = {
+    "^^": str.upper,
+    ",,": str.lower,
+    "^": lambda text: text[:1].upper() + text[1:],
+    ",": lambda text: text[:1].lower() + text[1:],
+}
+TOKEN = re.compile(r"\\.|\[[!^]?\]?(?:\[:\w+:\]|[^]])*\]|.", re.DOTALL)
+
+
+def quote_pattern(text: str) -> str:
+    """Return a pattern that matches only this text."""
+    return re.sub(r"([*?[\\])", r"\\\1", text)
+
+
+def pieces_to_pattern(pieces: Sequence[WordPiece | None]) -> str:
+    """Return pieces as a pattern, with quoted pieces literal."""
+    return "".join(quote_pattern(piece.text) if piece.kind == "quoted" else piece.text for piece in pieces if piece)
+
+
+def pattern_to_regex(pattern: str, *, repeat: str = "*", backwards: bool = False) -> str | None:
+    """Return the regular expression of a pattern, or None for bash's extended patterns.
+
+    Args:
+        repeat: how `*` repeats: `*`, or `*?` for as little as it can.
+        backwards: match a text that is read from its end.
+    """
+    if EXTENDED.search(pattern):
+        return None
+
+    def convert_bracket(token: str) -> str:
+        if token in "*?":
+            return "." + repeat if token == "*" else "."
+        if token[0] == "[" and len(token) > 1:
+            return "[" + re.sub(r"^[!^]", "^", token[1:-1]).replace("\\", "\\\\") + "]"
+        return escape_regex(token[-1])
+
+    tokens = [convert_bracket(match[0]) for match in TOKEN.finditer(pattern)]
+    return "(?s:" + "".join(reversed(tokens) if backwards else tokens) + ")"
+
+
+def matches_pattern(text: str, pattern: str) -> bool | None:
+    """Return whether a text matches a pattern, or None if unknown."""
+    regex = pattern_to_regex(pattern)
+    return None if regex is None or MARK.search(text + pattern) else matches_whole_text(regex, text)
+
+
+def apply_parameter_operator(
+    text: str, operator: str, pieces: Sequence[WordPiece | None], spend: Callable[[int], None]
+) -> str | None:
+    """Apply `${NAME#pattern}`, `${NAME/pattern/text}`, `${NAME^^}` and similar; return None if unknown."""
+    if operator in LETTERS and not pieces:
+        return None if MARK.search(text) else LETTERS[operator](text)
+    if operator in ("#", "##", "%", "%%"):
+        return _trimmed(text, operator, pieces_to_pattern(pieces))
+    return _replaced(text, operator, pieces, spend) if operator in ("/", "//", "/#", "/%") else None
+
+
+def _trimmed(text: str, operator: str, pattern: str) -> str | None:
+    backwards, longest = operator[0] == "%", len(operator) == 2
+    regex = pattern_to_regex(pattern, repeat="*" if longest else "*?", backwards=backwards)
+    if regex is None or MARK.search(pattern):
+        return None
+    length = matching_prefix_length(regex, text[::-1] if backwards else text, longest=longest)
+    if length is None or length < 0:
+        return None if length is None or MARK.search(text) else text
+    cut = len(text) - length if backwards else length
+    removed, kept = (text[cut:], text[:cut]) if backwards else (text[:cut], text[cut:])
+    # What is not known may hold a shorter match, or a longer one.
+    open_ = MARK.search(kept if longest else removed)
+    return None if open_ or len(MARK.findall(kept)) != kept.count(OPEN) else kept
+
+
+def _replaced(text: str, operator: str, pieces: Sequence[WordPiece | None], spend: Callable[[int], None]) -> str | None:
+    before: list[WordPiece] = []
+    after: list[WordPiece] = []
+    for piece in filter(None, pieces):
+        if not after and piece.kind == "plain" and "/" in piece.text:
+            head, _, tail = piece.text.partition("/")
+            before.append(piece._replace(text=head))
+            after.append(piece._replace(text=tail))
+        else:
+            (after or before).append(piece)
+    instead = "".join(piece.text for piece in after)
+    if any("&" in piece.text for piece in after if piece.kind != "quoted"):
+        return None  # the text that matches from bash 5.2 on, and itself before
+    if not any(piece.text for piece in before):  # matches the empty text at an anchor, and nothing elsewhere
+        return {"/#": instead + text, "/%": text + instead}.get(operator, text)
+    regex = pattern_to_regex(pieces_to_pattern(before))
+    if regex is None or MARK.search(text + pieces_to_pattern(before)):
+        return None
+    regex = {"/#": rf"\A{regex}", "/%": rf"{regex}\z"}.get(operator, regex)
+    return substitute_longest(regex, instead, text, spend, every=operator == "//")

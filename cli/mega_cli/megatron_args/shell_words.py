@@ -1,0 +1,114 @@
+"""Words of a shell script after expansion, marks for unknown values in them, and the limit of work."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mega_common.errors import ConfigError
+
+# What is not known stands in a text between these two characters of Unicode's private use area.
+OPEN, CLOSE = "\ue000", "\ue001"
+MARK = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
+
+
+class ShellWord(NamedTuple):
+    """Word of the script after expansion, and the line it comes from."""
+
+    text: str
+    line: int
+
+
+class WordPiece(NamedTuple):
+    """Part of a word under expansion.
+
+    `kind` is `quoted`, or `plain` for text of the script, which braces and patterns count in, or `value` for what an
+    expansion gave, which blanks part. In a list of pieces, `None` ends a word.
+    """
+
+    text: str
+    kind: str
+    line: int
+
+
+def unknown_mark(name: str) -> str:
+    """Return the mark of an unknown value: `NAME` of a variable, `(command)`, `((expression))`, `{NAME...}`."""
+    return f"{OPEN}{show_marks(name)}{CLOSE}"
+
+
+def show_marks(text: str) -> str:
+    """Return a text as the script would write it: `$NAME` for each mark."""
+    return MARK.sub(r"$\1", text)
+
+
+def is_unset_parameter(text: str) -> bool:
+    """Return whether a text is only a parameter that the script does not set."""
+    match = MARK.fullmatch(text)
+    return match is not None and (match[1].isidentifier() or match[1].isdigit())
+
+
+def explain_unknown(text: str) -> str:
+    """Return a sentence on why a text has no value here: by its first mark, else as a placeholder such as `<path>`."""
+    match = MARK.search(text)
+    name = match[1] if match else ""
+    if name.startswith("(("):
+        return f"{show_marks(text)} is computed from what the script does not set"
+    if name.startswith(("(", "`")):
+        return f"{show_marks(text)} is what a command prints, and none is run here"
+    if name[1:-1].isidentifier() and name.startswith("{"):
+        return f"the value of {show_marks(text)} could not be followed through the script"
+    return f"{show_marks(text)} is not set in the script"
+
+
+def split_on_blanks(text: str) -> list[str]:
+    """Return the parts of a text between blanks, with empty parts for blanks at either end."""
+    return [part for part, _ in split_on_separators(text)]
+
+
+def split_on_separators(text: str, separators: str = " \t\n") -> list[tuple[str, bool]]:
+    """Return the parts of a text between separators, ignoring those in marks, with empty parts for separators at either
+    end.
+
+    With each part comes whether the separator before it ends a field that is empty, as all but blanks do.
+    """
+    if not separators:
+        return [(text, False)]
+    blanks = re.escape("".join(one for one in separators if one in " \t\n"))
+    others = re.escape("".join(one for one in separators if one not in " \t\n"))
+    patterns = [*([f"[{blanks}]*[{others}][{blanks}]*" if blanks else f"[{others}]"] if others else [])]
+    patterns += [f"[{blanks}]+"] if blanks else []
+    marks = iter(MARK.findall(text))
+    parts = re.split(f"({'|'.join(patterns)})", MARK.sub(OPEN, text))
+    fields = [re.sub(OPEN, lambda _: f"{OPEN}{next(marks)}{CLOSE}", part) for part in parts[::2]]
+    return list(zip(fields, [False, *(bool(one.strip(" \t\n")) for one in parts[1::2])], strict=True))
+
+
+WORK = 10_000_000  # characters that are made or read; launch scripts in use take up to some 100,000
+WORD = 16  # characters that a word costs besides its own
+EXPRESSION = 200  # characters that a variable in arithmetic costs, which is an expression itself
+PARSED = 10  # characters that a parsed one costs
+
+
+@dataclass
+class WorkBudget:
+    """Limit of the characters that a launch script may create and read, so that every script ends.
+
+    Attributes:
+        left: characters that may still be made.
+    """
+
+    left: int = WORK
+
+    def spend_characters(self, characters: int) -> None:
+        """Subtract characters before they are created.
+
+        Raises:
+            ConfigError: when none are left.
+        """
+        self.left -= characters
+        if self.left < 0:
+            raise ConfigError(
+                f"the launch script makes more than {WORK:,} characters of text and is not followed further",
+                hint="does a loop or an expansion in it not end? give the training command alone",
+            )

@@ -1,0 +1,335 @@
+"""Sections of run.yaml besides `model:`, `data:`, `batch:` and `lr_schedule:`."""
+
+from __future__ import annotations
+
+from math import log2, prod
+
+from mega_cli.megatron_args.experts_section import has_experts
+from mega_cli.megatron_args.pipeline_layout import write_pipeline_layout
+from mega_cli.megatron_args.run_draft import RunDraft
+
+COPY = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+CONTEXT = {"p2p": "ring", "a2a": "alltoall", "all_gather": "allgather"}
+SCALES = ("loss_scale", "initial_loss_scale", "loss_scale_window", "min_loss_scale")
+STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+# Megatron's names of what a layer recomputes by itself, and ours.
+RECOMPUTED = {"layernorm": "norm", "moe_act": "activation", "mlp": "mlp", "moe": "moe"}
+
+
+def write_parallel_section(draft: RunDraft) -> None:
+    """Write the keys of `parallel:`."""
+    put, tp = draft.set_key, draft["tensor_model_parallel_size"]
+    put("parallel.tp", tp, "tensor_model_parallel_size")
+    if tp != 1:
+        put("parallel.sp", draft["sequence_parallel"], "sequence_parallel")
+    else:
+        draft.add_note("not needed", "Megatron itself switches it off without tensor parallelism", "sequence_parallel")
+    put("parallel.pp", draft["pipeline_model_parallel_size"], "pipeline_model_parallel_size")
+    write_pipeline_layout(draft)
+    if draft["context_parallel_size"] != 1:
+        put("parallel.cp", draft["context_parallel_size"], "context_parallel_size")
+        _context(draft)
+    else:
+        draft.add_note("translated", "parallel.cp, 1 by default", "context_parallel_size")
+    if draft["expert_model_parallel_size"] != 1:
+        put("parallel.ep", draft["expert_model_parallel_size"], "expert_model_parallel_size")
+    else:
+        draft.add_note("translated", "parallel.ep, 1 by default", "expert_model_parallel_size")
+    if has_experts(draft):
+        _expert_parts(draft)
+    _zero(draft)
+
+
+def _context(draft: RunDraft) -> None:
+    """Write context parallelism; all kinds give the same numbers, but head-wise kinds draw dropout per head."""
+    kinds = list(dict.fromkeys(draft["cp_comm_type"]))
+    ours = [CONTEXT.get(kind, "ring") for kind in kinds] or ["ring"]
+    if draft.is_enabled("attention_dropout") and ours[0] != "alltoall":
+        draft.set_key(
+            "parallel.cp_kind", "alltoall", "cp_comm_type", because="the one that goes with attention_dropout"
+        )
+    else:
+        draft.set_key("parallel.cp_kind", ours[0], "cp_comm_type")
+    if len(kinds) != 1 or not set(kinds) <= CONTEXT.keys():
+        text = "mega has one of ring, allgather and alltoall for all layers, which give the same numbers"
+        draft.add_note("no equivalent", text, "cp_comm_type")
+
+
+def _expert_parts(draft: RunDraft) -> None:
+    parts = draft["expert_tensor_parallel_size"]
+    why = "" if parts else "Megatron's default: the size of tensor parallelism"
+    if draft.is_megatron_deepspeed and not draft["enable_expert_tensor_parallelism"]:
+        return
+    if "expert_tensor_parallel_size" not in draft:
+        parts = draft["tensor_model_parallel_size"]
+    if parts != 1:
+        draft.set_key("parallel.expert_tp", parts, "expert_tensor_parallel_size", because=why)
+    else:
+        draft.add_note("translated", "parallel.expert_tp, 1 by default", "expert_tensor_parallel_size")
+
+
+def _zero(draft: RunDraft) -> None:
+    if draft["grad_reduce_in_bf16"]:
+        draft.set_key("parallel.grad_reduce_dtype", "bf16", "grad_reduce_in_bf16")
+    if draft.is_megatron_deepspeed:
+        return _deepspeed_zero(draft)
+    if draft["use_torch_fsdp2"]:
+        return draft.set_key("parallel.zero", 3, "use_torch_fsdp2")
+    if draft["use_megatron_fsdp"]:
+        level, flags = STRATEGIES.get(draft["data_parallel_sharding_strategy"]), ("data_parallel_sharding_strategy",)
+        draft.set_key("parallel.zero", level, *flags, "use_megatron_fsdp", "use_distributed_optimizer")
+        return _copies(draft) if level == 3 and draft["num_distributed_optimizer_instances"] != 1 else None
+    return draft.set_key("parallel.zero", int(draft["use_distributed_optimizer"]), "use_distributed_optimizer")
+
+
+def _deepspeed_zero(draft: RunDraft) -> None:
+    """Write the ZeRO level of DeepSpeed's own file; every level gives the same numbers."""
+    level = draft.deepspeed_file.get_integer("zero_optimization.stage")
+    if level is not None:
+        flags = draft["zero_stage"]
+        return draft.set_key_from_file("parallel.zero", "zero_optimization.stage", level, "zero_stage", flags=flags)
+    if "zero_stage" in draft:
+        return draft.set_key("parallel.zero", draft["zero_stage"], "zero_stage")
+    return draft.set_key(
+        "parallel.zero", 1, because="DeepSpeed's settings say it, in a file of their own; mega's default"
+    )
+
+
+def _copies(draft: RunDraft) -> None:
+    """Write the replicas: Megatron counts copies of the weights, mega the data ranks that share one."""
+    ranks, flag = draft.ranks, "num_distributed_optimizer_instances"
+    sizes = [draft[name] for name in (*COPY[:2], flag)]
+    share = ranks // prod(sizes) if ranks and all(sizes) else None
+    ask = "follows from the number of ranks, which the script does not say"
+    draft.set_key("parallel.zero3_shard", share, flag, ask=ask, instead="ranks of a copy")
+
+
+def ranks_per_model(draft: RunDraft) -> int | None:
+    """Return the number of ranks that hold one copy of the model, if the script gives it."""
+    sizes = [draft[name] for name in COPY]
+    return prod(sizes) if all(sizes) else None
+
+
+def write_optimizer_section(draft: RunDraft) -> None:
+    """Write the keys of `optimizer:`."""
+    put, name = draft.set_key, draft["optimizer"]
+    ours = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
+    put("optimizer.name", ours.get(name), "optimizer", ask=f"the optimizer {name} is missing")
+    put("optimizer.lr", draft["lr"], "lr")
+    if "decoupled_lr" in draft:
+        put("optimizer.decoupled_lr", draft["decoupled_lr"], "decoupled_lr")
+    put("optimizer.betas", [draft["adam_beta1"], draft["adam_beta2"]], "adam_beta1", "adam_beta2")
+    put("optimizer.eps", draft["adam_eps"], "adam_eps")
+    put("optimizer.weight_decay", draft["weight_decay"], "weight_decay")
+    _clip(draft)
+    if draft.deepspeed_file.offloads_optimizer:
+        put("optimizer.offload", True, because=f"zero_optimization of {draft.deepspeed_file.name}")
+    if draft["optimizer_cpu_offload"]:
+        put("optimizer.offload", True, "optimizer_cpu_offload")
+        if draft["optimizer_offload_fraction"] != 1.0:
+            text = "mega keeps the whole optimizer state in host memory"
+            draft.add_note("changes meaning", text, "optimizer_offload_fraction")
+    if ours.get(name) == "muon":
+        _muon(draft)
+
+
+def _clip(draft: RunDraft) -> None:
+    """Write gradient clipping; DeepSpeed's engine follows its own file."""
+    file, clip = draft.deepspeed_file, draft["clip_grad"]
+    filed = file.get_number("gradient_clipping")
+    if filed is not None:
+        return draft.set_key_from_file("optimizer.clip_grad", "gradient_clipping", filed, "clip_grad", flags=clip)
+    draft.set_key("optimizer.clip_grad", clip, "clip_grad")
+    if file.name and "gradient_clipping" not in file.values and clip:
+        text = (
+            f"{file.name} has no gradient_clipping, without which DeepSpeed up to 0.19.2 does not clip, and from 0.19.3 on "
+            "clips at 1, whatever --clip-grad says; 0 or 1 does the same"
+        )
+        draft.add_note("open", text, key="optimizer.clip_grad")
+    return None
+
+
+def _muon(draft: RunDraft) -> None:
+    """Write Muon: Megatron scales an orthogonal [M, N] update by sqrt(max(M, N)), mega by 0.2 of that."""
+    put, scale, decay = draft.set_key, draft["muon_extra_scale_factor"], draft["weight_decay"]
+    factor = scale and scale / 0.2
+    put("optimizer.muon.momentum", draft["muon_momentum"], "muon_momentum")
+    put("optimizer.muon.nesterov", draft["muon_nesterov"], "muon_nesterov")
+    why = "Megatron's updates are 5 x --muon-extra-scale-factor times mega's"
+    put("optimizer.muon.lr_factor", factor, "muon_extra_scale_factor", because=why)
+    why = "that of the optimizer, / lr_factor, which multiplies it too"
+    own = None if decay is None or not factor else decay / factor
+    put("optimizer.muon.weight_decay", own, because=why, instead="weight_decay / lr_factor")
+    put("optimizer.muon.rounds", draft["muon_num_ns_steps"], "muon_num_ns_steps")
+    if draft["muon_scale_mode"] != "spectral":
+        draft.add_note("no equivalent", "updates are scaled as by spectral", "muon_scale_mode")
+    text = "muon: mega orthogonalises gate and up projections apart, Megatron as one matrix"
+    draft.add_note("changes meaning", text)
+
+
+def write_precision_section(draft: RunDraft) -> None:
+    """Write `precision:`, `fp8:` and `fp16:`."""
+    if draft.is_enabled("fp8"):
+        _fp8(draft)
+        return
+    kind: str | None = "bf16" if draft["bf16"] else "fp16" if draft["fp16"] else "fp32"
+    if kind == "fp32" and draft.arguments.unread:
+        kind = None  # nobody trains in fp32 unasked
+    ask = f"{', '.join(draft.arguments.unread)} may hold --bf16 or --fp16"
+    file = draft.deepspeed_file
+    filed = next((name for name in ("bf16", "bfloat16", "fp16") if file.is_section_enabled(name)), None)
+    if filed is None:
+        draft.set_key("precision", kind, "bf16", "fp16", ask=ask)
+    else:
+        flags, kind = kind, "fp16" if filed == "fp16" else "bf16"
+        draft.set_key_from_file("precision", f"{filed}.enabled", kind, "bf16", "fp16", flags=flags)
+    if kind == "fp16":
+        _loss_scale(draft)
+
+
+def _fp8(draft: RunDraft) -> None:
+    draft.set_key("precision", "fp8", "fp8", "bf16")
+    recipe, delayed = draft["fp8_recipe"], draft["fp8_recipe"] == "delayed"
+    ask = "a recipe of one's own; mega has tensorwise, rowwise, blockwise and mxfp8"
+    draft.set_key(
+        "fp8.recipe", "tensorwise" if delayed else None if recipe == "custom" else recipe, "fp8_recipe", ask=ask
+    )
+    if delayed:
+        text = "fp8.recipe is tensorwise, whose scales are by the numbers at hand, not by those of earlier steps"
+        draft.add_note("changes meaning", text, "fp8_recipe" if "fp8_recipe" in draft else "fp8")
+    draft.set_key("fp8.format", draft["fp8"], "fp8")
+    if draft["first_last_layers_bf16"]:
+        for key, dest in (("first", "num_layers_at_start_in_bf16"), ("last", "num_layers_at_end_in_bf16")):
+            draft.set_key(f"fp8.bf16_{key}", draft[dest], "first_last_layers_bf16", dest)
+    if draft["fp16"]:
+        draft.add_note("changes meaning", "beside fp8 mega computes in bf16", "fp16")
+
+
+def _loss_scale(draft: RunDraft) -> None:
+    put, tell = draft.set_key, draft.add_note
+    if draft.is_megatron_deepspeed:
+        return _deepspeed_scale(draft)
+    dest = "loss_scale" if draft.is_enabled("loss_scale") else "initial_loss_scale"
+    scale, window = draft[dest], draft["loss_scale_window"]
+    whole = 2.0 ** round(log2(scale)) if scale and scale > 0 else None
+    put("fp16.initial_scale", whole, dest)
+    put("fp16.growth_interval", None if window is None else int(window), "loss_scale_window")
+    put("fp16.min_scale", draft["min_loss_scale"], "min_loss_scale")
+    tell("changes meaning", "fp16.initial_scale is where it starts; it is always dynamic", "loss_scale")
+    if whole and whole != scale and dest == "initial_loss_scale":
+        tell("changes meaning", "mega's scales are powers of two", dest)
+    if draft["hysteresis"] != 1:
+        text = f"mega halves the loss scale at every overflow, Megatron spares {(draft['hysteresis'] or 2) - 1} before that"
+        named = ["hysteresis"] if "hysteresis" in draft else []
+        tell("changes meaning", text if named else f"{text}, the default of --hysteresis", *named)
+    return None
+
+
+def _deepspeed_scale(draft: RunDraft) -> None:
+    """Write DeepSpeed's loss scale, which has its own defaults; 0 means dynamic."""
+    file, tell = draft.deepspeed_file, draft.add_note
+    tell("changes meaning", "DeepSpeed takes it from its own file of settings", *SCALES, "hysteresis")
+    if not file.is_section_enabled("fp16"):
+        because = "DeepSpeed's default; fp16 in its own file of settings counts"
+        return draft.set_key("fp16.initial_scale", 65_536.0, because=because)
+    power, fixed = file.get_integer("fp16.initial_scale_power"), file.get_number("fp16.loss_scale")
+    scale, origin = (fixed, "loss_scale") if fixed else (2.0 ** (16 if power is None else power), "initial_scale_power")
+    draft.set_key("fp16.initial_scale", 2.0 ** round(log2(scale)), because=f"fp16.{origin} of {file.name}")
+    if fixed:
+        tell("changes meaning", f"fp16.loss_scale of {file.name} is where it starts; it is always dynamic")
+    for key, path, default in (("growth_interval", "loss_scale_window", 1000), ("min_scale", "min_loss_scale", 1)):
+        value = file.get_number(f"fp16.{path}")
+        draft.set_key(f"fp16.{key}", default if value is None else value, because=f"fp16.{path} of {file.name}")
+    spared = (file.get_integer("fp16.hysteresis") or 2) - 1
+    if spared:
+        tell("changes meaning", f"mega halves the loss scale at every overflow, DeepSpeed spares {spared} before that")
+    return None
+
+
+def note_deepspeed_file(draft: RunDraft) -> None:
+    """Add notes on the translation of DeepSpeed's own file."""
+    file = draft.deepspeed_file
+    if file.name:
+        draft.add_note(
+            "translated", "read: batch, precision, fp16, parallel.zero, optimizer.clip_grad", "deepspeed_config"
+        )
+    for name in file.untranslated_sections:
+        draft.add_note("no equivalent", f"{name} of {file.name}, which is on")
+
+
+def write_recompute_section(draft: RunDraft) -> None:
+    """Write the keys of `recompute:`."""
+    if draft.is_unknown("recompute_granularity"):
+        return draft.set_key("recompute.kind", None, "recompute_granularity")
+    granularity = draft["recompute_granularity"]
+    selective = granularity == "selective" or draft["recompute_activations"]
+    full = granularity == "full" or (not selective and (draft["checkpoint_activations"] or "recompute_method" in draft))
+    if not (full or selective):
+        return None
+    flags = ("recompute_activations", "recompute_granularity", "checkpoint_activations", "recompute_method")
+    draft.set_key("recompute.kind", "full" if full else "selective", *flags)
+    method = draft["recompute_method"]
+    if (
+        full
+        and (method == "block" or draft.is_unknown("recompute_method"))
+        and draft.is_enabled("recompute_num_layers")
+    ):
+        count = draft["recompute_num_layers"] if method else None
+        draft.set_key("recompute.layers", count, "recompute_num_layers", "recompute_method")
+    if selective and draft.is_enabled("recompute_modules"):
+        _recomputed_modules(draft)
+    return None
+
+
+def _recomputed_modules(draft: RunDraft) -> None:
+    asked = draft["recompute_modules"] or []
+    modules = [RECOMPUTED[name] for name in asked if name in RECOMPUTED]
+    if modules or draft.is_unknown("recompute_modules"):
+        draft.set_key("recompute.modules", modules or None, "recompute_modules")
+    if kept := [name for name in asked if name not in RECOMPUTED]:
+        why = ", for fused attention keeps no scores" if kept == ["core_attn"] else ""
+        draft.add_note(
+            "changes meaning",
+            f"mega does not recompute {', '.join(kept)}{why}; the numbers are the same",
+            "recompute_modules",
+        )
+
+
+def write_checkpoint_section(draft: RunDraft) -> None:
+    """Write the keys of `checkpoint:`, and `init_from`."""
+    put, save, load = draft.set_key, draft["save"], draft["load"]
+    put("checkpoint.every", draft.get_setting("save_interval", 0), "save_interval")
+    if draft.is_enabled("save_retain_interval"):
+        put("checkpoint.keep_every", draft["save_retain_interval"], "save_retain_interval")
+    weights = draft["pretrained_checkpoint"] or (load if draft["finetune"] else None)
+    convert = "a Megatron checkpoint goes through `mega ckpt convert` first"
+    if weights:
+        put("init_from", weights, "pretrained_checkpoint" if draft["pretrained_checkpoint"] else "load", "finetune")
+        draft.add_note(
+            "changes meaning",
+            f"init_from takes a mega checkpoint or a HuggingFace folder; {convert}",
+            "pretrained_checkpoint",
+        )
+    if load and weights != load and load != save:
+        put("checkpoint.load", load, "load")
+    if load and load == save and weights != load:
+        draft.add_note(
+            "changes meaning", f"checkpoint.resume, the default, finds mega's own checkpoints there; {convert}", "load"
+        )
+    elif load:
+        text = f"must be there and complete, else it is an error, where Megatron would start anew; {convert}"
+        draft.add_note("changes meaning", text, "load")
+    if draft["async_save"]:
+        put("checkpoint.async", True, "async_save")
+
+
+def write_log_section(draft: RunDraft) -> None:
+    """Write the keys of `log:` and `output`."""
+    draft.set_key("log.every", draft["log_interval"], "log_interval")
+    draft.set_key("log.tensorboard", "tensorboard_dir" in draft, "tensorboard_dir")
+    draft.add_note("changes meaning", "log.tensorboard is on; mega writes into `output`/tensorboard", "tensorboard_dir")
+    if draft["wandb_project"]:
+        draft.set_key("log.wandb", draft["wandb_project"], "wandb_project")
+    if draft["save"]:
+        draft.set_key("output", draft["save"], "save")

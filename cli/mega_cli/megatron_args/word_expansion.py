@@ -1,0 +1,431 @@
+"""Expansion of a script's words with the variables known so far."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tree_sitter import Node
+
+from mega_cli.megatron_args.arithmetic import evaluate_arithmetic
+from mega_cli.megatron_args.brace_expansion import expand_braces
+from mega_cli.megatron_args.shell_patterns import apply_parameter_operator, pieces_to_pattern
+from mega_cli.megatron_args.shell_words import (
+    CLOSE,
+    EXPRESSION,
+    MARK,
+    OPEN,
+    WORD,
+    ShellWord,
+    WordPiece,
+    WorkBudget,
+    is_unset_parameter,
+    split_on_separators,
+    unknown_mark,
+)
+from mega_cli.megatron_args.syntax_tree import node_text, parse_script
+
+VariableValue = dict[str, ShellWord]  # by index or key; a plain variable is what lies at "0"
+
+LONGEST = 1_000_000  # characters of a variable, lest a loop doubles it for ever
+EXPANSIONS = frozenset({"simple_expansion", "expansion", "command_substitution", "arithmetic_expansion"})
+ESCAPED = {'"': re.compile(r'\\([$`"\\])|\\\n'), "<<": re.compile(r"\\([$`\\])|\\\n"), "": re.compile(r"\\(.)|\\\n")}
+STARRED = re.compile(r"\$(\*|\{\*|\{!?\w+\[\*\])")  # whose words are joined by IFS between quotes
+NUMBERED = re.compile(f"{OPEN}#(\\d+){CLOSE}")
+ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\x1b", "a": "\a", "0": "\0"}
+
+
+@dataclass
+class WordExpander:
+    """Variables of a script, and the expansion of words with them.
+
+    Attributes:
+        variables: by name; a dictionary in it is replaced when it changes, so that a copy of this one is enough.
+        positional: `$1` and on; None where they are not known.
+        defined: variables that keep their value whatever the script assigns to them.
+        awaited: variables that hold an argument of the script that was not given.
+        associative: variables that are dictionaries.
+        substitute: the output of a command substitution; None for not known.
+        marks: names of marks in a text that was parsed, which stand there as numbers.
+        budget: of the characters that may still be made.
+        place: line of the script where the text under expansion begins, and whether all of it stands there.
+    """
+
+    substitute: Callable[[Node], str | None]
+    variables: dict[str, VariableValue] = field(default_factory=dict)
+    positional: list[ShellWord] | None = None
+    defined: set[str] = field(default_factory=set)
+    awaited: set[str] = field(default_factory=set)
+    associative: set[str] = field(default_factory=set)
+    marks: list[str] = field(default_factory=list)
+    place: tuple[int, bool] = (1, False)
+    budget: WorkBudget = field(default_factory=WorkBudget)
+
+    def line_number(self, node: Node) -> int:
+        """Return the line of the script where a node begins."""
+        first, flat = self.place
+        return first if flat else first + node.start_point[0]
+
+    def encode_marks(self, text: str) -> str:
+        """Return a text to be parsed with its marks, which may hold any character, as numbers."""
+        self.marks = [*self.marks, *MARK.findall(text)]
+        numbers = iter(range(len(self.marks) - len(MARK.findall(text)), len(self.marks)))
+        return MARK.sub(lambda _: f"{OPEN}#{next(numbers)}{CLOSE}", text)
+
+    def decode_marks(self, text: str) -> str:
+        """Return a parsed text with its marks."""
+        return NUMBERED.sub(lambda match: unknown_mark(self.marks[int(match[1])]), text)
+
+    @contextmanager
+    def at_offset(self, place: tuple[int, bool], arguments: list[ShellWord] | None) -> Iterator[None]:
+        """Return an expander for a text that begins at an offset, with its own arguments if it has any."""
+        before = self.place, self.positional
+        self.place = place
+        if arguments is not None:
+            self.positional = arguments
+        try:
+            yield
+        finally:
+            self.place, self.positional = before
+
+    # The variables.
+
+    def get_variable(self, name: str) -> VariableValue | None:
+        """Return the value of a variable or positional parameter."""
+        if name.isdigit() and name != "0" and self.positional is not None:
+            return {"0": self.positional[int(name) - 1]} if int(name) <= len(self.positional) else {}
+        return self.variables.get(name)
+
+    def set_variable(self, name: str, value: VariableValue) -> None:
+        """Set a variable, unless it was defined from outside."""
+        self.budget.spend_characters(1 + len(value))
+        if sum(len(word.text) + 1 for word in value.values()) > LONGEST:
+            value = {"0": ShellWord(unknown_mark("{" + name + "}"), self.place[0])}
+        if name not in self.defined:
+            self.variables[name] = value
+            self.awaited.discard(name)
+
+    def set_text_variable(self, name: str, text: str, line: int) -> None:
+        """Set a plain variable."""
+        self.set_variable(name, {"0": ShellWord(text, line)})
+
+    def read_number(self, name: str) -> str | None:
+        """Return the text of a variable in arithmetic (`evaluate_arithmetic`)."""
+        self.budget.spend_characters(EXPRESSION)
+        name, _, index = name.removesuffix("]").partition("[")
+        key = "0" if not index else index if name in self.associative else self._index(index)
+        word = (self.get_variable(name) or {}).get(key or "")
+        return None if word is None or MARK.search(word.text) else word.text
+
+    def assign_number(self, name: str, value: str | None) -> None:
+        """Set a variable by arithmetic (`evaluate_arithmetic`)."""
+        self.set_text_variable(name, unknown_mark("{" + name + "}") if value is None else value, self.place[0])
+
+    def _index(self, text: str) -> str | None:
+        """Return the key of an array's element, or None if unknown."""
+        number = None if MARK.search(text) else evaluate_arithmetic(text, self)
+        return None if number is None else str(number)
+
+    # Words.
+
+    def expand_fields(self, *nodes: Node) -> list[ShellWord]:
+        """Return the words that one word of the script, made of adjacent nodes, expands to: none, one or many."""
+        pieces = [piece for node in nodes for piece in self.expand_pieces(node)]
+        return [word for part in expand_braces(pieces, self.budget.spend_characters) for word in self._split(part)]
+
+    def expand_text(self, *nodes: Node) -> str:
+        """Return a word as one text, as in the value of an assignment, where `*` is joined as between quotes."""
+        starred = any(STARRED.search(node_text(node)) for node in nodes)
+        joint = self.field_separators[:1] if starred else " "
+        return "".join(joint if piece is None else piece.text for node in nodes for piece in self.expand_pieces(node))
+
+    def expand_pattern(self, *nodes: Node) -> str:
+        """Return a word as a file name pattern, with its quoted parts literal."""
+        return pieces_to_pattern([piece for node in nodes for piece in self.expand_pieces(node)])
+
+    def source_from(self, node: Node, start: int, cut: int = 0, quote: str = '"') -> str:
+        """Return the source of a node from an offset on, without its last `cut` bytes."""
+        pieces = self.expand_mixed(node, quote, start, len(node.text or b"") - cut)
+        return "".join(" " if piece is None else piece.text for piece in pieces)
+
+    def expand_quoted(self, text: str) -> str:
+        """Return a text with its expansions, as between double quotes."""
+        node = parse_script(f'"{text}"')
+        return (
+            self.source_from(node.named_children[0].named_children[0].named_children[0], 1, 1) if "$" in text else text
+        )
+
+    def expand_heredoc(self, node: Node, *, literal: bool) -> str:
+        """Return the text of a here-document."""
+        return self.decode_marks(node_text(node)) if literal else self.source_from(node, 0, quote="<<")
+
+    def split_words(self, text: str) -> list[str]:
+        """Return the words of a text that is not part of the script."""
+        return [word.text for word in self._split([WordPiece(text, "value", 0)])]
+
+    @property
+    def field_separators(self) -> str:
+        """IFS: the characters that separate words; the first joins `"$*"` and `"${NAME[*]}"`."""
+        value = self.variables.get("IFS")
+        return value["0"].text if value else " \t\n"
+
+    def _split(self, pieces: Sequence[WordPiece | None]) -> Iterator[ShellWord]:
+        separators = self.field_separators
+        current: ShellWord | None = None
+        for piece in [*pieces, None]:
+            text = piece.text if piece else ""
+            self.budget.spend_characters(WORD + len(text))
+            parts = split_on_separators(text, separators) if piece and piece.kind == "value" else [(text, False)]
+            for number, (part, ends_empty) in enumerate(parts):
+                self.budget.spend_characters(WORD if number else 0)
+                if ends_empty and current is None and piece is not None:
+                    yield ShellWord("", piece.line)
+                if (number or piece is None) and current is not None:
+                    yield current
+                    current = None
+                if piece is not None and (part or piece.kind != "value"):
+                    before = current or ShellWord("", piece.line)
+                    current = ShellWord(before.text + part, before.line if before.text else piece.line)
+
+    def expand_pieces(self, node: Node, quote: str = "") -> list[WordPiece | None]:
+        """Return the pieces of a word, or of the text between its double quotes."""
+        line, source = self.line_number(node), node_text(node)
+        if node.type == "raw_string":
+            return [WordPiece(self.decode_marks(source[1:-1]), "quoted", line)]
+        if node.type == "ansi_c_string":
+            text = re.sub(r"\\(.)", lambda match: ANSI.get(match[1], match[0]), source[2:-1], flags=re.DOTALL)
+            return [WordPiece(self.decode_marks(text), "quoted", line)]
+        if node.type in ("string", "translated_string"):
+            inner = list(
+                self.expand_mixed(node, '"', source.index('"') + 1, len(source.encode()) - source.endswith('"'))
+            )
+            several = any(node_text(child).strip("${}").endswith(("@", "[@]")) for child in node.named_children)
+            return inner if several and all(piece is None or not piece.text for piece in inner) else [
+                WordPiece("", "quoted", line), *inner
+            ]  # fmt: skip
+        if node.type in EXPANSIONS:
+            return list(self._expansion(node, quote))
+        if node.type == "process_substitution":
+            return [WordPiece(unknown_mark(self.decode_marks(source)), "quoted", line)]
+        return list(self.expand_mixed(node, quote, 0, len(source.encode())))
+
+    def expand_mixed(self, node: Node, quote: str, start: int, end: int) -> Iterator[WordPiece | None]:
+        """Return the pieces between two offsets of a node: expansions, quotes and text.
+
+        The text is what is left of the source, for the parser's own nodes leave out blanks.
+        """
+        source = node.text or b""
+        for child in node.children:
+            first, last = child.start_byte - node.start_byte, child.end_byte - node.start_byte
+            if first < start or last > end or not _needs_expansion(child):
+                continue
+            if child.type in EXPANSIONS:  # whose first token takes up the blanks before it
+                first += min(at for at in map((child.text or b"").find, (b"$", b"`")) if at >= 0)
+            yield from self._unescape_text(source[start:first].decode(), quote, node)
+            yield from self._expand_operand(child) if child.type == "regex" else self.expand_pieces(child, quote)
+            start = last
+        yield from self._unescape_text(source[start:end].decode(), quote, node)
+
+    def _expand_operand(self, node: Node) -> list[WordPiece | None]:
+        """Return the pattern in `${NAME%pattern}`, which the parser leaves whole, expansions included."""
+        value = parse_script("x=" + node_text(node)).named_children[0].child_by_field_name("value")
+        return self.expand_pieces(value) if value else []
+
+    def _unescape_text(self, source: str, quote: str, node: Node) -> Iterator[WordPiece]:
+        """Return text of the script with its escapes resolved."""
+        line, at = self.line_number(node), 0
+        if not quote and node.prev_sibling is None and re.match("~(?=/|$)", source):
+            yield WordPiece(unknown_mark("HOME"), "quoted", line)
+            at = 1
+        for match in [*ESCAPED[quote].finditer(source, at), None]:
+            text = source[at : match.start() if match else None]
+            if text:
+                self.budget.spend_characters(len(text))
+                yield WordPiece(self.decode_marks(text), "quoted" if quote else "plain", line)
+            if match:
+                at = match.end()
+                if match[1]:
+                    yield WordPiece(match[1], "quoted", line)
+
+    # Expansions.
+
+    def _expansion(self, node: Node, quote: str) -> Iterator[WordPiece | None]:
+        line, kind = self.line_number(node), "quoted" if quote else "value"
+        source = node_text(node).lstrip(" \t\n\\").replace("\\\n", "")
+        if node.type == "command_substitution":
+            output = self.substitute(node)
+            inner = source[1:] if source.startswith("$") else f"({source[1:-1]})"
+            values = [
+                ShellWord(unknown_mark(self.decode_marks(inner)) if output is None else output.rstrip("\n"), line)
+            ]
+        elif node.type == "arithmetic_expansion":
+            values = [ShellWord(self._arithmetic(node, source), line)]
+        elif node.type == "simple_expansion":
+            values = self.expand_variable(source[1:], line)
+        else:
+            found = _ParameterExpansion(self, node, source, quote).expand_values()
+            if isinstance(found, tuple):  # a default, of which parts may be quoted
+                yield from (
+                    piece and piece._replace(kind=kind if piece.kind == "plain" else piece.kind) for piece in found
+                )
+                return
+            values = found
+        if quote and STARRED.match(source):
+            values = [ShellWord(self.field_separators[:1].join(value.text for value in values), line)]
+        for number, value in enumerate(values):
+            self.budget.spend_characters(WORD + len(value.text))
+            if number:
+                yield None
+            yield WordPiece(value.text, kind, value.line)
+
+    def _arithmetic(self, node: Node, source: str) -> str:
+        start, end = (2, 1) if source.startswith("$[") else (3, 2)
+        text = self.source_from(node, len(node.text or b"") - len(source.encode()) + start, end)
+        value = None if MARK.search(text) else evaluate_arithmetic(text, self)
+        return unknown_mark(self.decode_marks(source[1:])) if value is None else str(value)
+
+    def expand_variable(self, name: str, line: int) -> list[ShellWord]:
+        """Return the words of `$NAME`."""
+        if name in ("@", "*"):
+            return list(self.positional or [])
+        if name == "#":
+            return [ShellWord(str(len(self.positional or [])), line)]
+        value = self.get_variable(name)
+        return [ShellWord(unknown_mark(name), line)] if value is None else [value["0"]] if "0" in value else []
+
+    def element_key(self, name: str, subscript: Node) -> str | None:
+        """Return the key of `NAME[...]` in an associative array or a list, or None if unknown."""
+        text = self.source_from(subscript, node_text(subscript).index("[") + 1, 1)
+        value = self.get_variable(name) or {}
+        if MARK.search(text):
+            return None
+        if name in self.associative:
+            return text
+        key = self._index(text)
+        return list(value)[int(key)] if key and key.startswith("-") and len(value) >= -int(key) else key
+
+
+@dataclass
+class _ParameterExpansion:
+    """`${...}`: an operator before the name, the name, an index, an operator and its operand."""
+
+    words: WordExpander
+    node: Node
+    source: str
+    quote: str
+
+    def expand_values(self) -> list[ShellWord] | tuple[WordPiece | None, ...]:
+        """Return the words of the expansion, or the pieces of a default."""
+        name, index, operator, operand = _split_parameter(self.node)
+        if name is None:
+            return self._unknown()
+        prefix, whole = self.source[2], index is not None and node_text(index).endswith(("[@]", "[*]"))
+        if prefix == "!":
+            return self._keys(name) if whole else self._named_by(name)
+        values = self._elements(name, index)
+        if prefix == "#" and len(self.source) > 4:
+            return self._length(values, whole)
+        if not operator:
+            return values
+        # A pattern counts as one between double quotes, too.
+        quote = self.quote if operator.lstrip(":") in ("", "-", "=", "+", "?") else ""
+        pieces = (
+            list(self.words.expand_mixed(self.node, quote, operand, len(self.node.text or b"") - 1)) if operand else []
+        )
+        if operator.lstrip(":") in ("-", "=", "+", "?"):
+            return self._default(name, values, operator, pieces)
+        if operator == ":":
+            return self._slice(values, "".join(piece.text for piece in pieces if piece), name)
+        return [
+            self._changed(
+                value, apply_parameter_operator(value.text, operator, pieces, self.words.budget.spend_characters)
+            )
+            for value in values
+        ]
+
+    def _unknown(self) -> list[ShellWord]:
+        return [ShellWord(unknown_mark(self.words.decode_marks(self.source[1:])), self.words.line_number(self.node))]
+
+    def _changed(self, value: ShellWord, text: str | None) -> ShellWord:
+        return self._unknown()[0] if text is None else ShellWord(text, value.line)
+
+    def _keys(self, name: str) -> list[ShellWord]:
+        value = self.words.get_variable(name)
+        return self._unknown() if value is None else [ShellWord(key, word.line) for key, word in value.items()]
+
+    def _named_by(self, name: str) -> list[ShellWord]:
+        target = "".join(word.text for word in self.words.expand_variable(name, 0))
+        return (
+            self.words.expand_variable(target, self.words.line_number(self.node))
+            if target.isidentifier()
+            else self._unknown()
+        )
+
+    def _elements(self, name: str, index: Node | None) -> list[ShellWord]:
+        line = self.words.line_number(self.node)
+        if index is None:
+            return self.words.expand_variable(name, line)
+        value, whole = self.words.get_variable(name), node_text(index).endswith(("[@]", "[*]"))
+        if value is None:
+            return [ShellWord(unknown_mark(name), line)] if whole else self._unknown()
+        if whole:
+            return list(value.values())
+        key = self.words.element_key(name, index)
+        return self._unknown() if key is None else [value[key]] if key in value else []
+
+    def _length(self, values: list[ShellWord], whole: bool) -> list[ShellWord]:
+        if any(MARK.search(word.text) for word in values):
+            return self._unknown()
+        length = len(values) if whole else sum(len(word.text) for word in values)
+        return [ShellWord(str(length), self.words.line_number(self.node))]
+
+    def _default(
+        self, name: str, values: list[ShellWord], operator: str, pieces: list[WordPiece | None]
+    ) -> list[ShellWord] | tuple[WordPiece | None, ...]:
+        """Return the value of `${NAME:-default}` and similar. A variable that the script does not set counts as unset."""
+        text = "".join(word.text for word in values)
+        unset = is_unset_parameter(text) or (not text and (operator[0] == ":" or self.words.get_variable(name) is None))
+        if operator[-1] == "?" or unset == (operator[-1] == "+"):
+            return [] if operator[-1] == "+" else values
+        if operator[-1] == "=":
+            chosen = "".join(" " if piece is None else piece.text for piece in pieces)
+            self.words.set_text_variable(name, chosen, self.words.line_number(self.node))
+        return tuple(pieces)
+
+    def _slice(self, values: list[ShellWord], bounds: str, name: str) -> list[ShellWord]:
+        start, colon, length = bounds.partition(":")
+        first, count = (0 if not part.strip() else evaluate_arithmetic(part, self.words) for part in (start, length))
+        several = name == "@" or len(values) > 1
+        text = "".join(word.text for word in values)
+        if first is None or count is None or (not several and MARK.search(text)):
+            return self._unknown()
+        size = len(values) if several else len(text)
+        first = first - (name == "@") if first >= 0 else size + first  # ${@:1} begins with the first
+        last = size if not colon else first + count if count >= 0 else size + count
+        return values[first:last] if several else [ShellWord(text[first:last], self.words.line_number(self.node))]
+
+
+def _needs_expansion(node: Node) -> bool:
+    """Return whether part of a word is more than literal text."""
+    if node.type == "regex":
+        return "$" in node_text(node)
+    return node.is_named and node.type != "string_content" and (node.child_count > 0 or "string" in node.type)
+
+
+def _split_parameter(node: Node) -> tuple[str | None, Node | None, str, int]:
+    """Return the name, the index, the operator and the offset of the operand (or 0) of `${...}`."""
+    name, index, following = None, None, None
+    for child in node.children:
+        if child.type == "subscript":
+            inner = child.child_by_field_name("name")
+            name, index = node_text(inner) if inner else None, child
+        elif child.type in ("variable_name", "special_variable_name"):
+            name = node_text(child)
+        if name is not None:
+            following = child.next_sibling
+            break
+    if following is None or node_text(following) == "}":
+        return name, index, "", 0
+    return name, index, node_text(following).strip(), following.end_byte - node.start_byte

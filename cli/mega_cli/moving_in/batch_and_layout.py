@@ -1,0 +1,68 @@
+"""Batch and layout: samples of a data rank, and the number of data ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from mega_cli.moving_in.settings_file import SettingsFile
+
+
+@dataclass(frozen=True)
+class ModelParallelSplit:
+    """Sizes of the parallelism whose ranks share one model and read the same samples.
+
+    Attributes:
+        tp, pp: tensor and pipeline parallel sizes.
+        cp: ranks that share the tokens of a sequence, by ring attention or by Ulysses.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    @property
+    def ranks_per_model(self) -> int:
+        """Number of ranks that hold one copy of the model."""
+        return prod((self.tp, self.pp, self.cp))
+
+
+def set_parallel_sizes(given: SettingsFile, split: ModelParallelSplit, origins: dict[str, str]) -> None:
+    """Set the sizes of `parallel` that are not 1."""
+    for key, origin in origins.items():
+        size = getattr(split, key)
+        given.set_key(f"parallel.{key}", size if size > 1 else None, origin)
+
+
+def count_data_ranks(given: SettingsFile, ranks: int | None, split: ModelParallelSplit) -> int | None:
+    """Return the number of data ranks, or None if the number of ranks is unknown.
+
+    Raises:
+        ConfigError: when the ranks are no multiple of those that share a model.
+    """
+    if ranks is None:
+        return None
+    if ranks % split.ranks_per_model:
+        shown = f"tp = {split.tp} x pp = {split.pp} x cp = {split.cp}"
+        given.refuse_combination(
+            f"{ranks} ranks must be a multiple of {split.ranks_per_model}, the ranks that share a model ({shown})",
+            "give another number of ranks with --nproc",
+        )
+    return ranks // split.ranks_per_model
+
+
+def set_batch_sizes(given: SettingsFile, micro: int | None, rows: int | None, data_ranks: int | None) -> None:
+    """Set `batch` from the samples of a data rank per micro-batch and per step.
+
+    Args:
+        micro: rows of a rank in one forward pass.
+        rows: rows of a data rank in one optimizer step.
+        data_ranks: ranks that read other rows; None where it is not known.
+    """
+    given.set_key("batch.micro", micro, "rows of a rank at once")
+    if rows is None:
+        return
+    if data_ranks is None:
+        text = "is for one data rank: elsewhere it is multiplied by the number of data ranks; --nproc gives the ranks"
+        given.add_note("open", text, "batch.global")
+    given.set_key("batch.global", rows * (data_ranks or 1), "micro x accumulation x data ranks")

@@ -1,0 +1,220 @@
+"""HuggingFace's TrainingArguments, and the files of TRL, Axolotl and Accelerate, as a run.yaml.
+
+Facts: transformers 5.23 (training_args.py), TRL 1.16 (SFTConfig), Accelerate 1.15 (`accelerate config`), Axolotl's reference.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mega_cli.megatron_args.run_draft import NoteKind
+from mega_cli.megatron_args.translate import ScriptTranslation
+from mega_cli.moving_in.batch_and_layout import count_data_ranks, set_batch_sizes
+from mega_cli.moving_in.dialects import ToolDefaults, find_dialect
+from mega_cli.moving_in.hf_adapter import set_adapter
+from mega_cli.moving_in.hf_objective import LEARNING_RATES, set_objective
+from mega_cli.moving_in.hf_parallel import include_deepspeed_file, read_model_parallel, read_world_size, set_zero_level
+from mega_cli.moving_in.hf_schedule import set_hf_schedule
+from mega_cli.moving_in.settings_file import Reasons, SettingsFile
+
+SAME = {
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.clip_grad": "max_grad_norm gradient_clipping deepspeed_config.gradient_clipping",
+    "train.seed": "seed",
+    "checkpoint.keep": "save_total_limit",
+    "log.wandb": "wandb_project",
+    "log.mlflow": "mlflow_experiment_name",
+    "output": "output_dir",
+    "data.seq_length": "max_length max_seq_length sequence_len cutoff_len model_max_length block_size",
+}
+DEFAULTS = {
+    "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.0, "optimizer.clip_grad": 1.0, "train.seed": 42,
+    "parallel.zero": 1,
+}  # fmt: skip
+# Names of AdamW itself; others that have its name in theirs are other algorithms (stable_adamw, schedule_free_adamw).
+ADAMW = re.compile(
+    r"adamw_torch(_fused|_xla|_npu_fused|_4bit|_8bit)?|adamw_(hf|apex_fused|bnb_8bit|8bit)|adamw|paged_adamw(_32bit|_8bit)?"
+    r"|ao_adamw_(4bit|8bit|fp8)"
+)
+REASONS: Mapping[NoteKind, Reasons] = {
+    "not needed": {
+        "data are read by their index, without workers that could be lost": "dataloader_* num_workers data_seed group_by_length"
+        " length_column_name pad_to_sequence_len eval_sample_packing sample_packing packing packing_strategy dataset_num_proc"
+        " dataset_prepared_path",
+        "ranks are started by mega train, torchrun or mega launch": "local_rank ddp_* num_processes num_machines machine_rank"
+        " main_* rdzv_backend same_network compute_environment use_cpu distributed_type main_training_function debug"
+        " full_determinism",
+        "a run resumes by the same command": "resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir do_train"
+        " do_eval do_predict save_strategy save_safetensors save_only_model restore_callback_states_from_checkpoint save_on_each_node",
+        "kernels are chosen by `kernels`": "flash_attention attn_implementation torch_compile* use_liger_kernel tf32"
+        " xformers_attention sdp_attention liger_*",
+        "is of the program": "remove_unused_columns label_names include_* skip_memory_metrics push_to_hub hub_* report_to run_name"
+        " logging_* log_level* disable_tqdm prediction_loss_only past_index use_legacy_prediction_loop eval_on_start batch_eval_metrics",
+        "FSDP wraps each layer": "fsdp_config.* fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
+    },
+    "changes meaning": {
+        "the best by validation loss is kept with checkpoint.best": "load_best_model_at_end metric_for_best_model greater_is_better",
+        "a chat is rendered by the tokenizer's own template, as mega data preprocess does": "chat_template* train_on_inputs"
+        " datasets dataset_* assistant_only_loss completion_only_loss",
+    },
+    "open": {"is of DeepSpeed's file: mega train --from-deepspeed says what becomes of it": "deepspeed.*"},
+    "no equivalent": {
+        "changes the loss": "label_smoothing_factor neftune_noise_alpha router_aux_loss_coef",
+        "the weights beside an adapter are kept in the run's precision, or in 4 bits": "load_in_8bit",
+    },
+}  # fmt: skip
+
+
+def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation:
+    """Translate TrainingArguments, or a file with their names, of a run on a number of ranks.
+
+    Raises:
+        ConfigError: when it is no such file, its sizes do not fit the ranks, or mega does not have its objective.
+    """
+    given = SettingsFile(path, "TrainingArguments as JSON, or a configuration of Axolotl or Accelerate")
+    dialect = find_dialect(given)
+    _model_and_data(given, dialect)
+    objective = set_objective(given, dialect)
+    include_deepspeed_file(given)
+    split = read_model_parallel(given)
+    ranks = read_world_size(given, ranks, split)
+    _set_batch(given, dialect, count_data_ranks(given, ranks, split))
+    given.copy_settings(SAME)
+    if not given.has_key(*SAME["data.seq_length"].split()):
+        given.set_key("data.seq_length", dialect.seq_length, f"{dialect.program}'s default")
+    set_hf_schedule(given, dialect, _set_learning_rate(given, dialect, objective), _set_length(given, dialect))
+    _optimizer(given)
+    _savings(given, dialect)
+    set_zero_level(given)
+    set_adapter(given, dialect)
+    given.write_defaults(DEFAULTS, "HuggingFace's")
+    return given.finish_run(REASONS, f"{ranks} ranks" if ranks else "")
+
+
+def _model_and_data(given: SettingsFile, dialect: ToolDefaults) -> None:
+    model = given.take_value("model_name_or_path", "base_model", "model_id")
+    if model is None:
+        given.leave_open("model.from", "a folder of the hub or a checkpoint, which the program has loaded by itself")
+    given.set_key("model.from", model, "the model's folder")
+    if model is not None and not Path(model).exists():
+        given.add_note("open", f"mega ckpt pull {model} models/{Path(model).name}, and name that folder", "model.from")
+    given.leave_open(
+        "data.train", "a token data set, as `mega data preprocess` makes it, with --kind conversations of chats"
+    )
+    on_inputs = given.take_value("train_on_inputs")
+    answers = given.take_value("assistant_only_loss", "completion_only_loss") or on_inputs is False
+    if dialect.program == "Axolotl" and on_inputs is None:
+        answers = _masks_prompts(given.peek_value("datasets"))
+    if dialect.program == "LLaMA-Factory":
+        answers = given.take_value("train_on_prompt") is not True and given.peek_value("stage") != "pt"
+    given.set_key("data.kind", "conversations" if answers else None, "a loss of answers alone")
+
+
+def _masks_prompts(datasets: Any) -> bool:
+    """Return whether all of Axolotl's datasets have prompts, which do not count in its loss by default."""
+    listed = datasets if isinstance(datasets, list) else []
+    types = [str(one.get("type")) for one in listed if isinstance(one, Mapping) and one.get("type")]
+    return bool(types) and not any(kind.startswith(("completion", "pretrain", "{")) for kind in types)
+
+
+def _set_batch(given: SettingsFile, dialect: ToolDefaults, data_ranks: int | None) -> None:
+    """Set `batch`; Axolotl's batch_size is that of one data rank, and divides into micro-batches."""
+    micro = given.take_integer("per_device_train_batch_size", "micro_batch_size", "per_gpu_train_batch_size")
+    accumulation = given.take_integer("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
+    if micro is None and dialect.micro is None:
+        text = "is in the program, as are its learning rate and length: HuggingFace's defaults stand here"
+        given.add_note("open", text, "batch.micro, batch.global")
+        return
+    micro = dialect.micro if micro is None else micro
+    assert micro is not None
+    whole = given.take_integer("batch_size") if dialect.program == "Axolotl" else None
+    if whole is not None and accumulation is None:
+        if whole % micro:
+            given.refuse_value("batch_size", f"must be a multiple of micro_batch_size = {micro}")
+        accumulation = whole // micro
+    set_batch_sizes(given, micro, micro * (accumulation or 1), data_ranks)
+
+
+def _set_learning_rate(given: SettingsFile, dialect: ToolDefaults, objective: str) -> float:
+    """Set and return the highest learning rate, by default that of the program for its objective."""
+    lr = given.take_number("learning_rate")
+    if lr is None and dialect.lr is None:
+        given.refuse_combination("learning_rate is not in the file, which Axolotl requires", "add learning_rate")
+    default = LEARNING_RATES.get(objective, 1e-6) if dialect.program == "TRL" else dialect.lr
+    rate = float(lr if lr is not None else default or 0.0)
+    given.set_key("optimizer.lr", rate, "learning_rate" if lr is not None else f"{dialect.program}'s default")
+    return rate
+
+
+def _set_length(given: SettingsFile, dialect: ToolDefaults) -> int | None:
+    """Set the length of the run, and return its steps if the file has them."""
+    steps, epochs = given.take_integer("max_steps"), given.take_number("num_train_epochs", "num_epochs")
+    if steps is not None and steps > 0:
+        given.set_key("train.steps", steps, "max_steps")
+    else:
+        origin = f"{dialect.program}'s default" if epochs is None else "num_train_epochs"
+        given.set_key("train.epochs", dialect.epochs if epochs is None else epochs, origin)
+    if given.take_value("eval_strategy", "evaluation_strategy") == "epoch":
+        given.add_note("changes meaning", "validations are counted in steps: train.eval_every", "eval_strategy")
+    steps = steps if steps is not None and steps > 0 else None
+    for key, name in {
+        "train.eval_every": "eval_steps",
+        "checkpoint.every": "save_steps",
+        "log.every": "logging_steps",
+    }.items():
+        _set_interval(given, key, name, steps)
+    return steps
+
+
+def _set_interval(given: SettingsFile, key: str, name: str, steps: int | None) -> None:
+    """Set an interval in steps, which is a fraction of the run's steps if below 1."""
+    every = given.take_number(name)
+    if every is not None and 0 < every < 1:
+        if steps is None:
+            given.add_note(
+                "changes meaning", "is a share of the run's steps, which are not in the file", f"{name}: {every}"
+            )
+            return
+        every = math.ceil(steps * every)
+    given.set_key(key, int(every) if every is not None and every >= 1 else None, name)
+
+
+def _optimizer(given: SettingsFile) -> None:
+    betas = [given.take_number("adam_beta1"), given.take_number("adam_beta2")]
+    if any(beta is not None for beta in betas):
+        given.set_key(
+            "optimizer.betas",
+            [one if one is not None else other for one, other in zip(betas, (0.9, 0.999), strict=True)],
+            "adam_beta1, adam_beta2",
+        )
+    name = given.take_value("optim", "optimizer")
+    if name is not None and not ADAMW.fullmatch(str(name)):
+        given.note_optimizer(name, "optim")
+    elif name is not None and re.search(r"[48]bit|fp8", str(name)):
+        given.add_note("changes meaning", "moments are kept in fp32, by all data ranks together", f"optim: {name}")
+
+
+def _savings(given: SettingsFile, dialect: ToolDefaults) -> None:
+    saved = given.take_value("gradient_checkpointing")
+    wrapped = given.take_value("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
+    asked = saved in (True, "true", "unsloth", "offload") or (saved is None and dialect.program == "TRL")
+    if asked or wrapped in (True, "true"):
+        given.set_key("recompute", "full", "gradient_checkpointing")
+    mixed = given.take_value("mixed_precision")
+    bf16, fp16 = (
+        mixed == names[0] or not {True, "true", "full"}.isdisjoint({given.take_value(name) for name in names})
+        for names in (("bf16", "bfloat16", "pure_bf16"), ("fp16", "float16"))
+    )
+    if mixed is not None and mixed not in ("no", "bf16", "fp16"):
+        given.add_note(
+            "open", f"{mixed} is not translated, and bf16 stands here: see precision and fp8", "mixed_precision"
+        )
+        bf16 = True
+    by_default = dialect.program in ("TRL", "Axolotl") and not fp16 and not given.has_key("bf16")
+    bf16 = bf16 or given.is_automatic("bf16") or by_default
+    given.set_key("precision", "bf16" if bf16 else "fp16" if fp16 else "fp32", "bf16, fp16, mixed_precision")

@@ -1,0 +1,196 @@
+"""Settings of a file, which become keys of a run.yaml or notes; all others are reported at the end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mega_cli.megatron_args.run_draft import FlagNote, NoteKind
+from mega_cli.megatron_args.translate import ScriptTranslation
+from mega_common.bounded_parsing import BoundedYamlLoader, parse_yaml_text, read_settings_file
+from mega_common.errors import ConfigError
+
+AUTO = ("auto", None)  # what DeepSpeed's and HuggingFace's files say where something else decides
+# What has a counterpart that needs no setting: {reason: patterns of keys}.
+Reasons = Mapping[str, str]
+
+
+class SettingsFile:
+    """Settings of a file, by dotted keys, and the run that is made of them.
+
+    Raises:
+        ConfigError: when the file cannot be read, or holds no settings.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.path, self._what = path, what
+        self._values: dict[str, Any] = {}
+        self._left: set[str] = set()
+        self._take(_read(path, what))
+        self._run: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}
+        self._notes: list[FlagNote] = []
+
+    def _take(self, values: Mapping[str, Any], path: str = "") -> None:
+        found = dict(_flat(values, path))
+        off = {key for key, value in found.items() if key.endswith(".enabled") and value is False}
+        self._values |= found
+        self._left |= {key for key, value in found.items() if value not in AUTO} - off
+
+    def include_file(self, name: str, prefix: str, what: str) -> bool:
+        """Add the settings of another file under a prefix; return False if it does not exist.
+
+        Raises:
+            ConfigError: when it is there, and holds no settings.
+        """
+        path = next((path for path in (self.path.parent / name, Path(name)) if path.is_file()), None)
+        if path is not None:
+            self._take(_read(path, what), prefix)
+        return path is not None
+
+    def has_key(self, *keys: str) -> bool:
+        """Return whether the file has one of the keys, whatever their values."""
+        return any(key in self._values for key in keys)
+
+    def peek_value(self, key: str) -> Any:
+        """Return the value of a key without accounting for it."""
+        return self._values.get(key)
+
+    def refuse_value(self, key: str, rule: str, hint: str = "") -> NoReturn:
+        """Raise the error of a key whose value cannot be translated.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{self.path}: {key} = {self._values.get(key)} {rule}", hint=hint or None)
+
+    def refuse_combination(self, rule: str, hint: str) -> NoReturn:
+        """Raise the error of settings that conflict.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{self.path}: {rule}", hint=hint)
+
+    def current_value(self, key: str) -> Any:
+        """Return the value of a key of the run so far, else None."""
+        node: Any = self._run
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return node
+
+    def take_value(self, *keys: str) -> Any:
+        """Return the value of the first key that is set, and account for it."""
+        found = [key for key in keys if key in self._left]
+        self._left.difference_update(found)
+        return self._values[found[0]] if found else None
+
+    def take_integer(self, *keys: str) -> int | None:
+        """Return an integer of the file, else None.
+
+        Raises:
+            ConfigError: for anything else.
+        """
+        value = self.take_number(*keys)
+        if value is not None and value != int(value):
+            raise ConfigError(f"{self.path}: {keys[0]} = {value!r}: expected a whole number")
+        return None if value is None else int(value)
+
+    def take_number(self, *keys: str) -> float | None:
+        """Return a number of the file, else None. YAML reads 1e-4 as a text.
+
+        Raises:
+            ConfigError: for anything else.
+        """
+        value = self.take_value(*keys)
+        if value is None or isinstance(value, bool):
+            return None
+        try:
+            found = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{self.path}: {keys[0]} = {value!r}: expected a number") from None
+        return int(found) if found.is_integer() and not isinstance(value, float) else found
+
+    def set_key(self, key: str, value: Any, origin: str) -> None:
+        """Set a key of the run, unless there is nothing to set."""
+        if value is None:
+            return
+        self._origins[key], node = origin, self._run
+        *parents, last = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+
+    def leave_open(self, key: str, text: str) -> None:
+        """Leave a key to be filled in."""
+        self.set_key(key, "TO BE FILLED IN", "to be filled in")
+        self.add_note("open", text, key)
+
+    def add_note(self, kind: NoteKind, text: str, name: str = "") -> None:
+        """Add a note on a key, or a general one."""
+        self._notes.append(FlagNote(kind, text, name or None))
+
+    def copy_settings(self, table: Mapping[str, str]) -> None:
+        """Copy settings that keep their value: {key of a run.yaml: keys of the file}."""
+        for key, names in table.items():
+            there = [name for name in names.split() if name in self._left]
+            self.set_key(key, _parse_yaml_number(self.take_value(*names.split())), ", ".join(there))
+
+    def note_optimizer(self, name: object, key: str) -> None:
+        """Add a note on an optimizer that is not translated and is replaced by AdamW."""
+        others = "settings of Muon are not translated" if "muon" in str(name).lower() else f"and not {name}"
+        known = "mega has adamw and muon"
+        self.add_note("open", f"{known}, {others}; AdamW stands here, until another one is written", key)
+
+    def write_defaults(self, values: Mapping[str, Any], whose: str) -> None:
+        """Write out the defaults of the program, which differ from mega's."""
+        for key, value in values.items():
+            if key not in self._origins:
+                self.set_key(key, value, f"{whose} default")
+
+    def is_automatic(self, *keys: str) -> bool:
+        """Return whether the file leaves one of the keys to a program."""
+        return any(self._values.get(key) == "auto" for key in keys)
+
+    def finish_run(self, reasons: Mapping[NoteKind, Reasons], launch: str) -> ScriptTranslation:
+        """Return the run, with a note for every key that is left."""
+        auto = sorted(key for key, value in self._values.items() if value == "auto")
+        if auto:
+            self.add_note(
+                "open", "is left to the program, or to HuggingFace's arguments (--from-hf-args)", ", ".join(auto)
+            )
+        for key in sorted(self._left):
+            found = (
+                (kind, why)
+                for kind, rows in reasons.items()
+                for why, patterns in rows.items()
+                if any(fnmatchcase(key, pattern) for pattern in patterns.split())
+            )
+            kind, why = next(found, ("open", "not known here; see whether it changes the model or the run"))
+            self.add_note(kind, why, f"{key}: {self._values[key]}")
+        return ScriptTranslation(self._run, self._notes, self._origins, launch, self._what)
+
+
+def _read(path: Path, what: str) -> Mapping[str, Any]:
+    """Return the settings of a file of JSON or YAML."""
+    values = parse_yaml_text(read_settings_file(path), str(path), BoundedYamlLoader)  # JSON is YAML
+    if not isinstance(values, Mapping) or not values:
+        raise ConfigError(f"{path}: holds no settings", hint=f"give {what}: JSON or YAML")
+    return values
+
+
+def _parse_yaml_number(value: Any) -> Any:
+    """Return a number that YAML reads as a text, such as 1e-4."""
+    number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", value, re.IGNORECASE)
+    return float(value) if number else value
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value

@@ -1,0 +1,277 @@
+"""`mega plan --machine`: predicted step time, advice, layout search, and their pages."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mega_common.errors import ConfigError
+from mega_common.progress_logging import format_number, logger
+
+if TYPE_CHECKING:
+    from mega_trainer.config.run_config import RunConfig
+    from mega_trainer.plan.layout_search import PlannedLayout
+
+SHOWN = 8  # layouts that are printed
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def predict_run(
+    config: RunConfig, ranks: int, name: str, tokens: str | None, memory: Sequence[Mapping[str, int]]
+) -> dict[str, Any]:
+    """Return the prediction of a run on a machine; times in seconds, memory in bytes, as --json prints it.
+
+    Raises:
+        ConfigError: for a machine that is not known, or a number of tokens that is none.
+    """
+    from mega_trainer.plan.flops import model_flops, palm_flops
+    from mega_trainer.plan.layout_search import find_faster_changes, make_planned_run
+    from mega_trainer.plan.machine import load_machine
+
+    machine = load_machine(name)
+    wanted = None if tokens is None else _parse_token_count(tokens)
+    plan = make_planned_run(config, ranks, machine)
+    step, other = plan.predict_step_time(), plan.trained.extra_flops(config.model, plan.count)
+    rate = config.batch.global_ * config.tokens_per_sample / step.seconds
+    kind = "bf16" if config.precision == "fp8" else config.precision  # MFU is told of what peers tell it of
+    length, peak = config.data.seq_length, machine.get_peak_flops(kind)
+    told: dict[str, Any] = {
+        "machine": name,
+        "seconds_per_step": step.seconds,
+        "tokens_per_second_per_gpu": rate / ranks,
+        "peak_of": kind,
+        "mfu_causal": rate / ranks * (model_flops(config.model, length) + other) / peak,
+        "mfu_palm": rate / ranks * (palm_flops(config.model, length) + other) / peak,
+        "seconds": dict(sorted(step.parts.items(), key=lambda part: -part[1])),
+        "memory_limit_bytes": round(machine.usable_memory_bytes),
+        "fits": max(sum(kinds.values()) for kinds in memory) <= machine.usable_memory_bytes,
+    }
+    if wanted is not None:
+        hours = wanted / rate / 3600
+        told |= {"tokens": wanted, "hours": hours}
+        if machine.price is not None:
+            told["cost"] = hours * ranks * machine.price
+    told["faster"] = [
+        {
+            "settings": _layout_overrides(layout, config),
+            "gain": 1 - layout.time.seconds / step.seconds,
+            "memory_bytes": layout.memory,
+        }
+        for layout in find_faster_changes(config, ranks, machine)
+    ]
+    return told
+
+
+def format_prediction(told: Mapping[str, Any]) -> list[str]:
+    """Return the prediction as lines."""
+    seconds = told["seconds_per_step"]
+    parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in told["seconds"].items())
+    limit = told["memory_limit_bytes"] / 2**30
+    lines = [
+        f"on {told['machine']}, predicted:",
+        f"  a step         {seconds:.3f} s, {told['tokens_per_second_per_gpu']:,.0f} tokens a second and GPU",
+        f"  MFU            {100 * told['mfu_causal']:.1f} % (what is not masked), {100 * told['mfu_palm']:.1f} % "
+        f"(6 N + 12 L H Q S, as PaLM counts) of the {told['peak_of']} peak",
+        f"  time goes to   {parts}",
+        f"  memory         {'fits' if told['fits'] else 'does not fit'} {limit:.1f} GiB, what CUDA and the allocator's slack leave",
+    ]
+    if "hours" in told:
+        cost = f", costs {told['cost']:,.0f}" if "cost" in told else ""
+        lines.append(
+            f"  {format_number(told['tokens'])} tokens   {told['hours']:,.1f} hours, {told['hours'] / 24:,.1f} days{cost}"
+        )
+    for change in told["faster"]:
+        settings = " ".join(f"--set {setting}" for setting in change["settings"])
+        lines.append(f"  {100 * change['gain']:.1f} % faster: {settings} ({change['memory_bytes'] / 2**30:.1f} GiB)")
+    return lines
+
+
+def search_layouts(
+    config: RunConfig, ranks: int, name: str, keep: int = SHOWN, precisions: Sequence[str] = ()
+) -> list[PlannedLayout]:
+    """Return the fastest layouts that fit, at most `keep`, the best first, also in other `precisions`; the search
+    reports its progress.
+
+    Raises:
+        ConfigError: for a machine or a precision that is not known, or when no layout fits.
+    """
+    from mega_trainer.plan.layout_search import find_best_layouts
+    from mega_trainer.plan.machine import load_machine
+
+    machine = load_machine(name)
+    for precision in precisions:
+        if precision == "fp8" and not machine.supports_precision(precision):
+            raise ConfigError(f"--precision fp8: {machine.gpu} has no products in fp8", hint="h100 and later have them")
+    shown = [time.monotonic()]
+
+    def report_progress(text: str) -> None:
+        if time.monotonic() - shown[0] > 2:
+            shown[0] = time.monotonic()
+            print(text, file=sys.stderr)
+
+    return find_best_layouts(config, ranks, machine, keep=keep, report=report_progress, precisions=precisions)
+
+
+def describe_layouts(
+    config: RunConfig, ranks: int, name: str, layouts: Sequence[PlannedLayout], *, as_json: bool
+) -> str:
+    """Return layouts as comments of a YAML text of the first one, or as JSON."""
+    from mega_trainer.plan.layout_search import explain_layout_time, format_layout, layout_to_yaml
+
+    best, tokens = layouts[0], config.batch.global_ * config.tokens_per_sample
+
+    def relative_slowdown(layout: PlannedLayout) -> float:
+        return layout.time.seconds / best.time.seconds - 1
+
+    if as_json:
+        rows = [
+            {
+                "settings": layout.settings, "seconds_per_step": layout.time.seconds, "memory_bytes": layout.memory,
+                "tokens_per_second_per_gpu": tokens / layout.time.seconds / ranks, "slower": relative_slowdown(layout),
+                "reason": explain_layout_time(layout, best),
+            }
+            for layout in layouts
+        ]  # fmt: skip
+        return json.dumps(rows, indent=1)
+    lines = [f"# {ranks} ranks on {name}, predicted; seconds a step, tokens a second and GPU, GiB of the fullest rank"]
+    for layout in layouts:
+        lines.append(
+            f"# {layout.time.seconds:.3f} s  {tokens / layout.time.seconds / ranks:,.0f}  {layout.memory / 2**30:.1f} GiB  "
+            f"+{100 * relative_slowdown(layout):.1f} %  {format_layout(layout.settings)}: {explain_layout_time(layout, best)}"
+        )
+    return "\n".join([*lines, layout_to_yaml(best).rstrip()])
+
+
+def fit_machine(config: RunConfig, ranks: int, name: str, metrics: Path) -> str:
+    """Return the machine as a run measured it, as a YAML text with the measurements as comments.
+
+    Raises:
+        ConfigError: for a machine that is not known, metrics that tell nothing, or a run that was faster than can be.
+    """
+    import yaml
+
+    from mega_trainer.plan.layout_search import make_planned_run
+    from mega_trainer.plan.machine import load_machine
+    from mega_trainer.plan.machine_calibration import calibrate_machine, compare_predictions, read_measured_times
+
+    machine, measured = load_machine(name), read_measured_times(metrics)
+    before = make_planned_run(config, ranks, machine)
+    own = calibrate_machine(before, machine, measured)
+    lines = [f"# {name}, as {metrics} measured it on {ranks} rank(s)"]
+    lines += [f"# {line}" for line in compare_predictions(before, make_planned_run(config, ranks, own), measured)]
+    return "\n".join([*lines, yaml.safe_dump(own.model_dump(mode="json", exclude_none=True), sort_keys=False).rstrip()])
+
+
+def write_layout_yaml(config: RunConfig, layout: PlannedLayout, path: Path) -> None:
+    """Write a run.yaml with every setting of that run, in that layout."""
+    import yaml
+
+    from mega_common.atomic_files import open_atomic_file
+    from mega_trainer.plan.layout_search import apply_settings
+
+    chosen = apply_settings(config, layout.settings).model_dump(mode="json", by_alias=True, exclude_none=True)
+    with open_atomic_file(path, text=True) as stream:
+        yaml.safe_dump(chosen, stream, sort_keys=False)
+
+
+def _layout_overrides(layout: PlannedLayout, config: RunConfig) -> list[str]:
+    """Return the overrides of a layout, as `--set` takes them."""
+    changed = []
+    for path, value in layout.settings.items():
+        section, _, key = path.partition(".")
+        if value is not None or getattr(getattr(config, section), key) is not None:
+            told = value["kind"] if isinstance(value, dict) else json.dumps(value).strip('"')
+            changed.append(f"{path}={told}")
+    return changed
+
+
+def _parse_token_count(text: str) -> float:
+    """Parse a number such as 300B as 3e11.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
+    try:
+        number = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
+    except ValueError:
+        number = 0.0
+    if number <= 0:
+        raise ConfigError(f"--tokens {text}: no number of tokens", hint="such as 300B or 15T")
+    return number
+
+
+if TYPE_CHECKING:
+    from mega_trainer.config.run_config import RunConfig
+    from mega_trainer.pages.plan_page import SearchedLayout
+    from mega_trainer.plan.layout_search import PlannedLayout
+
+
+def write_plan_html(
+    html: Path, run: Path, config: RunConfig, ranks: int, told: dict[str, Any], found: Sequence[SearchedLayout] = ()
+) -> None:
+    """Write the page of a plan in the form that `mega plan --json` prints.
+
+    Raises:
+        ConfigError: when the file cannot be written.
+    """
+    from mega_trainer.pages.page_elements import write_html_page
+    from mega_trainer.pages.plan_page import PipelineShape, render_plan_page
+    from mega_trainer.plan.layout_search import make_planned_run
+    from mega_trainer.plan.machine import load_machine
+    from mega_trainer.plan.memory_advice import make_run_shape
+    from mega_trainer.plan.memory_prediction import predict_peak_memory
+
+    shape, costs = make_run_shape(config, ranks), None
+    if "time" in told:
+        timed = make_planned_run(config, ranks, load_machine(told["time"]["machine"]))
+        costs = timed.make_stage_costs(timed.compute_stage_work())
+    message = shape.micro_batch * (shape.seq_length // shape.cp) * config.model.hidden_size * shape.weight_bytes
+    text = render_plan_page(
+        f"Plan of {run}", told, [rank.moment for rank in predict_peak_memory(config.model, shape)],
+        PipelineShape(shape.schedule, shape.pp, shape.virtual_stages, shape.microbatches),
+        message // (shape.tp if shape.sp else 1), costs, found,
+    )  # fmt: skip
+    write_html_page(html, text, "--html")
+    logger.info("the page is %s", html)
+
+
+def write_search_html(
+    html: Path,
+    run: Path,
+    config: RunConfig,
+    ranks: int,
+    machine: str,
+    tokens: str | None,
+    layouts: Sequence[PlannedLayout],
+) -> None:
+    """Write the page of these layouts, and of the plan of the first.
+
+    Raises:
+        ConfigError: when the file cannot be written.
+    """
+    from mega_cli.plan import describe_plan
+    from mega_trainer.pages.plan_page import SearchedLayout
+    from mega_trainer.plan.layout_search import apply_settings, explain_layout_time, format_layout
+
+    best = layouts[0]
+    each = config.batch.global_ * config.data.seq_length / ranks
+    found = [
+        SearchedLayout(
+            layout.time.seconds,
+            each / layout.time.seconds,
+            layout.memory,
+            format_layout(layout.settings),
+            explain_layout_time(layout, best),
+        )
+        for layout in layouts
+    ]
+    chosen = apply_settings(config, best.settings)
+    told = describe_plan(chosen, ranks)
+    told["time"] = predict_run(chosen, ranks, machine, tokens, told["memory_bytes"])
+    write_plan_html(html, run, chosen, ranks, told, found)

@@ -1,0 +1,341 @@
+"""Execution of workflow stages: which must run and why, running one, and the state that outlives the process.
+
+The state is a readable JSON file, replaced atomically at every change. It keeps of each stage what its last attempt ran
+with (command, settings, code, input files) and what came out, files as content digests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from mega_cli.file_digests import FileDigests, FileRecord, code_digest, expand_patterns
+from mega_cli.stage_settings import FlatSettings, StageVerdict, judge_settings_change, referenced_files, stage_settings
+from mega_cli.workflow_config import WorkflowConfig, WorkflowStage
+from mega_common import atomic_files as files
+from mega_common.atomic_files import lock_file_exclusively, write_json_atomically
+from mega_common.bounded_parsing import parse_json_text
+from mega_common.errors import MegaError
+from mega_common.progress_logging import logger
+from mega_common.strict_config import StrictConfig
+
+# -P: a file of the user's beside the workflow must not be imported in place of a library.
+MEGA = (sys.executable, "-P", "-m", "mega_cli.main")
+
+REFUSING = ("data", "ckpt")  # commands that write over nothing, not even over what they finished before a kill
+RUN_FILES = {"checkpoints", "assets", "metrics.jsonl", "run.yaml", "logs", "tensorboard", "wandb", ".lock"}
+
+
+class WorkflowError(MegaError):
+    """Workflow that cannot continue: an input is missing, a stage did not write its outputs, or another run holds the
+    lock.
+    """
+
+
+class StageAttempt(StrictConfig):
+    """Last attempt at a stage. `inputs` and `outputs` map file names to SHA-256; times in seconds.
+
+    `command` is the stage's `identity`; `settings` is all that its run.yaml says, where it has one, and `named` the files
+    that a training finds there; None: of a version that did not keep them.
+    """
+
+    status: Literal["running", "done", "failed", "interrupted"]
+    command: list[str]
+    settings: dict[str, Any] | None = None
+    code: str
+    inputs: dict[str, str]
+    named: dict[str, str] | None = None
+    outputs: dict[str, str] = {}
+    started: str
+    seconds: float = 0.0
+    exit_status: int | None = None
+
+
+class WorkflowState(StrictConfig):
+    """Content of the state file: the last attempt of each stage, and the files read so far."""
+
+    version: Literal[1] = 1
+    stages: dict[str, StageAttempt] = {}
+    files: dict[str, FileRecord] = {}
+
+
+class WorkflowRunner:
+    """Runs the stages of one workflow in `base`, the folder that its paths are relative to.
+
+    With `verify`, no file is taken for unchanged by its size and time.
+    """
+
+    def __init__(
+        self,
+        workflow: WorkflowConfig,
+        base: Path,
+        state_path: Path,
+        *,
+        verify: bool = False,
+        program: Sequence[str] = MEGA,
+    ) -> None:
+        self.workflow, self.base, self.state_path, self.program = workflow, base, state_path, program
+        state = load_workflow_state(state_path)
+        self.attempts = dict(state.stages)
+        self.digests = FileDigests(base, {} if verify else state.files)
+        self._settings = functools.cache(lambda name: stage_settings(workflow.stages[name], base))
+
+    def save_state(self) -> None:
+        """Replace the state file."""
+        stages = {name: attempt for name, attempt in self.attempts.items() if name in self.workflow.stages}
+        write_json_atomically(self.state_path, WorkflowState(stages=stages, files=self.digests.records).model_dump())
+
+    def judge_stage(self, name: str, *, force: bool = False) -> StageVerdict | None:
+        """Return why a stage must run when all stages that it needs are done, or None if it is up to date.
+
+        What was left behind is set aside when it is wrong: made from other inputs or settings, or damaged. Otherwise a
+        stage goes on with it by its command's own means.
+
+        Raises:
+            WorkflowError: when one of its declared inputs is not there.
+            ConfigError: when its run.yaml cannot be used.
+        """
+        stage, last = self.workflow.stages[name], self.attempts.get(name)
+        if force:
+            return StageVerdict("forced", start_over=True)
+        if last is None:
+            return StageVerdict("never run", start_over=False)
+        changed = self._find_change(name, last)
+        if last.status != "done":
+            what = {"running": "was killed", "failed": f"failed with status {last.exit_status}"}
+            reason = what.get(last.status, "was interrupted")
+            blocked = last.status != "failed" and stage.command_arguments[0] in REFUSING
+            wrong = changed is not None and changed.start_over
+            return StageVerdict(f"{reason}, {changed.reason}" if changed else reason, start_over=wrong or blocked)
+        if changed is None and code_digest(stage.command_arguments[0]) != last.code:
+            return StageVerdict("the code changed", start_over=stage.run != "train")
+        return changed or self._find_damage(stage, last)
+
+    def _find_change(self, name: str, last: StageAttempt) -> StageVerdict | None:
+        """Return what differs from the last attempt, and whether that invalidates its outputs."""
+        stage = self.workflow.stages[name]
+        if stage.run_identity != last.command:
+            return StageVerdict("its command changed", start_over=True)
+        if reason := describe_difference("input", last.inputs, self.digest_inputs(stage)):
+            return StageVerdict(reason, start_over=True)
+        if last.named is not None and (
+            reason := describe_difference("input", last.named, self.digest_referenced(name))
+        ):
+            return StageVerdict(reason, start_over=True)
+        return judge_settings_change(stage, last.settings, self._settings(name), done=last.status == "done")
+
+    def _find_damage(self, stage: WorkflowStage, last: StageAttempt) -> StageVerdict | None:
+        """Return what happened to the outputs. Training recreates missing ones, and may have been continued by hand."""
+        now = self.digests.digest_patterns(stage.outputs)
+        if stage.run != "train":
+            reason = describe_difference("output", last.outputs, now)
+            return StageVerdict(reason, start_over=True) if reason else None
+        reason = describe_difference("output", last.outputs, {name: now[name] for name in last.outputs if name in now})
+        damaged = any(now.get(name, digest) != digest for name, digest in last.outputs.items())
+        return StageVerdict(reason, start_over=damaged) if reason else None
+
+    def digest_inputs(self, stage: WorkflowStage) -> dict[str, str]:
+        """Return the digests of everything that a stage reads."""
+        for pattern in stage.inputs:
+            if not any(expand_patterns(self.base, [pattern])):
+                raise WorkflowError(f"{self.base / pattern}: a stage reads this, but there is no such file")
+        made = [output for need in stage.needs for output in self.workflow.stages[need].outputs]
+        return self.digests.digest_patterns([*stage.inputs, *stage.existing_read_arguments(self.base), *made])
+
+    def digest_referenced(self, name: str) -> dict[str, str]:
+        """Return the digests of files that the run.yaml of a training refers to, if they are local."""
+        stage, settings = self.workflow.stages[name], self._settings(name)
+        files = referenced_files(settings) if stage.run == "train" and settings is not None else []
+        return self.digests.digest_patterns(stage.existing_inputs(self.base, files))
+
+    def attempt_stage(self, name: str, verdict: StageVerdict, lock: int) -> int:
+        """Run a stage and return the exit status to end with: 0 when it is done.
+
+        Raises:
+            WorkflowError: when the command ended well but an output is missing.
+        """
+        stage = self.workflow.stages[name]
+        if verdict.start_over and stage.on_change == "start-over":
+            self._set_aside(name)
+        now, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+        fresh = StageAttempt(
+            status="running", command=stage.run_identity, settings=self._settings(name),
+            code=code_digest(stage.command_arguments[0]), inputs=self.digest_inputs(stage), named=self.digest_referenced(name), started=now,
+        )  # fmt: skip
+        self._record(name, fresh)
+        logger.info("%s: mega %s", name, " ".join(stage.command_arguments))
+        status, stopped_by = run_stage_process([*self.program, *stage.command_arguments], self.base, lock)
+        ended = {"seconds": round(time.monotonic() - start, 3), "exit_status": status}
+        if stopped_by is not None or status == os.EX_TEMPFAIL:
+            self._record(name, fresh.model_copy(update={"status": "interrupted", **ended}))
+            logger.info("%s: interrupted; run the workflow again to go on", name)
+            return status if stopped_by is None else 128 + stopped_by
+        missing = [output for output in stage.outputs if not any(expand_patterns(self.base, [output]))]
+        if status == 0 and not missing:
+            outputs = self.digests.digest_patterns(stage.outputs)
+            self._record(name, fresh.model_copy(update={"status": "done", "outputs": outputs, **ended}))
+            return 0
+        self._record(name, fresh.model_copy(update={"status": "failed", **ended}))
+        if status == 0:
+            raise WorkflowError(f"stage {name!r} ended with status 0 but did not make {', '.join(missing)}")
+        logger.error("%s: failed with status %d; run the workflow again to take it up", name, status)
+        return status
+
+    def _record(self, name: str, attempt: StageAttempt) -> None:
+        self.attempts[name] = attempt
+        self.save_state()
+
+    def _set_aside(self, name: str) -> None:
+        """Move away the outputs of the stage: it starts from nothing, and nothing is lost.
+
+        Raises:
+            MegaError: when another process trains in the folder of its run, or its checkpoints cannot be renamed.
+        """
+        run = self._new_run_settings(name)
+        paths = [*(resumable_files(run, self.base) if run else ()), *self._stage_outputs(name)]
+        folder = self.base / run["output"] if run else None
+        with files.lock_folder(folder) if folder is not None and folder.is_dir() else contextlib.nullcontext():
+            for path in paths:
+                move_aside(path)
+
+    def _stage_outputs(self, name: str) -> Iterator[Path]:
+        """Return the outputs of a stage; with each file of a token data set that whole set."""
+        for pattern in self.workflow.stages[name].outputs:
+            for path in [self.base / pattern] if (self.base / pattern).exists() else self.base.glob(pattern):
+                yield path
+                if path.suffix in (".bin", ".idx"):
+                    yield from data_set_files(path.with_suffix(""))
+
+    def _new_run_settings(self, name: str) -> FlatSettings | None:
+        """Return the settings of the run that a stage begins, or None if it continues a run of an earlier stage."""
+        folders = {other: self._trained_in(other) for other in self.workflow.ordered_stages(name)}
+        folder, now = folders.pop(name), self._settings(name)
+        begins = now is not None and now["output"] == folder and folder not in folders.values()
+        return now if begins else None
+
+    def _trained_in(self, name: str) -> str | None:
+        last = self.attempts.get(name)
+        if last is None or last.settings is None or last.command[0] != "train":
+            return None
+        return str(last.settings["output"])
+
+
+def move_aside(path: Path) -> None:
+    """Move an existing path to the first free NAME.old-N."""
+    if not path.exists():
+        return
+    number = 1
+    while (old := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(old)
+    logger.info("%s: set aside as %s", path, old.name)
+
+
+def resumable_files(settings: FlatSettings, base: Path) -> Iterator[Path]:
+    """Return the files that a new run would resume from or overwrite: the whole folder of the old one, if nothing else
+    is in it.
+
+    Raises:
+        WorkflowError: when the checkpoints are where nothing can be renamed.
+    """
+    folder, kept = base / settings["output"], settings["checkpoint"]["path"]
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    yield from (
+        [folder] if names <= RUN_FILES else [folder / part for part in ("checkpoints", "assets", "metrics.jsonl")]
+    )
+    if kept is not None and "://" in kept:
+        raise WorkflowError(f"{kept}: checkpoints there cannot be set aside", hint="give another checkpoint.path")
+    if kept is not None:
+        yield base / kept
+
+
+def data_set_files(prefix: Path) -> list[Path]:
+    """Return the files of a token data set, existing or not."""
+    from mega_data.token_files.dataset_info import get_info_path, get_quarantine_path
+    from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files
+
+    own = [path_of(prefix) for path_of in (get_bin_path, get_idx_path, get_info_path, get_quarantine_path)]
+    return [*own, *list_companion_files(prefix).values()]
+
+
+def load_workflow_state(path: Path) -> WorkflowState:
+    """Return the state as it was saved, or an empty one.
+
+    Raises:
+        WorkflowError: when the file is not a state.
+    """
+    if not path.exists():
+        return WorkflowState()
+    try:
+        return WorkflowState.parse(parse_json_text(path.read_bytes()), source=str(path))
+    except (ValueError, MegaError) as error:
+        raise WorkflowError(
+            f"{path}: not the state of a workflow ({error})", hint="move it away: every stage will run again"
+        ) from None
+
+
+def describe_difference(what: str, before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """Return the first file that differs and how, and the number of others."""
+    found = [f"{what} {name} is new" for name in now if name not in before]
+    found += [f"{what} {name} is gone" for name in before if name not in now]
+    found += [f"{what} {name} changed" for name in now if name in before and now[name] != before[name]]
+    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return found[0] + others if found else None
+
+
+def hold_workflow_lock(path: Path) -> contextlib.AbstractContextManager[int]:
+    """Hold the lock file of a workflow, and yield its descriptor, which each stage inherits.
+
+    Raises:
+        WorkflowError: when another process holds it, naming it.
+    """
+    told = "this workflow is being run already, by {}, or by a stage of it"
+    hint = f"the lock is {path}; it ends with its holder"
+    return lock_file_exclusively(path, lambda holder: WorkflowError(told.format(holder), hint=hint))
+
+
+def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int, int | None]:
+    """Run a stage's process and return its exit status, and the signal that stopped the workflow meanwhile if any.
+
+    The child has a process group of its own, so each signal reaches it once, from here, and as it would have without a
+    workflow: what a terminal sends goes to the group, a SIGTERM to the one process. It also inherits the lock: should
+    this process be killed, nobody starts the same stage beside a child that still writes.
+    """
+    received: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward_signal(number: int) -> None:
+        if child is not None and child.poll() is None:
+            (os.kill if number == signal.SIGTERM else os.killpg)(child.pid, number)
+
+    def handle_signal(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        forward_signal(number)
+
+    with _handling(handle_signal):
+        child = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, process_group=0, pass_fds=[lock])
+        for number in received:
+            forward_signal(number)
+        status = child.wait()
+    return (status if status >= 0 else 128 - status), (received[0] if received else None)
+
+
+@contextlib.contextmanager
+def _handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

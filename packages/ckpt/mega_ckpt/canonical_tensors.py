@@ -1,0 +1,312 @@
+"""Canonical tensors of a model: named as in HuggingFace Llama, unfused, (out, in), vocabulary unpadded.
+
+Legend: V vocabulary, D model width, F feed-forward width, E experts, P positions, d width of one head, H heads of a state
+space, G their groups, N the width of a state, k tokens that a convolution sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.model_config import ModelConfig
+from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
+
+TensorShapes = dict[str, TensorShape]
+EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+
+
+def canonical_tensors(config: ModelConfig) -> TensorShapes:
+    """Return {canonical name: shape} of every tensor of a model, in the order of the forward pass.
+
+    A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent when it is the embedding, and
+    `score.weight` in its place in a reward model.
+    """
+    width, vocab = config.hidden_size, config.vocab_size
+    out: TensorShapes = {EMBEDDING: (vocab, width)}
+    if config.position == "learned":
+        out["model.embed_positions.weight"] = (config.max_position + config.position_offset, width)
+    out |= _vision(config)
+    if config.position == "relative" and not config.relative.every_layer:
+        out |= {f"model.{stack}_relative_bias.weight": _relative(config) for stack in ("encoder", "decoder")}
+    if config.token_types:
+        out["model.embed_types.weight"] = (config.token_types, width)
+    out |= _norm(config, "model.embed_norm") if config.embedding_norm else {}
+    for index in range(config.num_layers):
+        if config.encoder and index == config.encoder.num_layers:
+            out |= _norm(config, "model.encoder_norm")
+        out |= {f"model.layers.{index}.{name}": shape for name, shape in _layer(config, index).items()}
+        out |= _retro_encoder(config, index)
+    out |= _norm(config, "model.norm") if config.norm_position != "sum" else {}
+    out |= _encoder_heads(config)
+    if config.score:
+        out[SCORE] = (1, width)
+    elif not config.tie_embeddings:
+        out[HEAD] = (vocab, width)
+    for index in range(config.num_layers, config.num_layers + config.mtp_layers):
+        out |= {f"model.layers.{index}.{name}": shape for name, shape in _mtp_layer(config, index).items()}
+    return out
+
+
+def _vision(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of a vision encoder and its projector, including last layers and a norm that may be unused."""
+    vision, tower = config.vision, config.vision_encoder_config
+    if vision is None or tower is None:
+        return {}
+    width, kept = vision.hidden_size, "model.layers." if vision.native else ("model.layers.", "model.norm.")
+    layers = {
+        name.replace("model.", TOWER, 1): shape
+        for name, shape in canonical_tensors(tower).items()
+        if name.startswith(kept)
+    }
+    positions = {f"{TOWER}embed_positions.weight": (vision.patches_per_image + vision.class_token, width)}
+    return {
+        **_linear(f"{TOWER}embed_patches", width, vision.values_per_patch, vision.patch_bias),
+        **({f"{TOWER}class_embedding": (width,)} if vision.class_token else {}),
+        **({} if vision.native else positions),
+        **(_norm(tower, f"{TOWER}pre_norm") if vision.pre_norm else {}),
+        **layers,
+        **_projector(config, vision),
+    }
+
+
+def _projector(config: ModelConfig, vision: VisionConfig) -> TensorShapes:
+    if vision.projector == "norm":
+        return {
+            f"{PROJECTOR}norm.weight": (vision.hidden_size,),
+            **_linear(f"{PROJECTOR}linear", config.hidden_size, vision.hidden_size, bias=False),
+        }
+    if vision.native:
+        joined = vision.hidden_size * vision.native.merge**2
+        return {
+            f"{PROJECTOR}norm.weight": (vision.hidden_size,),
+            **_linear(f"{PROJECTOR}linear_1", joined, joined, bias=True),
+            **_linear(f"{PROJECTOR}linear_2", config.hidden_size, joined, bias=True),
+        }
+    return {
+        **_linear(f"{PROJECTOR}linear_1", config.hidden_size, vision.hidden_size, vision.projector_bias),
+        **_linear(f"{PROJECTOR}linear_2", config.hidden_size, config.hidden_size, vision.projector_bias),
+        **({f"{PROJECTOR}newline": (config.hidden_size,)} if vision.pinpoints is not None else {}),
+    }
+
+
+def count_model_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters; tied embeddings count once."""
+    return sum(map(math.prod, canonical_tensors(config).values()))
+
+
+def abbreviate_names(names: Iterable[str]) -> str:
+    """Format names for a message: the first one and the number of the others."""
+    first, *others = sorted(names)
+    return first + (f" (and {len(others)} more)" if others else "")
+
+
+def _encoder_heads(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of the masked-language-model head, the pooler and the sentence-pair head."""
+    width, head = config.hidden_size, config.masked_lm
+    guesses: TensorShapes = {}
+    if head:
+        guesses = {**_linear("lm_head.dense", width, width, head.dense_bias), **_norm(config, "lm_head.norm")}
+    return {
+        **guesses,
+        **({"lm_head.bias": (config.vocab_size,)} if config.has_output_bias else {}),
+        **(_linear("model.pooler", width, width, True) if config.pooler else {}),
+        **(_linear("pair_head", 2, width, True) if config.sentence_pairs else {}),
+    }
+
+
+def _layer(config: ModelConfig, index: int) -> TensorShapes:
+    before, after = config.norm_position in ("pre", "both"), config.norm_position != "pre"
+    mixer, feed = config.get_mixer_kind(index), config.get_feed_forward_kind(index)
+    mlp_norm = "pre_feedforward_layernorm" if config.norm_position == "both" else "post_attention_layernorm"
+    return {
+        **(_norm(config, "input_layernorm") if mixer and before and (index or config.first_norm) else {}),
+        **_mixer(config, mixer),
+        **(_norm(config, "post_attention_layernorm") if mixer and after else {}),
+        **(_cross_attention(config) if config.has_cross_attention(index) else {}),
+        **(_norm(config, mlp_norm) if feed and before and not config.shared_norm else {}),
+        **_feed(config, feed),
+        **(_norm(config, "post_feedforward_layernorm") if feed and after else {}),
+    }
+
+
+def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
+    if kind is None:
+        return {}
+    makes = {"mamba": _mamba, "delta": _delta, "attention": _latent_attention if config.mla else _attention}
+    return makes[kind](config)
+
+
+def _feed(config: ModelConfig, kind: str | None) -> TensorShapes:
+    if kind is None:
+        return {}
+    return _experts(config) if kind == "moe" else _mlp(config, config.ffn_hidden_size)
+
+
+def _mtp_layer(config: ModelConfig, index: int) -> TensorShapes:
+    """Return the tensors of a multi-token prediction (MTP) layer (arXiv:2412.19437): two norms and a projection before
+    the layer, one norm behind.
+    """
+    width = config.hidden_size
+    return {
+        **_norm(config, "enorm"),
+        **_norm(config, "hnorm"),
+        "eh_proj.weight": (width, 2 * width),
+        **_layer(config, index),
+        **_norm(config, "shared_head.norm"),
+    }
+
+
+def _norm(config: ModelConfig, name: str) -> TensorShapes:
+    shape: TensorShape = (config.hidden_size,)
+    biased = config.norm == "layernorm" and config.norm_bias
+    return {f"{name}.weight": shape} | ({f"{name}.bias": shape} if biased else {})
+
+
+def _linear(name: str, out: int, into: int, bias: bool) -> TensorShapes:
+    return {f"{name}.weight": (out, into)} | ({f"{name}.bias": (out,)} if bias else {})
+
+
+def _attention(config: ModelConfig) -> TensorShapes:
+    width, head = config.hidden_size, config.query_key_head_dim
+    queries, keys = config.num_attention_heads * head, config.key_value_heads * head
+    spans: dict[str, tuple[TensorShape, TensorShape]] = {
+        "head": ((head,), (head,)),
+        "all": ((queries,), (keys,)),
+        "each": ((config.num_attention_heads, head), (config.key_value_heads, head)),
+    }
+    norms: TensorShapes = {
+        f"self_attn.{name}_norm.weight": span for name, span in zip("qk", spans[config.qk_norm_span], strict=True)
+    }
+    return {
+        **_linear("self_attn.q_proj", queries, width, config.qkv_bias),
+        **_linear("self_attn.k_proj", keys, width, config.qkv_bias),
+        **_linear("self_attn.v_proj", keys, width, config.qkv_bias),
+        **(norms if config.qk_norm else {}),
+        **(_linear("self_attn.g_proj", queries, width, config.qkv_bias) if config.attention_gate else {}),
+        **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
+        **({"self_attn.relative_bias.weight": _relative(config)} if _own_table(config) else {}),
+        **_linear("self_attn.o_proj", width, queries, config.attention_out_bias),
+    }
+
+
+def _own_table(config: ModelConfig) -> bool:
+    return config.position == "relative" and config.relative.every_layer
+
+
+def _relative(config: ModelConfig) -> TensorShape:
+    return (config.relative.buckets, config.num_attention_heads)
+
+
+def _cross_attention(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of cross-attention to the encoder output, and of the norm before it."""
+    width, head = config.hidden_size, config.query_key_head_dim
+    queries, keys = config.num_attention_heads * head, config.key_value_heads * head
+    return {
+        **_norm(config, "cross_attn_layernorm"),
+        **_linear("cross_attn.q_proj", queries, width, config.qkv_bias),
+        **_linear("cross_attn.k_proj", keys, width, config.qkv_bias),
+        **_linear("cross_attn.v_proj", keys, width, config.qkv_bias),
+        **_linear("cross_attn.o_proj", width, queries, config.attention_out_bias and not config.retro),
+    }
+
+
+def _retro_encoder(config: ModelConfig, index: int) -> TensorShapes:
+    """Return the tensors of the encoder of retrieved neighbours (Retro), stored in the first layer that attends to
+    them.
+    """
+    encoder = config.neighbor_encoder_config
+    if encoder is None or index != config.retrieval_layers[0]:
+        return {}
+    layers = range(encoder.num_layers)
+    return {
+        f"{retro_encoder_prefix(index)}{i}.{name}": shape for i in layers for name, shape in _layer(encoder, i).items()
+    }
+
+
+def retro_encoder_prefix(layer: int) -> str:
+    """Return the name prefix of the neighbour encoder's tensors, before a layer number; the encoder is stored in
+    `layer`.
+    """
+    return f"model.layers.{layer}.encoder."
+
+
+def _latent_attention(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of multi-head latent attention (MLA); the last rows of `kv_a_proj_with_mqa` are the rotary
+    part of the key.
+    """
+    mla, width, heads = config.mla, config.hidden_size, config.num_attention_heads
+    assert mla is not None
+    queries, bias = heads * config.query_key_head_dim, config.qkv_bias
+    latent: TensorShapes = {
+        **_linear("self_attn.q_a_proj", mla.q_lora_rank or 0, width, bias),
+        "self_attn.q_a_layernorm.weight": (mla.q_lora_rank or 0,),
+        "self_attn.q_b_proj.weight": (queries, mla.q_lora_rank or 0),
+    }
+    return {
+        **(latent if mla.q_lora_rank else {"self_attn.q_proj.weight": (queries, width)}),
+        **_linear("self_attn.kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, width, bias),
+        "self_attn.kv_a_layernorm.weight": (mla.kv_lora_rank,),
+        "self_attn.kv_b_proj.weight": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
+        **_linear("self_attn.o_proj", width, heads * mla.v_head_dim, config.attention_out_bias),
+    }
+
+
+def _mamba(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of Mamba-2: in-projection rows and convolution channels, split by purpose."""
+    mamba, width = config.mamba, config.hidden_size
+    assert mamba is not None
+    inner, heads, states = mamba.inner_size, mamba.num_heads, mamba.num_groups * mamba.state_size
+    rows = {"z": inner, "x": inner, "B": states, "C": states, "dt": heads}
+    into = [_linear(f"mamba.in_proj.{part}", size, width, mamba.bias) for part, size in rows.items()]
+    taps = [_linear(f"mamba.conv1d.{part}", rows[part], mamba.conv_kernel, mamba.conv_bias) for part in "xBC"]
+    return {
+        **{name: shape for tensors in (*into, *taps) for name, shape in tensors.items()},
+        **{f"mamba.{name}": (heads,) for name in ("dt_bias", "A_log", "D")},
+        "mamba.norm.weight": (inner,),
+        **_linear("mamba.out_proj", width, inner, mamba.bias),
+    }
+
+
+def _delta(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of a gated delta net: queries and keys of the key heads, values, gates and steps of the value
+    heads.
+    """
+    delta, width = config.delta, config.hidden_size
+    assert delta is not None
+    keys, values = delta.num_key_heads * delta.key_head_dim, delta.num_value_heads * delta.value_head_dim
+    rows = {"q": keys, "k": keys, "v": values, "z": values, "b": delta.num_value_heads, "a": delta.num_value_heads}
+    return {
+        **{f"linear_attn.in_proj.{part}.weight": (size, width) for part, size in rows.items()},
+        **{f"linear_attn.conv1d.{part}.weight": (rows[part], delta.conv_kernel) for part in "qkv"},
+        **{f"linear_attn.{name}": (delta.num_value_heads,) for name in ("dt_bias", "A_log")},
+        "linear_attn.norm.weight": (delta.value_head_dim,),
+        "linear_attn.out_proj.weight": (width, values),
+    }
+
+
+def _mlp(config: ModelConfig, ffn: int, name: str = "mlp", latent: int | None = None) -> TensorShapes:
+    width, bias = latent or config.hidden_size, config.mlp_bias
+    return {
+        **(_linear(f"{name}.gate_proj", ffn, width, bias) if config.has_gated_mlp else {}),
+        **_linear(f"{name}.up_proj", ffn, width, bias),
+        **_linear(f"{name}.down_proj", width, ffn, bias),
+    }
+
+
+def _experts(config: ModelConfig) -> TensorShapes:
+    """Return the router [E, D], the experts' projections stacked [E, ...], and the shared expert."""
+    moe, width = config.moe, config.hidden_size
+    assert moe is not None
+    experts, shared, latent = moe.num_experts, moe.shared_ffn_hidden_size, moe.latent_size
+    stacked = _mlp(config, moe.ffn_hidden_size, "mlp.experts", latent)
+    return {
+        **_linear("mlp.gate", experts, width, moe.router_bias),
+        **({"mlp.gate.e_score_correction_bias": (experts,)} if moe.selection_bias else {}),
+        **({"mlp.fc1_latent_proj.weight": (latent, width)} if latent else {}),
+        **{name: (experts, *shape) for name, shape in stacked.items()},
+        **({"mlp.fc2_latent_proj.weight": (width, latent)} if latent else {}),
+        **(_mlp(config, shared, "mlp.shared_expert") if shared else {}),
+        **({"mlp.shared_expert_gate.weight": (1, width)} if moe.shared_gate else {}),
+    }

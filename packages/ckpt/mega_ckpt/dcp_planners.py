@@ -1,0 +1,333 @@
+"""torch.distributed.checkpoint (DCP) planners with mega's own storage format.
+
+DCP's planners find out which rank writes which box (a box that several ranks hold is written once) and which parts of
+which saved chunks a rank's boxes need. They see a rank's boxes through DCP's checkpointable protocol. Its collectives
+carry an error of one rank to all. The files are ours: shards and a manifest, nothing pickled.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from mega_ckpt.checkpoint import Checkpoint
+from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, FileEntry, TensorChunk, is_exact_tiling
+from mega_ckpt.shard_files import ShardSlab, write_shards
+from mega_ckpt.tensor_pieces import MAX_SLAB_BYTES, ShardedTensor, TensorBox, TensorShape, split_into_slabs
+from mega_common.errors import CheckpointError, MegaError
+from mega_common.object_store import Location
+
+T = TypeVar("T")
+
+MAX_FILE_BYTES = 4 << 30
+
+
+class DcpTensor:
+    """The boxes of one tensor on this rank, in DCP's checkpointable protocol."""
+
+    def __init__(self, key: str, sharded: ShardedTensor, slab_bytes: int | None = None) -> None:
+        boxes = [TensorBox(box.offset, box.tensor.detach()) for box in sharded.boxes if box.tensor.numel()]
+        if slab_bytes is not None:
+            boxes = [slab for box in boxes for slab in split_into_slabs(box, slab_bytes)]
+            # An empty tensor has no box with elements, but has a place in the checkpoint.
+            boxes = boxes or sharded.boxes[:1]
+        self.key, self.shape, self.boxes = key, torch.Size(sharded.shape), boxes
+        self._at = {torch.Size(box.offset): box.tensor for box in boxes}
+
+    def size(self) -> torch.Size:
+        """Return the global shape."""
+        return self.shape
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk_of(box), properties=TensorProperties(dtype=box.tensor.dtype), size=self.shape
+                ),
+            )
+            for box in self.boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk_of(box) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._at[index.offset]
+
+
+def _chunk_of(box: TensorBox) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=box.tensor.shape)
+
+
+class BoxSavePlanner(DefaultSavePlanner):
+    """DCP save planner that rejects boxes which do not tile their tensors.
+
+    `tensors` is called where an error reaches every rank.
+    """
+
+    def __init__(self, tensors: Callable[[], Mapping[str, ShardedTensor]]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.tensors = tensors
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Collect this rank's boxes."""
+        self.state_dict = wrap_for_dcp(self.tensors(), MAX_SLAB_BYTES)
+        self.is_coordinator = is_coordinator
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Check that the boxes tile each tensor, then let DCP assign the writes."""
+        boxes: dict[str, dict[TensorShape, TensorShape]] = defaultdict(dict)
+        seen: dict[str, tuple[torch.dtype, TensorShape]] = {}
+        for item in (item for plan in all_plans for item in plan.items):
+            data, key = item.tensor_data, item.index.fqn
+            assert data is not None
+            kind = data.properties.dtype, tuple(data.size)
+            if seen.setdefault(key, kind) != kind:
+                raise CheckpointError(f"{key}: the ranks do not agree on what it is: {seen[key]} and {kind}")
+            boxes[key][tuple(data.chunk.offsets)] = tuple(data.chunk.sizes)
+        for key, (dtype, shape) in seen.items():
+            if dtype not in DTYPE_NAMES:
+                raise CheckpointError(f"{key}: a tensor of {dtype} cannot be saved")
+            if not is_exact_tiling(shape, boxes[key].items()):
+                raise CheckpointError(f"{key}: the boxes of all ranks overlap in part, or do not cover {list(shape)}")
+        return super().create_global_plan(all_plans)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Return this rank's box at an offset."""
+        held: DcpTensor = self.state_dict[index.fqn]
+        return held.__get_tensor_shard__(index)
+
+
+class BoxLoadPlanner(DefaultLoadPlanner):
+    """DCP load planner that rejects a checkpoint whose tensors do not match the boxes."""
+
+    def __init__(self, source: Location, tensors: Mapping[str, ShardedTensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.source, self.tensors = source, tensors
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Collect this rank's boxes."""
+        self.state_dict, self.metadata, self.is_coordinator = wrap_for_dcp(self.tensors), metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """Compare names, shapes and dtypes, then let DCP find the overlaps."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        missing = [key for key in self.state_dict if key not in saved]
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise CheckpointError(f"{self.source}: there is no tensor {missing[0]}{more} in it")
+        for key, held in self.state_dict.items():
+            entry = saved[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            if entry.size != held.shape:
+                raise CheckpointError(
+                    f"{self.source}: {key} has shape {list(entry.size)}, but {list(held.shape)} is wanted"
+                )
+            for box in held.boxes:
+                if box.tensor.dtype != entry.properties.dtype:
+                    raise CheckpointError(
+                        f"{self.source}: {key} is {entry.properties.dtype}, but {box.tensor.dtype} is wanted"
+                    )
+        return super().create_local_plan()
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return this rank's box by its index in the list; boxes to fill may overlap."""
+        held: DcpTensor = self.state_dict[index.fqn]
+        assert index.index is not None
+        return held.boxes[index.index].tensor
+
+
+@dataclass(frozen=True)
+class WrittenChunk:
+    """Record of one chunk that a rank wrote; `file` is repeated with each chunk of the file."""
+
+    chunk: TensorChunk
+    slab: ShardSlab
+    file: FileEntry
+
+
+class SaveTarget(Protocol):
+    """The folder that a save fills, as the coordinator uses it."""
+
+    def begin_save(self) -> Location:
+        """Create the folder and return it."""
+
+    def finish_save(self, written: list[WrittenChunk]) -> None:
+        """Complete and commit the folder, after all ranks have written."""
+
+
+class ShardStorageWriter(StorageWriter):
+    """DCP storage writer that writes a rank's boxes to shards. The coordinator also begins and finishes the target.
+
+    `advance` is told the bytes of each slab.
+    """
+
+    def __init__(self, target: SaveTarget, advance: Callable[[int], None]) -> None:
+        self.target, self.advance = target, advance
+        self.folder: Location | None = None
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Do nothing: a writer serves one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Create the folder on the coordinator."""
+        if is_coordinator:
+            self.folder = self.target.begin_save()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Attach the folder and the shard name prefix to each rank's plan."""
+        return [replace(plan, storage_data=(self.folder, f"shard-{rank:05d}")) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shards."""
+        folder, prefix = plan.storage_data
+        items = {_slab_of(item): item for item in plan.items}
+
+        def resolve_slab(slab: ShardSlab) -> Tensor:
+            tensor = planner.resolve_data(items[slab])
+            assert isinstance(tensor, Tensor)
+            self.advance(slab.nbytes)
+            return tensor
+
+        results = [
+            WriteResult(items[slab].index, slab.nbytes, WrittenChunk(chunk, slab, file))
+            for held, file in write_shards(folder, prefix, list(items), resolve_slab, MAX_FILE_BYTES)
+            for slab, chunk in held
+        ]
+        return _completed_future(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the checkpoint."""
+        self.target.finish_save([result.storage_data for of_rank in results for result in of_rank])
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Accept any id: the folder is given to the constructor."""
+        return True
+
+
+class ShardStorageReader(StorageReader):
+    """DCP storage reader that reads the slices that a rank's boxes need. `advance` gets the bytes of each slice."""
+
+    def __init__(self, folder: Location, keys: Sequence[str], advance: Callable[[int], None], *, verify: bool) -> None:
+        self.folder, self.keys, self.advance, self.verify = folder, keys, advance, verify
+        self._opened: Checkpoint | MegaError
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Do nothing: a reader serves one load."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Open the checkpoint. An error is raised at the next step, because DCP logs a trace of one raised here."""
+        try:
+            self._opened = Checkpoint.open_folder(self.folder, verify=self.verify)
+        except MegaError as error:
+            self._opened = error
+            return Metadata({})
+        tensors = self._opened.manifest.tensors
+        return Metadata(
+            {
+                key: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=DTYPES[tensors[key].dtype]),
+                    size=torch.Size(tensors[key].shape),
+                    chunks=[
+                        ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in tensors[key].chunks
+                    ],
+                )
+                for key in self.keys
+                if key in tensors
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise the error of opening the checkpoint, if any."""
+        if isinstance(self._opened, MegaError):
+            raise self._opened
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the boxes, in file order."""
+        checkpoint = self._opened
+        assert isinstance(checkpoint, Checkpoint)
+        located = []
+        for item in plan.items:
+            assert item.storage_index.index is not None
+            chunk = checkpoint.tensor_entry(item.storage_index.fqn).chunks[item.storage_index.index]
+            located.append((chunk.file, chunk.begin, chunk, item))
+        last, read = None, torch.empty(0)
+        for *_, chunk, item in sorted(located, key=lambda found: found[:2]):
+            if chunk is not last:  # boxes of one chunk come one after the other
+                last, read = chunk, checkpoint.map_chunk(item.storage_index.fqn, chunk)
+            source = read
+            for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                source = source.narrow(axis, start, length)
+            planner.resolve_tensor(item).copy_(source)
+            self.advance(source.nbytes)
+        return _completed_future(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Accept any id: the folder is given to the constructor."""
+        return True
+
+
+def _slab_of(item: WriteItem) -> ShardSlab:
+    data = item.tensor_data
+    assert data is not None
+    return ShardSlab(
+        item.index.fqn, data.properties.dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    )
+
+
+def _completed_future(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+def wrap_for_dcp(tensors: Mapping[str, ShardedTensor], slab_bytes: int | None = None) -> dict[str, DcpTensor]:
+    """Wrap sharded tensors in DCP's protocol. With `slab_bytes`, boxes are split into parts of at most that size."""
+    return {key: DcpTensor(key, sharded, slab_bytes) for key, sharded in tensors.items()}

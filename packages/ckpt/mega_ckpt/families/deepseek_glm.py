@@ -1,0 +1,235 @@
+"""DeepSeek V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437), with latent attention, many small experts and shared
+experts; GLM 4 (arXiv:2406.12793), dense of 2024 (`glm`) and 2025 (`glm4`), and GLM 4.5 with DeepSeek's router and MTP
+layers (`glm4_moe`, arXiv:2508.06471).
+
+GLM 4.5 (`glm4_moe`, arXiv:2508.06471) has the router and the further predictors of DeepSeek-V3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mega_ckpt.families.common_entries import DECODER, decoder_entries
+from mega_ckpt.families.config_entries import (
+    AllowedValuesEntry,
+    ConfigEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HeadsEntry,
+    HfConfigDict,
+    KeyEntry,
+)
+from mega_ckpt.families.disk_layouts import TensorRule
+from mega_ckpt.families.family import ModelFamily
+from mega_ckpt.families.moe_entries import (
+    DenseFirstEntry,
+    MoeFieldEntry,
+    MoeSectionEntry,
+    SharedExpertsEntry,
+    per_expert_rules,
+)
+from mega_ckpt.families.rope_entries import RopeEntry
+from mega_ckpt.families.window_entries import UniformWindowEntry
+from mega_common.model_config import MlaConfig, ModelConfig, MoeConfig
+from mega_common.strict_config import StrictConfig
+
+_MLP = "model.layers.{i}.mlp"
+FURTHER = KeyEntry("num_nextn_predict_layers num_mtp_layers", "mtp_layers", 1)
+SHARED_EXPERT_RULES = tuple(
+    TensorRule(f"{_MLP}.shared_experts.{part}.{kind}", (f"{_MLP}.shared_expert.{part}.{kind}",))
+    for part in ("gate_proj", "up_proj", "down_proj")
+    for kind in ("weight", "bias")
+)
+_LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True)
+class LatentAttentionEntry:
+    """The section `mla` and derived settings. The norms of its latents always have transformers' default epsilon."""
+
+    covered_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
+    covered_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the widths; keys that repeat others must agree."""
+        absent = [key for key in _LATENT if key not in raw]
+        if absent:
+            raise ConfigMismatchError(f"{', '.join(absent)}: missing")
+        rotated, heads = raw["qk_rope_head_dim"], raw.get("num_attention_heads")
+        known = {"head_dim": rotated, "qk_head_dim": raw["qk_nope_head_dim"] + rotated, "num_key_value_heads": heads}
+        for key, value in known.items():
+            if raw.get(key, value) not in (value, None):
+                raise ConfigMismatchError(f"{key} = {raw[key]!r} must be {value}")
+        return {"mla": {key: raw[key] for key in _LATENT}}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the widths."""
+        if model.mla is None:
+            raise ConfigMismatchError("mla is missing: this is a family of latent attention")
+        if model.mla != MlaConfig(**{key: getattr(model.mla, key) for key in _LATENT}):
+            raise ConfigMismatchError(f"mla = {model.mla!r} has fields without a counterpart")
+        return {key: getattr(model.mla, key) for key in _LATENT} | {"num_key_value_heads": model.num_attention_heads}
+
+
+@dataclass(frozen=True)
+class ExpertGroupsEntry:
+    """Groups of experts, of which a token uses some. V2 uses them only if its routing method says so.
+
+    Attributes:
+        methods: names of the method without and with groups; the same where there is one method.
+        score: what a group is chosen by.
+        defaults: groups, and groups of a token, where the keys are absent.
+    """
+
+    methods: tuple[str, str]
+    score: str
+    defaults: tuple[int | None, int | None] = (None, None)
+    covered_keys: frozenset[str] = frozenset({"n_group", "topk_group", "topk_method"})
+    covered_fields: frozenset[str] = frozenset({"groups", "top_groups", "group_score"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return both numbers; one group if the method has none."""
+        method = raw.get("topk_method") or self.methods[0]
+        if method not in self.methods:
+            raise ConfigMismatchError(f"topk_method = {method!r} is not supported (only {' or '.join(self.methods)})")
+        if method != self.methods[1]:
+            return {"groups": 1, "top_groups": 1, "group_score": self.score}
+        groups, top = raw.get("n_group", self.defaults[0]), raw.get("topk_group", self.defaults[1])
+        return {"groups": groups or 1, "top_groups": top or 1, "group_score": self.score}
+
+    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
+        """Return both numbers and the method."""
+        assert isinstance(model, MoeConfig)
+        if model.groups > 1 and model.group_score != self.score:
+            raise ConfigMismatchError(f"moe.group_score must be {self.score!r}, not {model.group_score!r}")
+        return {
+            "n_group": model.groups,
+            "topk_group": model.top_groups,
+            "topk_method": self.methods[model.groups > 1],
+        }
+
+
+def deepseek_family(
+    version: str, moe: tuple[MoeFieldEntry, ...], layers: DenseFirstEntry, *more: ConfigEntry
+) -> ModelFamily:
+    """Return a version of DeepSeek: `moe` are the entries of its router, `layers` the entry of the layers with experts."""
+    return ModelFamily(
+        name=f"deepseek_{version.lower()}",
+        architecture=f"Deepseek{version}ForCausalLM",
+        entries=(
+            *DECODER,
+            RopeEntry(scalings=frozenset({"none", "yarn"}), interleaved=True),
+            LatentAttentionEntry(),
+            KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
+            MoeSectionEntry(
+                (
+                    KeyEntry("n_routed_experts num_local_experts num_experts", "num_experts"),
+                    KeyEntry("moe_intermediate_size", "ffn_hidden_size"),
+                    KeyEntry("aux_loss_alpha", "aux_loss", 0.001),
+                    *moe,
+                ),
+                layers,
+            ),
+            UniformWindowEntry(supports_windows=False),
+            FixedFieldsEntry({"qk_norm": False}),
+            *more,
+        ),
+        rules=(
+            *per_expert_rules(f"{_MLP}.experts"),
+            *SHARED_EXPERT_RULES,
+        ),
+        carried=frozenset({"ep_size", "seq_aux"}),
+    )
+
+
+DEEPSEEK_V2 = deepseek_family(
+    "V2",
+    (
+        KeyEntry("num_experts_per_tok", "top_k"),
+        KeyEntry("routed_scaling_factor", "scaling", 1.0),
+        SharedExpertsEntry(2),
+        ExpertGroupsEntry(("greedy", "group_limited_greedy"), "max"),
+        AllowedValuesEntry({"norm_topk_prob": (False,), "scoring_func": ("softmax",)}),
+        FixedFieldsEntry({"normalize": False, "score": "softmax", "selection_bias": False}),
+    ),
+    DenseFirstEntry(0),
+    KeyEntry("mlp_bias", "mlp_bias", False),
+)
+
+DEEPSEEK_V3 = deepseek_family(
+    "V3",
+    (
+        KeyEntry("num_experts_per_tok", "top_k", 8),
+        KeyEntry("routed_scaling_factor", "scaling", 2.5),
+        SharedExpertsEntry(1),
+        ExpertGroupsEntry(("noaux_tc", "noaux_tc"), "top2", (8, 4)),
+        KeyEntry("norm_topk_prob", "normalize", True),
+        AllowedValuesEntry({"scoring_func": ("sigmoid",)}),
+        FixedFieldsEntry({"score": "sigmoid", "selection_bias": True}),
+    ),
+    DenseFirstEntry(3, mtp_entry=FURTHER),
+    FURTHER,
+    AllowedValuesEntry({"rope_interleave": (True,)}),
+    FixedFieldsEntry({"mlp_bias": False}),
+)
+
+
+_LAYER = "model.layers.{i}"
+_SHARED: tuple[ConfigEntry, ...] = (
+    *decoder_entries(norm_eps=1.5625e-7),
+    HeadsEntry(kv_default=2, dim_default=128),
+    RopeEntry(fraction=0.5, partial=True, interleaved=True),
+    KeyEntry("attention_bias", "qkv_bias", True),
+    UniformWindowEntry(supports_windows=False),
+    FixedFieldsEntry({"attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
+)
+_GATE_UP = TensorRule(
+    f"{_LAYER}.mlp.gate_up_proj.weight", (f"{_LAYER}.mlp.gate_proj.weight", f"{_LAYER}.mlp.up_proj.weight")
+)
+
+GLM = ModelFamily(
+    name="glm", architecture="GlmForCausalLM", entries=_SHARED, rules=(_GATE_UP,), tokens=("pad_token_id",)
+)
+
+GLM4 = ModelFamily(
+    name="glm4",
+    architecture="Glm4ForCausalLM",
+    entries=(*_SHARED, FixedFieldsEntry({"norm_position": "both"})),
+    rules=(
+        _GATE_UP,
+        TensorRule(f"{_LAYER}.post_self_attn_layernorm.weight", (f"{_LAYER}.post_attention_layernorm.weight",)),
+        TensorRule(f"{_LAYER}.post_attention_layernorm.weight", (f"{_LAYER}.pre_feedforward_layernorm.weight",)),
+        TensorRule(f"{_LAYER}.post_mlp_layernorm.weight", (f"{_LAYER}.post_feedforward_layernorm.weight",)),
+    ),
+    tokens=("pad_token_id",),
+)
+
+GLM4_MOE = ModelFamily(
+    name="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    entries=(
+        *decoder_entries(norm_eps=1e-5),
+        HeadsEntry(kv_default=8, explicit_dim=False),
+        RopeEntry(fraction=0.5, partial=True),
+        KeyEntry("attention_bias", "qkv_bias", False),
+        KeyEntry("use_qk_norm", "qk_norm", False),
+        MoeSectionEntry(
+            (
+                KeyEntry("n_routed_experts num_local_experts", "num_experts", 128),
+                KeyEntry("moe_intermediate_size", "ffn_hidden_size"),
+                KeyEntry("num_experts_per_tok", "top_k", 8),
+                KeyEntry("routed_scaling_factor", "scaling", 1.0),
+                KeyEntry("norm_topk_prob", "normalize", True),
+                SharedExpertsEntry(1),
+                ExpertGroupsEntry(("noaux_tc", "noaux_tc"), "top2", (1, 1)),
+                FixedFieldsEntry({"score": "sigmoid", "selection_bias": True}),
+            ),
+            DenseFirstEntry(1, mtp_entry=FURTHER),
+        ),
+        FURTHER,
+        UniformWindowEntry(supports_windows=False),
+        FixedFieldsEntry({"attention_out_bias": False, "mlp_bias": False}),
+    ),
+    rules=(*per_expert_rules(f"{_LAYER}.mlp.experts"), *SHARED_EXPERT_RULES),
+)

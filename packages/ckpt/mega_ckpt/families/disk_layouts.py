@@ -1,0 +1,230 @@
+"""Storage layout of a family: the canonical tensors in each disk tensor, as views of it.
+
+A view works in both directions: read from it to load, copy into it to save. So one declaration of a family's names
+serves reading, writing, slices and whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.tensor_pieces import TensorShape
+
+
+class DiskLayout(Protocol):
+    """Interface of the layout of some canonical tensors in one disk tensor."""
+
+    def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
+        """Return the shape of the disk tensor."""
+
+    def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
+        """Return one view of the disk tensor per canonical part, of the part's shape."""
+
+    @property
+    def splits_on_first_axis(self) -> bool:
+        """True if the disk and canonical tensors share their first axis, so that they can be split along it."""
+
+
+@dataclass(frozen=True)
+class ConcatLayout:
+    """Canonical tensors concatenated on axis 0; with `transposed`, the whole is stored as (in, out)."""
+
+    transposed: bool = False
+    splits_on_first_axis: bool = False
+
+    def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
+        """Return the shape with the rows added up; the other axes are equal."""
+        joined = (sum(part[0] for part in parts), *parts[0][1:])
+        return joined[::-1] if self.transposed else joined
+
+    def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
+        """Return blocks of rows, or of columns if transposed."""
+        rows = disk.t() if self.transposed else disk
+        return list(torch.split(rows, [part[0] for part in parts]))
+
+
+@dataclass(frozen=True)
+class UnstackedLayout:
+    """One slice of stacked experts (or heads), stored without the stack axis."""
+
+    splits_on_first_axis: bool = False
+
+    def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
+        """Return the shape without the axis of length one."""
+        (slab,) = parts
+        return slab[1:]
+
+    def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
+        """Return the tensor with the stack axis added."""
+        return [disk.unsqueeze(0)]
+
+
+@dataclass(frozen=True)
+class ConvLayout:
+    """Convolution weights [channels, k] concatenated on axis 0, with an axis of length one in the middle."""
+
+    splits_on_first_axis: bool = False
+
+    def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
+        """Return [all channels, 1, k]."""
+        return (sum(part[0] for part in parts), 1, parts[0][1])
+
+    def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
+        """Return blocks of channels, without the middle axis."""
+        return list(torch.split(disk.squeeze(1), [part[0] for part in parts]))
+
+
+@dataclass(frozen=True)
+class InterleavedExpertsLayout:
+    """Stacked experts [E, F, D] or [E, F] with interleaved rows, each expert's matrix stored as (in, out) (GPT-OSS)."""
+
+    splits_on_first_axis: bool = True
+
+    def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
+        """Return [E, D, F times the number of parts]."""
+        (experts, rows, *rest), *_ = parts
+        return (experts, *rest, rows * len(parts))
+
+    def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
+        """Return strided columns, one part per offset."""
+        return [disk[..., index :: len(parts)].movedim(-1, 1) for index in range(len(parts))]
+
+
+@dataclass(frozen=True)
+class ConcatExpertsLayout:
+    """Stacked experts [E, F, D] concatenated on axis 1, each matrix stored as (out, in) (Granite)."""
+
+    splits_on_first_axis: bool = True
+
+    def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
+        """Return [E, rows of all parts, D]."""
+        return (parts[0][0], sum(part[1] for part in parts), parts[0][2])
+
+    def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
+        """Return blocks of each matrix's rows."""
+        return list(torch.split(disk, [part[1] for part in parts], dim=1))
+
+
+PLAIN = ConcatLayout()
+TRANSPOSED = ConcatLayout(transposed=True)
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """Names and layout of canonical tensors on disk. `{i}` in the names runs over layers, `{e}` in `disk` over the
+    first axis of a stack, usually of experts.
+
+    A rule whose canonical tensors a model does not have (a bias, say) does not apply to it; nor does one whose `beside`
+    it lacks, or whose `unless` it has. `by` names a kind of heads ("kv", "query", "delta") where the rows of each head follow those of the
+    one before: all parts of the first head, then all of the second.
+    """
+
+    disk: str
+    parts: tuple[str, ...]
+    layout: DiskLayout = PLAIN
+    by: str = ""
+    beside: str = ""
+    unless: str = ""
+
+    def applies_to_layer(self, index: int, tensors: Mapping[str, TensorShape]) -> bool:
+        """Return whether the rule applies to layer `index` of a model with these tensors."""
+        beside, *parts, unless = (name.replace("{i}", str(index)) for name in (self.beside, *self.parts, self.unless))
+        return all(name in tensors for name in (*parts, *([beside] if beside else []))) and unless not in tensors
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """A rectangle of a canonical tensor."""
+
+    name: str
+    offset: TensorShape
+    shape: TensorShape
+
+
+@dataclass(frozen=True)
+class DiskTensor:
+    """One tensor of a file: its name and shape there, and the slices of canonical tensors in it."""
+
+    name: str
+    shape: TensorShape
+    slabs: tuple[TensorSlice, ...]
+    layout: DiskLayout
+
+    def slice_views(self, disk: Tensor) -> list[tuple[TensorSlice, Tensor]]:
+        """Return each canonical slice with its view of the disk tensor."""
+        return list(
+            zip(self.slabs, self.layout.canonical_views(disk, [slab.shape for slab in self.slabs]), strict=True)
+        )
+
+    def split_portions(self) -> Iterator[DiskTensor]:
+        """Yield the tensor in contiguous parts that need little memory: one per expert, or the whole."""
+        if not self.layout.splits_on_first_axis:
+            yield self
+            return
+        for index in range(self.shape[0]):
+            slabs = [replace(slab, offset=(index, *slab.offset[1:]), shape=(1, *slab.shape[1:])) for slab in self.slabs]
+            yield replace(self, shape=(1, *self.shape[1:]), slabs=tuple(slabs))
+
+
+def expand_rules(
+    rules: Sequence[TensorRule], tensors: Mapping[str, TensorShape], layers: int, heads: Mapping[str, int] | None = None
+) -> dict[str, DiskTensor]:
+    """Expand `rules` for a model with these canonical `tensors`; a tensor without a rule keeps its own name.
+
+    `heads` tells how many there are of each kind that rules go by. The result is in the order of `tensors`, which is the
+    order of the forward pass.
+    """
+    found: dict[str, list[DiskTensor]] = {name: [] for name in tensors}
+    covered: set[str] = set()
+    for rule in rules:
+        for index in range(layers) if "{i}" in rule.disk else (0,):
+            parts = [part.replace("{i}", str(index)) for part in rule.parts]
+            if rule.applies_to_layer(index, tensors):
+                covered.update(parts)
+                found[parts[0]] += _expand_rule(rule, index, parts, tensors, heads or {})
+    for name, shape in tensors.items():
+        if name not in covered:
+            found[name].append(DiskTensor(name, shape, (_whole_slice(name, shape),), PLAIN))
+    return {disk.name: disk for disks in found.values() for disk in disks}
+
+
+def _expand_rule(
+    rule: TensorRule, index: int, parts: Sequence[str], tensors: Mapping[str, TensorShape], heads: Mapping[str, int]
+) -> list[DiskTensor]:
+    name = rule.disk.replace("{i}", str(index))
+    if rule.by:
+        count = heads[rule.by]
+        slabs = [_head_slice(part, tensors[part], head, count) for head in range(count) for part in parts]
+        return [_disk_tensor(rule.layout, name, slabs)]
+    if "{e}" not in name:
+        return [_disk_tensor(rule.layout, name, [_whole_slice(part, tensors[part]) for part in parts])]
+    return [
+        _disk_tensor(
+            rule.layout,
+            name.replace("{e}", str(expert)),
+            [_expert_slice(part, tensors[part], expert) for part in parts],
+        )
+        for expert in range(tensors[parts[0]][0])
+    ]
+
+
+def _disk_tensor(layout: DiskLayout, name: str, slabs: Sequence[TensorSlice]) -> DiskTensor:
+    return DiskTensor(name, layout.disk_shape([slab.shape for slab in slabs]), tuple(slabs), layout)
+
+
+def _whole_slice(name: str, shape: TensorShape) -> TensorSlice:
+    return TensorSlice(name, (0,) * len(shape), shape)
+
+
+def _head_slice(name: str, shape: TensorShape, head: int, heads: int) -> TensorSlice:
+    rows = shape[0] // heads
+    return TensorSlice(name, (head * rows, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
+
+
+def _expert_slice(name: str, shape: TensorShape, expert: int) -> TensorSlice:
+    return TensorSlice(name, (expert, *(0,) * (len(shape) - 1)), (1, *shape[1:]))

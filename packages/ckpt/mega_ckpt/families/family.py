@@ -1,0 +1,272 @@
+"""Declaration of a model family: how its config.json is read and written, and how its tensors are named on disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, canonical_tensors
+from mega_ckpt.families.config_entries import (
+    AllowedValuesEntry,
+    ConfigEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HfConfigDict,
+)
+from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_rules
+from mega_ckpt.families.model_equivalence import OF_ATTENTION, TRAINING_FIELDS, normalize_config
+from mega_ckpt.families.rope_entries import unread_rope_keys
+from mega_common.errors import CheckpointError, ConfigError
+from mega_common.layer_kinds import expand_layer_pattern
+from mega_common.model_config import ModelConfig
+
+
+def split_words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+# Keys that say nothing about what the model computes from its weights. They are carried, not translated. (How weights
+# are quantised is a matter of reading them.)
+CARRIED = split_words(
+    """_attn_implementation _name_or_path architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward cls_token_id compression_config decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label initializer_factor label2id length_penalty max_length min_length
+    model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
+    output_hidden_states output_past output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
+    quantization_config remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id
+    use_bfloat16 use_cache"""
+)
+
+_INNER = "model.language_model."
+SCORES = "ForSequenceClassification"  # a reward model in transformers: of each of its families, with one label
+
+# Keys that transformers' own machinery reads of every configuration, and that must say that there is nothing unusual.
+_USUAL = AllowedValuesEntry(
+    {
+        "add_cross_attention": (False,),
+        "attention_chunk_size": (None,),
+        "cross_attention_hidden_size": (None,),
+        "is_causal": (True, None),
+        "is_decoder": (False, True),
+        "is_encoder_decoder": (False,),
+        "kv_sharing_modes": (None,),
+        "per_layer_config": ({}, None),
+        "pruned_heads": ({}, None),
+        "tie_encoder_decoder": (False,),
+    }
+)
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Declaration of a model family, from which reading and writing follow.
+
+    Attributes:
+        name: `model_type` in config.json.
+        architecture: the class that transformers loads it with.
+        entries: how config.json and `ModelConfig` correspond.
+        prefix: what the body's names begin with; folders saved without the head lack it.
+        head: the output projection's name on disk.
+        rules: where tensors are on disk; what no rule covers has its canonical name there.
+        buffers: pattern of disk tensors that are no weights (masks, frequencies): carried, not translated.
+        carried: keys of config.json that change nothing, beside those of every family.
+        outer_model_type: `model_type` of a model of which this is the text part: `text_config` in its config.json, and on disk
+            `model.language_model.` instead of `model.`.
+        fused: the rules of a folder whose experts are one tensor for each projection, where others have one an expert.
+        tokens: special tokens whose default in transformers lies outside a small vocabulary, so that a model which
+            never had any says null.
+    """
+
+    name: str
+    architecture: str
+    entries: tuple[ConfigEntry, ...]
+    prefix: str = "model."
+    head: str = "lm_head.weight"
+    rules: tuple[TensorRule, ...] = ()
+    buffers: str = r"(.*\.)?rotary_emb\.inv_freq"
+    carried: frozenset[str] = frozenset()
+    outer_model_type: str = ""
+    fused: tuple[TensorRule, ...] = ()
+    tokens: tuple[str, ...] = ()
+
+    def read_config_json(self, raw: HfConfigDict, source: str = "config.json") -> ModelConfig:
+        """Return the model configuration that a config.json describes.
+
+        Raises:
+            CheckpointError: naming every key that is missing or has a value that `ModelConfig` cannot express. A key that
+                the family does not know is none of these: nothing reads it (see `unread_keys`).
+        """
+        fields: dict[str, Any] = {}
+        found: list[str] = []
+        raw = self.select_text_config(raw)
+        answered = frozenset[str]().union(*(entry.covered_keys for entry in self.entries))
+        usual = AllowedValuesEntry({key: values for key, values in _USUAL.values.items() if key not in answered})
+        for entry in (*self.entries, usual):
+            try:
+                fields |= entry.read_config_keys(raw)
+            except ConfigMismatchError as error:
+                found.append(str(error))
+            except TypeError:
+                found.append(f"{', '.join(sorted(entry.covered_keys & raw.keys()))}: a value of the wrong kind")
+        if found:
+            raise CheckpointError(
+                f"{source}: this model cannot be expressed: {'; '.join(found)}",
+                hint="a setting that changes what the model computes is refused rather than dropped",
+            )
+        if SCORES in str(raw.get("architectures")):
+            labels = len(raw.get("id2label") or (0, 1))
+            if labels != 1:
+                raise CheckpointError(f"{source}: id2label has {labels} labels", hint="a reward model has one")
+            fields["score"] = True
+        try:
+            return ModelConfig.parse(fields, source=source)
+        except ConfigError as error:
+            raise CheckpointError(error.message, hint=error.hint) from None
+
+    def unread_keys(self, raw: HfConfigDict) -> list[str]:
+        """Return the keys of a config.json that neither the family's published class nor its code reads, null ones left
+        out.
+
+        They change nothing of what the family's model computes; they are carried, and worth a word.
+        """
+        known, raw = self.known_keys, self.select_text_config(raw)
+        unread = sorted(key for key, value in raw.items() if key not in known and value is not None)
+        return unread + unread_rope_keys(raw)
+
+    def select_text_config(self, raw: HfConfigDict) -> HfConfigDict:
+        """Return the part of a config.json that describes a model of this family; a larger model has it in
+        `text_config`.
+        """
+        inner = raw.get("text_config") if raw.get("model_type") == self.outer_model_type else None
+        if not isinstance(inner, Mapping):
+            return raw
+        return {**inner, **{key: raw[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in raw}}
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """Keys of config.json that are translated or known to be harmless: all that the family's class or code reads."""
+        return CARRIED.union(self.carried, _USUAL.covered_keys, *(entry.covered_keys for entry in self.entries))
+
+    def unsupported_settings(self, model: ModelConfig) -> list[str]:
+        """Return the settings of `model` that this family's config.json cannot express; empty if it fits."""
+        found, model = [], self.normalize_model(model)
+        for entry in self.entries:
+            try:
+                entry.write_config_keys(model)
+            except ConfigMismatchError as error:
+                found.append(str(error))
+        answered = TRAINING_FIELDS.union(*(entry.covered_fields for entry in self.entries))
+        if self.architecture.endswith("ForCausalLM"):
+            answered |= {"score"}
+        for name, field in ModelConfig.model_fields.items():
+            if name not in answered and getattr(model, name) != field.get_default(call_default_factory=True):
+                found.append(f"{name} = {getattr(model, name)!r} has no counterpart")
+        return found
+
+    def write_config_json(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json of `model`, which must fit (`unsupported_settings` is empty)."""
+        out: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
+        if model.score:
+            scores = self.architecture.replace("ForCausalLM", SCORES)
+            out |= {"architectures": [scores], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        for entry in self.entries:
+            out |= entry.write_config_keys(self.normalize_model(model))
+        return out
+
+    def normalize_model(self, model: ModelConfig) -> ModelConfig:
+        """Return the normalized form of `model`; one without attention gets the family's own values for attention
+        settings.
+        """
+        model = normalize_config(model)
+        if any(kind.mixer == "attention" for kind in model.layer_kinds):
+            return model
+        fixed = {
+            name: value
+            for entry in self.entries
+            if isinstance(entry, FixedFieldsEntry)
+            for name, value in entry.values.items()
+        }
+        unasked = OF_ATTENTION | ({"position"} if model.position == "none" else set())
+        return model.model_copy(update={name: value for name, value in fixed.items() if name in unasked})
+
+    def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
+        """Return {disk name: DiskTensor} of the tensors of `model`.
+
+        `names` are those that a folder has: they tell whether it lacks the prefix, and whether it stores tied
+        embeddings twice.
+        """
+        names = set(names) if names is not None else None
+        layers = model.num_layers + model.mtp_layers
+        fused = self.fused and names is not None and any(name.endswith(".experts.gate_up_proj") for name in names)
+        table = expand_rules(self.fused if fused else self.rules, canonical_tensors(model), layers, _head_counts(model))
+        for copy, name in self.duplicate_tensors(model).items():
+            if copy != self.head if names is None else copy in names:
+                original = next(disk for disk in table.values() if disk.slabs[0].name == name)
+                table[copy] = replace(original, name=copy)
+                if names is not None and not names & self._name_variants(original.name):
+                    del table[original.name]  # a shared tensor may be stored under either name alone
+        if names is not None and not any(name.startswith(self.prefix) for name in names):
+            table = {disk.name: disk for disk in (_with_prefix(disk, self.prefix, "") for disk in table.values())}
+        if names is not None and any(name.startswith(_INNER) for name in names):
+            table = {disk.name: disk for disk in (_with_prefix(disk, self.prefix, _INNER) for disk in table.values())}
+        return table
+
+    def _name_variants(self, name: str) -> set[str]:
+        """Return the names that a disk tensor has in a folder of the family: with its prefix, without, or within a
+        larger model.
+        """
+        bare = name.removeprefix(self.prefix)
+        return {name, bare, _INNER + bare}
+
+    def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
+        """Return {disk name: canonical name} of disk tensors that repeat another one: a stored tied head, and embedding
+        and head of MTP layers.
+        """
+        head = EMBEDDING if model.tie_embeddings else HEAD
+        found = {self.head: EMBEDDING} if model.tie_embeddings else {}
+        for index in range(model.num_layers, model.num_layers + model.mtp_layers):
+            found[f"{self.prefix}layers.{index}.embed_tokens.weight"] = EMBEDDING
+            found[f"{self.prefix}layers.{index}.shared_head.head.weight"] = head
+        return found
+
+    def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
+        """Return the part of `model` whose disk tensors exist: multi-token prediction (MTP) layers are often left out,
+        all of them.
+        """
+        first = f"{self.prefix}layers.{model.num_layers}."
+        there = not model.mtp_layers or any(name.startswith(first) for name in names)
+        if there:
+            return model
+        moe = model.moe and model.moe.model_copy(update={"layers": _layers_below(model.num_layers, model.moe.layers)})
+        layers = model.layers and expand_layer_pattern(model.layers)[: model.num_layers]
+        return model.model_copy(update={"mtp_layers": 0, "moe": moe, "layers": layers})
+
+    @property
+    def has_per_expert_tensors(self) -> bool:
+        """True if every expert has its own disk tensors."""
+        return any("{e}" in rule.disk for rule in self.rules)
+
+    def is_buffer_tensor(self, name: str) -> bool:
+        """Return whether a disk tensor is a buffer and not a weight of the model."""
+        return re.fullmatch(self.buffers, name) is not None
+
+
+def _head_counts(model: ModelConfig) -> dict[str, int]:
+    """Return the number of heads of each kind that rules refer to."""
+    delta = model.delta.num_key_heads if model.delta else 0
+    return {"kv": model.key_value_heads, "query": model.num_attention_heads, "delta": delta}
+
+
+def _layers_below(bound: int, layers: list[int] | None) -> list[int] | None:
+    return layers and [layer for layer in layers if layer < bound]
+
+
+def _with_prefix(disk: DiskTensor, prefix: str, other: str) -> DiskTensor:
+    name = disk.name
+    return replace(disk, name=other + name.removeprefix(prefix)) if name.startswith(prefix) else disk

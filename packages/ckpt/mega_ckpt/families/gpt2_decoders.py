@@ -1,0 +1,163 @@
+"""GPT-2 (Radford et al. 2019), with linear layers stored (in, out) and fused query-key-value; GPT-BigCode: SantaCoder
+and StarCoder (arXiv:2305.06161).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mega_ckpt.families.common_entries import MultiHeadEntry
+from mega_ckpt.families.config_entries import (
+    AllowedValuesEntry,
+    ConfigEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HfConfigDict,
+    KeyEntry,
+    check_head_dim,
+    check_head_size,
+)
+from mega_ckpt.families.disk_layouts import PLAIN, TRANSPOSED, DiskLayout, TensorRule
+from mega_ckpt.families.family import ModelFamily
+from mega_ckpt.families.window_entries import UniformWindowEntry
+from mega_common.model_config import ModelConfig
+
+_LAYER, _H = "model.layers.{i}", "transformer.h.{i}"
+_QKV = tuple(f"{_LAYER}.self_attn.{name}_proj" for name in "qkv")
+
+
+@dataclass(frozen=True)
+class Gpt2SizesEntry:
+    """Width of the MLP, four times the model's by default, and a second key for the maximum sequence length."""
+
+    covered_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
+    covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the MLP width; `n_ctx` is an older name of `n_positions`, so they must agree."""
+        if raw.get("n_ctx", raw.get("n_positions")) != raw.get("n_positions"):
+            raise ConfigMismatchError(f"n_ctx = {raw['n_ctx']!r} differs from n_positions = {raw.get('n_positions')!r}")
+        return {"ffn_hidden_size": raw.get("n_inner") or 4 * raw.get("n_embd", 0)}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return `n_inner` only, null for the default width."""
+        return {"n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size}
+
+
+def gpt2_config_entries(activation: str) -> tuple[ConfigEntry, ...]:
+    """Return the entries that GPT-2 and GPT-BigCode share; `activation` is transformers' default."""
+    return (
+        KeyEntry("vocab_size", "vocab_size"),
+        KeyEntry("n_embd hidden_size", "hidden_size"),
+        KeyEntry("n_layer num_hidden_layers", "num_layers"),
+        KeyEntry("n_head num_attention_heads", "num_attention_heads"),
+        KeyEntry("n_positions max_position_embeddings", "max_position"),
+        KeyEntry("layer_norm_epsilon", "norm_eps", 1e-5),
+        KeyEntry(
+            "activation_function",
+            "activation",
+            activation,
+            {activation: "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"},
+        ),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
+        KeyEntry("embd_pdrop", "embedding_dropout", 0.1),
+        KeyEntry("attn_pdrop", "attention_dropout", 0.1),
+        KeyEntry("resid_pdrop", "residual_dropout", 0.1),
+        KeyEntry("initializer_range", "init_std", 0.02),
+        Gpt2SizesEntry(),
+        UniformWindowEntry(supports_windows=False),
+        FixedFieldsEntry(
+            {
+                "norm": "layernorm",
+                "position": "learned",
+                "qkv_bias": True,
+                "attention_out_bias": True,
+                "mlp_bias": True,
+                "qk_norm": False,
+            }
+        ),
+    )
+
+
+def gpt2_tensor_rules(layout: DiskLayout, *, by: str = "") -> tuple[TensorRule, ...]:
+    """Return the rules that GPT-2 and GPT-BigCode share: `layout` is the layout of linear layers, `by` how queries,
+    keys and values are joined.
+    """
+
+    def weight_bias_rules(
+        disk: str, *names: str, layout: DiskLayout = PLAIN, by: str = ""
+    ) -> tuple[TensorRule, TensorRule]:
+        weights, biases = (tuple(f"{name}.{kind}" for name in names) for kind in ("weight", "bias"))
+        return (
+            TensorRule(f"{disk}.weight", weights, layout, by=by),
+            TensorRule(f"{disk}.bias", biases, by=by),
+        )
+
+    return (
+        TensorRule("transformer.wte.weight", ("model.embed_tokens.weight",)),
+        TensorRule("transformer.wpe.weight", ("model.embed_positions.weight",)),
+        *weight_bias_rules(f"{_H}.ln_1", f"{_LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{_H}.attn.c_attn", *_QKV, layout=layout, by=by),
+        *weight_bias_rules(f"{_H}.attn.c_proj", f"{_LAYER}.self_attn.o_proj", layout=layout),
+        *weight_bias_rules(f"{_H}.ln_2", f"{_LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{_H}.mlp.c_fc", f"{_LAYER}.mlp.up_proj", layout=layout),
+        *weight_bias_rules(f"{_H}.mlp.c_proj", f"{_LAYER}.mlp.down_proj", layout=layout),
+        *weight_bias_rules("transformer.ln_f", "model.norm"),
+    )
+
+
+GPT2 = ModelFamily(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    prefix="transformer.",
+    buffers=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
+    entries=(
+        *gpt2_config_entries(activation="gelu_new"),
+        MultiHeadEntry(),
+        AllowedValuesEntry({"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+              "reorder_and_upcast_attn": (False, True)}),
+    ),
+    rules=gpt2_tensor_rules(TRANSPOSED),
+    carried=frozenset(
+        {"classifier_dropout", "hidden_dropout", "summary_activation", "summary_first_dropout", "summary_last_dropout",
+         "summary_proj_to_labels", "summary_type", "summary_use_proj"}
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MultiQueryEntry:
+    """Switch between multi-query attention and multi-head attention (GPT-BigCode)."""
+
+    covered_keys: frozenset[str] = frozenset({"multi_query", "head_dim"})
+    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return one key/value head, or the default."""
+        check_head_dim(raw)
+        return {"num_kv_heads": 1 if raw.get("multi_query", True) else None}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the switch."""
+        if model.key_value_heads not in (1, model.num_attention_heads):
+            raise ConfigMismatchError(f"num_kv_heads must be 1 or num_attention_heads, not {model.key_value_heads}")
+        check_head_size(model)
+        return {"multi_query": model.key_value_heads == 1}
+
+
+GPT_BIGCODE = ModelFamily(
+    name="gpt_bigcode",
+    architecture="GPTBigCodeForCausalLM",
+    prefix="transformer.",
+    buffers=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
+    entries=(
+        *gpt2_config_entries(activation="gelu_pytorch_tanh"),
+        MultiQueryEntry(),
+        AllowedValuesEntry({"scale_attn_weights": (True,)}),
+    ),
+    rules=gpt2_tensor_rules(PLAIN, by="kv"),
+    carried=frozenset(
+        {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "classifier_dropout", "hidden_dropout"}
+    ),
+)

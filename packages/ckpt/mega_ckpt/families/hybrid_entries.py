@@ -1,0 +1,253 @@
+"""Hybrid models in config.json and on disk: layers of Mamba-2 or gated delta nets next to attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mega_ckpt.families.config_entries import (
+    AllowedValuesEntry,
+    ConfigEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HfConfigDict,
+    KeyEntry,
+)
+from mega_ckpt.families.disk_layouts import ConvLayout, TensorRule
+from mega_ckpt.families.moe_entries import MoeFieldEntry
+from mega_ckpt.families.rope_entries import RopeEntry
+from mega_common.layer_kinds import MambaConfig
+from mega_common.model_config import ModelConfig
+from mega_common.strict_config import StrictConfig
+
+# What transformers calls the mixer of a layer; the first names are those of transformers 5.
+ATTENTION = {"full_attention": "attention", "attention": "attention"}
+RECURRENT = ("linear_attention", "mamba")
+TAPS = ConvLayout()
+# No layer has a window. The lists of kinds, which elsewhere tell of windows, here tell of mixers.
+NO_WINDOW: tuple[ConfigEntry, ...] = (
+    AllowedValuesEntry({"sliding_window": (None,)}),
+    FixedFieldsEntry({"sliding_window": None}),
+)
+
+
+def parse_mixer_names(kinds: Any, recurrent: str, layers: Sequence[int]) -> list[str]:
+    """Return the mixers that a list of layer types names, one per layer; `recurrent` is the mixer of layers that are
+    not attention.
+
+    Raises:
+        MismatchError: for another kind, or another number of layers.
+    """
+    names = ATTENTION | dict.fromkeys(RECURRENT, recurrent)
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= names.keys():
+        raise ConfigMismatchError(
+            f"layer_types = {kinds!r:.80} is not supported (only a list of {' and '.join(names)})"
+        )
+    if len(kinds) != len(layers):
+        raise ConfigMismatchError(f"layer_types names {len(kinds)} layers, but num_hidden_layers = {len(layers)}")
+    return [names[kind] for kind in kinds]
+
+
+def check_layer_mixers(model: ModelConfig, recurrent: str) -> list[str]:
+    """Return the mixer of each layer of `model`, after checking that each has one and a feed-forward block.
+
+    Raises:
+        MismatchError: when they have not, or one that is neither attention nor `recurrent`.
+    """
+    kinds = model.layer_kinds[: model.num_layers]
+    if not all(kind.mixer in ("attention", recurrent) and kind.feed_forward for kind in kinds):
+        raise ConfigMismatchError(f"layers must each be attention or {recurrent}, and a feed-forward")
+    return [str(kind.mixer) for kind in kinds]
+
+
+def mixer_names(mixers: Sequence[str], attention: str = "full_attention", other: str = RECURRENT[0]) -> list[str]:
+    """Return transformers' names of the mixers."""
+    return [attention if mixer == "attention" else other for mixer in mixers]
+
+
+@dataclass(frozen=True)
+class UnusedFieldsEntry:
+    """Fields that no layer of the family uses but that need a value: a number, or the value of a key."""
+
+    values: Mapping[str, int | str]
+    covered_keys: frozenset[str] = field(default=frozenset())
+
+    @property
+    def covered_fields(self) -> frozenset[str]:
+        """Fields of the configuration that the entry covers."""
+        return frozenset(self.values)
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the values."""
+        return {name: raw.get(value, 1) if isinstance(value, str) else value for name, value in self.values.items()}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys."""
+        return {}
+
+
+@dataclass(frozen=True)
+class OptionalRopeEntry:
+    """Rotary positions if a key says so, else none (Granite 4)."""
+
+    rope: RopeEntry
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return self.rope.covered_keys | {"position_embedding_type"}
+
+    @property
+    def covered_fields(self) -> frozenset[str]:
+        """Fields of the configuration that the entry covers."""
+        return frozenset({"position", "rope"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the rotary settings only if they apply."""
+        if raw.get("position_embedding_type") != "rope":
+            return {"position": "none"}
+        return {"position": "rope", **self.rope.read_config_keys(raw)}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys; the hub's word for no positions is `nope`."""
+        if model.position == "learned":
+            raise ConfigMismatchError("position must be rope or none, not learned")
+        kind = "rope" if model.position == "rope" else "nope"
+        return {"position_embedding_type": kind, **(self.rope.write_config_keys(model) if kind == "rope" else {})}
+
+
+@dataclass(frozen=True)
+class MambaSectionEntry:
+    """The section `mamba`; a model without Mamba layers may lack it.
+
+    Attributes:
+        entries: how the keys and the section's fields correspond.
+        expand: the key of how many times the model's width all heads together are wide, which the family's class insists
+            on; none where it does not.
+        auto: the key of the heads' width where "auto" leaves it to `expand`.
+        expand_default: what transformers takes where that key is absent.
+    """
+
+    entries: tuple[MoeFieldEntry, ...]
+    expand: str | None = None
+    auto: str | None = None
+    expand_default: int = 2
+    covered_fields: frozenset[str] = frozenset({"mamba"})
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return frozenset([self.expand] if self.expand else []).union(*(entry.covered_keys for entry in self.entries))
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the section."""
+        raw, section = dict(raw), dict[str, Any]()
+        width = raw.get("hidden_size", 0) * raw.get(self.expand, self.expand_default) if self.expand else None
+        if self.auto and raw.get(self.auto, "auto") == "auto":
+            (heads,) = (
+                entry.read_config_keys(raw)["num_heads"]
+                for entry in self.entries
+                if "num_heads" in entry.covered_fields
+            )
+            raw[self.auto] = (width or 0) // heads
+        for entry in self.entries:
+            section |= entry.read_config_keys(raw)
+        if width not in (None, section["num_heads"] * section["head_dim"]):
+            sizes = f"{section['num_heads']} heads of {section['head_dim']}"
+            raise ConfigMismatchError(f"{self.expand} x hidden_size = {width} must be that of {sizes}")
+        return {"mamba": section}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of the section; unused sizes must still be valid: one head, twice as wide as the model."""
+        section = model.mamba or MambaConfig(num_heads=1, head_dim=2 * model.hidden_size)
+        out: dict[str, Any] = {}
+        if self.expand:
+            out[self.expand], rest = divmod(section.inner_size, model.hidden_size)
+            if rest:
+                raise ConfigMismatchError(
+                    f"mamba: the heads' width must be a multiple of hidden_size = {model.hidden_size}"
+                )
+        if section.norm_eps not in (None, model.norm_eps):
+            raise ConfigMismatchError(f"mamba.norm_eps must be norm_eps = {model.norm_eps}, not {section.norm_eps}")
+        for entry in self.entries:
+            out |= entry.write_config_keys(section)
+        return out
+
+
+@dataclass(frozen=True)
+class TimeStepLimitEntry:
+    """Limits of the time step. The upper limit may be infinite, which config.json spells in one of three ways."""
+
+    key: str = "time_step_limit"
+    covered_fields: frozenset[str] = frozenset({"dt_limit"})
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return frozenset(self.key.split())
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return both limits; None for an infinite upper limit."""
+        given = next((raw[key] for key in self.key.split() if raw.get(key) is not None), None)
+        if given is None:
+            return {}
+        if not isinstance(given, list | tuple) or len(given) != 2:
+            raise ConfigMismatchError(f"time_step_limit = {given!r} is no pair of numbers")
+        low, high = map(_parse_number, given)
+        return {"dt_limit": (low, None if math.isinf(high) else high)}
+
+    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
+        """Return no key if there is no limit, which is the default, so that no reader needs to parse infinity."""
+        assert isinstance(model, MambaConfig)
+        low, high = model.dt_limit
+        if (low, high) == (0.0, None):
+            return {}
+        return {self.key.split()[0]: [low, {"__float__": "Infinity"} if high is None else high]}
+
+
+def _parse_number(value: Any) -> float:
+    """Parse a number as in JSON, or as transformers and others spell values that JSON lacks."""
+    if isinstance(value, Mapping):
+        value = value.get("__float__")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigMismatchError(f"time_step_limit: {value!r} is no number") from None
+
+
+# The spelling of Bamba and Granite.
+MAMBA = MambaSectionEntry(
+    (
+        KeyEntry("mamba_n_heads", "num_heads", 128),
+        KeyEntry("mamba_d_head", "head_dim", "auto"),
+        KeyEntry("mamba_n_groups", "num_groups", 1),
+        KeyEntry("mamba_d_state", "state_size", 256),
+        KeyEntry("mamba_d_conv", "conv_kernel", 4),
+        KeyEntry("mamba_chunk_size", "chunk_size", 256),
+        KeyEntry("mamba_conv_bias", "conv_bias", True),
+        KeyEntry("mamba_proj_bias", "bias", False),
+        TimeStepLimitEntry(),
+    ),
+    expand="mamba_expand",
+    auto="mamba_d_head",
+)
+
+
+def mamba_tensor_rules(module: str) -> tuple[TensorRule, ...]:
+    """Return the rules of one projection z|x|B|C|dt and one convolution over x|B|C; `module` is the layer's name with
+    `{i}` for its number.
+    """
+    ours = "model.layers.{i}.mamba"
+    into, taps = ([f"{ours}.{name}.{part}" for part in parts] for name, parts in (
+        ("in_proj", ("z", "x", "B", "C", "dt")), ("conv1d", ("x", "B", "C")),
+    ))  # fmt: skip
+    own = ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight", "out_proj.bias")
+    return (
+        TensorRule(f"{module}.in_proj.weight", tuple(f"{part}.weight" for part in into)),
+        TensorRule(f"{module}.in_proj.bias", tuple(f"{part}.bias" for part in into)),
+        TensorRule(f"{module}.conv1d.weight", tuple(f"{part}.weight" for part in taps), TAPS),
+        TensorRule(f"{module}.conv1d.bias", tuple(f"{part}.bias" for part in taps)),
+        *(TensorRule(f"{module}.{name}", (f"{ours}.{name}",)) for name in own),
+    )

@@ -1,0 +1,158 @@
+"""Mamba-2 hybrids with attention in a few layers: Granite 4 (IBM), with shared and routed experts, and Bamba (IBM,
+Princeton, CMU, UIUC), with an MLP in all layers.
+
+Without experts that one is the whole feed-forward block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mega_ckpt.families.common_entries import DECODER, decoder_entries
+from mega_ckpt.families.config_entries import (
+    ConfigEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HeadsEntry,
+    HfConfigDict,
+    KeyEntry,
+    layer_indices,
+)
+from mega_ckpt.families.disk_layouts import TensorRule
+from mega_ckpt.families.family import ModelFamily
+from mega_ckpt.families.granite import MOE_RULES, MULTIPLIERS
+from mega_ckpt.families.hybrid_entries import (
+    MAMBA,
+    NO_WINDOW,
+    OptionalRopeEntry,
+    check_layer_mixers,
+    mamba_tensor_rules,
+    mixer_names,
+    parse_mixer_names,
+)
+from mega_ckpt.families.moe_entries import MoeInLayerPatternEntry, MoeSectionEntry, router_entries
+from mega_ckpt.families.rope_entries import RopeEntry
+from mega_common.model_config import ModelConfig
+
+_LAYER = "model.layers.{i}"
+_EXPERTS = MoeSectionEntry(
+    (
+        *router_entries("num_local_experts", top_k=2, normalize=True, experts=8),
+        KeyEntry("intermediate_size", "ffn_hidden_size"),
+        KeyEntry("shared_intermediate_size", "shared_ffn_hidden_size", 1024),
+    ),
+    MoeInLayerPatternEntry(),
+)
+
+
+@dataclass(frozen=True)
+class GraniteLayersEntry:
+    """Mixers from a list of layer types, Mamba-2 if it is absent; experts in all layers or in none."""
+
+    covered_keys: frozenset[str] = _EXPERTS.covered_keys | {"layer_types", "layers_block_type"}
+    covered_fields: frozenset[str] = frozenset({"layers", "moe", "ffn_hidden_size"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the layer kinds and the widths of their feed-forward blocks."""
+        layers = layer_indices(raw)
+        kinds = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * len(layers)
+        mixers = parse_mixer_names(kinds, "mamba", layers)
+        if raw.get("num_local_experts", 8) == 0:
+            width = raw.get("shared_intermediate_size", 1024)
+            return {"layers": [f"{mixer}+mlp" for mixer in mixers], "ffn_hidden_size": width}
+        width = {"ffn_hidden_size": raw.get("intermediate_size")}
+        return {"layers": [f"{mixer}+moe" for mixer in mixers], **width, **_EXPERTS.read_config_keys(raw)}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the list and the widths; without experts, the experts' width is a placeholder that nothing reads."""
+        out: dict[str, Any] = {"layer_types": mixer_names(check_layer_mixers(model, "mamba"))}
+        feeds = {kind.feed_forward for kind in model.layer_kinds}
+        if feeds == {"mlp"}:
+            width = model.ffn_hidden_size
+            return {**out, "num_local_experts": 0, "intermediate_size": width, "shared_intermediate_size": width}
+        if feeds != {"moe"} or model.moe is None or not model.moe.shared_ffn_hidden_size:
+            raise ConfigMismatchError("every layer must have experts and one for all tokens, or none must")
+        return {**out, **_EXPERTS.write_config_keys(model)}
+
+
+def _shared_mlp(module: str) -> tuple[TensorRule, ...]:
+    parts = tuple(f"{_LAYER}.{module}.{name}_proj.weight" for name in ("gate", "up"))
+    down = f"{_LAYER}.{module}.down_proj.weight"
+    shared = f"{_LAYER}.shared_mlp"
+    return TensorRule(f"{shared}.input_linear.weight", parts), TensorRule(f"{shared}.output_linear.weight", (down,))
+
+
+_ENTRIES: tuple[ConfigEntry, ...] = tuple(
+    entry for entry in DECODER if not entry.covered_fields & {"ffn_hidden_size", "position"}
+)  # which are said otherwise here
+
+GRANITE_MOE_HYBRID = ModelFamily(
+    name="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    entries=(
+        *_ENTRIES,
+        FixedFieldsEntry({"norm": "rmsnorm"}),
+        HeadsEntry(explicit_dim=False, derived=True),
+        OptionalRopeEntry(RopeEntry()),
+        *MULTIPLIERS,
+        GraniteLayersEntry(),
+        MAMBA,
+        *NO_WINDOW,
+        FixedFieldsEntry({"qk_norm": False, "mlp_bias": False}),
+    ),
+    rules=(*mamba_tensor_rules(f"{_LAYER}.mamba"), *MOE_RULES, *_shared_mlp("mlp"), *_shared_mlp("mlp.shared_expert")),
+    carried=frozenset({"normalization_function", "init_method"}),
+)
+
+
+@dataclass(frozen=True)
+class AttentionLayersEntry:
+    """Indices of the layers with attention; the others are Mamba-2 (Bamba)."""
+
+    covered_keys: frozenset[str] = frozenset({"attn_layer_indices", "layers_block_type", "layer_types"})
+    covered_fields: frozenset[str] = frozenset({"layers"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the layer kinds; a list of layer types, if given, must agree."""
+        layers, at = layer_indices(raw), raw.get("attn_layer_indices") or ()
+        mixers = ["attention" if layer in at else "mamba" for layer in layers]
+        kinds = raw.get("layers_block_type") or raw.get("layer_types")
+        if kinds and parse_mixer_names(kinds, "mamba", layers) != mixers:
+            raise ConfigMismatchError(f"layer_types and attn_layer_indices = {at!r} must say the same")
+        return {"layers": [f"{mixer}+mlp" for mixer in mixers]}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the indices of the attention layers."""
+        mixers = check_layer_mixers(model, "mamba")
+        if model.moe is not None:
+            raise ConfigMismatchError("moe must be None")
+        return {"attn_layer_indices": [layer for layer, mixer in enumerate(mixers) if mixer == "attention"]}
+
+
+BAMBA = ModelFamily(
+    name="bamba",
+    architecture="BambaForCausalLM",
+    entries=(
+        *decoder_entries(norm_eps=1e-5),
+        HeadsEntry(kv_default=8, explicit_dim=False, derived=True),
+        RopeEntry(fraction=0.5),
+        AttentionLayersEntry(),
+        MAMBA,
+        KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
+        KeyEntry("mlp_bias", "mlp_bias", False),
+        *NO_WINDOW,
+        FixedFieldsEntry({"qk_norm": False}),
+    ),
+    rules=(
+        *mamba_tensor_rules(f"{_LAYER}.mamba"),
+        TensorRule(f"{_LAYER}.pre_ff_layernorm.weight", (f"{_LAYER}.post_attention_layernorm.weight",)),
+        *(
+            TensorRule(f"{_LAYER}.feed_forward.{name}_proj.{kind}", (f"{_LAYER}.mlp.{name}_proj.{kind}",))
+            for name in ("gate", "up", "down")
+            for kind in ("weight", "bias")
+        ),
+        TensorRule("model.final_layernorm.weight", ("model.norm.weight",)),
+    ),
+    carried=frozenset({"num_logits_to_keep", "use_mamba_kernels", "z_loss_coefficient"}),
+)

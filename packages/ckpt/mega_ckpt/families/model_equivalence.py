@@ -1,0 +1,116 @@
+"""Equivalence of model configurations that differ only in form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from mega_common.encoder_config import RelativePositionConfig
+from mega_common.model_config import ModelConfig, RopeConfig
+from mega_common.strict_config import StrictConfig
+
+# How a model is trained rather than what it is: a config.json that cannot say it loses nothing that inference needs.
+TRAINING_FIELDS = frozenset(
+    {"attention_dropout", "embedding_dropout", "init_std", "mtp_loss", "residual_dropout", "scale_residual_init"}
+)
+_MIXER_TRAINING = ("chunk_size", "dt_init", "dt_init_floor")  # of Mamba-2 and of gated delta nets
+_NO_HEADS = {"num_attention_heads": 1, "num_kv_heads": 1, "head_dim": 1}
+OF_ATTENTION = frozenset({
+    "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "attention_out_bias", "qk_norm",
+    "qk_norm_span", "sliding_window", "full_attention_layers", "attention_scale", "attention_softcap", "attention_sinks",
+    "attention_gate",
+})  # fmt: skip
+MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "sinkhorn", "z_loss"})
+
+
+def is_same_model(one: ModelConfig, other: ModelConfig) -> bool:
+    """Return whether two configurations compute the same from the same weights: defaults filled in, training settings
+    ignored.
+    """
+    return one.num_layers == other.num_layers and resolve_config(one) == resolve_config(other)
+
+
+def normalize_config(model: ModelConfig) -> ModelConfig:
+    """Return the same model without redundant layer lists and settings of absent parts."""
+    unused: dict[str, Any] = {} if model.norm == "layernorm" else {"norm_bias": True}
+    if model.attention_scale and math.isclose(model.attention_scale, model.query_key_head_dim**-0.5, rel_tol=1e-12):
+        unused["attention_scale"] = None
+    if model.position != "rope":
+        unused |= {"rope": RopeConfig(), "local_rope": None}
+    if model.position != "relative":
+        unused["relative"] = RelativePositionConfig()
+    return model.model_copy(
+        update={
+            **_normalize_windows(model),
+            **_normalize_no_rope(model),
+            **_normalize_layers(model),
+            **unused,
+            **_reset_unused_mixers(model),
+        }
+    )
+
+
+def resolve_config(model: ModelConfig) -> ModelConfig:
+    """Return the settings that affect what the model computes from its weights, defaults filled in."""
+    training = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
+    kinds = model.layer_kinds
+    attends = any(kind.mixer == "attention" for kind in kinds)
+    heads = {"num_kv_heads": model.key_value_heads, "head_dim": model.query_key_head_dim}
+    unread = _NO_HEADS | ({} if model.position == "learned" else {"max_position": 1})
+    width = {} if any(kind.feed_forward == "mlp" for kind in kinds) else {"ffn_hidden_size": 0}
+    out = normalize_config(model).model_copy(update={**training, **(heads if attends else unread), **width})
+    sections: dict[str, Any] = {}
+    for name in ("mamba", "delta"):
+        if section := getattr(out, name):
+            own = ("norm_eps",) if section.norm_eps == model.norm_eps else ()
+            sections[name] = _reset_fields(section, (*_MIXER_TRAINING, *own))
+    if out.vision:
+        sections["vision"] = _reset_fields(out.vision, ("mean", "std", "resize", "resample"))
+    if out.moe:
+        unused = MOE_TRAINING_FIELDS | ({"group_score"} if out.moe.groups == 1 else set())
+        sections["moe"] = _reset_fields(out.moe, unused)
+    return out.model_copy(update=sections)
+
+
+def _reset_fields(section: StrictConfig, names: Iterable[str]) -> StrictConfig:
+    fields = type(section).model_fields
+    return section.model_copy(update={name: fields[name].default for name in names if name in fields})
+
+
+def _attention_layers(model: ModelConfig) -> list[int]:
+    return [layer for layer, kind in enumerate(model.layer_kinds) if kind.mixer == "attention"]
+
+
+def _normalize_windows(model: ModelConfig) -> dict[str, Any]:
+    layers = _attention_layers(model)
+    full = [layer for layer in layers if model.get_attention_window(layer) is None]
+    if len(full) == len(layers):
+        return dict.fromkeys(("sliding_window", "full_attention_layers", "local_rope"))
+    same = model.local_rope == model.rope
+    return {"full_attention_layers": full or None, "local_rope": None if same else model.local_rope}
+
+
+def _normalize_no_rope(model: ModelConfig) -> dict[str, Any]:
+    layers = _attention_layers(model) if model.position == "rope" else ()
+    return {"no_rope_layers": [layer for layer in layers if not model.has_rotary_positions(layer)] or None}
+
+
+def _normalize_layers(model: ModelConfig) -> dict[str, Any]:
+    """Return the layer kinds as `moe.layers` alone if possible, else as `layers` alone."""
+    kinds = model.layer_kinds
+    sparse = [layer for layer, kind in enumerate(kinds) if kind.feed_forward == "moe"]
+    usual = all(kind.mixer == "attention" and kind.feed_forward for kind in kinds)
+    some = sparse if usual and len(sparse) < len(kinds) else None
+    moe = model.moe.model_copy(update={"layers": some}) if model.moe and sparse else None
+    return {"layers": None if usual else ["+".join(filter(None, kind)) for kind in kinds], "moe": moe}
+
+
+def _reset_unused_mixers(model: ModelConfig) -> dict[str, Any]:
+    """Return default settings for the mixers that no layer has."""
+    there = {kind.mixer for kind in model.layer_kinds}
+    unused: dict[str, Any] = dict.fromkeys({"mamba", "delta"} - there)
+    if "attention" not in there:
+        unused |= {name: ModelConfig.model_fields[name].get_default(call_default_factory=True) for name in OF_ATTENTION}
+        unused["position"] = "learned" if model.position == "learned" else "none"
+    return unused

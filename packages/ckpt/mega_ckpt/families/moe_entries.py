@@ -1,0 +1,233 @@
+"""Mixture of experts in config.json and on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mega_ckpt.families.config_entries import (
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HfConfigDict,
+    KeyEntry,
+    layer_indices,
+)
+from mega_ckpt.families.disk_layouts import TensorRule, UnstackedLayout
+from mega_ckpt.families.model_equivalence import MOE_TRAINING_FIELDS
+from mega_common.model_config import ModelConfig, MoeConfig
+from mega_common.strict_config import StrictConfig
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class MoeFieldEntry(Protocol):
+    """Interface of a mapping between some keys of config.json and fields of `MoeConfig`."""
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+
+    @property
+    def covered_fields(self) -> frozenset[str]:
+        """Fields of the configuration that the entry covers."""
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return fields from keys; ConfigMismatchError if a value has no counterpart."""
+
+    def write_config_keys(self, model: Any) -> dict[str, Any]:
+        """Return keys from the fields of the section; ConfigMismatchError if a value has no counterpart."""
+
+
+class MoeLayersEntry(Protocol):
+    """Interface of the keys that say which layers have experts."""
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+
+    def read_config_keys(self, raw: HfConfigDict) -> list[int] | None:
+        """Return `MoeConfig.layers`."""
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return keys from the layers of `model`; ConfigMismatchError if they do not form such a pattern."""
+
+
+@dataclass(frozen=True)
+class MoeSectionEntry:
+    """The section `moe`, which a model of the family must have.
+
+    Attributes:
+        entries: how the keys and the section's fields correspond.
+        layers: the keys about which layers have experts.
+    """
+
+    entries: tuple[MoeFieldEntry, ...]
+    layers: MoeLayersEntry
+    covered_fields: frozenset[str] = frozenset({"moe"})
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return self.layers.covered_keys.union(*(entry.covered_keys for entry in self.entries))
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the section."""
+        section: dict[str, Any] = {"layers": self.layers.read_config_keys(raw)}
+        found = []
+        for entry in self.entries:
+            try:
+                section |= entry.read_config_keys(raw)
+            except ConfigMismatchError as error:
+                found.append(str(error))
+        if found:
+            raise ConfigMismatchError("; ".join(found))
+        return {"moe": section}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of the section."""
+        if model.moe is None:
+            raise ConfigMismatchError("moe is missing: this is a family of mixtures of experts")
+        out = self.layers.write_config_keys(model)
+        for entry in self.entries:
+            out |= entry.write_config_keys(model.moe)
+        answered = MOE_TRAINING_FIELDS.union({"layers"}, *(entry.covered_fields for entry in self.entries))
+        for name, field in MoeConfig.model_fields.items():
+            if name not in answered and getattr(model.moe, name) != field.default:
+                raise ConfigMismatchError(f"moe.{name} = {getattr(model.moe, name)!r} has no counterpart")
+        return out
+
+
+@dataclass(frozen=True)
+class MoeInAllLayersEntry:
+    """Experts in every layer, without a key."""
+
+    covered_keys: frozenset[str] = frozenset()
+
+    def read_config_keys(self, raw: HfConfigDict) -> None:
+        """Return None: all layers have experts."""
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys, after checking that every layer has experts."""
+        if len(moe_layer_indices(model)) < model.num_layers:
+            raise ConfigMismatchError("moe.layers must name every layer")
+        return {}
+
+
+@dataclass(frozen=True)
+class MoeInLayerPatternEntry:
+    """Experts in the layers that the pattern of layer kinds says; another entry reads and writes it."""
+
+    covered_keys: frozenset[str] = frozenset()
+
+    def read_config_keys(self, raw: HfConfigDict) -> None:
+        """Return None: another entry reads the layers."""
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys: another entry writes the layers."""
+        return {}
+
+
+@dataclass(frozen=True)
+class SparseStepEntry:
+    """Experts in every n-th layer except those in a list (Qwen)."""
+
+    covered_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> list[int] | None:
+        """Return the layers that both keys select."""
+        step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+        if step < 1:
+            raise ConfigMismatchError(f"decoder_sparse_step = {step} must be at least 1")
+        if step == 1 and not dense:
+            return None
+        return [layer for layer in layer_indices(raw) if (layer + 1) % step == 0 and layer not in dense]
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys, with all dense layers in the list."""
+        sparse = set(moe_layer_indices(model))
+        return {"decoder_sparse_step": 1, "mlp_only_layers": [n for n in range(model.num_layers) if n not in sparse]}
+
+
+@dataclass(frozen=True)
+class DenseFirstEntry:
+    """Dense first layers; experts in all others, MTP layers included (DeepSeek).
+
+    Attributes:
+        default: how many are dense where the key is absent.
+        mtp_entry: the key that tells the number of predictors.
+    """
+
+    default: int
+    mtp_entry: KeyEntry | None = None
+    covered_keys: frozenset[str] = frozenset({"first_k_dense_replace", "moe_layer_freq"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> list[int] | None:
+        """Return all layers except the first ones."""
+        if raw.get("moe_layer_freq", 1) != 1:
+            raise ConfigMismatchError(f"moe_layer_freq = {raw['moe_layer_freq']!r} is not supported (only 1)")
+        dense = raw.get("first_k_dense_replace", self.default)
+        further = self.mtp_entry.read_config_keys(raw)["mtp_layers"] if self.mtp_entry is not None else 0
+        return list(layer_indices(raw, further)[dense:]) if dense else None
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the number of dense layers."""
+        layers = model.num_layers + model.mtp_layers
+        dense = next((layer for layer in range(layers) if model.is_moe_layer(layer)), layers)
+        if not all(model.is_moe_layer(layer) for layer in range(dense, layers)):
+            raise ConfigMismatchError(f"moe.layers must be all layers from {dense} on")
+        return {"first_k_dense_replace": dense}
+
+
+def moe_layer_indices(model: ModelConfig) -> list[int]:
+    """Return the indices of the layers of `model` that have experts, MTP layers left out."""
+    return [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
+
+
+def router_entries(
+    name: str, *, top_k: int, normalize: bool, experts: Any = ..., aux_loss: float = 0.001
+) -> tuple[MoeFieldEntry, ...]:
+    """Return the entries that Mixtral, Qwen and GPT-OSS share.
+
+    `name` is the key of how many experts there are; `top_k`, `experts` and `aux_loss` are what transformers takes for
+    absent keys. With `normalize` the weights of a token's experts always sum to one, which elsewhere a key says.
+    """
+    return (
+        KeyEntry(name, "num_experts", experts),
+        KeyEntry("num_experts_per_tok", "top_k", top_k),
+        KeyEntry("router_aux_loss_coef", "aux_loss", aux_loss),
+        *([FixedFieldsEntry({"normalize": True})] if normalize else [KeyEntry("norm_topk_prob", "normalize", False)]),
+    )
+
+
+def per_expert_rules(module: str, names: tuple[str, str, str] = _PROJECTIONS) -> tuple[TensorRule, ...]:
+    """Return the rules of one tensor per expert: `module`.{e}.`name`.weight for each of the three projections."""
+    return tuple(
+        TensorRule(
+            f"{module}.{{e}}.{name}.weight", (f"model.layers.{{i}}.mlp.experts.{part}.weight",), UnstackedLayout()
+        )
+        for name, part in zip(names, _PROJECTIONS, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class SharedExpertsEntry:
+    """DeepSeek's number of shared experts, stored as one expert of that multiple of the width."""
+
+    default: int
+    covered_keys: frozenset[str] = frozenset({"n_shared_experts"})
+    covered_fields: frozenset[str] = frozenset({"shared_ffn_hidden_size"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the total width of the shared experts."""
+        count = raw.get("n_shared_experts", self.default) or 0
+        return {"shared_ffn_hidden_size": count * raw.get("moe_intermediate_size", 0)}
+
+    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
+        """Return the number of shared experts."""
+        assert isinstance(model, MoeConfig)
+        count, rest = divmod(model.shared_ffn_hidden_size, model.ffn_hidden_size)
+        if rest or not count:
+            raise ConfigMismatchError(
+                f"moe.shared_ffn_hidden_size must be a multiple of {model.ffn_hidden_size}, at least one"
+            )
+        return {"n_shared_experts": count}

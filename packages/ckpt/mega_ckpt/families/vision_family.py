@@ -1,0 +1,373 @@
+"""Shared declarations of vision-language models: a text model of some family, a vision encoder (CLIP, SigLIP) and a
+projector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isqrt
+from typing import Any
+
+from torch import Tensor
+
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.families.config_entries import (
+    AllowedValuesEntry,
+    ConfigEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HfConfigDict,
+    KeyEntry,
+)
+from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_rules
+from mega_ckpt.families.family import CARRIED, ModelFamily, split_words
+from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.errors import CheckpointError, ConfigError
+from mega_common.model_config import ModelConfig
+from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
+
+ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_HALF = (0.5, 0.5, 0.5)
+
+
+def _encoder_entries(
+    layers: int, heads: int, patch: int, activation: str, eps: float, **fixed: Any
+) -> tuple[ConfigEntry, ...]:
+    """Return the entries of a `vision_config`, with transformers' defaults for absent keys."""
+    return (
+        KeyEntry("num_hidden_layers", "num_layers", layers),
+        KeyEntry("hidden_size", "hidden_size", 768),
+        KeyEntry("intermediate_size", "ffn_hidden_size", 3072),
+        KeyEntry("num_attention_heads", "num_attention_heads", heads),
+        KeyEntry("image_size", "image_size", 224),
+        KeyEntry("patch_size", "patch_size", patch),
+        KeyEntry("hidden_act", "activation", activation, ACTIVATIONS),
+        KeyEntry("layer_norm_eps", "norm_eps", eps),
+        AllowedValuesEntry({"num_channels": (3,), "attention_dropout": (0.0,)}),
+        FixedFieldsEntry(fixed),
+    )
+
+
+_NATIVE_SIZES = (
+    KeyEntry("spatial_merge_size", "merge", 2),
+    KeyEntry("temporal_patch_size", "frames", 2),
+    KeyEntry("window_size", "window", 112),
+    KeyEntry("fullatt_block_indexes", "full_layers", (7, 15, 23, 31)),
+)
+
+
+@dataclass(frozen=True)
+class NativeResolutionEntry:
+    """The section `native`: preprocessing and windows of a vision encoder for images of any shape."""
+
+    covered_keys: frozenset[str] = frozenset({"rope_parameters"}).union(
+        *(entry.covered_keys for entry in _NATIVE_SIZES)
+    )
+    covered_fields: frozenset[str] = frozenset({"native"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the section; ConfigMismatchError for another kind of rotary positions."""
+        rope = raw.get("rope_parameters") or {}
+        if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000) != 10_000:
+            raise ConfigMismatchError(f"rope_parameters = {rope!r} is not axial with rope_theta = 10000")
+        return {
+            "native": {name: value for entry in _NATIVE_SIZES for name, value in entry.read_config_keys(raw).items()}
+        }
+
+    def write_config_keys(self, model: Any) -> dict[str, Any]:
+        """Return the keys from the fields of a `VisionConfig`."""
+        if model.native is None:
+            raise ConfigMismatchError("native must be given")
+        return {key: value for entry in _NATIVE_SIZES for key, value in entry.write_config_keys(model.native).items()}
+
+
+# By the `model_type` of the vision_config.
+_NATIVE = (
+    KeyEntry("depth num_hidden_layers", "num_layers", 32),
+    KeyEntry("hidden_size", "hidden_size", 3584),
+    KeyEntry("intermediate_size", "ffn_hidden_size", 3420),
+    KeyEntry("num_heads num_attention_heads", "num_attention_heads", 16),
+    KeyEntry("patch_size", "patch_size", 14),
+    KeyEntry("hidden_act", "activation", "silu", {"silu": "swiglu"}),
+    NativeResolutionEntry(),
+    AllowedValuesEntry({"in_channels": (3,), "in_chans": (3,)}),
+    FixedFieldsEntry({
+        "norm_eps": 1e-6, "class_token": False, "pre_norm": False, "patch_bias": False, "feature_layer": -1, "projector": "merger",
+        "feature_norm": False, "feature_class": False, "pool": 1, "bidirectional": False, "projector_bias": True,
+        "projector_activation": "gelu", "pinpoints": None,
+    }),
+)  # fmt: skip
+TOWERS: Mapping[str, tuple[ConfigEntry, ...]] = {
+    "qwen2_5_vl_vision": _NATIVE, "qwen2_5_vl": _NATIVE,
+    "clip_vision_model": _encoder_entries(
+        12, 12, 32, "quick_gelu", 1e-5, class_token=True, patch_bias=False, pre_norm=True
+    ),
+    "siglip_vision_model": _encoder_entries(
+        12, 12, 16, "gelu_pytorch_tanh", 1e-6, class_token=False, patch_bias=True, pre_norm=False
+    ),
+}  # fmt: skip
+# How images are made ready for each, which no config.json says: see `VisionConfig`.
+PIXELS: Mapping[str, dict[str, Any]] = {
+    "qwen2_5_vl_vision": {}, "qwen2_5_vl": {},
+    "clip_vision_model": {}, "siglip_vision_model": {"resize": "stretch", "mean": _HALF, "std": _HALF},
+}  # fmt: skip
+_CARRIED = split_words(
+    "out_hidden_size spatial_patch_size tokens_per_second initializer_factor initializer_range projection_dim vision_use_head vocab_size"
+)
+# What transformers takes for absent keys of a text_config, where published folders leave some out.
+_TEXTS: Mapping[object, dict[str, float]] = {
+    "llama": {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 32000, "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 131072,
+    },
+    "gemma3_text": {
+        "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+        "vocab_size": 262208, "max_position_embeddings": 131072,
+    },
+    "qwen2_5_vl_text": {
+        "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+    },
+}  # fmt: skip
+_TIED = "tie_word_embeddings"
+
+
+@dataclass(frozen=True)
+class PatchConvLayout:
+    """The patch embedding weight [C, 3 frames size size], stored as a convolution: [C, 3, size, size], or [C, 3,
+    frames, size, size] if patches have several frames.
+    """
+
+    splits_on_first_axis: bool = False
+    frames: int | None = None
+
+    def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
+        """Return the shape of the convolution."""
+        ((width, elements),) = parts
+        size = isqrt(elements // (3 * (self.frames or 1)))
+        return (width, 3, *(() if self.frames is None else (self.frames,)), size, size)
+
+    def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
+        """Return the flattened convolution."""
+        return [disk.flatten(1)]
+
+
+def clip_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
+    """Return the rules of the tensors of a CLIP or SigLIP vision encoder, below its own prefix."""
+    layer = {
+        "input_layernorm": "layer_norm1", "post_attention_layernorm": "layer_norm2", "mlp.up_proj": "mlp.fc1",
+        "mlp.down_proj": "mlp.fc2", "self_attn.o_proj": "self_attn.out_proj",
+        **{f"self_attn.{x}_proj": f"self_attn.{x}_proj" for x in "qkv"},
+    }  # fmt: skip
+    names = {f"layers.{{i}}.{ours}": f"encoder.layers.{{i}}.{theirs}" for ours, theirs in layer.items()}
+    names |= {"pre_norm": "pre_layrnorm", "norm": "post_layernorm", "embed_positions": "embeddings.position_embedding"}
+    return (
+        TensorRule("embeddings.patch_embedding.weight", (f"{TOWER}embed_patches.weight",), PatchConvLayout()),
+        TensorRule("embeddings.patch_embedding.bias", (f"{TOWER}embed_patches.bias",)),
+        TensorRule("embeddings.class_embedding", (f"{TOWER}class_embedding",)),
+        *(
+            TensorRule(f"{theirs}.{kind}", (f"{TOWER}{ours}.{kind}",))
+            for ours, theirs in names.items()
+            for kind in ("weight", "bias")
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class VisionLanguageFamily(ModelFamily):
+    """A family of vision-language models with a `text` model of another family; `entries` map config.json to fields of
+    a `VisionConfig`.
+
+    Attributes:
+        text: the text model's family, where it is known.
+        tower: where a tower's tensors are on disk, below its own prefix.
+        styles: what names begin with; the first is written.
+        flat: older folders have the text model's keys beside `vision_config`, in no `text_config`.
+        projector: where the projector's tensors are on disk.
+        towers: kinds of tower that it may have, by their `model_type`.
+        texts: likewise of text models; empty: any.
+        pixels: as `PIXELS`, where it is another.
+    """
+
+    text: ModelFamily | None = None
+    tower: Callable[[VisionConfig], Sequence[TensorRule]] = clip_encoder_rules
+    styles: tuple[TensorNameStyle, ...] = field(default_factory=lambda: STYLES)
+    flat: bool = False
+    projector: tuple[TensorRule, ...] = ()
+    towers: tuple[str, ...] = tuple(TOWERS)
+    texts: tuple[str, ...] = ()
+    pixels: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text_family(self) -> ModelFamily:
+        """Family of the text model."""
+        assert self.text is not None
+        return self.text
+
+    @property
+    def has_per_expert_tensors(self) -> bool:
+        """True if every expert of the text model has its own disk tensors."""
+        return self.text_family.has_per_expert_tensors
+
+    def read_config_json(self, raw: HfConfigDict, source: str = "config.json") -> ModelConfig:
+        """Return the model configuration that a config.json describes; see `ModelFamily.read_config_json`."""
+        text = self.text_family.read_config_json(self.text_config_of(raw), f"{source}: text_config")
+        inner = raw.get("vision_config") or {}
+        kind = inner.get("model_type", self.towers[0])
+        if kind not in self.towers:
+            raise CheckpointError(f"{source}: the vision tower {kind!r} is not known", hint=f"known: {self.towers}")
+        fields: dict[str, Any] = {**PIXELS[kind], **self.pixels}
+        found = self._text_family_problems()
+        for entry, keys in [*((one, inner) for one in TOWERS[kind]), *((one, raw) for one in self.entries)]:
+            try:
+                fields |= entry.read_config_keys(keys)
+            except ConfigMismatchError as error:
+                found.append(str(error))
+        if found:
+            raise CheckpointError(f"{source}: this model cannot be expressed: {'; '.join(found)}")
+        try:
+            vision = VisionConfig.parse(fields, source=f"{source}: vision_config")
+            return ModelConfig.parse({**text.model_dump(exclude_unset=True), "vision": vision}, source=source)
+        except ConfigError as error:
+            raise CheckpointError(error.message, hint=error.hint) from None
+
+    def text_config_of(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the `text_config`, with transformers' defaults for absent keys, and tied if the whole model is."""
+        inner = dict(raw.get("text_config") or {})
+        if not inner and self.flat:
+            own = frozenset({"vision_config", "model_type"}).union(*(entry.covered_keys for entry in self.entries))
+            inner = {key: value for key, value in raw.items() if key not in own | self.carried}
+            inner["model_type"] = self.text_family.name
+        tied = {_TIED: True} if raw.get(_TIED) else {}
+        return _TEXTS.get(inner.get("model_type"), {}) | inner | tied
+
+    def unread_keys(self, raw: HfConfigDict) -> list[str]:
+        """Return the keys of a config.json that nothing reads; see `ModelFamily.unread_keys`."""
+        inner = raw.get("vision_config") or {}
+        tower = TOWERS.get(inner.get("model_type", self.towers[0]), ())
+        known = CARRIED.union(_CARRIED, *(entry.covered_keys for entry in tower))
+        own = CARRIED.union(
+            self.carried, {"text_config", "vision_config", _TIED}, *(one.covered_keys for one in self.entries)
+        )
+        unread = [f"vision_config.{key}" for key, value in inner.items() if key not in known and value is not None]
+        if "text_config" in raw or not self.flat:
+            unread += [key for key, value in raw.items() if key not in own and value is not None]
+        return sorted(unread) + self.text_family.unread_keys(self.text_config_of(raw))
+
+    def unsupported_settings(self, model: ModelConfig) -> list[str]:
+        """Return the settings of `model` that config.json cannot express; see `ModelFamily.unsupported_settings`."""
+        if model.vision is None:
+            return ["vision must be given"]
+        try:
+            self._write_vision_keys(model.vision)
+        except ConfigMismatchError as error:
+            return [*self._text_family_problems(), str(error)]
+        return self._text_family_problems() + (
+            [] if self.text is None else self.text.unsupported_settings(text_only_config(model))
+        )
+
+    def _text_family_problems(self) -> list[str]:
+        """Return the problem of a text model whose family is not supported here, if any."""
+        if self.text is None or not self.texts or self.text.name in self.texts:
+            return []
+        return [f"the text model must be {' or '.join(self.texts)}, not {self.text.name}"]
+
+    def write_config_json(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json of `model`; see `ModelFamily.write_config_json`."""
+        assert model.vision is not None
+        text = self.text_family.write_config_json(text_only_config(model))
+        own = {"architectures": [self.architecture], "model_type": self.name, _TIED: model.tie_embeddings}
+        return own | self._write_vision_keys(model.vision) | {"text_config": text}
+
+    def _write_vision_keys(self, vision: VisionConfig) -> dict[str, Any]:
+        """Return the keys of the vision encoder and the projector, `vision_config` included."""
+        out = {key: value for entry in self.entries for key, value in entry.write_config_keys(vision).items()}  # type: ignore[arg-type]
+        reasons: list[str] = []
+        for kind in self.towers:
+            try:
+                inner = {k: v for entry in TOWERS[kind] for k, v in entry.write_config_keys(vision).items()}  # type: ignore[arg-type]
+                return out | {"vision_config": {"model_type": kind, **inner}}
+            except ConfigMismatchError as error:
+                reasons.append(f"{kind}: {error}")
+        raise ConfigMismatchError("; ".join(reasons))
+
+    def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
+        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`, in the naming style that this folder
+        uses.
+        """
+        held = None if names is None else set(names)
+        style = TensorNameStyle.detect_style(held, self.styles)
+        theirs = None if held is None else {name for name in map(style.to_text_name, held) if name is not None}
+        text = self.text_family.disk_tensor_table(text_only_config(model), theirs)
+        vision = {
+            name: shape for name, shape in canonical_tensors(model).items() if name.startswith((TOWER, PROJECTOR))
+        }
+        assert model.vision is not None
+        rules = (*_add_prefix(style.tower, self.tower(model.vision)), *_add_prefix(style.outer, self.projector))
+        seen = expand_rules(rules, vision, model.vision.num_layers)
+        named = {style.to_disk_name(name): replace(disk, name=style.to_disk_name(name)) for name, disk in text.items()}
+        return seen | named
+
+    def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
+        """Return the disk tensors that repeat another one; see `ModelFamily.duplicate_tensors`."""
+        text = self.text_family.duplicate_tensors(text_only_config(model))
+        return {style.to_disk_name(copy): name for style in self.styles for copy, name in text.items()}
+
+    def is_buffer_tensor(self, name: str) -> bool:
+        """Return whether a disk tensor is a buffer; the unused pooling head of a vision encoder counts as one."""
+        text = next((inner for style in self.styles if (inner := style.to_text_name(name)) is not None), "")
+        return super().is_buffer_tensor(name) or self.text_family.is_buffer_tensor(text)
+
+
+@dataclass(frozen=True)
+class TensorNameStyle:
+    """Name prefixes of a folder's tensors: vision encoder, projector, text model body and head.
+
+    Attributes:
+        marker: what those of the tower go on with.
+    """
+
+    tower: str
+    outer: str
+    body: str
+    head: str
+    marker: str = "e"
+
+    @staticmethod
+    def detect_style(names: set[str] | None, styles: Sequence[TensorNameStyle]) -> TensorNameStyle:
+        """Return the style of a folder with these names; the first one for a new folder, as most software reads it."""
+        fits = (one for one in styles if any(name.startswith(one.tower + one.marker) for name in names or ()))
+        return next(fits, styles[0])
+
+    def to_disk_name(self, name: str) -> str:
+        """Return the disk name of a tensor of the text model."""
+        return self.body + name.removeprefix("model.") if name.startswith("model.") else self.head + name
+
+    def to_text_name(self, name: str) -> str | None:
+        """Return the name of a disk tensor in the text model alone, or None if it has no such tensor."""
+        if name.startswith(self.body):
+            return "model." + name.removeprefix(self.body)
+        return name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head.") else None
+
+
+# As published, as transformers 5 saves them, and as it holds them. A tower's names go on with `embeddings` or `encoder`.
+STYLES: tuple[TensorNameStyle, ...] = (
+    TensorNameStyle("vision_tower.vision_model.", "", "language_model.model.", "language_model."),
+    TensorNameStyle("vision_tower.", "", "language_model.model.", "language_model."),
+    TensorNameStyle("model.vision_tower.vision_model.", "model.", "model.language_model.", ""),
+    TensorNameStyle("model.vision_tower.", "model.", "model.language_model.", ""),
+)
+
+
+def text_only_config(model: ModelConfig) -> ModelConfig:
+    """Return the model configuration without the vision encoder."""
+    return model.model_copy(update={"vision": None})
+
+
+def _add_prefix(prefix: str, rules: Sequence[TensorRule]) -> list[TensorRule]:
+    return [replace(rule, disk=prefix + rule.disk) for rule in rules]

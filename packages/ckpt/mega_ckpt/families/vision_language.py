@@ -1,0 +1,315 @@
+"""Vision-language models. LLaVA 1.5 (arXiv:2310.03744): a CLIP or SigLIP vision encoder, a two-layer projector, and a
+text model of any family. LLaVA-NeXT (1.6): images in tiles, with a learned newline embedding after each row of patches.
+Gemma 3 (arXiv:2503.19786): SigLIP with average-pooled patches, a norm and a matrix as projector. Qwen2.5-VL
+(arXiv:2502.13923): multimodal rotary positions (time, row, column) and a vision encoder for images of any shape.
+
+The tokens of an image see one another in the text model, within a window or without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import isqrt
+from typing import Any
+
+from mega_ckpt.families.config_entries import (
+    AllowedValuesEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HfConfigDict,
+    KeyEntry,
+)
+from mega_ckpt.families.disk_layouts import TRANSPOSED, TensorRule
+from mega_ckpt.families.family import split_words
+from mega_ckpt.families.llama_decoders import QWEN2
+from mega_ckpt.families.rope_entries import RopeEntry
+from mega_ckpt.families.vision_family import ACTIVATIONS, PatchConvLayout, TensorNameStyle, VisionLanguageFamily
+from mega_common.model_config import ModelConfig
+from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
+
+TOWER_BUFFERS = r"(.*\.)?(rotary_emb\.inv_freq|embeddings\.position_ids|vision_tower\.(vision_model\.)?head\..*)"
+
+
+@dataclass(frozen=True)
+class FeatureSelectEntry:
+    """Selection of the vision encoder's outputs: `default` drops the first one, the class token of CLIP.
+
+    Of a tower without one it would leave out a patch, which nothing published does.
+    """
+
+    covered_keys: frozenset[str] = frozenset({"vision_feature_select_strategy"})
+    covered_fields: frozenset[str] = frozenset({"feature_class"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the setting; ConfigMismatchError if a patch would be dropped."""
+        kind, chosen = (
+            (raw.get("vision_config") or {}).get("model_type"),
+            raw.get("vision_feature_select_strategy", "default"),
+        )
+        if chosen not in ("default", "full") or (chosen == "default" and kind == "siglip_vision_model"):
+            raise ConfigMismatchError(f"vision_feature_select_strategy = {chosen!r} is not supported with this tower")
+        return {"feature_class": chosen == "full" and kind != "siglip_vision_model"}
+
+    def write_config_keys(self, model: Any) -> dict[str, Any]:
+        """Return the key from the fields of a `VisionConfig`."""
+        full = model.feature_class or not model.class_token
+        return {"vision_feature_select_strategy": "full" if full else "default", "image_seq_length": model.tokens}
+
+
+LLAVA = VisionLanguageFamily(
+    name="llava",
+    architecture="LlavaForConditionalGeneration",
+    entries=(
+        KeyEntry("image_token_index image_token_id", "image_token", 32000),
+        KeyEntry("projector_hidden_act", "projector_activation", "gelu", ACTIVATIONS),
+        KeyEntry("multimodal_projector_bias", "projector_bias", True),
+        KeyEntry("vision_feature_layer", "feature_layer", -2),
+        FeatureSelectEntry(),
+        AllowedValuesEntry({"vision_feature_layers": (None,)}),
+        FixedFieldsEntry(
+            {
+                "projector": "mlp",
+                "pool": 1,
+                "bidirectional": False,
+                "begin_token": None,
+                "end_token": None,
+                "pinpoints": None,
+            }
+        ),
+    ),
+    projector=tuple(
+        TensorRule(f"multi_modal_projector.{part}.{kind}", (f"{PROJECTOR}{part}.{kind}",))
+        for part in ("linear_1", "linear_2")
+        for kind in ("weight", "bias")
+    ),
+    buffers=TOWER_BUFFERS,
+    carried=split_words("ignore_index image_seq_length pad_token_id projector_hidden_act vocab_size"),
+)
+
+
+_USUAL = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]  # where a config.json says nothing
+
+
+@dataclass(frozen=True)
+class GridPinpointsEntry:
+    """Resolutions that an image may be resized to (LLaVA-NeXT)."""
+
+    covered_keys: frozenset[str] = frozenset({"image_grid_pinpoints"})
+    covered_fields: frozenset[str] = frozenset({"pinpoints"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return heights and widths."""
+        return {"pinpoints": raw.get("image_grid_pinpoints") or _USUAL}
+
+    def write_config_keys(self, model: Any) -> dict[str, Any]:
+        """Return the key from the fields of a `VisionConfig`."""
+        return {"image_grid_pinpoints": [list(one) for one in model.pinpoints or ()]}
+
+
+_FIXED: Mapping[str, Any] = {
+    "projector": "mlp", "pool": 1, "bidirectional": False, "begin_token": None, "end_token": None, "feature_class": False,
+    "resize": "stretch",
+}  # fmt: skip
+LLAVA_NEXT = replace(
+    LLAVA,
+    name="llava_next",
+    architecture="LlavaNextForConditionalGeneration",
+    entries=(
+        *(entry for entry in LLAVA.entries if not isinstance(entry, FixedFieldsEntry)),
+        GridPinpointsEntry(),
+        FixedFieldsEntry(_FIXED),
+    ),
+    projector=(TensorRule("image_newline", (f"{PROJECTOR}newline",)), *LLAVA.projector),
+    carried=LLAVA.carried | {"use_image_newline_parameter"},
+)
+
+
+@dataclass(frozen=True)
+class TokensPerImageEntry:
+    """`mm_tokens_per_image`: number of tokens that the patches of an image are average-pooled to."""
+
+    covered_keys: frozenset[str] = frozenset({"mm_tokens_per_image"})
+    covered_fields: frozenset[str] = frozenset({"pool"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the pooling factor per side; ConfigMismatchError if squares do not give that number of tokens."""
+        tokens, tower = raw.get("mm_tokens_per_image", 256), raw.get("vision_config") or {}
+        patches, side = tower.get("image_size", 224) // tower.get("patch_size", 16), isqrt(tokens)
+        if side * side != tokens or not side or patches % side:
+            raise ConfigMismatchError(
+                f"mm_tokens_per_image = {tokens} is no square that divides {patches} x {patches} patches"
+            )
+        return {"pool": patches // side}
+
+    def write_config_keys(self, model: Any) -> dict[str, Any]:
+        """Return the key from the fields of a `VisionConfig`."""
+        return {"mm_tokens_per_image": model.tokens}
+
+
+@dataclass(frozen=True)
+class NoLogitCapEntry:
+    """Check of the text model's logit soft cap, which transformers ignores in a vision-language model."""
+
+    covered_keys: frozenset[str] = frozenset()
+    covered_fields: frozenset[str] = frozenset()
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return no fields; ConfigMismatchError if there is a cap."""
+        cap = (raw.get("text_config") or {}).get("final_logit_softcapping")
+        if cap is not None:
+            raise ConfigMismatchError(
+                f"text_config.final_logit_softcapping = {cap} is not supported (transformers ignores it)"
+            )
+        return {}
+
+    def write_config_keys(self, model: Any) -> dict[str, Any]:
+        """Return no keys."""
+        return {}
+
+
+GEMMA3_VISION = VisionLanguageFamily(
+    name="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    entries=(
+        KeyEntry("image_token_index image_token_id", "image_token", 262_144),
+        KeyEntry("boi_token_index boi_token_id", "begin_token", 255_999),
+        KeyEntry("eoi_token_index eoi_token_id", "end_token", 256_000),
+        TokensPerImageEntry(),
+        NoLogitCapEntry(),
+        FixedFieldsEntry(
+            {
+                "projector": "norm",
+                "bidirectional": True,
+                "feature_layer": -1,
+                "feature_norm": True,
+                "feature_class": False,
+                "pinpoints": None,
+            }
+        ),
+    ),
+    projector=(
+        TensorRule("multi_modal_projector.mm_soft_emb_norm.weight", (f"{PROJECTOR}norm.weight",)),
+        TensorRule("multi_modal_projector.mm_input_projection_weight", (f"{PROJECTOR}linear.weight",), TRANSPOSED),
+    ),
+    buffers=TOWER_BUFFERS,
+    carried=frozenset({"initializer_range"}),
+    towers=("siglip_vision_model",),
+    texts=("gemma3_text",),
+    pixels={"resample": "bilinear"},
+)
+
+
+_SECTIONS = "mrope_section"
+
+
+@dataclass(frozen=True)
+class MultimodalRopeEntry(RopeEntry):
+    """A `RopeEntry` with `mrope_section` in its parameters; rope_type mrope before transformers 5."""
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return `rope` with its sections."""
+        out = super().read_config_keys(raw)
+        given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        return {"rope": out["rope"] | {"sections": given.get(_SECTIONS, [16, 24, 24])}}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return both forms, like `RopeEntry.write_config_keys`."""
+        if model.rope.sections is None:
+            raise ConfigMismatchError("rope.sections must be given")
+        sections = {_SECTIONS: list(model.rope.sections)}
+        plain = model.model_copy(update={"rope": model.rope.model_copy(update={"sections": None})})
+        out = super().write_config_keys(plain)
+        scaling = out["rope_scaling"] or {"rope_type": "default", "type": "mrope"}
+        return out | {
+            "rope_scaling": scaling | sections,
+            "rope_parameters": out["rope_parameters"] | sections,
+        }
+
+
+QWEN2_5_VL_TEXT = replace(
+    QWEN2,
+    name="qwen2_5_vl_text",
+    architecture="Qwen2_5_VLTextModel",
+    entries=tuple(
+        MultimodalRopeEntry(theta=1_000_000.0, aliases={"mrope": "none"}, scalings=frozenset({"none"}))
+        if isinstance(entry, RopeEntry)
+        else entry
+        for entry in QWEN2.entries
+    ),
+)
+
+
+def qwen_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
+    """Return the rules of the vision encoder's tensors, below its prefix."""
+    assert vision.native is not None
+    layer = {
+        "input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn.o_proj": "attn.proj",
+        **{f"mlp.{x}_proj": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+    }  # fmt: skip
+    return (
+        TensorRule(
+            "patch_embed.proj.weight", (f"{TOWER}embed_patches.weight",), PatchConvLayout(frames=vision.native.frames)
+        ),
+        *(
+            TensorRule(f"blocks.{{i}}.{theirs}.{kind}", (f"{TOWER}layers.{{i}}.{ours}.{kind}",))
+            for ours, theirs in layer.items()
+            for kind in ("weight", "bias")
+        ),
+        *(
+            TensorRule(
+                f"blocks.{{i}}.attn.qkv.{kind}", tuple(f"{TOWER}layers.{{i}}.self_attn.{x}_proj.{kind}" for x in "qkv")
+            )
+            for kind in ("weight", "bias")
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class OutHiddenSizeEntry:
+    """`out_hidden_size` of the vision encoder, which must equal the text model's width."""
+
+    covered_keys: frozenset[str] = frozenset()
+    covered_fields: frozenset[str] = frozenset()
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return no fields; ConfigMismatchError if the two differ."""
+        out, text = (raw.get("vision_config") or {}).get("out_hidden_size"), raw.get("text_config") or raw
+        if out is not None and out != text.get("hidden_size", out):
+            raise ConfigMismatchError(
+                f"vision_config.out_hidden_size = {out} is not hidden_size = {text['hidden_size']}"
+            )
+        return {}
+
+    def write_config_keys(self, model: Any) -> dict[str, Any]:
+        """Return no keys."""
+        return {}
+
+
+_MERGER = {"ln_q": "norm", "mlp.0": "linear_1", "mlp.2": "linear_2"}
+QWEN2_5_VL = VisionLanguageFamily(
+    name="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    text=QWEN2_5_VL_TEXT,
+    entries=(
+        KeyEntry("image_token_id", "image_token", 151_655),
+        KeyEntry("vision_start_token_id", "begin_token", 151_652),
+        KeyEntry("vision_end_token_id", "end_token", 151_653),
+        OutHiddenSizeEntry(),
+    ),
+    tower=qwen_encoder_rules,
+    styles=(
+        TensorNameStyle("visual.", "visual.", "model.", "", ""),
+        TensorNameStyle("model.visual.", "model.visual.", "model.language_model.", "", ""),
+    ),
+    flat=True,
+    projector=tuple(
+        TensorRule(f"merger.{theirs}.{kind}", (f"{PROJECTOR}{ours}.{kind}",))
+        for theirs, ours in _MERGER.items()
+        for kind in ("weight", "bias")
+    ),
+    buffers=r"(.*\.)?(rotary_emb|rotary_pos_emb)\.inv_freq",
+    carried=split_words("initializer_range video_token_id vision_token_id"),
+    towers=("qwen2_5_vl_vision", "qwen2_5_vl"),
+    texts=("qwen2_5_vl_text",),
+)

@@ -1,0 +1,218 @@
+"""Sliding windows in config.json: which layers have one, and its size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict, layer_indices
+from mega_common.model_config import ModelConfig
+
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class UniformWindowEntry:
+    """One sliding window in every layer, or none. A list of layer types, which transformers' caches use, must agree.
+
+    Attributes:
+        size: the window where the key is absent.
+        supports_windows: whether the family's code has windows at all.
+    """
+
+    size: int | None = None
+    supports_windows: bool = True
+    covered_keys: frozenset[str] = frozenset({"sliding_window", "layer_types"})
+    covered_fields: frozenset[str] = frozenset({"sliding_window"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the window."""
+        size = raw.get("sliding_window", self.size)
+        if size is not None and not self.supports_windows:
+            if raw.get("use_sliding_window", True):
+                raise ConfigMismatchError(f"sliding_window = {size!r} is not supported (only None)")
+            size = None
+        check_layer_types(raw, size)
+        return {"sliding_window": size}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the window size if the family has the key."""
+        if self.supports_windows:
+            return {"sliding_window": model.sliding_window}
+        if model.sliding_window is not None:
+            raise ConfigMismatchError(f"sliding_window must be None, not {model.sliding_window!r}")
+        return {}
+
+
+@dataclass(frozen=True)
+class LayerTypesEntry:
+    """A window size and a list of layer types; without the list, every n-th layer has full attention.
+
+    Attributes:
+        size: the window where the key is absent.
+        every: layers `every - 1`, `2 every - 1`, ... have no window; None: all have.
+        every_keys: keys that say so, if the family has one.
+    """
+
+    size: int | None
+    every: int | None
+    every_keys: tuple[str, ...] = ()
+    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return frozenset({"sliding_window", "layer_types", *self.every_keys})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the window and the full-attention layers."""
+        layers, size = layer_indices(raw), raw.get("sliding_window", self.size)
+        every = next((raw[key] for key in self.every_keys if raw.get(key)), self.every)
+        full = [(layer + 1) % every == 0 if every else not size for layer in layers]
+        return window_fields(raw.get("layer_types") or window_layer_types(full), size, layers)
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the types of all layers, and a size even if no layer uses it, since some classes require one."""
+        return {"sliding_window": model.sliding_window or self.size, "layer_types": model_layer_types(model)}
+
+
+@dataclass(frozen=True)
+class QwenWindowEntry:
+    """Qwen's sliding window: a switch, a size, the first layer that has it, and the redundant list of layer types.
+
+    Attributes:
+        size, first: what transformers takes where the keys are absent.
+        alternating: without a list, every second of the layers *before* `max_window_layers` has a window instead.
+    """
+
+    size: int = 4096
+    first: int = 28
+    alternating: bool = False
+    covered_keys: frozenset[str] = frozenset(
+        {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+    )
+    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the window and the full-attention layers."""
+        layers, first = layer_indices(raw), raw.get("max_window_layers", self.first)
+        size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
+        full = [layer % 2 == 1 or layer >= first if self.alternating else layer < first for layer in layers]
+        return window_fields(
+            raw.get("layer_types") or window_layer_types([each or not size for each in full]), size, layers
+        )
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the types of all layers, and the first layer with a window."""
+        kinds = model_layer_types(model)
+        used = _LOCAL in kinds
+        return {
+            "use_sliding_window": used,
+            "sliding_window": model.sliding_window if used else None,
+            "max_window_layers": kinds.index(_LOCAL) if used else model.num_layers,
+            "layer_types": kinds,
+        }
+
+
+@dataclass(frozen=True)
+class SwitchedWindowEntry:
+    """One sliding window in every layer or none, with Qwen's switch."""
+
+    size: int = 4096
+    covered_keys: frozenset[str] = frozenset(
+        {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+    )
+    covered_fields: frozenset[str] = frozenset({"sliding_window"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the window if it is switched on; transformers ignores `max_window_layers`."""
+        size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
+        check_layer_types(raw, size)
+        return {"sliding_window": size}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return switch and size."""
+        return {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window}
+
+
+@dataclass(frozen=True)
+class RopeInWindowsEntry:
+    """Sliding windows with rotary positions in most layers; every n-th layer has full attention without positions
+    (Command R7B).
+
+    Attributes:
+        every_key: the key that says how many, where there is no list of kinds.
+        none_rotates_all: without any window all layers rotate, as in EXAONE 4.
+    """
+
+    every_key: str
+    none_rotates_all: bool = False
+    size: int = 4096
+    every: int = 4
+    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers", "no_rope_layers"})
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return frozenset({"sliding_window", "layer_types", self.every_key})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the window, and the layers without window and rotary positions."""
+        layers, size = layer_indices(raw), raw.get("sliding_window", self.size)
+        if size is None and self.none_rotates_all:
+            check_layer_types(raw, size)
+            return {"sliding_window": None, "full_attention_layers": None, "no_rope_layers": None}
+        kinds, every = raw.get("layer_types"), raw.get(self.every_key, self.every)
+        if not kinds and not isinstance(every, int):
+            raise ConfigMismatchError(f"{self.every_key} = {every!r} is not supported (only a number)")
+        kinds = kinds or window_layer_types([(layer + 1) % every == 0 for layer in layers])
+        fields = window_fields(kinds, size, layers)
+        return {**fields, "no_rope_layers": [layer for layer, kind in enumerate(kinds) if kind == _FULL] or None}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the types of all layers, and a size even if no layer uses it."""
+        layers = range(model.num_layers)
+        full = [layer for layer in layers if model.get_attention_window(layer) is None]
+        unrotated = [layer for layer in layers if not model.has_rotary_positions(layer)]
+        if self.none_rotates_all and not unrotated and len(full) == len(layers):
+            return {"sliding_window": None, "layer_types": model_layer_types(model)}
+        if unrotated != full:
+            raise ConfigMismatchError(f"no_rope_layers must be the layers without a window, {full}, not {unrotated}")
+        return {"sliding_window": model.sliding_window or self.size, "layer_types": model_layer_types(model)}
+
+
+def check_layer_types(raw: HfConfigDict, size: int | None) -> None:
+    """Check that a list of layer types, which the family ignores, agrees with the family's window in each layer.
+
+    Raises:
+        MismatchError: when it does not.
+    """
+    kind = _LOCAL if size else _FULL
+    if any(each != kind for each in raw.get("layer_types") or ()):
+        raise ConfigMismatchError(f"layer_types is not supported where it names layers other than {kind}")
+
+
+def model_layer_types(model: ModelConfig) -> list[str]:
+    """Return transformers' type of each layer of `model`."""
+    return window_layer_types([model.get_attention_window(layer) is None for layer in range(model.num_layers)])
+
+
+def window_layer_types(full: Sequence[bool]) -> list[str]:
+    """Return transformers' types of layers without (True) and with a window."""
+    return [_FULL if each else _LOCAL for each in full]
+
+
+def window_fields(kinds: Any, size: int | None, layers: Sequence[int]) -> dict[str, Any]:
+    """Return `ModelConfig`'s window fields for layers of these types."""
+    if not isinstance(kinds, list) or not set(kinds) <= {_FULL, _LOCAL}:
+        strange = sorted(set(map(str, kinds)) - {_FULL, _LOCAL}) if isinstance(kinds, list) else kinds
+        raise ConfigMismatchError(f"layer_types: {strange} is not supported (only {_FULL} and {_LOCAL})")
+    if len(kinds) != len(layers):
+        raise ConfigMismatchError(f"layer_types names {len(kinds)} layers, but num_hidden_layers = {len(layers)}")
+    if _LOCAL not in kinds:
+        return {"sliding_window": None}
+    if not size:
+        raise ConfigMismatchError(f"layer_types has layers of {_LOCAL}, but there is no sliding_window")
+    full = [layer for layer, kind in enumerate(kinds) if kind == _FULL]
+    return {"sliding_window": size, "full_attention_layers": full or None}

@@ -1,0 +1,134 @@
+"""Lazily read tensors of any file format, and a source of canonical tensors made from them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.families.disk_layouts import DiskTensor, TensorSlice
+from mega_ckpt.tensor_pieces import TensorBox, TensorShape, copy_overlap, crop_tensor
+from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
+from mega_common.object_store import Location
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor on disk that is read on demand.
+
+    Attributes:
+        path: the file it is in.
+        dtype: of what `read` gives.
+        shape: the same.
+        read: gives the whole tensor, as a view of the file where it can be.
+        costly: whether reading fetches or computes the tensor, so that it is kept until the next one is read.
+    """
+
+    path: Location
+    dtype: torch.dtype
+    shape: TensorShape
+    read: Callable[[], Tensor]
+    costly: bool = False
+
+
+class DiskSource:
+    """Weights in files with their own names and layouts. At most one costly tensor is kept in memory.
+
+    `quantization` tells how those are that are not stored as they are read.
+
+    Raises:
+        CheckpointError: from the constructor, when parts of one canonical tensor have two dtypes.
+    """
+
+    def __init__(
+        self,
+        place: Location,
+        model: ModelConfig,
+        table: Mapping[str, DiskTensor],
+        disk: Mapping[str, LazyTensor],
+        quantised: str | None = None,
+    ) -> None:
+        self.place, self.quantization = place, quantised
+        self.model: ModelConfig = model
+        self._disk = disk
+        self._shapes = canonical_tensors(model)
+        self._places = _locate_tensors(table)
+        self._buffers = [name for name in disk if name not in table]
+        self._kept: dict[str, Tensor] = {}
+        self._check_dtypes()
+
+    def weight_files(self) -> Sequence[Location]:
+        """Return the files that hold the tensors."""
+        return sorted({stored.path for stored in self._disk.values()}, key=str)
+
+    def tensor_names(self) -> Sequence[str]:
+        """Return the canonical names, in the order of the forward pass."""
+        return list(self._shapes)
+
+    def tensor_shape(self, name: str) -> TensorShape:
+        """Return the global shape of a tensor."""
+        return self._shapes[name]
+
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Return the stored dtype of a tensor; for a quantized one the dtype it is read in."""
+        disk, _ = self._places[name][0]
+        return self._disk[disk.name].dtype
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Read a whole tensor: a view of the file, unless it is assembled from several disk tensors."""
+        shape = self.tensor_shape(name)
+        return self.read_tensor_slice(name, (0,) * len(shape), shape)
+
+    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
+        """Read a rectangle of a tensor: a view of the file, unless it is assembled from several disk tensors."""
+        places = self._places[name]
+        if len(places) == 1:
+            return crop_tensor(self._view(*places[0]), offset, shape)
+        out = torch.empty(shape, dtype=self.tensor_dtype(name))
+        for disk, slab in places:
+            if all(a < b + n and b < a + m for a, m, b, n in zip(offset, shape, slab.offset, slab.shape, strict=True)):
+                copy_overlap(TensorBox(offset, out), TensorBox(slab.offset, self._view(disk, slab)))
+        return out
+
+    def buffer_names(self) -> Sequence[str]:
+        """Return the names of the tensors on disk that are not weights."""
+        return self._buffers
+
+    def read_buffer(self, name: str) -> Tensor:
+        """Read one buffer."""
+        return self._disk[name].read()
+
+    def _view(self, disk: DiskTensor, slab: TensorSlice) -> Tensor:
+        views = disk.slice_views(self._read_disk_tensor(disk.name))
+        return next(view for each, view in views if each == slab)
+
+    def _read_disk_tensor(self, name: str) -> Tensor:
+        """Read a disk tensor. A costly one is kept until the next one, because it is read in blocks."""
+        stored = self._disk[name]
+        if not stored.costly:
+            return stored.read()
+        if name not in self._kept:
+            self._kept.clear()
+            self._kept[name] = stored.read()
+        return self._kept[name]
+
+    def _check_dtypes(self) -> None:
+        """Check that all disk tensors of one canonical tensor have the same dtype."""
+        for name, places in self._places.items():
+            for disk, _ in places:
+                if self._disk[disk.name].dtype != self.tensor_dtype(name):
+                    raise CheckpointError(f"{self.place}: {disk.name} has another dtype than {places[0][0].name}")
+
+
+def _locate_tensors(table: Mapping[str, DiskTensor]) -> Mapping[str, list[tuple[DiskTensor, TensorSlice]]]:
+    """Return the disk tensors and slices that make up each canonical tensor, without duplicates."""
+    found: defaultdict[str, dict[TensorShape, tuple[DiskTensor, TensorSlice]]] = defaultdict(dict)
+    for disk in table.values():
+        for slab in disk.slabs:
+            found[slab.name].setdefault(slab.offset, (disk, slab))
+    return {name: list(places.values()) for name, places in found.items()}

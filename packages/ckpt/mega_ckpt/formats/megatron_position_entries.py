@@ -1,0 +1,173 @@
+"""Megatron's settings of positions, and of latent attention with its own rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict
+from mega_ckpt.formats.megatron_entries import MultiKeyEntry
+from mega_ckpt.formats.safe_pickles import split_words
+from mega_common.model_config import ModelConfig, RopeConfig
+
+POSITIONS: Mapping[str, str] = {
+    "learned_absolute": "learned",
+    "rope": "rope",
+    "yarn": "rope",
+    "none": "none",
+    "relative": "relative",
+}
+# What Megatron's rope scaling has built in; only the factor can be given.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
+WHOLE = "yarn_correction_range_round_to_int"
+
+
+@dataclass(frozen=True)
+class PositionsEntry(MultiKeyEntry):
+    """Kind of positions, and the rotary settings."""
+
+    covered_keys: frozenset[str] = split_words(
+        f"""position_embedding_type use_rotary_position_embeddings rotary_base rotary_percent use_rope_scaling
+        rope_scaling_factor rotary_scaling_factor rotary_seq_len_interpolation_factor mscale mscale_all_dim
+        yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow {WHOLE} rotary_interleaved"""
+    )
+    covered_fields: frozenset[str] = frozenset({"position", "rope"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return `position`, and `rope` if it is rotary; YaRN never interleaves, and rotates whole heads."""
+        kind = _position_kind(raw)
+        if POSITIONS[kind] != "rope":  # relative ones are `EncoderDecoder`'s
+            return {"position": POSITIONS[kind]}
+        if kind == "yarn":
+            return {"position": "rope", "rope": _read_yarn(raw, "yarn_") | {"truncate": raw.get(WHOLE) is not False}}
+        rope = {"fraction": float(raw.get("rotary_percent", 1.0)), "interleaved": bool(raw.get("rotary_interleaved"))}
+        return {"position": "rope", "rope": rope | _rope_theta(raw) | _scaling_without_yarn(raw)}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return position kind and rotary settings."""
+        rope = model.rope
+        yarn = rope.scaling == "yarn" and model.position == "rope"
+        names = {ours: theirs for theirs, ours in POSITIONS.items() if theirs != "yarn"}
+        return {
+            "position_embedding_type": "yarn" if yarn else names[model.position],
+            "rotary_base": int(rope.theta),
+            "rotary_percent": rope.fraction,
+            "rotary_interleaved": rope.interleaved,
+            "use_rope_scaling": rope.scaling == "llama3",
+            "rope_scaling_factor": rope.factor if rope.scaling == "llama3" else 8.0,
+            "rotary_seq_len_interpolation_factor": int(rope.factor) if rope.scaling == "linear" else None,
+            **(_write_yarn(rope, "yarn_") | {WHOLE: rope.truncate} if yarn else {}),
+        }
+
+
+def _position_kind(raw: HfConfigDict) -> str:
+    kind = (
+        "rope" if raw.get("use_rotary_position_embeddings") else raw.get("position_embedding_type", "learned_absolute")
+    )
+    if kind not in POSITIONS or (kind == "relative" and not raw.get("is_encoder_decoder")):
+        raise ConfigMismatchError(f"positions of kind {kind!r} are not supported")
+    return str(kind)
+
+
+def _rope_theta(raw: HfConfigDict) -> dict[str, Any]:
+    return {"theta": float(raw.get("rotary_base", 10_000))}
+
+
+def _scaling_without_yarn(raw: HfConfigDict) -> dict[str, Any]:
+    """Return the context extension settings other than YaRN."""
+    factor = raw.get("rotary_seq_len_interpolation_factor")
+    if raw.get("use_rope_scaling"):
+        return LLAMA3 | {"scaling": "llama3", "factor": raw.get("rope_scaling_factor", 8.0)}
+    return {"scaling": "linear", "factor": float(factor)} if factor else {}
+
+
+def _read_yarn(raw: HfConfigDict, prefix: str) -> dict[str, Any]:
+    """Return YaRN's settings, some keys of which begin with `prefix`; the two mscale factors apply only together."""
+    out = _rope_theta(raw) | {
+        "scaling": "yarn",
+        "factor": raw.get("rotary_scaling_factor", 1.0),
+        "original_max_position": raw.get(f"{prefix}original_max_position_embeddings") or 4096,
+        "beta_fast": raw.get(f"{prefix}beta_fast") or 32.0,
+        "beta_slow": raw.get(f"{prefix}beta_slow") or 1.0,
+    }
+    one, every = raw.get("mscale", 1.0), raw.get("mscale_all_dim", 0.0)
+    if one and every:
+        return out | {"mscale": one, "mscale_all_dim": every}
+    if every or one not in (None, 1.0):
+        raise ConfigMismatchError(f"mscale = {one} with mscale_all_dim = {every} is not supported")
+    return out
+
+
+def _write_yarn(rope: RopeConfig, prefix: str) -> dict[str, Any]:
+    both = rope.mscale and rope.mscale_all_dim
+    return {
+        "rotary_scaling_factor": rope.factor,
+        f"{prefix}original_max_position_embeddings": rope.original_max_position,
+        f"{prefix}beta_fast": rope.beta_fast,
+        f"{prefix}beta_slow": rope.beta_slow,
+        "mscale": rope.mscale if both else 1.0,
+        "mscale_all_dim": rope.mscale_all_dim if both else 0.0,
+    }
+
+
+@dataclass(frozen=True)
+class MegatronMlaEntry(MultiKeyEntry):
+    """Multi-head latent attention (MLA), with its own head sizes, norms and YaRN default."""
+
+    covered_keys: frozenset[str] = split_words(
+        """multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
+        original_max_position_embeddings beta_fast beta_slow"""
+    )
+    covered_fields: frozenset[str] = frozenset({"mla"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return `mla`, and the settings it implies."""
+        if not raw.get("multi_latent_attention"):
+            return {}
+        self._check_supported(raw)
+        mla = {
+            "q_lora_rank": raw.get("q_lora_rank"),
+            "kv_lora_rank": raw.get("kv_lora_rank", 32),
+            "qk_nope_head_dim": raw.get("qk_head_dim", 128),
+            "qk_rope_head_dim": raw.get("qk_pos_emb_head_dim", 64),
+            "v_head_dim": raw.get("v_head_dim", 128),
+            "norm_eps": raw.get("norm_epsilon", 1e-5),
+        }
+        yarn = (raw.get("rope_type") or "yarn") == "yarn"
+        rope = _read_yarn(raw, "") if yarn else _rope_theta(raw) | {"fraction": float(raw.get("rotary_percent", 1.0))}
+        alone = {"qk_norm": False, "qkv_bias": False, "head_dim": None, "num_kv_heads": None, "position": "rope"}
+        return {"mla": mla, "rope": rope | {"interleaved": True}, **alone}
+
+    def _check_supported(self, raw: HfConfigDict) -> None:
+        if not raw.get("qk_layernorm"):
+            raise ConfigMismatchError("multi_latent_attention without qk_layernorm is not supported")
+        if POSITIONS[_position_kind(raw)] == "learned":
+            raise ConfigMismatchError("multi_latent_attention with learned positions is not supported")
+        if raw.get("layernorm_zero_centered_gamma", raw.get("apply_layernorm_1p")):
+            raise ConfigMismatchError(
+                "multi_latent_attention with apply_layernorm_1p is not supported: latents' norms have no 1 +"
+            )
+        if raw.get("rope_type") == "rope" and raw.get("mscale_all_dim") and raw.get("rotary_scaling_factor", 1.0) > 1:
+            raise ConfigMismatchError("mscale_all_dim is not supported without YaRN")
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the sizes."""
+        mla = model.mla
+        if mla is None:
+            return {"multi_latent_attention": False}
+        yarn = model.rope.scaling == "yarn"
+        return {
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "group_query_attention": False,
+            "q_lora_rank": mla.q_lora_rank,
+            "kv_lora_rank": mla.kv_lora_rank,
+            "qk_head_dim": mla.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+            "v_head_dim": mla.v_head_dim,
+            "rope_type": "yarn" if yarn else "rope",
+            "position_embedding_type": "rope",
+            "rotary_interleaved": False,  # it always is, and Megatron refuses to be told
+            **(_write_yarn(model.rope, "") if yarn else {}),
+        }

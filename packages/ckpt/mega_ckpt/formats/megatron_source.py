@@ -1,0 +1,217 @@
+"""Weight source of a Megatron-Core checkpoint, in either of its formats: finds the folder, its settings and its
+tensors.
+
+Neither Megatron nor a GPU is needed, and nothing is unpickled but through `pickles`.
+
+iter_0000100/run_config.yaml                      Megatron-Bridge: `model`
+    checkpoint/context/model.yaml, checkpoint/weights NeMo 2: `config`
+
+Both hold the fields of Megatron-Core's TransformerConfig, which are mostly called as the arguments are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.formats import megatron_dist, megatron_legacy
+from mega_ckpt.formats.megatron_args import read_megatron_args
+from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronTensorReader
+from mega_ckpt.formats.megatron_names import megatron_parts
+from mega_ckpt.formats.megatron_optimizer import read_optimizer_state
+from mega_ckpt.tensor_pieces import TensorShape
+from mega_ckpt.training_state import ConvertedTraining
+from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
+from mega_common.progress_logging import logger
+from mega_common.strict_config import load_yaml_mapping
+
+BRIDGE, NEMO = "run_config.yaml", "context/model.yaml"
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "seq_length": "max_position_embeddings",
+    "layernorm_epsilon": "norm_epsilon",
+}
+_GATED = {"silu": {"swiglu": True}, "quick_gelu": {"quick_geglu": True}}
+_PLAIN: Mapping[str, Mapping[str, Any]] = {
+    "gelu": {"bias_gelu_fusion": False}, "squared_relu": {"squared_relu": True}, "openai_gelu": {"openai_gelu": True},
+}  # fmt: skip
+
+
+def read_provider_args(folder: Path) -> dict[str, Any]:
+    """Return Megatron's `args` of a model of NeMo or Megatron-Bridge in the folder of one iteration; empty without
+    their files.
+
+    Raises:
+        CheckpointError: when the model has an activation that Megatron's arguments cannot say.
+    """
+    for path, section in ((folder / BRIDGE, "model"), (folder.parent / NEMO, "config")):
+        if path.is_file():
+            said = load_yaml_mapping(path).get(section)
+            return _args(said, path) if isinstance(said, Mapping) else {}
+    return {}
+
+
+def _args(said: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    out = {_RENAMED.get(key, key): value for key, value in said.items() if not isinstance(value, Mapping)}
+    heads, groups = said.get("num_attention_heads"), said.get("num_query_groups")
+    return out | _activation(said, path) | {
+        "group_query_attention": groups is not None and groups != heads,
+        "untie_embeddings_and_output_weights": not said.get("share_embeddings_and_output_weights", True),
+    }  # fmt: skip
+
+
+def _activation(said: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    value = said.get("activation_func") or "gelu"
+    name = str(value.get("_target_") if isinstance(value, Mapping) else value).rpartition(".")[2].strip("'<> ")
+    known = _GATED if said.get("gated_linear_unit") else _PLAIN
+    if name not in known:
+        gate = " as a gate" if said.get("gated_linear_unit") else ""
+        raise CheckpointError(f"{path}: activation_func {name}{gate} has no counterpart among Megatron's arguments")
+    return dict(known[name])
+
+
+WEIGHTS = ("weights", "model_weights")  # of a folder of NeMo 2, and of an unpacked archive of NeMo 1
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def is_megatron_folder(folder: Path) -> bool:
+    """Return whether `folder` looks like a checkpoint of Megatron, or contains some."""
+    hugging = (folder / "config.json").exists() and not (
+        folder / megatron_dist.FORMAT
+    ).exists()  # beside weights of FSDP, say
+    return (
+        (folder / TRACKER).exists()
+        or ((folder / ".metadata").exists() and not hugging)
+        or (folder / megatron_dist.COMMON).exists()
+        or _nemo_weights_folder(folder) is not None
+        or any(folder.glob("mp_rank_*/model_optim_rng.pt"))
+        or any(folder.glob("mp_rank_*/model_rng.pt"))
+        or any(folder.glob("iter_[0-9]*"))
+    )
+
+
+def iteration_folder(folder: Path) -> Path:
+    """Return the folder of one iteration: `folder` itself, the one in its tracker file, or NeMo's weights folder.
+
+    Raises:
+        CheckpointError: when the tracker is empty or names none that is there.
+    """
+    tracker = folder / TRACKER
+    if (inside := _nemo_weights_folder(folder)) is not None:
+        return inside
+    if not tracker.exists():
+        found = sorted(path.name for path in folder.glob("iter_[0-9]*") if path.is_dir())
+        if not found or (folder / ".metadata").exists():
+            return folder
+        raise CheckpointError(f"{folder}: there is no {TRACKER}", hint=f"give the folder itself: {folder / found[-1]}")
+    text = tracker.read_text(errors="replace").strip()
+    if text != "release" and not text.isdecimal():
+        what = "is empty" if not text else f"says {text[:40]!r}"
+        raise CheckpointError(
+            f"{tracker}: {what}, instead of an iteration or 'release'", hint="give the iter_ folder itself"
+        )
+    named = folder / (text if text == "release" else f"iter_{int(text):07d}")
+    if not named.is_dir():
+        raise CheckpointError(f"{tracker}: says {text}, but there is no {named.name}", hint="was the save interrupted?")
+    return named
+
+
+def _nemo_weights_folder(folder: Path) -> Path | None:
+    """Return the folder in which NeMo has the weights, or None."""
+    held = (folder / name for name in WEIGHTS)
+    return next(
+        (one for one in held if any((one / file).exists() for file in (".metadata", megatron_dist.COMMON))), None
+    )
+
+
+def read_megatron_contents(folder: Path) -> MegatronContents:
+    """Open a checkpoint of Megatron without reading its tensors.
+
+    Raises:
+        CheckpointError: when it is in neither format, or damaged.
+    """
+    folder = iteration_folder(folder)
+    if (folder / ".metadata").exists():
+        return megatron_dist.read_dist_checkpoint(folder)
+    if any(folder.glob("mp_rank_*")):
+        return megatron_legacy.read_legacy_checkpoint(folder)
+    raise CheckpointError(
+        f"{folder}: neither a torch_dist checkpoint (.metadata) nor one of mp_rank_ folders",
+        hint="other formats (zarr, fsdp_dtensor): save it again with --ckpt-format torch_dist, in NeMo with dist_ckpt_format: torch_dist",
+    )
+
+
+class MegatronSource:
+    """The weights in a checkpoint of Megatron.
+
+    Args:
+        folder: what holds the tracker file, or the folder of one iteration.
+        settings: fields of `ModelConfig` that are not in the checkpoint, or replace what it says.
+
+    Raises:
+        CheckpointError: naming file, setting or tensor, when it cannot be used.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder
+        self.contents = read_megatron_contents(folder)
+        args = self.contents.args or read_provider_args(iteration_folder(folder))
+        self.model: ModelConfig = read_megatron_args(args, folder, settings)
+        if not args.get("vocab_size") and "vocab_size" not in (settings or {}):
+            rows = self.model.vocab_size
+            logger.warning("%s: does not say how many tokens there are; all %d padded rows are taken", folder, rows)
+        layers = self.model.num_layers + self.model.mtp_layers
+        if layers > self.contents.count:
+            raise CheckpointError(f"{folder}: {layers} layers, but only {self.contents.count} tensors")
+        self._shapes = canonical_tensors(self.model)
+        self._parts = megatron_parts(self.model)
+        self._weights = MegatronTensorReader(self._parts, self.contents.tensors(self._parts), folder)
+
+    def tensor_names(self) -> Sequence[str]:
+        """Return the canonical names, in the order of the forward pass."""
+        return list(self._shapes)
+
+    def tensor_shape(self, name: str) -> TensorShape:
+        """Return the global shape of a tensor."""
+        return self._shapes[name]
+
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Return the stored dtype of a tensor."""
+        return self._weights.tensor_dtype(name)
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Read a whole tensor."""
+        shape = self.tensor_shape(name)
+        return self.read_tensor_slice(name, (0,) * len(shape), shape)
+
+    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
+        """Read a rectangle of a tensor: a view of the file if it is stored in one piece, else assembled."""
+        return self._weights.read_tensor_slice(name, offset, shape)
+
+    def read_training_state(self) -> ConvertedTraining:
+        """Return the optimizer state to resume from, besides the weights.
+
+        Raises:
+            StaysBehindError: why it cannot be taken from this checkpoint.
+        """
+        return read_optimizer_state(
+            self.contents, self._parts, self.folder, self.model, self.tensor_dtype(self.tensor_names()[0])
+        )
+
+    def buffer_names(self) -> Sequence[str]:
+        """Return no buffers: everything is a weight."""
+        return []
+
+    def read_buffer(self, name: str) -> Tensor:
+        """Raise KeyError: there are no buffers."""
+        raise KeyError(name)
+
+    def asset_files(self) -> Mapping[str, Path | bytes]:
+        """Return no files: Megatron keeps the tokenizer elsewhere."""
+        return {}

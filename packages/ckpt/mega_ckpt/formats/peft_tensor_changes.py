@@ -1,0 +1,315 @@
+"""Tensors of a model that a PEFT adapter replaces or changes without a LoRA adapter in mega, and options of its
+adapter_config.json.
+
+    lm_head.weight, model.embed_tokens.weight, ...bias    saved whole (modules_to_save, bias), or as `base_layer.weight`
+    model.embed_tokens.lora_embedding_A [r, V], _B [D, r] LoRA of an embedding
+    lm_head.lora_A.weight, .lora_B.weight                 LoRA of any other matrix
+    q_proj.lora_B.bias [N]                                lora_bias: scaled, and added to the base's bias
+    model.embed_tokens.token_adapter.trainable_tokens_delta [n, D]  new rows of some tokens
+
+Legend: D model width, V vocabulary, N output width, r rank, n tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.canonical_tensors import EMBEDDING, HEAD
+from mega_ckpt.families import ModelFamily
+from mega_ckpt.families.disk_layouts import TRANSPOSED, DiskTensor
+from mega_ckpt.lora_adapter import UntiedSource
+from mega_ckpt.lora_tensors import MAGNITUDE, A, B
+from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
+from mega_common.errors import CheckpointError
+
+_MERGE = (
+    "merge the adapter with PEFT (merge_and_unload, save_pretrained) where PEFT can, and give mega the merged folder"
+)
+_TYPES = ("LORA", "TRAINABLE_TOKENS")
+# Followed, or read from the tensors themselves.
+_FOLLOWED = frozenset([
+    "peft_type", "r", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "bias", "lora_bias", "init_lora_weights",
+    "fan_in_fan_out", "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern", "modules_to_save",
+    "trainable_token_indices", "token_indices", "ensure_weight_tying", "lora_dropout",
+])  # fmt: skip
+# Only for initialization, training or bookkeeping.
+_WITHOUT_EFFECT = frozenset([
+    "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "runtime_config", "init_weights",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "megatron_core", "qalora_group_size",
+    "merge_weights", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr",
+])  # fmt: skip
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+_BIASES = ("none", "all", "lora_only", None)
+
+
+def check_peft_options(config: Mapping[str, Any], where: object) -> None:
+    """Reject an adapter whose options change its result in an unsupported way.
+
+    Raises:
+        CheckpointError: naming the option and its value.
+    """
+    kind = config.get("peft_type", "LORA")
+    if kind not in _TYPES:
+        raise CheckpointError(
+            f"{where}: peft_type = {kind!r} is not supported; mega reads {' and '.join(_TYPES)}", hint=_MERGE
+        )
+    for key, value in config.items():
+        known = key in _FOLLOWED or key in _WITHOUT_EFFECT
+        if not known and value is not None and value is not False and value not in ({}, [], ""):
+            raise CheckpointError(f"{where}: {key} = {value!r} is not supported", hint=_MERGE)
+    if config.get("bias") not in _BIASES:
+        raise CheckpointError(f"{where}: bias = {config['bias']!r} is not supported", hint=_MERGE)
+    init = config.get("init_lora_weights")
+    if init not in _INITS:
+        raise CheckpointError(
+            f"{where}: init_lora_weights = {init!r} is not supported, because PEFT may change the base weights with it",
+            hint="save with path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter",
+        )
+
+
+def alpha_of_module(config: Mapping[str, Any], module: str) -> float:
+    """Return alpha of a module, by its name in transformers: of the first pattern that matches, else lora_alpha."""
+    patterns = config.get("alpha_pattern") or {}
+    own = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+    return float(next(own, config.get("lora_alpha", 8)))
+
+
+def scale_of_module(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return the factor of B A of a module."""
+    return alpha_of_module(config, module) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+if TYPE_CHECKING:
+    from mega_ckpt.source import WeightSource
+
+ReadTensor = Callable[[str], Tensor]
+_EMBEDDING_A, _EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
+_ROWS = (".token_adapter.trainable_tokens_delta", ".trainable_tokens_delta")
+_BIAS = ".lora_B.bias"
+
+
+@dataclass(frozen=True)
+class TensorChange:
+    """Changes to one tensor W as stored by transformers; keys are names of tensors in the adapter's file.
+
+    Attributes:
+        saved: W itself.
+        down, up: A and B; with `embedding` W gains (B A) transposed.
+        scale: factor of B A, or of `bias`.
+        magnitude: length of each row of the result, or with `embedding` of each column (DoRA).
+        rows, tokens: new rows of W, and their numbers.
+        bias: what is added to W, a bias.
+    """
+
+    saved: str | None = None
+    down: str | None = None
+    up: str | None = None
+    embedding: bool = False
+    scale: float = 1.0
+    magnitude: str | None = None
+    rows: str | None = None
+    tokens: tuple[int, ...] = ()
+    bias: str | None = None
+
+    def apply_change(self, held: Tensor, read: ReadTensor) -> Tensor:
+        """Return the changed W, in the dtype of `held`, which has outputs as rows."""
+        out = held if self.saved is None else read(self.saved).to(held.dtype)
+        if self.rows is not None:
+            out = out.index_copy(0, torch.tensor(self.tokens), read(self.rows).to(held.dtype))
+        if self.bias is not None:
+            out = out + self.scale * read(self.bias).to(held.dtype)
+        if self.down is not None and self.up is not None:
+            product = read(self.up).to(held.dtype) @ read(self.down).to(held.dtype)
+            out = out + self.scale * (product.t() if self.embedding else product)
+        if self.magnitude is not None:
+            lengths = read(self.magnitude).to(held.dtype)
+            axis = 0 if self.embedding else 1  # an embedding's magnitudes are those of its columns
+            out = out * (lengths / torch.linalg.vector_norm(out, dim=axis)).unsqueeze(axis)
+        return out
+
+
+@dataclass(frozen=True)
+class ChangedTensors:
+    """Changed tensors of a model, computed as they are read.
+
+    Attributes:
+        base: the weights that change, without ties.
+        changes: changes by the names of transformers' tensors.
+        table: those tensors.
+        read_file: reads a tensor of the adapter's file.
+        untied: whether embedding and output layer differ, though the base has them tied.
+    """
+
+    base: WeightSource
+    changes: Mapping[str, TensorChange]
+    table: Mapping[str, DiskTensor]
+    read_file: ReadTensor
+    untied: bool
+
+    @property
+    def tensor_shapes(self) -> dict[str, TensorShape]:
+        """Canonical tensors that change, with their shapes."""
+        names = dict.fromkeys(slab.name for name in self.changes for slab in self.table[name].slabs)
+        return {name: self.base.tensor_shape(name) for name in names}
+
+    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
+        """Read a rectangle of a canonical tensor."""
+        held = self.base.read_tensor(name)
+        out = held.to(torch.promote_types(held.dtype, torch.float32), copy=True)
+        for key, change in self.changes.items():
+            disk = self.table[key]
+            if any(slab.name == name for slab in disk.slabs):
+                for slab, view in disk.slice_views(self._apply_to_disk(disk, change, out.dtype)):
+                    if slab.name == name:
+                        crop_tensor(out, slab.offset, slab.shape).copy_(view)
+        return crop_tensor(out, offset, shape)
+
+    def _apply_to_disk(self, disk: DiskTensor, change: TensorChange, dtype: torch.dtype) -> Tensor:
+        held = torch.empty(disk.shape, dtype=dtype)
+        for slab, view in disk.slice_views(held):
+            view.copy_(self.base.read_tensor_slice(slab.name, slab.offset, slab.shape))
+        turned = disk.layout == TRANSPOSED and held.ndim == 2 and change.saved is None
+        return (
+            change.apply_change(held.t(), self.read_file).t() if turned else change.apply_change(held, self.read_file)
+        )
+
+
+def take_tensor_changes(
+    config: Mapping[str, Any], left: MutableMapping[str, str], shapes: Mapping[str, TensorShape], read: ReadTensor,
+    base: WeightSource, family: ModelFamily, where: str,
+) -> ChangedTensors:  # fmt: skip
+    """Take the tensors out of `left` that replace or change tensors of `base`.
+
+    Args:
+        config: adapter_config.json.
+        left: keys of the file by name in transformers.
+        shapes: shapes by key.
+        read: reads a tensor by its key.
+
+    Raises:
+        CheckpointError: when one has another shape than the base's tensor.
+    """
+    tied = base.model.tie_embeddings
+    held: WeightSource = UntiedSource(base) if tied else base
+    table = family.disk_tensor_table(held.model)
+    ranks = {name: shape[0] for name, shape in shapes.items() if name.endswith((A, _EMBEDDING_A))}
+    changes: dict[str, TensorChange] = {}
+    for name, disk in table.items():
+        change = _take_change(name, disk, left, ranks, config)
+        if change != TensorChange():
+            _check_shapes(change, disk, shapes, where)
+            changes[name] = change
+    untied = tied and _unties_embeddings(changes, table, config)
+    _check_embedding_use(changes, table, base, untied, f"{where}: ", family)
+    return ChangedTensors(held, changes, table, read, untied)
+
+
+def _take_change(
+    name: str, disk: DiskTensor, left: MutableMapping[str, str], ranks: Mapping[str, int], config: Mapping[str, Any]
+) -> TensorChange:
+    """Return the change to a tensor, whose keys are taken out of `left`."""
+    module, _, kind = name.rpartition(".")
+    wrapped = left.pop(f"{module}.base_layer.{kind}", None)
+    out = TensorChange(saved=left.pop(name, wrapped))
+    if kind == "bias" and module + _BIAS in left:
+        key = left.pop(module + _BIAS)
+        rank = ranks[key.removesuffix(_BIAS) + A]
+        return replace(out, bias=key, scale=scale_of_module(config, module, rank))
+    if kind != "weight" or len(disk.shape) != 2:
+        return out
+    for down, up in ((_EMBEDDING_A, _EMBEDDING_B), (A, B)):
+        if module + down in left and module + up in left:
+            scale = scale_of_module(config, module, ranks[left[module + down]])
+            keys = left.pop(module + down), left.pop(module + up), left.pop(module + MAGNITUDE, None)
+            out = replace(out, down=keys[0], up=keys[1], magnitude=keys[2], scale=scale, embedding=down == _EMBEDDING_A)
+    for suffix in _ROWS:
+        if module + suffix in left:
+            out = replace(out, rows=left.pop(module + suffix), tokens=_token_ids(config, module))
+    return out
+
+
+def _token_ids(config: Mapping[str, Any], module: str) -> tuple[int, ...]:
+    """Return the ids of an embedding's trained tokens, in row order."""
+    given = config.get("trainable_token_indices") or config.get("token_indices") or []
+    if isinstance(given, Mapping):
+        given = next((rows for name, rows in given.items() if f".{module}".endswith(f".{name}")), [])
+    return tuple(int(token) for token in given)
+
+
+def _check_shapes(change: TensorChange, disk: DiskTensor, shapes: Mapping[str, TensorShape], where: str) -> None:
+    """Reject tensors whose shape differs from their counterpart in the base.
+
+    Raises:
+        CheckpointError: naming the tensor and both shapes.
+    """
+    rows, *columns = disk.shape
+    if disk.layout == TRANSPOSED and columns:
+        rows, columns = columns[0], [rows]
+    into, out = (rows, columns) if change.embedding else ((columns or [0])[0], [rows])
+    expected: dict[str | None, TensorShape] = {
+        change.saved: disk.shape,
+        change.magnitude: (columns[0] if change.embedding else rows,),
+        change.rows: (len(change.tokens), *columns),
+        change.bias: disk.shape,
+    }
+    if change.down is not None and change.up is not None:
+        expected |= {
+            change.down: (shapes[change.down][0], into),
+            change.up: (*out, shapes[change.down][0]),
+        }
+    for key, shape in expected.items():
+        if key is not None and shapes[key] != shape:
+            raise CheckpointError(
+                f"{where}: {key} has shape {list(shapes[key])}, but {disk.name} of the base requires {list(shape)}",
+                hint="give the base that the adapter was trained beside; if new tokens were added, add them to the base "
+                "first: mega ckpt convert --vocab-size",
+            )
+
+
+def _unties_embeddings(
+    changes: dict[str, TensorChange], table: Mapping[str, DiskTensor], config: Mapping[str, Any]
+) -> bool:
+    """Return whether the changes make the embedding and output layer differ that the base has tied.
+
+    PEFT changes both together for rows of tokens and with `ensure_weight_tying`.
+    """
+    embedding, head = _stored_as(EMBEDDING, table), _stored_as(HEAD, table)
+    first, last = changes.get(embedding), changes.get(head)
+    if config.get("ensure_weight_tying") or (first is not None and first.rows is not None):
+        changes.pop(head, None)
+        if first is None and last is not None:
+            changes[embedding] = last
+        return False
+    return first is not None or last is not None
+
+
+def _check_embedding_use(
+    changes: Mapping[str, TensorChange],
+    table: Mapping[str, DiskTensor],
+    base: WeightSource,
+    untied: bool,
+    where: str,
+    family: ModelFamily,
+) -> None:
+    """Reject a change of an embedding that a model uses in other places: in an encoder or its head.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    changed = [name for name in changes if table[name].slabs[0].name in (EMBEDDING, HEAD)]
+    if changed and (base.model.encoder or (untied and not base.model.causal)):
+        raise CheckpointError(
+            f"{where}a change of {changed[0]} is not supported in a {family.name} model, which uses its embedding twice",
+            hint="merge the adapter with PEFT (merge_and_unload, save_pretrained)",
+        )
+
+
+def _stored_as(name: str, table: Mapping[str, DiskTensor]) -> str:
+    return next(disk.name for disk in table.values() if disk.slabs[0].name == name)

@@ -1,0 +1,307 @@
+"""Dequantization of the weights of HuggingFace folders.
+
+A quantised weight W [O, I] is stored in parts beside each other: codes q, and scales s that each serve a block of them.
+
+    W[o, i] = (q[o, i] - zero[o // height, i // width]) * s[o // height, i // width]
+
+computed in fp32 and rounded once, to the dtype that config.json declares; blocks at the edges are cut off. That is bit for
+bit what the methods' own libraries give. What differs is what q is, what the parts are called, and the block:
+
+    fp8 (DeepSeek, arXiv:2412.19437)   W.weight e4m3, W.weight_scale_inv; block = weight_block_size, or all of W
+    mxfp4 (OCP Microscaling; GPT-OSS)  W_blocks [E, O, I / 32, 16]: two e2m1 a byte, the low one first; W_scales: the
+                                       exponent of a power of two, plus 127; the whole stored as [E, I, O]
+    compressed-tensors                 W.weight e4m3 or int8, or W.weight_packed: 32 / bits codes in an int32, the lowest
+                                       first, each plus 2^(bits - 1); W.weight_scale, W.weight_zero_point, W.weight_g_idx
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.formats.disk_source import LazyTensor
+from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.errors import CheckpointError
+from mega_common.object_store import Location
+
+SCHEME_KEYS = ("quantization_config", "compression_config")  # of config.json; the second is compressed-tensors' old one
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CODES = (*_FP8, torch.int8)
+_DECLARED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_CHUNK = 1 << 18  # elements that are computed at once
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_OF_ACTIVATIONS = re.compile(
+    r".*\.(activation_scale|(input|output)_(scale|zero_point|global_scale)|[qkv]_(proj\.output_)?(scale|zero_point))"
+)
+
+_WAY_OUT = "load it with transformers and the method's package, call model.dequantize(), and save_pretrained it"
+_Taken = tuple[dict[str, LazyTensor], str]  # the tensors, and a sentence on what they were
+
+
+class _UnsupportedSchemeError(ValueError):
+    """A quantization scheme that is not supported; the message names it."""
+
+
+def dequantize_tensors(
+    tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], folder: Location
+) -> tuple[Mapping[str, LazyTensor], str | None]:
+    """Return the tensors of a folder dequantized, and a description of the quantization; None if there is none.
+
+    Reading one decodes it, a few rows at a time. Scales of activations are left out: weights do not depend on them.
+
+    Args:
+        tensors: what the files hold.
+        config: the folder's config.json.
+        folder: what to call it in errors.
+
+    Raises:
+        CheckpointError: for a method that is not known here, and where a part is missing or has another shape.
+    """
+    scheme = next((config[key] for key in SCHEME_KEYS if config.get(key)), None)
+    if scheme is None:
+        return tensors, None
+    method = scheme.get("quant_method", "compressed-tensors") if isinstance(scheme, Mapping) else scheme
+    if method not in _METHODS:
+        raise CheckpointError(
+            f"{folder}: the weights are quantised by {method!r}, which is not read (only {', '.join(_METHODS)}, and GGUF)",
+            hint=_WAY_OUT,
+        )
+    dtype = _DECLARED.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+    left = {name: stored for name, stored in tensors.items() if not _OF_ACTIVATIONS.fullmatch(name)}
+    try:
+        decoded, said = _METHODS[method](left, scheme, dtype)
+    except _UnsupportedSchemeError as kind:
+        raise CheckpointError(
+            f"{folder}: the weights are quantised with {kind}, which is not read", hint=_WAY_OUT
+        ) from None
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+        raise CheckpointError(f"{folder}: quantization_config of config.json is not understood ({error!r})") from None
+    said += ", scales of activations left out" if len(left) < len(tensors) else ""
+    return decoded, f"{said}; read as {str(dtype).removeprefix('torch.')}"
+
+
+def _dequantize_fp8(tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Taken:
+    block = scheme.get("weight_block_size")
+    out = dict(tensors)
+    for name, codes in tensors.items():
+        if codes.dtype in _FP8:
+            kind = next((kind for kind in ("_scale_inv", "_scale") if name + kind in out), "_scale_inv")
+            scale = _take_part(out, name + kind, name, codes)
+            height, width = block or codes.shape
+            out[name] = _ScaleGrid(name, codes.shape, (height, width), scale).dequantize(codes, dtype)
+    return out, "fp8, " + (f"a scale for {' x '.join(map(str, block))} weights" if block else "a scale for each tensor")
+
+
+def _dequantize_mxfp4(tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Taken:
+    out = dict(tensors)
+    for name, blocks in tensors.items():
+        if name.endswith("_blocks"):
+            base = name.removesuffix("_blocks")
+            experts, height, count, _ = out.pop(name).shape
+            _check_part(name, blocks, (experts, height, count, 16), torch.uint8)
+            scales = _take_part(out, f"{base}_scales", base, blocks)
+            _check_part(f"{base}_scales", scales, (experts, height, count), torch.uint8)
+            shape = (experts, 32 * count, height)
+            read = partial(_read_mxfp4_experts, base, blocks, scales, dtype)
+            out[base] = LazyTensor(blocks.path, dtype, shape, read, costly=True)
+    return out, "mxfp4, a power of two for 32 weights"
+
+
+def _read_mxfp4_experts(name: str, blocks: LazyTensor, scales: LazyTensor, dtype: torch.dtype) -> Tensor:
+    """Return [E, I, O] from blocks [E, O, I / 32, 16] and scales [E, O, I / 32], one expert at a time."""
+    experts, height, count, _ = blocks.shape
+    out = torch.empty(experts, height, 32 * count, dtype=dtype)
+    for codes, powers, rows in zip(blocks.read(), _finite_scales(name, scales).unsqueeze(-1), out, strict=True):
+        rows.copy_((_unpack_e2m1(codes) * powers).flatten(1))
+    return out.transpose(1, 2)
+
+
+def _unpack_e2m1(codes: Tensor) -> Tensor:
+    """Return e2m1 numbers [..., 2 N] in fp32 from bytes [..., N]."""
+    return _E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
+
+
+def _dequantize_compressed(tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Taken:
+    _check_scheme(scheme)
+    out, kinds = dict(tensors), set()
+    for name in tensors:
+        module, _, kind = name.rpartition(".")
+        packed = kind == "weight_packed"
+        if packed or (kind == "weight" and tensors[name].dtype in _CODES):
+            group = _config_group_of(scheme["config_groups"], module)
+            out[f"{module}.weight"] = _dequantize_module(
+                out, module, out.pop(name), group["weights"], dtype, packed=packed
+            )
+            kinds.add(f"{group['weights']['type']}{group['weights']['num_bits']} by {group['weights']['strategy']}")
+    return out, f"compressed-tensors, {' and '.join(sorted(kinds)) or 'no tensor'}"
+
+
+def _dequantize_module(
+    out: dict[str, LazyTensor],
+    module: str,
+    codes: LazyTensor,
+    weights: Mapping[str, Any],
+    dtype: torch.dtype,
+    *,
+    packed: bool,
+) -> LazyTensor:
+    """Return the weight of one module, whose parts are taken out of `out`."""
+    name, bits, shape = f"{module}.weight", weights["num_bits"], codes.shape
+    decode: Callable[[Tensor], Tensor] = Tensor.float
+    scale = _take_part(out, f"{name}_scale", name, codes)
+    zero, index = (out.pop(f"{name}_{part}", None) for part in ("zero_point", "g_idx"))
+    if packed:
+        height, width = shape = tuple(_take_part(out, f"{name}_shape", name, codes).read().tolist())
+        _check_part(f"{name}_packed", codes, (height, math.ceil(width * bits / 32)), torch.int32)
+        decode = partial(_unpack_integers, bits=bits, count=width)
+        if zero and zero.dtype == torch.int32:
+            read = partial(_unpack_columns, zero, bits, height)
+            zero = replace(zero, shape=(height, *zero.shape[1:]), read=read)
+    block = {
+        "tensor": shape, "channel": (1, shape[-1]), "group": (1, weights.get("group_size")),
+        "block": tuple(weights.get("block_structure") or ()),
+    }[weights["strategy"]]  # fmt: skip
+    return _ScaleGrid(name, shape, block, scale, zero, index).dequantize(codes, dtype, decode)
+
+
+def _check_scheme(scheme: Mapping[str, Any]) -> None:
+    """Reject, by name, schemes that codes and scales do not fully describe."""
+    sparse = (scheme.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense":
+        raise _UnsupportedSchemeError(f"sparsity_config.format = {sparse!r}")
+    if scheme.get("transform_config"):
+        raise _UnsupportedSchemeError("transform_config: rotations")
+    known = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense", None)
+    for group in (scheme, *scheme["config_groups"].values()):
+        if group.get("format") not in known:
+            raise _UnsupportedSchemeError(f"the format {group['format']!r} of compressed-tensors")
+    for group in scheme["config_groups"].values():
+        weights = group.get("weights")
+        if not weights:
+            raise _UnsupportedSchemeError("a scheme of compressed-tensors for activations only")
+        if weights["type"] == "int" and 32 % weights["num_bits"]:
+            raise _UnsupportedSchemeError(f"{weights['num_bits']} bits a weight")
+
+
+def _config_group_of(groups: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """Return the config group that quantizes a module: one that names it, the one for its class, or the only one."""
+    for group in groups.values():
+        for target in group["targets"]:
+            if target == module or (target.startswith("re:") and re.match(target[3:], module)):
+                return group  # type: ignore[no-any-return]
+    found = [group for group in groups.values() if "Linear" in group["targets"] or len(groups) == 1]
+    if not found:
+        raise _UnsupportedSchemeError(f"config_groups of which none is for {module}")
+    return found[0]  # type: ignore[no-any-return]
+
+
+_METHODS: Mapping[str, Callable[[dict[str, LazyTensor], Mapping[str, Any], torch.dtype], _Taken]] = {
+    "fp8": _dequantize_fp8, "mxfp4": _dequantize_mxfp4, "compressed-tensors": _dequantize_compressed,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _ScaleGrid:
+    """Scales of a weight of `shape`, each of which applies to a block [height, width] of it.
+
+    Attributes:
+        name: of the weight.
+        zero: codes that stand for zero, one a scale.
+        index: for each column the column of scales that serves it, where these do not follow each other.
+    """
+
+    name: str
+    shape: TensorShape
+    block: TensorShape
+    scale: LazyTensor
+    zero: LazyTensor | None = None
+    index: LazyTensor | None = None
+
+    def dequantize(
+        self, codes: LazyTensor, dtype: torch.dtype, decode: Callable[[Tensor], Tensor] = Tensor.float
+    ) -> LazyTensor:
+        """Return the weight of these codes; `decode` turns some rows of them into numbers in fp32.
+
+        Raises:
+            CheckpointError: when the scales are not as many as there are blocks.
+        """
+        if len(self.shape) != 2 or len(self.block) != 2:
+            raise CheckpointError(f"{codes.path}: {self.name} is quantised, but no matrix: {list(self.shape)}")
+        (height, width), grid = self.block, self._blocks
+        for part in filter(None, (self.scale, self.zero)):
+            if [n for n in part.shape if n > 1] != [n for n in grid if n > 1]:
+                raise CheckpointError(
+                    f"{part.path}: the scales of {self.name} {list(self.shape)} are {list(part.shape)}, but blocks of "
+                    f"{height} x {width} want {list(grid)}"
+                )
+        return LazyTensor(codes.path, dtype, self.shape, partial(self._apply, codes, dtype, decode), costly=True)
+
+    @property
+    def _blocks(self) -> TensorShape:
+        return tuple(math.ceil(n / b) for n, b in zip(self.shape, self.block, strict=True))
+
+    def _apply(self, codes: LazyTensor, dtype: torch.dtype, decode: Callable[[Tensor], Tensor]) -> Tensor:
+        """Dequantize a few rows at a time, to limit memory beyond the result."""
+        scale, stored = _finite_scales(self.name, self.scale).view(self._blocks), codes.read()
+        zero = self.zero.read().float().view(self._blocks) if self.zero else None
+        columns = self._scale_columns()
+        out = torch.empty(self.shape, dtype=dtype)
+        step = max(1, _CHUNK // max(self.shape[1], 1))
+        for begin in range(0, self.shape[0], step):
+            numbers = decode(stored[begin : begin + step])
+            blocks = torch.arange(begin, begin + len(numbers)) // self.block[0]
+            if zero is not None:
+                numbers = numbers - zero[blocks][:, columns]
+            out[begin : begin + step] = numbers * scale[blocks][:, columns]
+        return out
+
+    def _scale_columns(self) -> Tensor:
+        """Return the column of scales for each column of the weight [I]. An index of -1 means the default order."""
+        usual = torch.arange(self.shape[1]) // self.block[1]
+        index = self.index.read().long() if self.index else usual
+        if index.shape != usual.shape or int(index.max()) >= self._blocks[1]:
+            raise CheckpointError(f"{self.scale.path}: {self.name}_g_idx does not fit its scales")
+        return usual if int(index.min()) < 0 else index
+
+
+def _finite_scales(name: str, scales: LazyTensor) -> Tensor:
+    """Return scales in fp32; integers are exponents plus 127, with 255 invalid."""
+    stored = scales.read()
+    found = (stored.float() - 127).exp2() if stored.dtype == torch.uint8 else stored.float()
+    if not found.isfinite().all():
+        raise CheckpointError(f"{scales.path}: a scale of {name} is not finite", hint="download or copy the file again")
+    return found
+
+
+def _unpack_integers(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return numbers [N, count] in fp32 from int32 [N, count * bits / 32]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes = (words.unsqueeze(-1) >> shifts) & (1 << bits) - 1
+    return (codes.flatten(1)[:, :count] - (1 << bits - 1)).float()
+
+
+def _unpack_columns(words: LazyTensor, bits: int, count: int) -> Tensor:
+    """Return numbers [count, N] in fp32 from int32 [count * bits / 32, N]."""
+    return _unpack_integers(words.read().t(), bits, count).t()
+
+
+def _take_part(tensors: dict[str, LazyTensor], part: str, name: str, codes: LazyTensor) -> LazyTensor:
+    if part not in tensors:
+        raise CheckpointError(
+            f"{codes.path}: {name} is quantised, but the tensor {part} is missing", hint="was the download interrupted?"
+        )
+    return tensors.pop(part)
+
+
+def _check_part(name: str, part: LazyTensor, shape: TensorShape, dtype: torch.dtype) -> None:
+    if part.shape != shape or part.dtype != dtype:
+        raise CheckpointError(
+            f"{part.path}: {name} is {list(part.shape)} in {part.dtype}, but the weights want {list(shape)}"
+        )

@@ -1,0 +1,161 @@
+"""Reader of untrusted pickles that runs none of their code.
+
+A pickle names the functions to call and the classes to make. Here every name is looked up in one list; what it gives is a
+builtin container or an `Inert` stand-in, which keeps what it is given and does nothing. Any other name ends the reading.
+The stand-ins are made anew for each pickle, so that nothing in one can reach another.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import IO, Any, ClassVar
+
+from mega_common.errors import CheckpointError
+
+MAX_PICKLE_BYTES = 1 << 30
+
+
+class InertObject:
+    """Placeholder of an object whose class is not created: `name` is the class, `args` and `state` are its pickled
+    data.
+    """
+
+    name = ""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__.get("state")
+        if isinstance(state, dict) and name in state:
+            return state[name]
+        raise AttributeError(f"{self.name} has no {name}")
+
+
+def split_words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+# Containers, which can do no harm.
+_BUILTINS: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": OrderedDict,
+    "builtins.dict": dict,
+    "builtins.list": list,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "torch.Size": tuple,
+    "_codecs.encode": lambda text, encoding="latin1": text.encode("latin1"),
+}
+
+# Stood in for. Megatron's settings and states hold enums and the like of these, whose values do not matter here.
+_STOOD_IN = split_words(
+    """argparse.Namespace types.SimpleNamespace collections.Counter collections.defaultdict collections.deque
+    pathlib.PosixPath pathlib._local.PosixPath pathlib.PurePosixPath _io.BytesIO io.BytesIO signal.Signals datetime.timedelta datetime.datetime
+    numpy.ndarray numpy.dtype numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar
+    numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer
+    torch.device torch.Tensor torch.nn.parameter.Parameter torch._utils._rebuild_parameter
+    torch._utils._rebuild_tensor_v2 torch._tensor._rebuild_from_type_v2 torch._utils._rebuild_tensor_v3
+    torch.serialization._get_layout torch.storage.UntypedStorage torch.storage._load_from_bytes"""
+)
+_STOOD_IN_MODULES = (
+    "megatron.", "apex.", "transformer_engine", "deepspeed.", "lightning.", "pytorch_lightning.", "lightning_fabric.",
+    "torch.distributed.checkpoint.", "torch.distributed._shard.",
+)  # fmt: skip
+_TORCH_TYPES = split_words(
+    """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool
+    strided contiguous_format DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage
+    CharStorage ByteStorage BoolStorage"""
+)
+
+
+def _load_bytearray8(unpickler: Any) -> None:
+    """Read a bytearray; the base class allocates the stated length before it checks the file."""
+    (length,) = struct.unpack("<Q", unpickler.read(8))
+    data = unpickler.read(min(length, MAX_PICKLE_BYTES))
+    if len(data) != length:
+        raise pickle.UnpicklingError(f"a bytearray states {length:,} bytes, of which {len(data):,} are there")
+    unpickler.append(bytearray(data))
+
+
+class _SafeUnpickler(pickle._Unpickler):
+    """Pickle interpreter in Python: its memory grows with the file, while the one in C trusts the indices it reads."""
+
+    def __init__(
+        self, stream: IO[bytes], source: str, replace: dict[str, Callable[..., Any]], stored: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(stream, encoding="latin1")
+        self._source, self._replace, self._stored = source, replace, stored
+        self._classes: dict[str, Any] = {}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        full = f"{module}.{name}".replace("__builtin__.", "builtins.")
+        if full in self._replace:
+            return self._replace[full]
+        if full in _BUILTINS:
+            return _BUILTINS[full]
+        if not _is_placeholder_class(module, name, full):
+            raise CheckpointError(
+                f"{self._source}: asks for {full!r}, which a checkpoint does not need; it is not loaded",
+                hint="pickled files can run programs: where did this one come from?",
+            )
+        if full not in self._classes:
+            self._classes[full] = type("Inert", (InertObject,), {"name": full})
+        return self._classes[full]
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BYTEARRAY8[0]: _load_bytearray8}
+
+    def get_extension(self, code: int) -> None:
+        raise pickle.UnpicklingError("extension codes are not used by checkpoints")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._stored(pid)
+
+
+def _is_placeholder_class(module: str, name: str, full: str) -> bool:
+    return (
+        full in _STOOD_IN
+        or (module == "torch" and name in _TORCH_TYPES)
+        or (module + ".").startswith(_STOOD_IN_MODULES)
+    )
+
+
+def _reject_persistent_id(pid: Any) -> Any:
+    raise pickle.UnpicklingError("refers to something outside of it")
+
+
+def load_untrusted_pickle(
+    data: bytes | IO[bytes],
+    source: str,
+    *,
+    replace: dict[str, Callable[..., Any]] | None = None,
+    stored: Callable[[Any], Any] = _reject_persistent_id,
+) -> Any:
+    """Load a pickle as builtin containers and `InertObject` placeholders.
+
+    Args:
+        data: the pickle; of a stream, what begins where it stands, which is left behind it.
+        source: what to call it in errors.
+        replace: functions of the caller's own for some names.
+        stored: what the persistent ids in it stand for.
+
+    Raises:
+        CheckpointError: when it asks for anything that is not in the list, or is damaged.
+    """
+    stream = io.BytesIO(data) if isinstance(data, bytes) else data
+    try:
+        return _SafeUnpickler(stream, source, replace or {}, stored).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged pickle fails in any way
+        raise CheckpointError(
+            f"{source}: damaged, or not a pickle of this kind ({error or type(error).__name__})"
+        ) from None

@@ -1,0 +1,186 @@
+"""Safetensors files, tensor by tensor: eight bytes of length, a JSON header, the tensors' bytes.
+
+The library reads and writes whole files; conversion needs less: the header byte for byte, a tensor that is only mapped
+until it is used, and a file that is written while its tensors come in. Format: huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
+from mega_ckpt.resumable_folder import FinishedFile
+from mega_ckpt.shard_files import HashedFile, tensor_bytes
+from mega_ckpt.storage import open_storage_folder
+from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.errors import CheckpointError
+from mega_common.object_store import Location
+
+_LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
+
+
+@dataclass(frozen=True)
+class SafetensorsEntry:
+    """One tensor of a file: dtype, shape, and its bytes [start, stop) counted from the end of the header."""
+
+    dtype: torch.dtype
+    shape: TensorShape
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """Header of a safetensors file.
+
+    Attributes:
+        text: its bytes as they are in the file, padding included.
+        entries: {name: Entry} in the order of the tensors' bytes.
+        metadata: free text that travels along; `{"format": "pt"}` in files for torch.
+    """
+
+    text: bytes
+    entries: Mapping[str, SafetensorsEntry]
+    metadata: Mapping[str, str]
+
+    @classmethod
+    def parse_header(cls, text: bytes, path: Location) -> Self:
+        """Parse and check a header.
+
+        Raises:
+            CheckpointError: when it is no JSON of this format, or the tensors overlap, leave holes or have a size that
+                is not that of their shape.
+        """
+        try:
+            fields = json.loads(text)
+            metadata = fields.pop("__metadata__", {})
+            found = {name: _parse_entry(value) for name, value in fields.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not a safetensors file (its header is broken: {error})") from None
+        entries = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
+        position = 0
+        for name, entry in entries.items():
+            size = math.prod(entry.shape) * entry.dtype.itemsize
+            if entry.start != position or entry.stop - entry.start != size:
+                raise CheckpointError(f"{path}: {name}: its bytes are not where its shape {list(entry.shape)} says")
+            position = entry.stop
+        return cls(text, entries, metadata)
+
+    @classmethod
+    def make_header(cls, tensors: Mapping[str, tuple[torch.dtype, TensorShape]], metadata: Mapping[str, str]) -> Self:
+        """Return the header of a file that holds `tensors`, in the library's order: wide dtypes first, then by name."""
+        entries: dict[str, SafetensorsEntry] = {}
+        position = 0
+        for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+            dtype, shape = tensors[name]
+            size = math.prod(shape) * dtype.itemsize
+            entries[name] = SafetensorsEntry(dtype, shape, position, position + size)
+            position += size
+        fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        for name, entry in entries.items():
+            fields[name] = {
+                "dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [entry.start, entry.stop],
+            }  # fmt: skip
+        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+        return cls(text + b" " * (-len(text) % 8), entries, metadata)
+
+    @property
+    def file_prefix(self) -> bytes:
+        """First bytes of a file: the length and the text of the header."""
+        return struct.pack("<Q", len(self.text)) + self.text
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return max((entry.stop for entry in self.entries.values()), default=0)
+
+
+def _parse_entry(fields: Mapping[str, Any]) -> SafetensorsEntry:
+    shape, (start, stop) = tuple(fields["shape"]), fields["data_offsets"]
+    if fields["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {fields['dtype']!r} is not known")
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, stop)):
+        raise ValueError("a size is not a number")
+    return SafetensorsEntry(DTYPES[fields["dtype"]], shape, start, stop)
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """An existing safetensors file with a valid header and the length that the header implies."""
+
+    path: Location
+    header: SafetensorsHeader
+
+    @classmethod
+    def open_file(cls, path: Location) -> Self:
+        """Open a file: read and check the header.
+
+        Raises:
+            CheckpointError: when the file is missing, truncated, too long or not of this format.
+        """
+        try:
+            file = open_storage_folder(path.parent).open_file(path.name)
+            size = file.file_size()
+            length = struct.unpack("<Q", tensor_bytes(file.read_range(0, 8)))[0] if size >= 8 else _LONGEST_HEADER
+            if length > min(_LONGEST_HEADER, size - 8):
+                raise CheckpointError(f"{path}: truncated, or not a safetensors file ({size} bytes)")
+            header = SafetensorsHeader.parse_header(bytes(tensor_bytes(file.read_range(8, 8 + length))), path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror or 'no such file'})") from None
+        expected = 8 + length + header.total_bytes
+        if size != expected:
+            state = "truncated" if size < expected else "too long"
+            raise CheckpointError(
+                f"{path}: {state}: {size} bytes instead of {expected}", hint="download or copy the file again"
+            )
+        return cls(path, header)
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Read a tensor: from a local file as a private mapping, read when used and released with the tensor."""
+        entry = self.header.entries[name]
+        begin = 8 + len(self.header.text)
+        data = (
+            open_storage_folder(self.path.parent)
+            .open_file(self.path.name)
+            .read_range(begin + entry.start, begin + entry.stop)
+        )
+        # Old writers did not pad the header, so that elements may lie anywhere.
+        aligned = data if (begin + entry.start) % entry.dtype.itemsize == 0 else data.clone()
+        return aligned.view(entry.dtype).view(entry.shape)
+
+
+def write_safetensors(
+    path: Location,
+    header: SafetensorsHeader,
+    tensors: Iterable[Tensor],
+    advance: Callable[[int], object] = lambda _: None,
+) -> FinishedFile:
+    """Write a file while its tensors come in, in the order of `header.entries`; durable when this returns.
+
+    A thread reads a tensor while the one before it is written. `advance` is told of the bytes of each.
+    """
+    with HashedFile(path) as file:
+        file.write_hashed(header.file_prefix)
+        for tensor in _prefetch(tensors):
+            file.write_hashed(tensor_bytes(tensor))
+            advance(tensor.nbytes)
+        return FinishedFile(file=file.close())
+
+
+def _prefetch(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors, each made by a thread while the previous one is used."""
+    made = iter(tensors)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        following = thread.submit(next, made, None)
+        while (tensor := following.result()) is not None:
+            following = thread.submit(next, made, None)
+            yield tensor

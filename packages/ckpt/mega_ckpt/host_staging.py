@@ -1,0 +1,68 @@
+"""Host memory that boxes are copied to, so that training can continue while they are written."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
+
+ALIGNMENT = 64
+
+
+class HostStaging:
+    """One host buffer, allocated at the first copy and reused; pinned if the boxes are on a CUDA device."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def copy_boxes(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+        """Copy all boxes to host memory; overwrites the result of the previous call."""
+        on_device = any(box.tensor.is_cuda for sharded in tensors.values() for box in sharded.boxes)
+        need = staging_bytes(tensors)
+        if self._buffer.numel() < need:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one before asking for the new
+            self._buffer = allocate_host_memory(need, pinned=on_device)
+        out = {key: ShardedTensor(sharded.shape, []) for key, sharded in tensors.items()}
+        for key, box, place in place_in_buffer(tensors, self._buffer):
+            place.copy_(box.tensor.detach(), non_blocking=True)
+            out[key].boxes.append(TensorBox(box.offset, place))
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        return out
+
+
+def staging_bytes(tensors: Mapping[str, ShardedTensor]) -> int:
+    """Return the bytes of the buffer that `place_in_buffer` needs."""
+    return sum(_aligned_bytes(box.tensor) for sharded in tensors.values() for box in sharded.boxes)
+
+
+def place_in_buffer(
+    tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor
+) -> Iterator[tuple[str, TensorBox, torch.Tensor]]:
+    """Yield each box with its key and a view of a buffer, uint8 [at least `staging_bytes`], shaped like the box."""
+    start = 0
+    for key, sharded in tensors.items():
+        for box in sharded.boxes:
+            place = buffer[start : start + box.tensor.nbytes]
+            yield key, box, place.view(box.tensor.dtype).view(box.tensor.shape)
+            start += _aligned_bytes(box.tensor)
+
+
+def _aligned_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def allocate_host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Allocate exactly `nbytes` of host memory, uint8 [nbytes]: torch would round pinned memory up to a power of two.
+    Pinned until it is freed.
+    """
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    if pinned and nbytes:
+        runtime, place = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+        if status := int(runtime.cudaHostRegister(place, nbytes, 0)):
+            raise MemoryError(f"{nbytes} bytes of host memory cannot be pinned (CUDA error {status})")
+        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, place).atexit = False
+    return memory

@@ -1,0 +1,126 @@
+"""Canonical tensors of a LoRA adapter, named as in PEFT without the prefix `base_model.model.`.
+
+    model.layers.0.self_attn.q_proj.lora_A.weight [r, D]      model.layers.0.self_attn.q_proj.lora_B.weight [N, r]
+
+A layer's experts are stacked on axis 0, gate above up where there is a gate: `mlp.experts.gate_up_proj` has A [E, r, D] and
+B [E, 2 F, r], `mlp.experts.down_proj` A [E, r, F] and B [E, D, r]. With `lora.dora` a projection also has a
+`lora_magnitude_vector` [N].
+
+Legend: D model width, N a projection's output width, F feed-forward width, E experts, r rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mega_ckpt.canonical_tensors import TensorShapes, canonical_tensors
+from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.errors import ConfigError
+from mega_common.lora_config import LoraConfig, matches_module_pattern
+from mega_common.model_config import ModelConfig
+
+A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+# Of attention, feed-forward blocks and experts; no router, and nothing of a recurrent mixer.
+_PROJECTION = re.compile(
+    r"(?P<module>model\.layers\.(?P<layer>\d+)\.(self_attn|mlp)\..*(?<!latent)_proj(_with_mqa)?)\.weight"
+)
+_STACKED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<part>gate|up)_proj")
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """A projection with a LoRA adapter.
+
+    Attributes:
+        rank, scale: r, and what B A is multiplied by.
+        weights: the canonical tensors that it changes, one below the other.
+        out, into: their output width, of all, and their input width.
+        num_experts: how many are stacked; None for a plain matrix.
+        dropout: share of the input that the adapter does not see in training.
+        has_magnitude: whether it has a magnitude for each output, too.
+    """
+
+    rank: int
+    scale: float
+    weights: tuple[str, ...]
+    out_features: int
+    in_features: int
+    num_experts: int | None = None
+    dropout: float = 0.0
+    has_magnitude: bool = False
+
+    @property
+    def tensor_shapes(self) -> tuple[TensorShape, ...]:
+        """Shapes of A and B, and of the DoRA magnitude if there is one."""
+        stack = () if self.num_experts is None else (self.num_experts,)
+        pair = (*stack, self.rank, self.in_features), (*stack, self.out_features, self.rank)
+        return (*pair, (self.out_features,)) if self.has_magnitude else pair
+
+
+def adapted_modules(model: ModelConfig, lora: LoraConfig) -> dict[str, AdaptedModule]:
+    """Return the projections of `model` that `lora` adapts, by canonical name without `.weight`, in forward order.
+
+    Raises:
+        ConfigError: naming a pattern that is for no projection, or experts, which have neither dropout nor magnitudes.
+    """
+    modules = adaptable_projections(model)
+    for key, patterns in (("modules", lora.modules), ("ranks", lora.ranks), ("alphas", lora.alphas)):
+        for pattern in patterns:
+            if not any(matches_module_pattern(module, [pattern]) for module in modules):
+                kinds = sorted({module.rpartition(".")[2] for module in modules})
+                raise ConfigError(
+                    f"lora.{key}: {pattern!r} is for no projection of the model", hint=f"it has {', '.join(kinds)}"
+                )
+    out = {}
+    for module, weights in modules.items():
+        rank = lora.get_adapter_rank(module)
+        if rank is not None:
+            shapes = list(weights.values())
+            *stack, _, into = shapes[0]
+            rows = sum(shape[-2] for shape in shapes)
+            experts = stack[0] if stack else None
+            if experts is not None and (lora.dropout or lora.dora):
+                key = "dropout" if lora.dropout else "dora"
+                raise ConfigError(
+                    f"lora.{key} = {getattr(lora, key)}: {module} has none, as in PEFT",
+                    hint=f"leave out lora.{key}, or the experts in lora.modules",
+                )
+            scale = lora.get_adapter_scale(module)
+            out[module] = AdaptedModule(rank, scale, tuple(weights), rows, into, experts, lora.dropout, lora.dora)
+    return out
+
+
+def adaptable_projections(model: ModelConfig) -> dict[str, TensorShapes]:
+    """Return the projections that can have an adapter, by canonical name without `.weight`: {tensor name: shape} of
+    each.
+    """
+    out: dict[str, TensorShapes] = {}
+    for name, shape in canonical_tensors(model).items():
+        found = _PROJECTION.fullmatch(name)
+        if found is None or int(found["layer"]) >= model.num_layers:
+            continue
+        stacked = _STACKED.fullmatch(found["module"])
+        fused = stacked is not None and model.has_gated_mlp
+        module = f"{stacked['experts']}.gate_up_proj" if stacked and fused else found["module"]
+        out.setdefault(module, {})[name] = shape
+    return out
+
+
+def quantized_tensors(model: ModelConfig, lora: LoraConfig | None, is_trained: Callable[[str], bool]) -> frozenset[str]:
+    """Return the tensors that `lora.quantize` stores quantized: those of every projection that is not fully trained."""
+    if lora is None or lora.quantize is None:
+        return frozenset()
+    return frozenset(
+        name for weights in adaptable_projections(model).values() for name in weights if not is_trained(name)
+    )
+
+
+def adapter_tensor_shapes(modules: Mapping[str, AdaptedModule]) -> TensorShapes:
+    """Return {canonical name: shape} of every tensor of an adapter."""
+    return {
+        module + suffix: shape
+        for module, of in modules.items()
+        for suffix, shape in zip((A, B, MAGNITUDE), of.tensor_shapes, strict=False)
+    }

@@ -1,0 +1,162 @@
+"""Model card and data card of a training run, as markdown, from its checkpoint and the files next to it.
+
+The model card has the header of the HuggingFace hub (https://huggingface.co/docs/hub/model-cards).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mega_ckpt.store import Checkpoint
+from mega_common.bounded_parsing import parse_json_text
+from mega_common.model_config import ModelConfig
+from mega_common.progress_logging import format_number
+
+MODEL_CARD, OTHER_NAME, DATA_CARD = "README.md", "MODEL_CARD.md", "DATA_CARD.md"
+LINES = 1 << 20  # bytes at the end of metrics.jsonl in which the checkpoint's step is looked for
+_METRICS = "metrics.jsonl"
+_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_kv_heads",
+    "vocab_size",
+    "max_position",
+)
+
+
+def build_cards(checkpoint: Checkpoint, num_parameters: int, existing_files: Mapping[str, object]) -> dict[str, bytes]:
+    """Return {file name: content} of the cards of a run's checkpoint; empty for a checkpoint without run settings.
+
+    Args:
+        checkpoint: what is exported.
+        num_parameters: how many the model has.
+        existing_files: files that the export has already, a README.md of the user's or of the model that training began from, say:
+            none of them is written over. The model card is then called MODEL_CARD.md.
+    """
+    settings = checkpoint.trainer_state.get("settings")
+    if not isinstance(settings, dict) or not settings:
+        return {}
+    free = next((name for name in (MODEL_CARD, OTHER_NAME) if name not in existing_files), None)
+    found = {} if free is None else {free: _model_card(checkpoint, settings, num_parameters)}
+    if DATA_CARD not in existing_files:
+        found[DATA_CARD] = _data_card(checkpoint, settings)
+    return {name: text.encode() for name, text in found.items()}
+
+
+def _model_card(checkpoint: Checkpoint, settings: Mapping[str, Any], parameters: int) -> str:
+    header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["mega"]}
+    name = Path(str(settings.get("output", "model"))).name
+    length = settings.get("data", {}).get("seq_length", 0)
+    samples = checkpoint.trainer_state.get("consumed_samples", 0)
+    begun = settings.get("init_from")
+    facts = [
+        ("parameters", f"{parameters:,}"),
+        *_architecture(checkpoint.model),
+        (
+            "trained",
+            f"{checkpoint.step:,} steps, {samples:,} samples of {length:,} tokens: {format_number(samples * length)} tokens",
+        ),
+        ("started from", str(begun) if begun else "random weights"),
+        *_losses(checkpoint),
+    ]
+    return "\n".join(
+        [
+            f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {name}\n",
+            f"A language model, trained with mega. What it was trained on: [{DATA_CARD}]({DATA_CARD}).\n",
+            *_format_table(("", ""), facts),
+            "\n## Settings\n",
+            *_format_table(("setting", "value"), list(_settings(settings))),
+            "\n## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n",
+            'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")',
+            'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```\n',
+            "## Limits\n\nNobody has said yet what this model is good for, whom it may harm, or under which licence it is given: "
+            "write it here.\n",
+        ]
+    )
+
+
+def _architecture(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    shape = [f"{key} {value}" for key in _SHAPE if (value := getattr(model, key)) is not None]
+    yield "architecture", ", ".join(shape)
+    if model.moe is not None:
+        yield "experts", f"{model.moe.num_experts}, of which {model.moe.top_k} a token"
+
+
+def _settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the settings that determine the training result; parallel layout is left out."""
+    for section in ("batch", "train", "optimizer", "lr_schedule"):
+        for key, value in settings.get(section, {}).items():
+            if value is not None and not isinstance(value, dict):
+                yield f"{section}.{key}", json.dumps(value)
+    yield "precision", str(settings.get("precision"))
+
+
+def _losses(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield the last losses up to the checkpoint's step, from the run's metrics.jsonl if it still exists."""
+    found: dict[str, tuple[int, float]] = {}
+    path = checkpoint.folder.parent.parent / _METRICS
+    if isinstance(path, Path) and path.is_file():
+        with open(path, "rb") as stream:
+            stream.seek(max(0, path.stat().st_size - LINES))
+            for text in stream:
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short, at its begin or its end
+                    line = parse_json_text(text)
+                    told = {key: line[key] for key in ("loss", "valid_loss") if isinstance(line.get(key), float)}
+                    found |= {
+                        key: (line["step"], value) for key, value in told.items() if line["step"] <= checkpoint.step
+                    }
+    for key, name in (("loss", "training loss"), ("valid_loss", "validation loss")):
+        if key in found:
+            step, loss = found[key]
+            yield name, f"{loss:.4f} a token (perplexity {math.exp(min(loss, 700)):.4g}), step {step:,}"
+
+
+def _data_card(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> str:
+    data, read = settings.get("data", {}), checkpoint.trainer_state.get("read") or {}
+    length, whole = data.get("seq_length", 0), sum(read.values()) or 1
+    rows = [
+        (
+            path, f"{samples:,}", format_number(samples * length), f"{100 * samples / whole:.1f} %",
+            *(_format_count(info, key) for key in ("documents", "tokens")), str(info.get("license") or "not told"),
+        )
+        for path, samples in read.items()
+        for info in [_read_dataset_info(path)]
+    ]  # fmt: skip
+    made = {str(info["tokenizer"]["path"]) for path in read if (info := _read_dataset_info(path)).get("tokenizer")}
+    return "\n".join(
+        [
+            "# Data\n",
+            f"What the model had read after step {checkpoint.step:,}, in samples of {length:,} tokens.\n",
+            *_format_table(("data set", "samples", "tokens", "share", "its documents", "its tokens", "licence"), rows),
+            "",
+            f"Order: {data.get('order')}, seed {settings.get('train', {}).get('seed')}; split (train, valid, test): "
+            f"{data.get('split')}; tokenizer: {', '.join(sorted(made)) or data.get('tokenizer') or 'not told'}.\n",
+        ]
+    )
+
+
+def _format_count(info: Mapping[str, Any], key: str) -> str:
+    return f"{info[key]:,}" if isinstance(info.get(key), int) else "not told"
+
+
+def _read_dataset_info(prefix: str) -> dict[str, Any]:
+    """Return the description next to a data set; empty if it is missing."""
+    try:
+        found = parse_json_text(Path(f"{prefix}.info").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    for row in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in row)} |"

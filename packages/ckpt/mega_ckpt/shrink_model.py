@@ -1,0 +1,245 @@
+"""Structured pruning of a dense model: fewer layers, feed-forward neurons, heads, or a narrower residual stream
+(Minitron, arXiv:2407.14679). The remaining parts keep their weights; the model needs training afterwards, best by
+distillation from the larger one.
+
+Legend: L layers, D model width, F feed-forward width, H query heads, K key/value heads, d head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.derive_checkpoint import create_output_folder
+from mega_ckpt.stream_checkpoint import write_weights
+from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
+from mega_common.errors import ConfigError
+from mega_common.model_config import ModelConfig
+from mega_common.object_store import Location
+
+if TYPE_CHECKING:
+    from mega_ckpt.source import WeightSource
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class PartImportance:
+    """Importance scores of the parts of a model, fp64.
+
+    Attributes:
+        layers: [L].
+        neurons: [L, F].
+        heads: [L, H].
+        channels: [D], of the residual stream.
+    """
+
+    layers: Tensor
+    neurons: Tensor
+    heads: Tensor
+    channels: Tensor
+
+
+@dataclass(frozen=True)
+class KeptParts:
+    """Ascending int64 indices of the parts that remain: layers [l], channels [D'], and per remaining layer neurons [l,
+    F'], query heads [l, H'] and key/value heads [l, K'].
+    """
+
+    layers: Tensor
+    neurons: Tensor
+    heads: Tensor
+    kv_heads: Tensor
+    channels: Tensor
+
+
+def check_shrinkable(model: ModelConfig) -> None:
+    """Reject models with unsupported parts.
+
+    Raises:
+        ConfigError: naming one.
+    """
+    parts = {
+        "experts": model.moe, "a latent attention": model.mla, "a recurrent mixer": model.is_recurrent,
+        "a vision tower": model.vision, "an encoder": model.encoder or not model.causal,
+        "relative positions": model.position == "relative", "a reward's head": model.score,
+        "layers that predict further tokens": model.mtp_layers, "layers of several kinds": model.layers,
+    }  # fmt: skip
+    for what, there in parts.items():
+        if there:
+            raise ConfigError(f"the model has {what}, and only plain dense decoders are made smaller")
+
+
+@dataclass(frozen=True)
+class ShrinkSizes:
+    """Target sizes of a model; None keeps the current size."""
+
+    layers: int | None = None
+    ffn: int | None = None
+    heads: int | None = None
+    hidden: int | None = None
+
+
+def shrunk_config(model: ModelConfig, sizes: ShrinkSizes, layers: Sequence[int] | None = None) -> ModelConfig:
+    """Return the configuration with these sizes; `layers` are the indices of the remaining layers, if known.
+
+    Raises:
+        ConfigError: when a size is none of a part of the model.
+    """
+    check_shrinkable(model)
+    there = ShrinkSizes(model.num_layers, model.ffn_hidden_size, model.num_attention_heads, model.hidden_size)
+    new = {name: getattr(sizes, name) or has for name, has in asdict(there).items()}
+    for name, has in asdict(there).items():
+        if new[name] > has:
+            raise ConfigError(f"--{name} {new[name]}: the model has {has}", hint="give no more than it has")
+    heads, group = new["heads"], model.num_attention_heads // model.key_value_heads
+    if model.key_value_heads > 1 and heads % group:
+        raise ConfigError(f"--heads {heads}: {group} query heads share a key/value head", hint=f"a multiple of {group}")
+    if heads < model.num_attention_heads and model.qk_norm and model.qk_norm_span == "all":
+        raise ConfigError(
+            f"--heads {heads} is not supported for a model whose query and key norms span all heads (model.qk_norm_span = all): "
+            "the mean square that divides the remaining heads would change",
+            hint="cut --ffn, --hidden or --layers",
+        )
+    found: dict[str, Any] = model.model_dump(exclude_unset=True) | {
+        "num_layers": new["layers"], "ffn_hidden_size": new["ffn"], "num_attention_heads": heads,
+        "hidden_size": new["hidden"],
+    }  # fmt: skip
+    if model.num_kv_heads:
+        found["num_kv_heads"] = heads // group if model.key_value_heads > 1 else 1
+    if model.head_dim is None and new["hidden"] != heads * model.query_key_head_dim:
+        found["head_dim"] = model.query_key_head_dim
+    stay = range(new["layers"]) if layers is None else layers
+    for name in ("full_attention_layers", "no_rope_layers"):
+        if (named := getattr(model, name)) is not None:
+            found[name] = [place for place, layer in enumerate(stay) if layer in named]
+    return ModelConfig.parse(found, source="shrinking")
+
+
+def choose_kept_parts(importance: PartImportance, model: ModelConfig, smaller: ModelConfig) -> KeptParts:
+    """Return the most important parts of `model`, as many as `smaller` has. Key/value heads are kept with all of their
+    query heads.
+    """
+    layers = _top_indices(importance.layers, smaller.num_layers)
+    heads, group = importance.heads[layers], model.num_attention_heads // model.key_value_heads
+    if model.key_value_heads > 1:
+        kv_heads = _top_indices(torch.unflatten(heads, 1, (-1, group)).sum(-1), smaller.key_value_heads)
+        queries = (kv_heads.unsqueeze(-1) * group + torch.arange(group)).flatten(1)
+    else:
+        kv_heads = torch.zeros(len(layers), 1, dtype=torch.int64)
+        queries = _top_indices(heads, smaller.num_attention_heads)
+    neurons = _top_indices(importance.neurons[layers], smaller.ffn_hidden_size)
+    return KeptParts(layers, neurons, queries, kv_heads, _top_indices(importance.channels, smaller.hidden_size))
+
+
+def shrink_model(
+    source: WeightSource, destination: str | Location, importance: PartImportance, sizes: ShrinkSizes
+) -> KeptParts:
+    """Write the mega checkpoint of the most important parts and return their indices.
+
+    Raises:
+        ConfigError: when a size is none of a part of the model.
+        CheckpointError: when `destination` exists. Nothing is left behind then.
+    """
+    kept = choose_kept_parts(importance, source.model, shrunk_config(source.model, sizes))
+    smaller = shrunk_config(source.model, sizes, kept.layers.tolist())
+    with create_output_folder(destination) as folder:
+        note = {**asdict(sizes), "layers": kept.layers.tolist()}
+        write_weights(ShrunkSource(source, smaller, kept), folder, "shrinking", provenance={"shrunk": note})
+    return kept
+
+
+class ShrunkSource:
+    """A `WeightSource` of the kept parts of a larger model."""
+
+    def __init__(self, whole: WeightSource, model: ModelConfig, kept: KeptParts) -> None:
+        self._whole, self.model, self._kept = whole, model, kept
+        self._shapes = canonical_tensors(model)
+
+    def tensor_names(self) -> Sequence[str]:
+        """Return the canonical names, in the order of the forward pass."""
+        return list(self._shapes)
+
+    def tensor_shape(self, name: str) -> TensorShape:
+        """Return the global shape of a tensor."""
+        return self._shapes[name]
+
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of the larger model's tensor."""
+        return self._whole.tensor_dtype(self._source_indices(name)[0])
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Read a whole tensor."""
+        shape = self.tensor_shape(name)
+        return self.read_tensor_slice(name, (0,) * len(shape), shape)
+
+    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
+        """Read `tensor[offset : offset + shape]`."""
+        origin, places = self._source_indices(name)
+        part = self._whole.read_tensor(origin)
+        for axis, kept in enumerate(places):
+            if kept is None:
+                part = part.narrow(axis, offset[axis], shape[axis])
+            else:
+                part = part.index_select(axis, crop_tensor(kept, offset[axis : axis + 1], shape[axis : axis + 1]))
+        return part
+
+    def _source_indices(self, name: str) -> tuple[str, list[Tensor | None]]:
+        """Return the larger model's tensor, and the kept indices of each of its axes; None keeps all."""
+        kept, found = self._kept, LAYER.fullmatch(name)
+        if found is None:  # the vocabulary, positions, norms
+            return name, [None] * (len(self.tensor_shape(name)) - 1) + [kept.channels]
+        place, own = int(found[1]), found[2]
+        kinds = _axis_kinds(own, self.model)
+        size = self.model.query_key_head_dim
+        each: dict[str, Tensor | None] = {
+            "D": kept.channels, "F": kept.neurons[place], "H": kept.heads[place], "K": kept.kv_heads[place],
+            "Hd": _head_rows(kept.heads[place], size), "Kd": _head_rows(kept.kv_heads[place], size), "d": None,
+        }  # fmt: skip
+        return f"model.layers.{int(kept.layers[place])}.{own}", [each[kind] for kind in kinds]
+
+    def buffer_names(self) -> Sequence[str]:
+        """Return no buffers: masks and so on have the old sizes."""
+        return []
+
+    def read_buffer(self, name: str) -> Tensor:
+        """Raise KeyError: there are no buffers."""
+        raise KeyError(name)
+
+    def asset_files(self) -> Mapping[str, Path | bytes]:
+        """Return the larger model's asset files."""
+        return self._whole.asset_files()
+
+
+def _axis_kinds(own: str, model: ModelConfig) -> Sequence[str]:
+    """Return the kinds of the axes of a layer's tensor, by the legend."""
+    part, _, what = own.rpartition(".")
+    module = part.rpartition(".")[2]
+    if module in ("q_norm", "k_norm"):
+        head = "H" if module == "q_norm" else "K"
+        return {"head": ["d"], "all": [f"{head}d"], "each": [head, "d"]}[model.qk_norm_span]
+    if own == "self_attn.sinks":
+        return ["H"]
+    axes = {
+        "q_proj": ("Hd", "D"), "g_proj": ("Hd", "D"), "k_proj": ("Kd", "D"), "v_proj": ("Kd", "D"),
+        "o_proj": ("D", "Hd"), "gate_proj": ("F", "D"), "up_proj": ("F", "D"), "down_proj": ("D", "F"),
+    }.get(module, ("D",))  # fmt: skip
+    return axes[:1] if what == "bias" else axes
+
+
+def _head_rows(heads: Tensor, size: int) -> Tensor:
+    """Return the row indices of some heads [h * d]."""
+    return (heads.unsqueeze(-1) * size + torch.arange(size)).flatten()
+
+
+def _top_indices(scores: Tensor, count: int) -> Tensor:
+    """Return the indices of the largest scores of each row [.., count], ascending; ties keep the first."""
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    return torch.sort(order[..., :count], dim=-1).values

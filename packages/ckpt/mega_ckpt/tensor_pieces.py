@@ -1,0 +1,218 @@
+"""Mapping of the elements of local tensors to global tensors of the model.
+
+A *piece* says that a rectangle of a local tensor is a rectangle of a named global tensor. A plain weight has one piece, a
+fused gate-up projection two, a fused query-key-value projection three. Names and global shapes are canonical:
+HuggingFace-shaped, unfused, vocabulary unpadded, so that no layout of ranks ever shows in a checkpoint.
+
+Checkpoints, resharding, conversion, ZeRO slices, initialisation and the gradient norm are all written in terms of pieces.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TensorShape = tuple[int, ...]
+
+# A checksum covers a slab, so a reader that checks reads whole slabs: small ones suit it, large ones the manifest.
+MAX_SLAB_BYTES = 32 << 20
+
+
+def crop_tensor(tensor: Tensor, offset: Iterable[int], shape: Iterable[int]) -> Tensor:
+    """Return `tensor[offset : offset + shape]` as a view."""
+    return tensor[tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """A rectangle of a local tensor and its position in the global tensor `name`.
+
+    Attributes:
+        name: canonical name of the global tensor.
+        global_shape: its shape.
+        global_offset: index, in the global tensor, of the rectangle's first element.
+        local_start: index, in the local tensor, of the rectangle's first element.
+        shape: the rectangle's shape. Local and global tensor have the same number of axes.
+    """
+
+    name: str
+    global_shape: TensorShape
+    global_offset: TensorShape
+    local_start: TensorShape
+    shape: TensorShape
+
+    def __post_init__(self) -> None:
+        axes = {len(self.global_shape), len(self.global_offset), len(self.local_start), len(self.shape)}
+        inside = all(
+            o >= 0 and o + n <= g for o, n, g in zip(self.global_offset, self.shape, self.global_shape, strict=True)
+        )
+        assert len(axes) == 1, f"{self}: offsets and shapes differ in their number of axes"
+        assert inside, f"{self}: reaches outside the global tensor"
+
+    @classmethod
+    def whole_tensor(cls, name: str, shape: Sequence[int]) -> TensorPiece:
+        """Return the piece of an unsplit tensor: local and global tensor are the same."""
+        zeros = (0,) * len(shape)
+        return cls(name, tuple(shape), zeros, zeros, tuple(shape))
+
+    def local_view(self, local: Tensor) -> Tensor:
+        """Return the rectangle as a view of the local tensor."""
+        return crop_tensor(local, self.local_start, self.shape)
+
+
+@dataclass(frozen=True)
+class TensorBox:
+    """A tensor that holds `global[offset : offset + tensor.shape]` of some global tensor. Usually a view."""
+
+    offset: TensorShape
+    tensor: Tensor
+
+
+@dataclass
+class ShardedTensor:
+    """The part of one global tensor on one rank: its global shape and any number of disjoint boxes."""
+
+    shape: TensorShape
+    boxes: list[TensorBox]
+
+
+def boxes_by_name(tensors: Iterable[tuple[Tensor, Sequence[TensorPiece]]]) -> dict[str, ShardedTensor]:
+    """Group local tensors with their pieces by global name: {name: ShardedTensor}. The boxes are views."""
+    out: dict[str, ShardedTensor] = {}
+    for tensor, pieces in tensors:
+        for piece in pieces:
+            held = out.setdefault(piece.name, ShardedTensor(piece.global_shape, []))
+            held.boxes.append(TensorBox(piece.global_offset, piece.local_view(tensor)))
+    return out
+
+
+def boxes_of_flat_range(
+    flat: Tensor, pieces: Sequence[TensorPiece], local_shape: TensorShape, start: int
+) -> dict[str, ShardedTensor]:
+    """Group a range of a flattened local tensor by global name, as ZeRO shards it: {name: ShardedTensor}.
+
+    `flat` holds elements [start, start + len(flat)) of the local tensor in row-major order. The range is cut into at
+    most 2 * axes - 1 rectangles, and each is intersected with each piece.
+    """
+    out: dict[str, ShardedTensor] = {}
+    for low, extent, first in split_flat_range(local_shape, start, start + flat.numel()):
+        block = flat[first - start : first - start + math.prod(extent)].view(extent)
+        for piece in pieces:
+            begin = tuple(map(max, low, piece.local_start))
+            end = tuple(
+                min(a + n, b + m) for a, n, b, m in zip(low, extent, piece.local_start, piece.shape, strict=True)
+            )
+            if any(b >= e for b, e in zip(begin, end, strict=True)):
+                continue
+            inner = block[tuple(slice(b - a, e - a) for b, e, a in zip(begin, end, low, strict=True))]
+            offset = tuple(g + b - s for g, b, s in zip(piece.global_offset, begin, piece.local_start, strict=True))
+            out.setdefault(piece.name, ShardedTensor(piece.global_shape, [])).boxes.append(TensorBox(offset, inner))
+    return out
+
+
+def split_flat_range(shape: TensorShape, start: int, stop: int) -> Iterator[tuple[TensorShape, TensorShape, int]]:
+    """Split the row-major range [start, stop) of `shape` into rectangles: (first index, extent, first flat position)."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield ((start,) if shape else ()), ((stop - start,) if shape else ()), start
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows are [first, last)
+    if first > last:  # the range lies inside one row
+        yield from _row_part(shape, start // row, start, stop)
+        return
+    if start < first * row:
+        yield from _row_part(shape, first - 1, start, first * row)
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]), first * row
+    if last * row < stop:
+        yield from _row_part(shape, last, last * row, stop)
+
+
+def _row_part(shape: TensorShape, row: int, start: int, stop: int) -> Iterator[tuple[TensorShape, TensorShape, int]]:
+    base = row * math.prod(shape[1:])
+    for low, extent, first in split_flat_range(shape[1:], start - base, stop - base):
+        yield (row, *low), (1, *extent), first + base
+
+
+def split_box(shape: TensorShape, max_elements: int) -> Iterator[tuple[TensorShape, TensorShape]]:
+    """Split a box into boxes (offset, shape) of at most `max_elements`, contiguous in row-major order and in that
+    order.
+
+    The parts are equal and a power of two in number, as far as that goes: cuts by other powers of two, which are what
+    most layouts make, then fall on the same places.
+    """
+    axis = next((axis for axis, n in enumerate(shape) if n > 1), None)
+    if axis is None or math.prod(shape) <= max_elements:
+        yield (0,) * len(shape), shape
+        return
+    fitting = max(1, max_elements // math.prod(shape[axis + 1 :]))
+    parts = 1 << (-(-shape[axis] // fitting) - 1).bit_length()
+    rows = -(-shape[axis] // parts)
+    for start in range(0, shape[axis], rows):
+        inner = (*shape[:axis], min(rows, shape[axis] - start), *shape[axis + 1 :])
+        for offset, extent in split_box(inner, max_elements):
+            yield (*offset[:axis], offset[axis] + start, *offset[axis + 1 :]), extent
+
+
+def split_into_slabs(box: TensorBox, max_bytes: int) -> Iterator[TensorBox]:
+    """Split a box into boxes of at most `max_bytes`, as `split_box` does."""
+    for start, shape in split_box(tuple(box.tensor.shape), max_bytes // box.tensor.element_size()):
+        yield TensorBox(
+            tuple(o + s for o, s in zip(box.offset, start, strict=True)), crop_tensor(box.tensor, start, shape)
+        )
+
+
+def select_replica_share(
+    tensors: Mapping[str, ShardedTensor], rank: int, size: int, max_bytes: int = MAX_SLAB_BYTES
+) -> dict[str, ShardedTensor]:
+    """Return the part of replicated boxes that one of `size` ranks saves.
+
+    Together they bring each element once, and each about as many bytes.
+    """
+    if size == 1:
+        return dict(tensors)
+    out: dict[str, ShardedTensor] = {}
+    loads = [(0, taker) for taker in range(size)]  # a heap
+    for name, held in tensors.items():
+        for slab in (slab for box in held.boxes for slab in split_into_slabs(box, max_bytes)):
+            load, taker = loads[0]
+            heapq.heapreplace(loads, (load + slab.tensor.nbytes, taker))
+            if taker == rank:
+                out.setdefault(name, ShardedTensor(held.shape, [])).boxes.append(slab)
+    return out
+
+
+def merge_sharded(parts: Iterable[Mapping[str, ShardedTensor]]) -> dict[str, ShardedTensor]:
+    """Merge several {name: ShardedTensor} into one, appending the boxes of each tensor."""
+    out: dict[str, ShardedTensor] = {}
+    for part in parts:
+        for name, held in part.items():
+            out.setdefault(name, ShardedTensor(held.shape, [])).boxes.extend(held.boxes)
+    return out
+
+
+def copy_overlap(destination: TensorBox, source: TensorBox) -> int:
+    """Copy the overlap of two boxes of a global tensor; return the number of elements copied."""
+    begin = tuple(map(max, destination.offset, source.offset))
+    end = tuple(
+        min(a + n, b + m)
+        for a, n, b, m in zip(
+            destination.offset, destination.tensor.shape, source.offset, source.tensor.shape, strict=True
+        )
+    )
+    if any(b >= e for b, e in zip(begin, end, strict=True)):
+        return 0
+    to, of = (
+        tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, box.offset, strict=True))
+        for box in (destination, source)
+    )
+    with torch.no_grad():
+        destination.tensor[to].copy_(source.tensor[of])
+    return math.prod(e - b for b, e in zip(begin, end, strict=True))

@@ -1,0 +1,62 @@
+"""Optimizer and trainer state that a conversion carries over from another trainer's checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.model_config import ModelConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+LOW = (torch.bfloat16, torch.float16)  # weights beside which the optimizer keeps main ones
+
+
+class OptimizerNotConverted(Exception):
+    """Reason why the optimizer state cannot be converted."""
+
+
+class TensorReader(Protocol):
+    """Interface for reading canonical tensors."""
+
+    def tensor_names(self) -> Sequence[str]:
+        """Return the canonical names."""
+
+    def tensor_shape(self, name: str) -> TensorShape:
+        """Return the global shape of a tensor."""
+
+    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
+        """Read a rectangle of a tensor."""
+
+
+@dataclass(frozen=True)
+class ConvertedTraining:
+    """Optimizer and trainer state to resume from, besides the weights.
+
+    Attributes:
+        step: optimizer steps done, skipped ones included.
+        state: the numbers that the trainer resumes from.
+        tensors: by kind, as checkpoints of mega call it: `exp_avg`, `exp_avg_sq`, and `main` beside weights in 16 bits.
+    """
+
+    step: int
+    state: Mapping[str, Any]
+    tensors: Mapping[str, TensorReader]
+
+
+def make_trainer_state(
+    model: ModelConfig, *, samples: int, updates: int, loss_scale: list[float] | None = None
+) -> dict[str, Any]:
+    """Return the trainer state of a run of `model` after `samples` samples and `updates` optimizer updates."""
+    return {
+        "consumed_samples": samples,
+        "optimizer_steps": updates,
+        "loss_average": 0.0,
+        "loss_seen": 0,
+        "loss_scale": loss_scale,
+        "settings": {"model": model.model_dump(mode="json", by_alias=True)},
+    }

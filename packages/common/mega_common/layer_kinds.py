@@ -1,0 +1,141 @@
+"""Layer kinds: the token mixer and the feed-forward block of each layer, and the patterns that name them.
+
+A layer is a residual step by a mixer, by a feed-forward, or by the one and then the other: `attention+mlp`, `mamba`, `moe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, get_args
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
+
+MixerKind = Literal["attention", "mamba", "delta"]
+FeedForwardKind = Literal["mlp", "moe"]
+MIXERS: tuple[MixerKind, ...] = get_args(MixerKind)
+FEEDS: tuple[FeedForwardKind, ...] = get_args(FeedForwardKind)
+LETTERS = {"M": "mamba", "G": "delta", "*": "attention", "-": "mlp", "E": "moe"}  # Megatron's, for one half a layer
+
+
+class LayerKind(NamedTuple):
+    """Kind of a layer: its mixer and its feed-forward block, of which at least one is set."""
+
+    mixer: MixerKind | None
+    feed_forward: FeedForwardKind | None
+
+    @classmethod
+    def parse(cls, text: str) -> LayerKind:
+        """Parse "mixer", "feed" or "mixer+feed".
+
+        Raises:
+            ValueError: if it is none of these.
+        """
+        halves = text.split("+")
+        mixer = next((kind for kind in MIXERS if kind == halves[0]), None)
+        feed = next((kind for kind in FEEDS if kind == halves[-1]), None)
+        if len(halves) != (mixer is not None) + (feed is not None):
+            raise ValueError(text)
+        return cls(mixer, feed)
+
+
+class RepeatedLayers(StrictConfig):
+    """Sequence of layers that is repeated several times."""
+
+    times: LayerCount
+    of: list[str] = Field(min_length=1)
+
+
+LayerPatternSpec = list[str | RepeatedLayers] | str
+
+
+def expand_layer_pattern(pattern: LayerPatternSpec) -> list[str]:
+    """Return one entry per layer; letters that are not Megatron's stay unchanged."""
+    if isinstance(pattern, str):
+        return [LETTERS.get(letter, letter) for letter in pattern]
+    return [name for item in pattern for name in ([item] if isinstance(item, str) else item.of * item.times)]
+
+
+def validate_layer_pattern(pattern: LayerPatternSpec) -> LayerPatternSpec:
+    """Validate a layer pattern and return it.
+
+    Raises:
+        ValueError: if it names no layer, or what is no kind of layer.
+    """
+    kinds = f"a mixer ({', '.join(MIXERS)}), a feed-forward ({', '.join(FEEDS)}), or both, as attention+mlp"
+    if isinstance(pattern, str):
+        kinds = f"one of the letters {', '.join(f'{letter} ({kind})' for letter, kind in LETTERS.items())}"
+    if not pattern:
+        raise ValueError(f"names no layer; a layer is {kinds}")
+    for name in expand_layer_pattern(pattern):
+        try:
+            LayerKind.parse(name)
+        except ValueError:
+            raise ValueError(f"{name!r} is no kind of layer, which is {kinds}") from None
+    return pattern
+
+
+class MambaConfig(StrictConfig):
+    """Mamba-2 layers (arXiv:2405.21060): heads of `head_dim` x `state_size` states, with B and C shared by the heads of
+    a group.
+
+    A step's length is softplus(dt + bias), kept within `dt_limit`; the bias starts so that it is log-uniform in
+    `dt_init`, at least `dt_init_floor`. The norm before the output projection is over each group's channels.
+    """
+
+    num_heads: PositiveInt
+    head_dim: PositiveInt
+    state_size: PositiveInt = 128
+    num_groups: PositiveInt = 1
+    conv_kernel: PositiveInt = Field(4, description="tokens that the short convolution sees, the newest included")
+    conv_bias: bool = True
+    bias: bool = Field(False, description="of the projections into and out of the layer")
+    chunk_size: PositiveInt = Field(
+        256, description="tokens that are computed at once; the result does not depend on it"
+    )
+    dt_limit: tuple[NonNegativeFloat, PositiveFloat | None] = Field((0.0, None), description="null: no upper limit")
+    dt_init: tuple[PositiveFloat, PositiveFloat] = (0.001, 0.1)
+    dt_init_floor: PositiveFloat = 1e-4
+    norm_eps: PositiveFloat | None = Field(None, description="of the norm before the output; default: the model's")
+
+    @property
+    def inner_size(self) -> int:
+        """Number of channels of all heads together."""
+        return self.num_heads * self.head_dim
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield violated rules between sizes and between limits."""
+        if self.num_heads % self.num_groups:
+            yield ConfigProblem("num_groups", f"must divide num_heads = {self.num_heads}", self.num_groups)
+        for name, (low, high) in (("dt_limit", self.dt_limit), ("dt_init", self.dt_init)):
+            if high is not None and low > high:
+                yield ConfigProblem(name, "the lower limit is above the upper", [low, high])
+
+
+class GatedDeltaConfig(StrictConfig):
+    """Gated delta net layers (arXiv:2412.06464): states of `key_head_dim` x `value_head_dim` for each value head."""
+
+    num_key_heads: PositiveInt
+    num_value_heads: PositiveInt
+    key_head_dim: PositiveInt
+    value_head_dim: PositiveInt
+    conv_kernel: PositiveInt = Field(4, description="tokens that the short convolution sees, the newest included")
+    chunk_size: PositiveInt = Field(
+        64, description="tokens that are computed at once; the result does not depend on it"
+    )
+    norm_eps: PositiveFloat | None = Field(None, description="of the norm of each head's output; default: the model's")
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield violated rules between sizes."""
+        if self.num_value_heads % self.num_key_heads:
+            rule = f"must divide num_value_heads = {self.num_value_heads}"
+            yield ConfigProblem("num_key_heads", rule, self.num_key_heads)
+
+
+def find_missing_sections(layers: Sequence[LayerKind], given: dict[str, bool]) -> Iterator[ConfigProblem]:
+    """Yield a problem for each layer kind in use whose section is not given."""
+    used = dict.fromkeys(half for layer in layers for half in layer)
+    for kind, there in given.items():
+        if kind in used and not there:
+            yield ConfigProblem(kind, "required by layers, which names layers of that kind")

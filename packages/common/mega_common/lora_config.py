@@ -1,0 +1,105 @@
+"""Configuration of LoRA adapters (arXiv:2106.09685): the adapted projections, their ranks and their scales.
+
+    y = W x + s B A x      A [r, in], B [out, r], s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)
+    y = m (W x + s B A x) / |W + s B A|      m [out], the length of each row (DoRA, arXiv:2402.09353)
+
+With `quantize` W stands for what its 4 bits are (QLoRA, arXiv:2305.14314).
+
+Projections are meant by patterns as PEFT's: a regular expression for a module's whole name, or for the end of it after a dot.
+A layer's experts are two modules, `mlp.experts.gate_up_proj` (`up_proj` where there is no gate) and `mlp.experts.down_proj`,
+with an A and a B for each expert.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal, TypeVar
+
+from pydantic import Field, PositiveInt
+
+from mega_common.strict_config import ConfigProblem, StrictConfig
+
+N = TypeVar("N", int, float)
+
+
+class LoraConfig(StrictConfig):
+    """Configuration of a LoRA adapter."""
+
+    rank: PositiveInt = 16
+    alpha: float = Field(32.0, gt=0, description="the update is multiplied by alpha / rank")
+    modules: list[str] = Field(
+        [".*_proj"],
+        min_length=1,
+        description="patterns of the projections that are adapted, such as q_proj or layers.0..*",
+    )
+    rslora: bool = Field(False, description="multiply by alpha / sqrt(rank) instead")
+    ranks: dict[str, PositiveInt] = Field({}, description="ranks of the projections that match a pattern")
+    alphas: dict[str, float] = Field({}, description="alphas of the projections that match a pattern")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of a projection's input that its adapter does not see")
+    dora: bool = Field(
+        False, description="train the length of each row of W + s B A, too, as a magnitude of its own (DoRA)"
+    )
+    quantize: Literal["nf4"] | None = Field(
+        None,
+        description="keep the projections that stay as they are in 4 bits (QLoRA); bitsandbytes packs and unpacks them",
+    )
+    init_from: str | None = Field(
+        None, description="start from this adapter, a run's or a folder of PEFT's, with the same projections and ranks"
+    )
+    modules_to_save: list[str] = Field(
+        [], description="patterns of modules that are trained whole beside it, such as lm_head or embed_tokens"
+    )
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield conflicting settings, and patterns that are not regular expressions."""
+        if self.dora and self.dropout:
+            yield ConfigProblem(
+                "dropout", "goes with no dora, whose magnitudes are of what is not dropped", self.dropout, "0"
+            )
+        if self.quantize and self.dora:
+            yield ConfigProblem(
+                "quantize", "goes with no dora, whose magnitudes are of rows in full", self.quantize, "dora: false"
+            )
+        for key in ("modules", "ranks", "alphas", "modules_to_save"):
+            for pattern in getattr(self, key):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    yield ConfigProblem(key, f"is no regular expression: {error}", pattern)
+
+    def get_adapter_rank(self, module: str) -> int | None:
+        """Return the LoRA rank of a module, by its canonical name without `.weight`; None for a module without adapter."""
+        return _get_override(self.ranks, module, self.rank) if matches_module_pattern(module, self.modules) else None
+
+    def get_adapter_scale(self, module: str) -> float:
+        """Return the scale s by which B A is multiplied."""
+        rank = _get_override(self.ranks, module, self.rank)
+        return _get_override(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+
+    def is_fully_trained(self, name: str) -> bool:
+        """Return whether a tensor, by its canonical name, is trained in full beside the adapter."""
+        return matches_module_pattern(name.rpartition(".")[0], self.modules_to_save)
+
+
+def _get_override(patterns: Mapping[str, N], module: str, usual: N) -> N:
+    return next((value for pattern, value in patterns.items() if matches_module_pattern(module, [pattern])), usual)
+
+
+def is_trainable_tensor(name: str, freeze: Sequence[str], lora: LoraConfig | None) -> bool:
+    """Return whether a run with these frozen patterns and this adapter trains the tensor with a canonical name."""
+    if any(fnmatchcase(name, pattern) for pattern in freeze):
+        return False
+    return lora is None or is_adapter_tensor(name) or lora.is_fully_trained(name)
+
+
+def is_adapter_tensor(name: str) -> bool:
+    """Return whether a tensor, by its canonical name, belongs to an adapter."""
+    return ".lora_" in name
+
+
+def matches_module_pattern(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether any of the patterns matches the name, either all of it or its end after a dot."""
+    return any(re.fullmatch(rf"(.*\.)?({pattern})", name) for pattern in patterns)

@@ -1,0 +1,273 @@
+"""Paths on an object store (`s3://bucket/run` and other URLs) by fsspec.
+
+An object appears whole when its last byte is acknowledged, and cannot be renamed. The store's own settings (region,
+endpoint, who one is) come from its client: environment variables or fsspec's configuration files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import fsspec
+
+from mega_common.errors import ConfigError, MegaError, MissingPackageError
+
+_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<path>.+)")
+
+
+READ_AHEAD = 1 << 23  # bytes that are asked for at once
+
+
+class Stamp(NamedTuple):
+    """Version of an object: its length, and its ETag or modification time, empty if the store reports none."""
+
+    size: int
+    state: str
+
+
+class ObjectStoreError(MegaError):
+    """An object store that cannot be reached or refuses a request, so its contents are unknown."""
+
+
+class RemotePath(str):
+    """Path on an object store, as a URL, with the methods of `pathlib.Path` that readers of checkpoints and data need.
+
+    Raises:
+        RemoteError: from every method, when the store cannot be asked.
+        MissingPackageError: from every method, when the store's client is not installed.
+    """
+
+    __slots__ = ()
+
+    def __truediv__(self, name: object) -> RemotePath:
+        return RemotePath(f"{self}/{name}")
+
+    @property
+    def name(self) -> str:
+        """Last component of the path."""
+        return self.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """Path without its last component."""
+        return RemotePath(self.rpartition("/")[0])
+
+    def is_file(self) -> bool:
+        """Return whether an object of this name exists."""
+        return self._get_entry_kind() == "file"
+
+    def is_dir(self) -> bool:
+        """Return whether objects below this path exist."""
+        return self._get_entry_kind() == "directory"
+
+    def exists(self) -> bool:
+        """Return whether an object or a folder of this name exists."""
+        return self._get_entry_kind() is not None
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """Yield the direct children in order; nothing if there are none."""
+        with self._connect() as (files, path):
+            try:
+                found = files.ls(path, detail=False)
+            except FileNotFoundError:
+                found = []
+        for name in sorted(found):
+            yield self / name.rstrip("/").rpartition("/")[2]
+
+    def glob(self, pattern: str) -> Iterator[RemotePath]:
+        """Yield the direct children whose names match a pattern."""
+        return (place for place in self.iterdir() if fnmatch(place.name, pattern))
+
+    def read_bytes(self, begin: int | None = None, end: int | None = None) -> bytes:
+        """Read only the bytes [begin, end) of an object; default: all.
+
+        Raises:
+            FileNotFoundError: when there is none.
+        """
+        with self._connect() as (files, path):
+            return bytes(files.cat_file(path, start=begin, end=end))
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write an object whole, in one request that replaces an existing one."""
+        with self._connect(writing=True) as (files, path):
+            files.pipe_file(path, data)
+
+    def get_object_size(self) -> int:
+        """Return an object's length in bytes.
+
+        Raises:
+            FileNotFoundError: when there is none.
+        """
+        with self._connect() as (files, path):
+            return int(files.info(path)["size"])
+
+    def list_object_sizes(self) -> dict[str, int]:
+        """Return {name below this path: length in bytes} of all objects below."""
+        return {name: int(entry["size"]) for name, entry in self._list_entries_below().items()}
+
+    def list_object_stamps(self) -> dict[str, str]:
+        """Return {name below this path: length and ETag or modification time} of all objects below."""
+        return {
+            name: f"{entry['size']} bytes {_get_entry_state(entry)}"
+            for name, entry in self._list_entries_below().items()
+        }
+
+    def open(self) -> IO[bytes]:
+        """Open an object for reading with random access.
+
+        Raises:
+            FileNotFoundError: when there is none.
+        """
+        with self._connect() as (files, path):
+            stream = files.open(path, "rb", block_size=READ_AHEAD, cache_type="readahead")
+        if (cache := getattr(stream, "cache", None)) is not None:
+            cache.fetcher = _require_exact_ranges(self, cache.fetcher)
+        return stream  # type: ignore[no-any-return]
+
+    def match_objects(self) -> dict[str, Stamp]:
+        """Return {URL: size and state} of all objects that a glob matches, sorted by name, or of all below this path."""
+        with self._connect() as (files, path):
+            found = files.glob(path, detail=True) if glob.has_magic(path) else files.find(path, detail=True)
+            return {
+                f"{self}{name[len(path) :]}" if name.startswith(path) else str(files.unstrip_protocol(name)): Stamp(
+                    int(entry["size"] or 0), _get_entry_state(entry)
+                )
+                for name, entry in sorted(found.items())
+                if entry["type"] == "file"
+            }
+
+    def upload_file(self, file: Path, advance: Callable[[int], object]) -> None:
+        """Upload a file as this object, which appears when all of it is there; `advance` is called with the bytes sent."""
+        callback = fsspec.Callback()
+        callback.relative_update = advance
+        with self._connect(writing=True) as (files, path):
+            files.put_file(str(file), path, callback=callback)
+
+    def open_multipart_upload(self) -> IO[bytes]:
+        """Open an object for writing in parts; closing it makes it appear, discarding it does not."""
+        with self._connect(writing=True) as (files, path):
+            return files.open(path, "wb")  # type: ignore[no-any-return]
+
+    def delete_objects(self) -> None:
+        """Delete the object, or all objects below this path; do nothing if there are none.
+
+        Raises:
+            RemoteError: when an object is still there; a client may not report the keys that a bulk deletion refuses.
+        """
+        with self._connect() as (files, path):
+            with contextlib.suppress(FileNotFoundError):
+                files.rm(path, recursive=True)
+            files.invalidate_cache()
+            left: list[str] = []
+            with contextlib.suppress(FileNotFoundError):  # nor is there a bucket
+                left = files.find(path)
+            if left:
+                raise ObjectStoreError(
+                    f"{self}: the store did not delete {len(left)} objects, {left[0]} among them",
+                    hint="do the credentials allow deleting there?",
+                )
+
+    def _list_entries_below(self) -> dict[str, Any]:
+        with self._connect() as (files, path):
+            found = files.find(path, detail=True)
+        return {name[len(path.rstrip("/")) + 1 :]: entry for name, entry in found.items() if entry}
+
+    def _get_entry_kind(self) -> str | None:
+        with self._connect() as (files, path):
+            try:
+                return str(files.info(path)["type"])
+            except FileNotFoundError:
+                return None
+
+    @contextlib.contextmanager
+    def _connect(self, *, writing: bool = False) -> Iterator[tuple[Any, str]]:
+        """Yield the file system and the path on it; convert errors in the block to one sentence."""
+        with translate_store_errors(self, writing=writing):
+            files, path = fsspec.core.url_to_fs(str(self))
+            files.invalidate_cache()  # other machines write too
+            yield files, path
+
+
+def _require_exact_ranges(source: RemotePath, fetch: Callable[[int, int], bytes]) -> Callable[[int, int], bytes]:
+    """Return a function that reads a range of `source` by `fetch` and rejects an answer of another length.
+
+    A store or proxy between may cut an answer, or ignore the range and send the whole object with status 200.
+    """
+
+    def fetch_exactly(begin: int, end: int) -> bytes:
+        data = fetch(begin, end)
+        if len(data) != end - begin:
+            raise ObjectStoreError(
+                f"{source}: the store sent {len(data):,} bytes for the range [{begin:,}, {end:,})",
+                hint="a proxy may ignore ranges, or the object is being replaced; try again",
+            )
+        return data
+
+    return fetch_exactly
+
+
+def _get_entry_state(entry: Mapping[str, Any]) -> str:
+    told = ("ETag", "etag", "LastModified", "updated", "created", "mtime", "blob_id")
+    return str(next((entry[key] for key in told if entry.get(key)), ""))
+
+
+@contextlib.contextmanager
+def translate_store_errors(place: RemotePath, *, writing: bool = False) -> Iterator[None]:
+    """Convert exceptions of a store's client, which share no base class, to a one-sentence error.
+
+    That there is no such object is an answer, unless one is `writing`.
+    """
+    try:
+        yield
+    except MegaError:
+        raise
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{place}: {error}",
+            hint="for s3://: pip install s3fs, for gs://: pip install gcsfs; else the package that fsspec names",
+        ) from error
+    except Exception as error:
+        if isinstance(error, FileNotFoundError) and not writing:
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(place)) from error
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ObjectStoreError(
+            f"{place}: {type(error).__name__}: {first}".removesuffix(": "),
+            hint="is the store there, and do the credentials allow it?",
+        ) from error
+
+
+Location = Path | RemotePath
+
+
+def parse_location(path: str | Path) -> Location:
+    """Return a local path, or a `RemotePath` for a URL such as s3://bucket/run.
+
+    Raises:
+        ConfigError: when the URL's protocol is none that fsspec knows.
+    """
+    if isinstance(path, (Path, RemotePath)):
+        return path
+    found = _URL.fullmatch(path)
+    if found is None:
+        return Path(path)
+    if found["protocol"] in ("file", "local"):
+        return Path(found["path"])
+    if found["protocol"] not in _list_protocols():
+        raise ConfigError(f"{path}: no object store is called {found['protocol']}://", hint="s3://, gs://, az://")
+    return RemotePath(path.rstrip("/"))
+
+
+def _list_protocols() -> Sequence[str]:
+    return [*fsspec.available_protocols(), *fsspec.registry]
+
+
+def read_if_remote(path: Location) -> Path | bytes:
+    """Return a local path unchanged, or the bytes of a small remote file, for code that copies files."""
+    return path.read_bytes() if isinstance(path, RemotePath) else path

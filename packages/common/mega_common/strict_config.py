@@ -1,0 +1,243 @@
+"""Strict configuration sections: unknown keys are errors, and all problems are reported at once with value and fix.
+
+A configuration is a tree of `Config` models. `parse` checks a plain mapping (from YAML, say) against it and raises one
+`ConfigError` that lists all problems; `apply_overrides` puts `--set a.b=c` on top of a mapping before that.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mega_common.bounded_parsing import MISFITS, StrictYamlLoader, parse_yaml_text, read_settings_file
+from mega_common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One problem of a configuration: the path of the key, its value, the violated rule and a fix."""
+
+    path: str
+    rule: str
+    value: object = None
+    hint: str = ""
+
+    def __str__(self) -> str:
+        shown = "" if self.value is None else f" = {self.value!r}"
+        return f"{self.path or '(whole file)'}{shown}: {self.rule}" + (f" -> {self.hint}" if self.hint else "")
+
+
+class StrictConfig(BaseModel):
+    """Base of every configuration section. Frozen; unknown keys are errors.
+
+    Rules between fields go into `problems`, which is asked after the fields themselves are valid; all sections are
+    asked before anything is raised, so a user sees every problem in one run.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield violated rules between fields, with paths relative to this section."""
+        return iter(())
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
+        """Validate `raw` and build the configuration.
+
+        Raises:
+            ConfigError: with every problem found, one a line.
+        """
+        found = list(_find_all_problems(cls, raw))
+        if found:
+            raise_config_error(found, source)
+        return cls.model_validate(raw)
+
+
+def raise_config_error(found: Sequence[ConfigProblem], source: str) -> None:
+    """Raise one `ConfigError` that lists the problems `found`."""
+    count = f"{len(found)} problem" + ("s" if len(found) != 1 else "")
+    raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in found))
+
+
+def _find_all_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    """Yield field errors of the whole tree, then violated rules of its valid parts (of the whole tree if only unknown
+    keys were wrong).
+    """
+    try:
+        yield from _rule_problems(cls.model_validate(raw), "")
+        return
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    yield from _merge_by_path(_field_problem(cls, raw, detail) for detail in details)
+    unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
+    yield from _rules_of_valid_parts(cls, _remove_keys(raw, unknown), "")
+
+
+def _merge_by_path(found: Iterable[ConfigProblem]) -> list[ConfigProblem]:
+    """Merge problems with one path: a value that fits no member of a union is reported once with all alternatives."""
+    by_path: dict[str, ConfigProblem] = {}
+    for problem in found:
+        earlier = by_path.get(problem.path)
+        rules = dict.fromkeys([earlier.rule, problem.rule] if earlier else [problem.rule])
+        by_path[problem.path] = replace(problem, rule=", or ".join(rules))
+    return list(by_path.values())
+
+
+def _remove_keys(raw: Mapping[str, Any], locations: Iterable[Sequence[int | str]]) -> dict[str, Any]:
+    result: dict[str, Any] = _copy_tree(raw)
+    for location in locations:
+        *parents, last = _document_location(raw, location)
+        node: Any = result
+        for part in parents:
+            node = node[part]
+        del node[last]
+    return result
+
+
+def _rules_of_valid_parts(cls: type[StrictConfig], raw: Mapping[str, Any], path: str) -> Iterator[ConfigProblem]:
+    try:
+        valid = cls.model_validate(raw)
+    except ValidationError:
+        for name, field in cls.model_fields.items():
+            section, inner = _section_type(field.annotation), raw.get(field.alias or name)
+            if section is not None and isinstance(inner, Mapping):
+                yield from _rules_of_valid_parts(section, inner, f"{path}.{field.alias or name}".strip("."))
+    else:
+        yield from _rule_problems(valid, path)
+
+
+def _rule_problems(config: StrictConfig, path: str) -> Iterator[ConfigProblem]:
+    for problem in config.problems():
+        yield replace(problem, path=f"{path}.{problem.path}".strip("."))
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        for index, item in enumerate(value) if isinstance(value, list | tuple) else [(None, value)]:
+            if isinstance(item, StrictConfig):
+                label = (field.alias or name) + ("" if index is None else f".{index}")
+                yield from _rule_problems(item, f"{path}.{label}".strip("."))
+
+
+def _section_type(annotation: object) -> type[StrictConfig] | None:
+    if isinstance(annotation, type) and issubclass(annotation, StrictConfig):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _section_type(inner))), None)
+
+
+def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapping[str, Any]) -> ConfigProblem:
+    location = [str(part) for part in _document_location(raw, detail["loc"])]
+    if detail["type"] == "missing":
+        return ConfigProblem(".".join([*location, str(detail["loc"][-1])]), "required, but not given")
+    path, value = ".".join(location), detail.get("input")
+    if detail["type"] == "extra_forbidden":
+        known = _list_known_keys(cls, location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+        return ConfigProblem(path, "unknown key", hint=hint)
+    rule = str(detail["msg"]).removeprefix("Value error, ")
+    return ConfigProblem(path, rule[:1].lower() + rule[1:], value if not isinstance(value, Mapping) else None)
+
+
+def _document_location(raw: Any, location: Sequence[int | str]) -> list[int | str]:
+    """Return the parts of a pydantic error location that exist in the document (pydantic adds names of union members)."""
+    found: list[int | str] = []
+    for part in location:
+        keys = range(len(raw)) if isinstance(raw, list) else raw if isinstance(raw, Mapping) else ()
+        if part in keys:
+            raw = raw[part]
+            found.append(part)
+    return found
+
+
+def _list_known_keys(cls: type[StrictConfig], location: Sequence[str]) -> list[str]:
+    for part in location:
+        match = next((f for n, f in cls.model_fields.items() if part in (n, f.alias)), None)
+        section = _section_type(match.annotation) if match else None
+        if section is not None:
+            cls = section
+    return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def load_yaml_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping.
+
+    Raises:
+        ConfigError: when the file is missing, is not YAML, repeats a key or is not a mapping.
+    """
+    raw = parse_yaml_text(read_settings_file(path), str(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected keys with values, found {type(raw).__name__}")
+    return raw
+
+
+def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of `raw` with each `a.b=value` set; values are parsed as YAML, missing sections are created.
+
+    A number as a part of the path is an index into a list: `data.train.0.weight=0.5`.
+
+    Raises:
+        ConfigError: when an override is not of that form or goes through a value that is not a section.
+    """
+    result: dict[str, Any] = _copy_tree(raw)
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"--set {override}: expected the form a.b=value")
+        try:
+            value = yaml.load(text, StrictYamlLoader)  # noqa: S506 - a SafeLoader
+        except yaml.YAMLError:
+            value = text
+        except (ConfigError, *MISFITS) as error:
+            raise ConfigError(f"--set {override[:80]}: {error}") from None
+        node: Any = result
+        *parents, last = path.split(".")
+        for part in parents:
+            node = _get_child_section(node, part, override)
+        _assign_value(node, last, value, override)
+    return result
+
+
+def _copy_tree(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy_tree(item) for key, item in value.items()}
+    return [_copy_tree(item) for item in value] if isinstance(value, list) else value
+
+
+def _get_child_section(node: Any, part: str, override: str) -> Any:
+    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+        return node[int(part)]
+    if isinstance(node, dict):
+        if not isinstance(node.get(part), dict | list):
+            if node.get(part) is not None:
+                raise ConfigError(f"--set {override}: {part!r} is a value, not a section")
+            node[part] = {}
+        return node[part]
+    raise ConfigError(f"--set {override}: no section {part!r}")
+
+
+def _assign_value(node: Any, part: str, value: object, override: str) -> None:
+    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+        node[int(part)] = value
+    elif isinstance(node, dict):
+        node[part] = value
+    else:
+        raise ConfigError(f"--set {override}: no place {part!r}")
+
+
+def build_json_schema(cls: type[StrictConfig]) -> dict[str, Any]:
+    """Return the JSON schema of a configuration, for editors that complete and validate YAML."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema(by_alias=True)}
+
+
+LayerCount = Annotated[int, Field(gt=0, le=10_000)]
+ExpertCount = Annotated[int, Field(gt=0, le=100_000)]
+RankCount = Annotated[int, Field(gt=0, le=1_000_000)]
+SampleCount = Annotated[int, Field(gt=0, le=1_000_000)]
+StageCount = Annotated[int, Field(gt=0, le=1_024)]
+DimensionSize = Annotated[int, Field(gt=0, le=1 << 40)]  # widths, tokens of a vocabulary, steps: arithmetic alone
+MOST_BATCH_SIZES = 10_000  # sizes of a batch while it grows

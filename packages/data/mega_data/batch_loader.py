@@ -1,0 +1,214 @@
+"""Batches for optimizer steps; the samples of a step depend only on the consumed samples and the global batch size."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from heapq import heappop, heapreplace
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import ConfigError, DataError
+from mega_data.kinds.dataset_kind import SampleImages, TrainingSample
+from mega_data.kinds.t5_samples import T5Sample
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class LoadableDataset(Protocol):
+    """Data set that a `BatchLoader` reads: it returns sample k and estimates its attention work."""
+
+    def __getitem__(self, k: int, /) -> TrainingSample | T5Sample: ...
+
+    def estimate_attention_work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
+        """Return the approximate number of attended token pairs in each of some samples, int64 [n]."""
+
+
+@dataclass(frozen=True)
+class EncoderInput:
+    """Encoder input of an encoder-decoder: token ids int64 [n, E], and numbers of tokens without padding, int64 [n]."""
+
+    tokens: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Samples of one data rank for one optimizer step, n of them; fields as in `TrainingSample`, stacked to [n, S].
+
+    Attributes:
+        sample_ids: int64 [n], the samples' numbers in the data set.
+        images: of each sample that has any; none at all where no data set has.
+        source: of samples for an encoder-decoder, whose decoder the rest is about.
+        pair_labels: int64 [n].
+        neighbors: int64 [n, S / m, K, 2m], as in `Sample`; all -1 for samples that nothing is retrieved for, and None where
+            there are no others.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    loss_weights: npt.NDArray[np.float32]
+    position_ids: npt.NDArray[np.int64]
+    document_ids: npt.NDArray[np.int32] | None
+    sample_ids: npt.NDArray[np.int64]
+    images: Sequence[SampleImages | None] = ()
+    source: EncoderInput | None = None
+    token_types: npt.NDArray[np.int64] | None = None
+    pair_labels: npt.NDArray[np.int64] | None = None
+    neighbors: npt.NDArray[np.int64] | None = None
+
+
+class BatchLoader:
+    """Iterator over this data rank's share of successive global batches.
+
+    A step has the samples [g, g + global_batch), of which each rank has n = global_batch / dp_size, as `dealt` deals them.
+    Where the batch is not always as large, `global_batch` tells its size from the samples consumed before it.
+    `consumed_samples` is its only state: the samples of all batches handed out so far, over all ranks. A loader made
+    with that number goes on with the next batch, in any world size.
+
+    One thread reads `prefetch` batches ahead; its errors are raised where the batch would have come.
+
+    Raises:
+        ConfigError: when the ranks cannot share the global batch evenly.
+    """
+
+    def __init__(
+        self,
+        dataset: LoadableDataset,
+        *,
+        global_batch: int | Callable[[int], int],
+        seq_length: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        consumed_samples: int = 0,
+        prefetch: int = 2,
+    ) -> None:
+        self.consumed_samples = consumed_samples
+        self._size_at = global_batch if callable(global_batch) else lambda _: global_batch
+        self._dataset, self._seq_length = dataset, seq_length
+        self._dp_rank, self._dp_size, self._prefetch = dp_rank, dp_size, prefetch
+        self._divide_batch(self._size_at(consumed_samples))
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        ahead: deque[tuple[int, Future[StepBatch]]] = deque()
+        position = self.consumed_samples
+        reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        try:
+            while True:
+                while len(ahead) <= self._prefetch:
+                    size = self._size_at(position)
+                    ahead.append((size, reader.submit(self._load_batch, position, self._divide_batch(size))))
+                    position += size
+                size, coming = ahead.popleft()
+                batch = coming.result()
+                self.consumed_samples += size
+                yield batch
+        finally:
+            # Not waiting: what is being read ends by itself, and what waits is dropped.
+            reader.shutdown(wait=False, cancel_futures=True)
+
+    def _divide_batch(self, global_batch: int) -> int:
+        if global_batch % self._dp_size:
+            raise ConfigError(
+                f"batch.global = {global_batch} cannot be shared evenly by {self._dp_size} data-parallel ranks",
+                hint=f"use a multiple of {self._dp_size}",
+            )
+        return global_batch // self._dp_size
+
+    def _load_batch(self, begin: int, share: int) -> StepBatch:
+        ids = begin + self._select_own_samples(range(begin, begin + share * self._dp_size))
+        found = [self._dataset[k] for k in ids.tolist()]
+        samples = [sample for sample in found if isinstance(sample, TrainingSample)]
+        if not samples:
+            return _stack_t5_samples([sample for sample in found if isinstance(sample, T5Sample)], ids)
+        documents = [sample.document_ids for sample in samples]
+        types = [sample.token_types for sample in samples if sample.token_types is not None]
+        labels = [sample.pair_label for sample in samples if sample.pair_label is not None]
+        return StepBatch(
+            tokens=self._stack_rows([sample.tokens for sample in samples]),
+            labels=self._stack_rows([sample.labels for sample in samples]),
+            loss_weights=self._stack_rows([sample.loss_weights for sample in samples]),
+            position_ids=self._stack_rows([sample.position_ids for sample in samples]),
+            document_ids=None
+            if all(ids is None for ids in documents)
+            else self._stack_rows([*map(self._fill_document_ids, documents)]),
+            sample_ids=ids,
+            token_types=self._stack_rows(types) if types else None,
+            pair_labels=np.array(labels) if labels else None,
+            images=[sample.images for sample in samples],
+            neighbors=_stack_neighbors(samples),
+        )
+
+    def _select_own_samples(self, step: range) -> npt.NDArray[np.int64]:
+        if self._dp_size == 1:
+            return np.arange(len(step))
+        own: npt.NDArray[np.int64] = balance_samples(self._dataset.estimate_attention_work(step), self._dp_size)[
+            self._dp_rank
+        ]
+        return own
+
+    def _fill_document_ids(self, document_ids: npt.NDArray[np.int32] | None) -> npt.NDArray[np.int32]:
+        """Return the document ids of a sample, or zeros for a sample that is one document."""
+        return np.zeros(self._seq_length, np.int32) if document_ids is None else document_ids
+
+    def _stack_rows(self, rows: list[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
+        return np.stack(rows, out=np.empty((len(rows), self._seq_length), rows[0].dtype))
+
+
+def _stack_neighbors(samples: Sequence[TrainingSample]) -> npt.NDArray[np.int64] | None:
+    """Stack the neighbors of samples, int64 [n, S / m, K, 2m], with -1 for samples without; None if no sample has any."""
+    found = [sample.neighbors for sample in samples]
+    some = next((each for each in found if each is not None), None)
+    if some is None:
+        return None
+    return np.stack([np.full_like(some, -1) if each is None else each for each in found])
+
+
+def _stack_t5_samples(samples: Sequence[T5Sample], ids: npt.NDArray[np.int64]) -> StepBatch:
+    """Stack samples of an encoder-decoder into one batch."""
+    tokens = np.stack([sample.decoder_tokens for sample in samples])
+    seen = np.stack([sample.encoder_mask for sample in samples])
+    lengths = seen.sum(1)
+    inside = (seen != (np.arange(seen.shape[1]) < lengths[:, None])).any(1)
+    if inside.any():
+        raise DataError(
+            f"sample {ids[inside.argmax()]}: the encoder's text has the token that stands for padding",
+            hint="the tokenizer's padding must be a token that no text has",
+        )
+    return StepBatch(
+        tokens=tokens,
+        labels=np.maximum(np.stack([sample.labels for sample in samples]), 0),
+        loss_weights=np.stack([sample.loss_weights for sample in samples]),
+        position_ids=np.tile(np.arange(tokens.shape[1]), (len(samples), 1)),
+        document_ids=None,
+        sample_ids=ids,
+        source=EncoderInput(np.stack([sample.encoder_tokens for sample in samples]), lengths),
+    )
+
+
+def balance_samples(work: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
+    """Assign the samples of a step to data ranks, equally many each and with about equal work; returns int64 [ranks,
+    samples / ranks] for `work` int64 [samples].
+
+    Samples of equal work go by number, the first of them to the first rank. Others go the largest first, each to the rank
+    with the least work so far that has room (Graham 1969), so that the n-th ones of the ranks, which wait for each other
+    where gradients or weights are exchanged after every micro-batch, are about equal too.
+    """
+    share = work.size // ranks
+    if (work == work[0]).all():
+        return np.arange(work.size).reshape(ranks, share)
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    open_hands = [(0, rank) for rank in range(ranks)]
+    order = np.argsort(-work, kind="stable")
+    for sample, size in zip(order.tolist(), work[order].tolist(), strict=True):
+        total, rank = open_hands[0]
+        hands[rank].append(sample)
+        if len(hands[rank]) < share:
+            heapreplace(open_hands, (total + size, rank))
+        else:
+            heappop(open_hands)
+    return np.array(hands)

@@ -1,0 +1,266 @@
+"""Samples of a run from blended data sets, planned data usage, and sequential reading of one data set."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from mega_common.errors import ConfigError, DataError
+from mega_common.vision_config import VisionConfig
+from mega_data.data_config import DataConfig
+from mega_data.images.image_references import reject_images
+from mega_data.kinds import get_dataset_builders
+from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
+from mega_data.kinds.retro_samples import RetroSamples
+from mega_data.kinds.running_text import DocumentRules
+from mega_data.retrieval.neighbor_files import open_dataset_neighbors
+from mega_data.sampling.dataset_parts import SPLITS, DatasetPart, DatasetPartitioner
+from mega_data.sampling.staged_blend import build_fixed_blend, build_training_blend, number_repeated_paths
+from mega_data.sampling.weighted_blend import MegatronBlend, StableBlend
+from mega_data.token_files.indexed_reader import IndexedReader
+from mega_data.tokenizer import Tokenizer
+
+
+class SampleBlend(Protocol):
+    """Mapping from sample k of a blend to its data set."""
+
+    identity: str
+
+    def locate_sample(self, k: int) -> tuple[int, int]:
+        """Return the index of the data set of sample `k`, and the sample's number there."""
+        ...
+
+    def count_samples(self, k: int) -> Sequence[int]:
+        """Return the number of samples before `k` from each data set."""
+        ...
+
+
+class BlendedDataset:
+    """Samples of a blend of data sets. In order `megatron` only the requested total exists, else any number that
+    `max_epochs` allows.
+
+    Raises:
+        DataError: on reading a sample past the end.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[DatasetPart],
+        sources: Sequence[DatasetSamples[Any]],
+        blend: SampleBlend,
+        rules: DocumentRules,
+        seq_length: int,
+    ) -> None:
+        self._parts, self._sources, self._blend = parts, sources, blend
+        self._rules, self._seq_length = rules, seq_length
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint (32 hex digits) of everything that sample k depends on: order, seed, weights, contents, rules. A
+        resumed run compares it with the one in its checkpoint to detect changed data.
+        """
+        told = [self._blend.identity, *(source.identity for source in self._sources), repr(self._rules)]
+        return xxhash.xxh3_128_hexdigest("\n".join(told).encode())
+
+    def __getitem__(self, k: int) -> Any:
+        """Return sample `k`: a `TrainingSample`, or the sample type of its dataset kind (`BertSample`, `T5Sample`)."""
+        source, number = self._blend.locate_sample(k)
+        return self._sources[source][number]
+
+    def estimate_attention_work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the approximate number of attended token pairs in each of some samples, int64 [n]."""
+        sources, places = np.array([self._blend.locate_sample(k) for k in numbers]).T
+        found = np.empty(len(numbers), np.int64)
+        for source in np.unique(sources).tolist():
+            own = sources == source
+            found[own] = self._sources[source].work(places[own])
+        return found
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Number of samples in one pass over every data set."""
+        return sum(source.samples_per_epoch for source in self._sources)
+
+    def count_samples_by_path(self, k: int) -> dict[str, int]:
+        """Return the number of samples before `k` from each data set, by path."""
+        return dict(
+            zip(number_repeated_paths(part.name for part in self._parts), self._blend.count_samples(k), strict=True)
+        )
+
+    def count_epochs_by_path(self, k: int) -> dict[str, float]:
+        """Return the number of epochs of each blend entry read before sample `k`, by path; a glob is one entry."""
+        counts, passes = defaultdict[str, float](float), defaultdict[str, float](float)
+        for part, source, count in zip(self._parts, self._sources, self._blend.count_samples(k), strict=True):
+            name = str(part.reader.prefix if part.source is None else part.source.path)
+            counts[name] += count
+            # An index that nobody has needed yet is not made for this.
+            passes[name] += source.samples_per_epoch if count else part.num_tokens / self._seq_length
+        return {name: count / passes[name] for name, count in counts.items()}
+
+
+def build_blended_datasets(
+    config: DataConfig,
+    *,
+    seed: int,
+    samples: Mapping[str, int],
+    eod: int | None,
+    tokenizer: Tokenizer | None = None,
+    vision: VisionConfig | None = None,
+) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
+    """Return the train, valid and test sets of a run.
+
+    `samples` says how many samples the run will read of "train", "valid" and "test"; order `megatron` depends on it,
+    order `stable` does not. `tokenizer` is that of the data, which the kinds `fim`, `bert`, `masked` and `t5` need; by default
+    the one that `config` names. `vision` is what the model sees images with. Valid and test are None when none is asked for
+    or `split` gives them nothing.
+
+    Raises:
+        ConfigError: when a rule about documents is on and `eod` is None.
+        DataError: when a data set cannot be used, or train or a valid or test that is asked for comes out empty.
+    """
+    parts = DatasetPartitioner(config, eod)
+
+    def split(name: str) -> BlendedDataset | None:
+        wanted = samples.get(name, 0)
+        chosen = parts.build_split_parts(name) if wanted or name == "train" else []
+        if not chosen:
+            return None
+        cache = config.cache or chosen[0].reader.prefix.parent / ".cache"
+        return _build_blended_dataset(
+            chosen, DatasetContext(config, seed, eod, cache, tokenizer, vision), wanted, training=name == "train"
+        )
+
+    train, valid, test = map(split, SPLITS)
+    if train is None:
+        raise ConfigError("data.split gives nothing to train")
+    return train, valid, test
+
+
+def _build_blended_dataset(
+    parts: Sequence[DatasetPart], setting: DatasetContext, wanted: int, *, training: bool
+) -> BlendedDataset:
+    config, known = setting.config, get_dataset_builders()
+    if config.sample_order != "megatron":
+        sources = [known[part.kind](part, setting, wanted) for part in parts]
+        _check_neighbor_shapes(parts, sources)
+        each = [partial(getattr, source, "samples_per_epoch") for source in sources]
+        limits = [part.get_sample_limit(passes) for part, passes in zip(parts, each, strict=True)]
+        mixed = build_training_blend(parts, config, limits) if training else build_fixed_blend(parts)
+        return BlendedDataset(parts, sources, mixed, DocumentRules.from_context(setting), config.seq_length)
+    blend: SampleBlend = StableBlend([parts[0].weights_by_tokens[0]])
+    sizes, own_splits = [wanted], config.valid is not None or config.test is not None
+    # One data set goes through Megatron's blending, and its surplus, only where it has a weight and shares a split.
+    if len(parts) > 1 or (parts[0].weight is not None and not own_splits):
+        blend = MegatronBlend([part.weights_by_tokens[0] for part in parts], wanted, setting.cache)
+        sizes = blend.sizes
+    sources = [known[part.kind](part, setting, size) for part, size in zip(parts, sizes, strict=True)]
+    return BlendedDataset(parts, sources, blend, DocumentRules.from_context(setting), config.seq_length)
+
+
+def _check_neighbor_shapes(parts: Sequence[DatasetPart], sources: Sequence[DatasetSamples[Any]]) -> None:
+    """Reject data sets whose retrieval chunks have different shapes and do not fit one batch."""
+    shapes = {
+        source.shape: part.name for part, source in zip(parts, sources, strict=True) if isinstance(source, RetroSamples)
+    }
+    if len(shapes) > 1:
+        told = "; ".join(f"{name}: {count} of chunks of {width // 2}" for (_, count, width), name in shapes.items())
+        raise ConfigError(
+            f"the data sets of a blend have other neighbours than each other ({told})",
+            hint="mega data retrieve with one -k and one --chunk-length for all",
+        )
+
+
+class SequentialDataset:
+    """Data set read from its first token to its last, for perplexity: every token but the first is a label exactly
+    once.
+
+    Sample k has the inputs [k S, (k + 1) S). The last one is padded with token 0, its weight 0 there.
+    """
+
+    def __init__(self, reader: IndexedReader, seq_length: int) -> None:
+        self._tokens, self._seq_length = reader.tokens, seq_length
+        self.num_labels = max(0, reader.num_tokens - 1)
+
+    def __len__(self) -> int:
+        return -(-self.num_labels // self._seq_length)
+
+    def __getitem__(self, k: int) -> TrainingSample:
+        if not 0 <= k < len(self):
+            raise IndexError(k)
+        window = self._tokens[k * self._seq_length : (k + 1) * self._seq_length + 1]
+        padded = np.zeros(self._seq_length + 1, np.int64)
+        padded[: window.size] = window
+        positions = np.arange(self._seq_length)
+        return TrainingSample(
+            padded[:-1], padded[1:], (positions < window.size - 1).astype(np.float32), positions, None
+        )
+
+
+def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
+    """Open a held-out data set for evaluation from its first token to its last.
+
+    Raises:
+        DataError: when the data set cannot be used or has fewer than two tokens.
+    """
+    reader = IndexedReader(prefix)
+    reject_images([reader], "read from token to token", "a run's validation reads them: data.valid, train.eval_every")
+    dataset = SequentialDataset(reader, seq_length)
+    if not len(dataset):
+        raise DataError(f"{prefix}: fewer than two tokens, so there is nothing to predict")
+    return dataset
+
+
+@dataclass(frozen=True)
+class DatasetUsage:
+    """Planned usage of a data set in a run: `samples` of a split, equal to `epochs` passes over its tokens there."""
+
+    split: str
+    prefix: Path
+    documents: int
+    tokens: int
+    samples: float
+    epochs: float
+
+
+def plan_dataset_usage(config: DataConfig, samples: Mapping[str, int], eod: int | None) -> list[DatasetUsage]:
+    """Return the planned usage of each data set by a run that reads `samples` of each split; no index is built.
+
+    Raises:
+        ConfigError, DataError: as when the data is loaded.
+    """
+    parts, found = DatasetPartitioner(config, eod), []
+    for name in SPLITS:
+        chosen = parts.build_split_parts(name) if name == "train" or samples.get(name) else []
+        passes = [_estimate_epoch_samples(part, config) for part in chosen]
+        limits = [part.get_sample_limit(partial(float, each)) for part, each in zip(chosen, passes, strict=True)]
+        blend = (
+            build_training_blend(chosen, config, limits)
+            if name == "train"
+            else build_fixed_blend(chosen)
+            if chosen
+            else None
+        )
+        counts = blend.count_samples(samples.get(name, 0)) if blend else []
+        for part, count, each in zip(chosen, counts, passes, strict=True):
+            found.append(
+                DatasetUsage(name, part.reader.prefix, part.reader.documents, part.num_tokens, count, count / each)
+            )
+    return found
+
+
+def _estimate_epoch_samples(part: DatasetPart, config: DataConfig) -> float:
+    """Return the approximate number of samples per epoch; for dataset kind `retro` the padding of documents counts."""
+    if part.kind != "retro":
+        return part.num_tokens / config.seq_length
+    neighbors = open_dataset_neighbors(part.source.neighbors if part.source else None, part.reader)
+    own = neighbors.chunks.find_sequence_chunks(part.first, part.last)
+    neighbors.check_split_disjoint(own)
+    return len(own) * neighbors.info.chunk_length / config.seq_length

@@ -1,0 +1,257 @@
+"""Preparation of conversation records for preprocessing: rendering, encoding and loss masks."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import DataError
+from mega_common.progress_logging import logger
+from mega_data.chat.chat_records import LossOn, parse_chat_record
+from mega_data.chat.chat_template import AnswerSpan, RenderedChat, read_chat_template
+from mega_data.reading.documents import Document, RejectedItem
+from mega_data.token_files.dataset_info import UNPAIRED, ChatInfo
+from mega_data.tokenizer import LEADS, Tokenizer
+
+HUNDREDTHS = 100  # byte of a mask that stands for weight 1, where turns have weights of their own
+MERGED = "have an answer that merges with the end of its prompt; the prompt is encoded alone, as it is served"
+INSEPARABLE = (
+    "have an answer that merges with the end of its prompt, and this tokenizer cannot encode it apart; the token across"
+    " the boundary does not count in the loss, and the prompt differs from the one that is served"
+)
+NO_ANSWER = 2  # tokens that are kept of the prompt in place of a missing answer
+
+# Texts whose tokens seldom merge with what follows: a control character, which falls back to a byte, and others.
+UNMERGED = ("\x01", "a", ".", "0")
+
+Offsets = list[tuple[int, int]]
+
+
+def masked_token_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """Return the dtype of a token, stored as `dtype`, with its mask byte."""
+    return np.dtype([("token", dtype), ("mask", np.uint8)])
+
+
+class EncodedText(NamedTuple):
+    """Tokens of a text, the character offsets of each, and a note about the boundaries of its answers, if any."""
+
+    ids: list[int]
+    offsets: Offsets
+    note: str = ""
+
+
+class EncodedChats(NamedTuple):
+    """Tokens of the texts of each chat, number of answers cut by the length limit, and number of chats per note."""
+
+    texts: list[list[npt.NDArray[Any]]]
+    cut: int
+    notes: Counter[str]
+
+
+class ChatEncoder:
+    """Encoder of conversations to arrays of `masked_token_dtype`. A token counts in the loss if one of its characters
+    does.
+
+    The tokens before an answer are those of its prompt alone, which is what a server encodes: where the encoder merges
+    the end of a prompt with the beginning of an answer, they are encoded apart, and that is noted.
+
+    Args:
+        one: the byte that stands for weight 1.
+        max_length: tokens that are kept of a conversation, from its begin.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, one: int, max_length: int | None) -> None:
+        self._tokenizer, self._one, self._max_length = tokenizer, one, max_length
+        added = tokenizer.backend.get_added_tokens_decoder().values()
+        self._leads = (*LEADS, *UNMERGED, *(token.content for token in added if token.special))
+
+    def encode_chats(self, chats: Sequence[tuple[RenderedChat, ...]], dtype: npt.DTypeLike) -> EncodedChats:
+        """Encode the texts of each chat.
+
+        Where nothing that counts is left of one of a chat's texts, none of them is there.
+        """
+        encoded = iter(self._encode_texts([one for chat in chats for one in chat]))
+        found, cut, notes = [], 0, Counter[str]()
+        for chat in chats:
+            texts, noted = [], set()
+            for one, text in zip(chat, encoded, strict=False):
+                array = np.empty(len(text.ids), masked_token_dtype(dtype))
+                array["token"] = text.ids
+                array["mask"], lost = self._build_mask(text, one.spans)
+                cut += lost
+                noted |= {text.note} - {""}
+                texts.append(array[: self._max_length] if one.spans else array[:NO_ANSWER])
+            notes.update(noted)
+            # The first token of a sequence is nobody's label.
+            answers = [array for array, one in zip(texts, chat, strict=True) if one.spans]
+            found.append(texts if all(array["mask"][1:].any() for array in answers) else [])
+        return EncodedChats(found, cut, notes)
+
+    def _encode_texts(self, texts: Sequence[RenderedChat]) -> Iterator[EncodedText]:
+        """Encode texts so that the tokens of each prompt are a prefix of the tokens of the whole."""
+        encodings = self._tokenizer.backend.encode_batch([one.text for one in texts], add_special_tokens=False)
+        merged = self._find_merged_answers([encoding.ids for encoding in encodings], texts)
+        for number, (one, encoding) in enumerate(zip(texts, encodings, strict=True)):
+            whole = EncodedText(encoding.ids, encoding.offsets)
+            yield self._encode_in_parts(one.text, merged[number], whole) if number in merged else whole
+
+    def _find_merged_answers(self, ids: Sequence[list[int]], texts: Sequence[RenderedChat]) -> Mapping[int, list[int]]:
+        """Return the positions in each text of the answers whose prompt has other tokens when encoded alone."""
+        begins = [(number, span.begin) for number, one in enumerate(texts) for span in one.spans if span.begin]
+        prompts = self._tokenizer.backend.encode_batch_fast(
+            [texts[number].text[:begin] for number, begin in begins], add_special_tokens=False
+        )
+        merged: defaultdict[int, list[int]] = defaultdict(list)
+        for (number, begin), prompt in zip(begins, prompts, strict=True):
+            if ids[number][: len(prompt.ids)] != prompt.ids:
+                merged[number].append(begin)
+        return dict(merged)
+
+    def _encode_in_parts(self, text: str, cuts: Sequence[int], whole: EncodedText) -> EncodedText:
+        """Encode a text in parts, cut at the positions `cuts`."""
+        prompt = self._tokenizer.backend.encode(text[: cuts[0]], add_special_tokens=False)
+        ids, offsets = list(prompt.ids), list(prompt.offsets)
+        for begin, end in pairwise([*cuts, len(text)]):
+            part = self._encode_continuation(ids, text, begin, end)
+            if part is None:
+                return whole._replace(note=INSEPARABLE)
+            ids += part.ids
+            offsets += part.offsets
+        return EncodedText(ids, offsets, MERGED)
+
+    def _encode_continuation(self, before: list[int], text: str, begin: int, end: int) -> EncodedText | None:
+        """Encode `text[begin:end]` as the continuation of the tokens `before`, behind a lead whose tokens are removed."""
+        tokenizer = self._tokenizer
+        expected = tokenizer.decode(tokenizer.encode(text[:end]))
+        for lead in self._leads:
+            taken = len(first := tokenizer.encode(lead))
+            encoding = tokenizer.backend.encode(lead + text[begin:end], add_special_tokens=False)
+            ids = encoding.ids[taken:]
+            if ids and encoding.ids[:taken] == first and tokenizer.decode(before + ids) == expected:
+                shift = begin - len(lead)
+                return EncodedText(ids, [(low + shift, high + shift) for low, high in encoding.offsets[taken:]])
+        return None
+
+    def _build_mask(self, text: EncodedText, spans: Sequence[AnswerSpan]) -> tuple[npt.NDArray[np.uint8], int]:
+        """Return the mask byte of each token, uint8 [n], and the number of spans that the length limit cuts."""
+        begins, ends = np.array(text.offsets, np.int64).reshape(-1, 2).T
+        mask, cut = np.zeros(begins.size, np.uint8), 0
+        for span in spans:
+            inside = (begins < span.end) & (ends > span.begin)
+            if text.note == INSEPARABLE:
+                inside &= begins >= span.begin
+            mask[inside] = round(span.weight * self._one)
+            cut += self._max_length is not None and bool(inside[self._max_length :].any())
+        return mask, cut
+
+
+def log_chat_notes(notes: Mapping[str, int]) -> None:
+    """Log the notes about conversations as warnings, with the number of each."""
+    for note, count in sorted(notes.items()):
+        logger.warning("%d conversations %s", count, note)
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Options of the conversion of conversations to tokens.
+
+    Attributes:
+        kind: a record is one conversation, or a pair of a chosen and a rejected one.
+        loss_on: what counts: all answers, the last one, or everything.
+        max_length: tokens to keep of each, from its begin; None for all.
+        template: a file with another chat template than the tokenizer's; `template_options` are given to either.
+        turn_weights: answers may have other weights than 0 and 1: multiples of 0.01 up to 2.55.
+    """
+
+    kind: Literal["conversations", "pairs"] = "conversations"
+    loss_on: LossOn = "answers"
+    max_length: int | None = None
+    template: Path | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    turn_weights: bool = False
+
+
+class ChatPreparation:
+    """Conversion of records to rendered conversations.
+
+    Attributes:
+        info: what the data set's description says of it.
+        encoder: what encodes them.
+
+    Raises:
+        DataError: when there is no chat template, or the options contradict.
+        MissingPackageError: without transformers.
+    """
+
+    def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
+        if options.kind == "pairs" and options.loss_on == "all":
+            raise DataError("--loss-on all: what two answers of a pair share cannot be told better or worse")
+        self._options = options
+        self._template = read_chat_template(tokenizer.path, options.template, options.template_options)
+        one = HUNDREDTHS if options.turn_weights else 1
+        self.info = ChatInfo(
+            kind=options.kind, loss_on=options.loss_on, one=one, template=self._template.fingerprint,
+            marked=self._template.marks, max_length=options.max_length,
+        )  # fmt: skip
+        self.encoder = ChatEncoder(tokenizer, one, options.max_length)
+        added = tokenizer.backend.get_added_tokens_decoder().values()
+        self._specials = tuple(token.content for token in added if token.special)
+        self._told_of_end = options.loss_on == "all"
+        self._log_template_warnings()
+
+    def _log_template_warnings(self) -> None:
+        if not self._template.marks and self._options.loss_on != "all":
+            logger.info(
+                "the chat template marks no answers: they are what each answer adds to the text of what comes before it"
+            )
+        for name in self._template.find_unused_options(self._options.template_options):
+            logger.warning(
+                "--template-option %s has no effect: the chat template does not use a variable of that name", name
+            )
+        if self._template.depends_on_date:
+            logger.warning(
+                "the chat template writes today's date, so that tomorrow's tokens differ; --template-option, where the"
+                " template takes a date, fixes it"
+            )
+
+    def prepare_record(self, item: Document | RejectedItem) -> Document | RejectedItem:
+        """Return the rendered conversations of a record as a document, for `build_text_batches`."""
+        if isinstance(item, RejectedItem):
+            return item
+        options = self._options
+        try:
+            found = parse_chat_record(item.text, pairs=options.kind == "pairs", loss_on=options.loss_on)
+            chats = tuple(
+                RenderedChat(self._template.render_prompt(one), ())
+                if one.missing
+                else self._template.render_chat(one, options.loss_on)
+                for one in found
+            )
+            for chat in chats:
+                self._check_chat(chat, item.location)
+        except DataError as error:
+            return RejectedItem(str(error), item.text, item.file, item.line)
+        size = sum(len(chat.text.encode("utf-8", "replace")) for chat in chats)
+        notes = tuple({note for chat in chats for note in chat.notes} | {UNPAIRED for one in found if one.missing})
+        return Document("", size, item.file, item.line, chats=chats, notes=notes)
+
+    def _check_chat(self, chat: RenderedChat, where: str) -> None:
+        """Reject weights that the mask cannot hold, and warn once about answers that end without a special token."""
+        for span in chat.spans:
+            byte = span.weight * self.info.one
+            if abs(byte - round(byte)) > 1e-6 or not 1 <= round(byte) <= 255:
+                hint = "a multiple of 0.01 up to 2.55" if self.info.one > 1 else "0 or 1; --turn-weights allows others"
+                raise DataError(f"a weight of {span.weight}, which must be {hint}")
+            if not self._told_of_end and not chat.text[span.begin : span.end].rstrip().endswith(self._specials):
+                self._told_of_end = True
+                logger.warning(
+                    "%s: an answer ends with no special token that counts in the loss, so that a model may not learn to stop",
+                    where,
+                )

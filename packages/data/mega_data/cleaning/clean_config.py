@@ -1,0 +1,228 @@
+"""Configuration of `mega data clean`: a rule is enabled by its key, with the published numbers as defaults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
+
+from mega_common.strict_config import ConfigProblem, StrictConfig
+
+
+def _wrap_in_list(raw: Any) -> Any:
+    return [raw] if isinstance(raw, str | Path) else raw
+
+
+AsList = BeforeValidator(_wrap_in_list)  # of one, the brackets may be left out
+Strings = Annotated[list[str], AsList]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Shares = dict[PositiveInt, Share]
+
+
+class RuleSection(StrictConfig):
+    """Base of rule sections: `rule:` and `rule: true` enable the defaults, `rule: {key: value}` changes some."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_true(cls, raw: Any) -> Any:
+        return {} if raw is True else raw
+
+
+class LengthRule(RuleSection):
+    """Limits on characters and words (by `words.WORD`) of a document."""
+
+    min_chars: NonNegativeInt = 1
+    max_chars: PositiveInt | None = None
+    min_words: NonNegativeInt = 0
+    max_words: PositiveInt | None = None
+
+
+class LanguageRule(RuleSection):
+    """Languages to keep, by ISO 639-1 code, and the language detector."""
+
+    keep: Strings = Field(description="codes such as en, de, zh", min_length=1)
+    detector: Literal["lingua", "fasttext"] = "lingua"
+    model: Path | None = Field(None, description="fasttext's model file, such as lid.176.ftz")
+    min_confidence: Share = Field(0.65, description="below it a document goes; 0.65 as FineWeb")
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Check that only fasttext has a model file, and that codes are ISO 639."""
+        if (self.detector == "fasttext") != (self.model is not None):
+            rule = "fasttext needs a model file" if self.model is None else "only the detector fasttext reads one"
+            yield ConfigProblem("model", rule, self.model)
+        for code in self.keep:
+            if not re.fullmatch("[a-z]{2,3}", code):
+                yield ConfigProblem("keep", "is no ISO 639 code", code, "en, de, zh")
+
+
+class GopherQualityRule(RuleSection):
+    """Quality filter of Rae et al. 2021 (arXiv:2112.11446), A1.1, "Quality Filtering", with the numbers of the paper,
+    for English.
+    """
+
+    min_words: NonNegativeInt = 50
+    max_words: PositiveInt = 100_000
+    min_mean_word_length: float = 3
+    max_mean_word_length: float = 10
+    max_symbols_per_word: float = Field(0.1, description="of # and of the ellipsis, each")
+    max_bullet_lines: Share = 0.9
+    max_ellipsis_lines: Share = 0.3
+    min_alphabetic_words: Share = Field(0.8, description="words with a letter in them")
+    min_stop_words: NonNegativeInt = Field(2, description="how many different ones of the stop words")
+    stop_words: Strings = ["the", "be", "to", "of", "and", "that", "have", "with"]
+
+
+class GopherRepetitionRule(RuleSection):
+    """Repetition filter of Rae et al. 2021, table A1: limits on the repeated shares of a document, with the numbers of
+    the paper.
+    """
+
+    max_duplicate_lines: Share = 0.30
+    max_duplicate_paragraphs: Share = 0.30
+    max_duplicate_line_chars: Share = 0.20
+    max_duplicate_paragraph_chars: Share = 0.20
+    max_top_ngram_chars: Shares = {2: 0.20, 3: 0.18, 4: 0.16}
+    max_duplicate_ngram_chars: Shares = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
+
+
+class C4Rule(RuleSection):
+    """Line and document filter of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2), with the numbers of the
+    paper.
+
+    `bad_words` is a file with a word a line; documents with one of them go. The paper's list is not part of mega.
+    """
+
+    end_marks: bool = Field(True, description="drop lines that do not end in . ! ? or a quotation mark")
+    min_words_per_line: NonNegativeInt = 5
+    max_word_length: PositiveInt = Field(1000, description="drop lines with a longer word, as the paper's code does")
+    min_sentences: NonNegativeInt = 3
+    javascript: bool = Field(True, description="drop lines with the word Javascript")
+    policies: bool = Field(True, description="drop lines on terms of use, privacy and cookies")
+    citations: bool = Field(True, description="take [1], [edit] and [citation needed] out of lines")
+    lorem_ipsum: bool = Field(True, description="drop documents with the words")
+    curly_brackets: bool = Field(True, description="drop documents with one")
+    bad_words: Path | None = None
+
+
+class PiiRule(RuleSection):
+    """Personal data found by patterns: replaced by its kind in angle brackets, or a reason to drop the document."""
+
+    kinds: Annotated[list[Literal["email", "ip", "phone", "card", "iban"]], AsList] = Field(
+        ["email", "ip"], min_length=1
+    )
+    patterns: dict[str, str] = Field({}, description="further kinds: a name, and a regular expression")
+    action: Literal["mask", "drop"] = "mask"
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Check that patterns are regular expressions."""
+        for name, pattern in self.patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield ConfigProblem(f"patterns.{name}", f"is no regular expression ({error})", pattern)
+
+
+class DecontaminationRule(RuleSection):
+    """Filter of documents that share a run of words with an evaluation set; 13 words as in Brown et al. 2020
+    (arXiv:2005.14165), C.
+    """
+
+    against: Strings = Field(description="evaluation sets: files, globs, folders, hf:NAME", min_length=1)
+    json_keys: Strings = Field(["text"], description="their keys or columns with text", min_length=1)
+    ngram: PositiveInt = 13
+
+
+class MinHashConfig(RuleSection):
+    """Near-duplicate detection by MinHash and banding, with the defaults of FineWeb (Penedo et al. 2024,
+    arXiv:2406.17557).
+
+    Two documents are compared if one of `bands` bands of `rows` hashes is the same in both, which those with a Jaccard
+    similarity s are with the chance 1 - (1 - s^rows)^bands, and are duplicates if `threshold` of all hashes are.
+    """
+
+    ngram: PositiveInt = Field(5, description="words of a shingle")
+    bands: PositiveInt = 14
+    rows: PositiveInt = 8
+    threshold: Share = 0.7
+    seed: NonNegativeInt = 1
+
+
+def _false_to_none(raw: Any) -> Any:
+    return None if raw is False else raw
+
+
+class DuplicatesRule(RuleSection):
+    """Deduplication: the first of documents with equal or nearly equal texts is kept. Similarity is transitive."""
+
+    exact: bool = True
+    minhash: Annotated[MinHashConfig | None, BeforeValidator(_false_to_none)] = None
+    between_inputs: bool = Field(True, description="false: only within each --input")
+    against: Annotated[list[Path], AsList] = Field(
+        [], description="folders that `mega data clean` wrote: what they keep goes here"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_minhash(cls, raw: Any) -> Any:
+        return _enable_bare_keys(raw, ("minhash",))
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Check that at least one method is enabled, and that `against` is compared across inputs."""
+        if not self.exact and self.minhash is None:
+            yield ConfigProblem("", "looks for nothing: neither `exact` nor `minhash`")
+        if self.against and not self.between_inputs:
+            yield ConfigProblem("between_inputs", "must be true where `against` names other data sets", False)
+
+
+def _enable_bare_keys(raw: Any, names: tuple[str, ...]) -> Any:
+    """Return a section in which keys without a value (null in YAML) enable the default rule."""
+    if not isinstance(raw, dict):
+        return raw
+    return {key: True if value is None and key in names else value for key, value in raw.items()}
+
+
+RULES = (
+    "length",
+    "language",
+    "gopher_quality",
+    "gopher_repetition",
+    "c4",
+    "pii",
+    "decontaminate",
+    "filter",
+    "duplicates",
+)
+
+
+class CleanConfig(StrictConfig):
+    """Rules of a cleaning run, applied in this order; the first rule that drops a document counts."""
+
+    length: Annotated[LengthRule | None, BeforeValidator(_false_to_none)] = None
+    language: Annotated[LanguageRule | None, BeforeValidator(_false_to_none)] = None
+    gopher_quality: Annotated[GopherQualityRule | None, BeforeValidator(_false_to_none)] = None
+    gopher_repetition: Annotated[GopherRepetitionRule | None, BeforeValidator(_false_to_none)] = None
+    c4: Annotated[C4Rule | None, BeforeValidator(_false_to_none)] = None
+    pii: Annotated[PiiRule | None, BeforeValidator(_false_to_none)] = None
+    decontaminate: Annotated[DecontaminationRule | None, BeforeValidator(_false_to_none)] = None
+    filter: str | None = Field(
+        None,
+        description="module:function, given a record, that returns True to keep it, or False or a reason to drop it",
+    )
+    duplicates: Annotated[DuplicatesRule | None, BeforeValidator(_false_to_none)] = None
+    compression: Literal["gz", "zst", "none"] = "gz"
+    samples: NonNegativeInt = Field(5, description="documents to show of each rule in summary.json")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_rules(cls, raw: Any) -> Any:
+        return _enable_bare_keys(raw, tuple(name for name in RULES if name != "filter"))
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Check that at least one rule is enabled, and that `filter` names a function."""
+        if not any(getattr(self, name) is not None for name in RULES):
+            yield ConfigProblem("", "no rule is on", hint=f"name one of {', '.join(RULES)}")
+        if self.filter is not None and not re.fullmatch(r"[\w.]+:\w+", self.filter):
+            yield ConfigProblem("filter", "is not of the form module:function", self.filter)

@@ -1,0 +1,301 @@
+"""Cleaning run `mega data clean`: two passes over a corpus, with all dropped documents kept aside.
+
+The first pass asks the rules about each document and notes the fingerprints of those that stay. The second, after these
+were compared, takes the duplicates out. Both are done by `workers` processes, and both go on where they were after any
+end: everything happens in `.NAME.partial` beside the output, which appears at once when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from mega_common.atomic_files import install_folder, lock_folder, write_json_atomically
+from mega_common.errors import DataError
+from mega_common.progress_logging import ProgressBar, logger
+from mega_data.cleaning.append_files import SUFFIXES, AppendJournal
+from mega_data.cleaning.clean_config import RULES, CleanConfig
+from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, sum_amounts
+from mega_data.cleaning.document_judge import DocumentJudge, JudgeBatch, JudgedBatch, JudgeSettings, judge_batch
+from mega_data.cleaning.duplicate_removal import FirstPassPart, PlaceNames, find_duplicates, remove_part_duplicates
+from mega_data.cleaning.fingerprint_files import import_fingerprints, write_kept_fingerprints
+from mega_data.cleaning.ordered_pool import map_in_order
+from mega_data.cleaning.rule_builder import hash_evaluation_ngrams
+from mega_data.preprocessing.preprocess_corpus import count_usable_cores
+from mega_data.preprocessing.text_batches import PreprocessProgress, ResumableReader
+from mega_data.reading.corpus_sources import CorpusSource, SkippedFiles, find_corpus_sources
+from mega_data.reading.documents import Document, RejectedItem
+
+BATCH = 1 << 20  # bytes of text judged at once
+PART = 1 << 28  # bytes of text in a file of the output
+ORDER = ("unreadable", *RULES, "exact", "minhash")  # of rules in the summary
+EVERY = 5.0  # seconds between two records of how far the first pass came
+
+
+@dataclass
+class CleanState:
+    """State of the first pass: `items` of source number `source`, after all earlier sources, and the resulting counts.
+
+    Attributes:
+        starts: the number of the first document of each part; documents are numbered as they are kept.
+        part_bytes: bytes of text in the last part.
+    """
+
+    made_from: str
+    source: int = 0
+    items: int = 0
+    documents: int = 0
+    starts: list[int] = field(default_factory=lambda: [0])
+    part_bytes: int = 0
+    finished: bool = False
+    tally: CleanTally = field(default_factory=CleanTally)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+def clean_corpus(
+    inputs: Sequence[str | Path],
+    config: CleanConfig,
+    output: Path,
+    *,
+    json_key: str = "text",
+    folder: Path | None = None,
+    workers: int | None = None,
+    on_bad_line: Literal["error", "skip"] = "error",
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Clean `inputs` (see `find_corpus_sources`) into the folder `output`, and return the contents of
+    `output/summary.json`.
+
+    `kept/` has the documents that stay, `dropped/` those that go with rule and reason, `changed/` what those that a rule
+    changed were before, all as JSON lines; `fingerprints/` is what later runs compare with (`duplicates.against`).
+    `folder` is where a module for `filter` may stand. The result does not depend on the number of `workers`.
+
+    Memory: for a worker 100 MB and up to 60 bytes for each byte of the longest document, for the documents that wait
+    (`AHEAD` batches of `BATCH` bytes a worker) some ten MB each, and 50 bytes a document while duplicates are looked for.
+
+    Raises:
+        DataError: naming file and line of a bad document, or what cannot be read or written.
+        MissingPackageError: when a rule or a format needs a package that is not installed.
+    """
+    if output.exists() and not overwrite:
+        raise DataError(f"{output}: exists already", hint="choose another --output, or say --overwrite")
+    left_out = SkippedFiles()
+    sources = [(str(item), source) for item in inputs for source in find_corpus_sources([item], json_key, left_out)]
+    for _, source in sources:
+        if output.resolve() in Path(source.name).resolve().parents:
+            raise DataError(f"{source.name}: both an input and the output", hint="choose another --output")
+    work = output.parent / f".{output.name}.partial"
+    with _lock_work_folder(work):
+        run = CleanRun(work, sources, config, json_key, (folder or Path()).resolve(), workers or count_usable_cores())
+        run.resume_or_start()
+        run.run_first_pass(left_out, on_bad_line)
+        run.run_second_pass()
+        summary = run.write_summary()
+        install_folder(work / "result", output)
+    shutil.rmtree(work)
+    return summary
+
+
+@contextlib.contextmanager
+def _lock_work_folder(work: Path) -> Iterator[None]:
+    """Lock the folder of a run; after an error it is kept if progress was recorded."""
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        with lock_folder(work):
+            yield
+    except BaseException:
+        if (work / "progress.json").exists():
+            logger.info("%s: what is done is kept, and the same command goes on with it", work)
+        else:
+            shutil.rmtree(work)
+        raise
+
+
+def _compute_run_identity(config: CleanConfig, key: str, folder: Path, sources: list[tuple[str, CorpusSource]]) -> str:
+    """Return a digest of everything that the result of a run depends on, with names, sizes and times of files."""
+    files = [(name, s.name, s.kind, s.size, s.changed) for name, s in sources]
+    if config.decontaminate is not None:
+        against = find_corpus_sources(config.decontaminate.against, config.decontaminate.json_keys[0])
+        files += [("", s.name, s.kind, s.size, s.changed) for s in against]
+    read = [earlier / "summary.json" for earlier in config.duplicates.against] if config.duplicates else []
+    read += [config.c4.bad_words] if config.c4 and config.c4.bad_words else []
+    read += [config.language.model] if config.language and config.language.model else []
+    read += [folder / f"{config.filter.partition(':')[0]}.py"] if config.filter else []
+    times = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in read if path.exists()]
+    return hashlib.sha256(json.dumps([config.model_dump_json(), key, files, times]).encode()).hexdigest()
+
+
+class CleanRun:
+    """One cleaning run, in the folder `work`."""
+
+    def __init__(
+        self,
+        work: Path,
+        sources: list[tuple[str, CorpusSource]],
+        config: CleanConfig,
+        key: str,
+        folder: Path,
+        workers: int,
+    ) -> None:
+        self.work, self.sources, self.config, self.workers = work, sources, config, workers
+        self.inputs = list(dict.fromkeys(name for name, _ in sources))
+        self.state = CleanState(_compute_run_identity(config, key, folder, sources))
+        self.settings = JudgeSettings(
+            config.model_dump_json(exclude_none=True), key, str(folder), str(work / "ngrams.npy"), self.state.made_from
+        )
+        self.journal = AppendJournal(work)
+
+    def resume_or_start(self) -> None:
+        """Resume an interrupted run with equal inputs and settings, or start a new one.
+
+        Raises:
+            MegaError: when a rule cannot be had; here, before anything is done.
+        """
+        left, record = None, self.work / "progress.json"
+        with contextlib.suppress(OSError, ValidationError):  # none, or one that another version wrote
+            left = TypeAdapter(CleanState).validate_json(record.read_bytes())
+        result = self.work / "result"  # which, once it became the output, is not there any more
+        same = left is not None and left.made_from == self.state.made_from and result.is_dir()
+        if left is not None and same and all(source.is_rereadable for _, source in self.sources):
+            self.state = left
+            self.journal.resume_from_sizes(left.sizes)
+            logger.info("going on after the %s documents that an interrupted run kept", f"{left.documents:,}")
+        else:
+            self.journal.clear_folder()
+            if self.config.duplicates is not None:
+                self.state.documents = import_fingerprints(self.config.duplicates, self.journal)
+                self.state.starts = [self.state.documents]
+        result.mkdir(exist_ok=True)
+        if self.config.decontaminate is not None:
+            np.save(self.settings.ngrams, hash_evaluation_ngrams(self.config.decontaminate))
+        DocumentJudge(self.settings)
+
+    def run_first_pass(self, left_out: SkippedFiles, on_bad_line: str) -> None:
+        """Apply the rules to every document."""
+        if self.state.finished:
+            return
+        sources = [source for _, source in self.sources]
+        place = PreprocessProgress("", self.state.source, self.state.items)
+        recorded = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            bar = stack.enter_context(ProgressBar("cleaning", total=sum(s.size for s in sources) or None, unit="bytes"))
+            stack.callback(self.journal.close)
+            reading = ResumableReader(sources, self.settings.json_key, left_out, place, bar, whole=True)
+            judged = map_in_order(
+                partial(judge_batch, settings=self.settings), self._build_batches(reading, on_bad_line), self.workers
+            )
+            for batch, result in stack.enter_context(contextlib.closing(judged)):
+                self._add_batch(batch, result)
+                reading.advance_progress(batch.read)
+                if time.monotonic() - recorded > EVERY:
+                    self._record_progress()
+                    recorded = time.monotonic()
+            if not self.state.tally.read:
+                raise DataError(f"{', '.join(self.inputs)}: not one document")
+            self.state.finished = True
+            self._record_progress()
+        reading.log_summary()
+
+    def _record_progress(self) -> None:
+        self.journal.commit_state(asdict(self.state))
+
+    def _build_batches(self, reading: ResumableReader, on_bad_line: str) -> Iterator[JudgeBatch]:
+        batch, source = JudgeBatch(""), -1
+        for place, item in reading.read_items():
+            if isinstance(item, RejectedItem) and not item.left_out and on_bad_line == "error":
+                raise DataError(
+                    f"{item.file}:{item.line}: {item.reason}",
+                    hint="--on-bad-line skip goes on, and puts such lines with those dropped",
+                )
+            if batch.items and (place[0] != source or batch.size >= BATCH):
+                yield batch
+                batch = JudgeBatch("")
+            source, batch.input = place[0], self.sources[place[0]][0]
+            if isinstance(item, Document) or not item.left_out:
+                batch.items.append(item)
+            batch.size += item.size if isinstance(item, Document) else len(item.content)
+            batch.end_position, batch.read = place, reading.read
+        if batch.items:
+            yield batch
+
+    def _add_batch(self, batch: JudgeBatch, judged: JudgedBatch) -> None:
+        state, suffix = self.state, SUFFIXES[self.config.compression]
+        if state.part_bytes >= PART:
+            for name in ("kept", "dropped", "changed"):
+                self.journal.close_file(self._get_part_name(name, suffix))
+            state.starts.append(state.documents)
+            state.part_bytes = 0
+        for name, lines in judged.lines.items():
+            self.journal.append_bytes(self._get_part_name(name, suffix), lines)
+        places = judged.places
+        places["input"], places["source"] = self.inputs.index(batch.input), batch.end_position[0]
+        for name, data in (("exact", judged.exact), ("minhash", judged.minhash), ("places", places.tobytes())):
+            self.journal.append_bytes(f"{name}.bin", data)
+        state.documents += len(places)
+        state.part_bytes += int(places["size"].sum())
+        state.tally.add_tally(judged.tally, self.config.samples)
+        state.source, state.items = batch.end_position
+
+    def _get_part_name(self, name: str, suffix: str) -> str:
+        folder = "first" if name == "kept" and self.config.duplicates else f"result/{name}"
+        return f"{folder}/{len(self.state.starts) - 1:05}{suffix}"
+
+    def run_second_pass(self) -> None:
+        """Remove duplicates, part by part."""
+        state, wanted = self.state, self.config.duplicates
+        if wanted is None:
+            return
+        find_duplicates(self.work, wanted)
+        bounds = [*state.starts, state.documents]
+        parts = [FirstPassPart(number, *bounds[number : number + 2]) for number in range(len(state.starts))]
+        names = PlaceNames(
+            [source.name for _, source in self.sources],
+            self.inputs,
+            list(map(str, wanted.against)),
+            self.settings.json_key,
+        )
+        task = partial(remove_part_duplicates, work=self.work, config=self.config, names=names)
+        with (
+            ProgressBar("taking out duplicates", total=bounds[-1] - bounds[0] or None, unit="documents") as bar,
+            contextlib.closing(map_in_order(task, parts, self.workers)) as results,
+        ):
+            for part, tally in results:
+                state.tally.add_tally(tally, self.config.samples)
+                bar.advance(part.end - part.start)
+
+    def write_summary(self) -> dict[str, Any]:
+        """Return the results of the run, which are also written to `summary.json`."""
+        tally, wanted = self.state.tally, self.config.duplicates
+        dropped = [rule.dropped for rule in tally.rules.values()]
+        summary = {
+            "version": 1,
+            "config": self.config.model_dump(mode="json", exclude_none=True),
+            "read": asdict(sum_amounts(tally.read.values())),
+            "kept": asdict(sum_amounts(tally.kept.values())),
+            "dropped": asdict(sum_amounts(dropped)),
+            "inputs": {
+                name: {
+                    "read": asdict(tally.read.get(name, DocumentAmount())),
+                    "kept": asdict(tally.kept.get(name, DocumentAmount())),
+                }
+                for name in self.inputs
+            },
+            "rules": {name: asdict(tally.rules[name]) for name in ORDER if name in tally.rules},
+            "languages": dict(sorted(tally.languages.items(), key=lambda item: -item[1])),
+            "fingerprints": None
+            if wanted is None
+            else write_kept_fingerprints(self.work, wanted, self.state.starts[0]),
+        }
+        write_json_atomically(self.work / "result" / "summary.json", summary)
+        return summary

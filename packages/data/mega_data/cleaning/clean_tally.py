@@ -1,0 +1,100 @@
+"""Counts of a cleaning run: by input and by rule, with samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import xxhash
+
+SHOWN = 300  # characters of a sample
+
+
+@dataclass
+class DocumentAmount:
+    """Number of documents, and UTF-8 bytes of their texts."""
+
+    documents: int = 0
+    bytes: int = 0
+
+    def add_amount(self, other: DocumentAmount) -> None:
+        """Add another amount."""
+        self.documents += other.documents
+        self.bytes += other.bytes
+
+
+def sum_amounts(amounts: Iterable[DocumentAmount]) -> DocumentAmount:
+    """Return the sum of amounts."""
+    result = DocumentAmount()
+    for amount in amounts:
+        result.add_amount(amount)
+    return result
+
+
+@dataclass
+class RuleSample:
+    """Beginning of a document that a rule dropped or changed; `rank` is a hash of its source position, by which samples
+    are drawn.
+    """
+
+    rank: int
+    file: str
+    line: int
+    why: str
+    detail: str
+    text: str
+
+    @classmethod
+    def from_document(cls, file: str, line: int, why: str, detail: str, text: str) -> RuleSample:
+        """Return the sample of a document."""
+        return cls(xxhash.xxh32_intdigest(f"{file}:{line}".encode()), file, line, why, detail, text[:SHOWN])
+
+
+@dataclass
+class RuleTally:
+    """Counts of a rule: dropped documents by reason, and changed documents by finding."""
+
+    dropped: DocumentAmount = field(default_factory=DocumentAmount)
+    changed: DocumentAmount = field(default_factory=DocumentAmount)
+    why: dict[str, int] = field(default_factory=dict)
+    found: dict[str, int] = field(default_factory=dict)
+    samples: list[RuleSample] = field(default_factory=list)
+
+    def add_sample(self, sample: RuleSample, count: int) -> None:
+        """Keep a sample if it is among the `count` of the lowest rank, which is a uniform draw."""
+        self.samples = sorted([*self.samples, sample], key=lambda s: (s.rank, s.file, s.line))[:count]
+
+
+@dataclass
+class CleanTally:
+    """Counts of a cleaning run. `read` and `kept` are by input as named by the user; `languages` counts documents."""
+
+    read: dict[str, DocumentAmount] = field(default_factory=dict)
+    kept: dict[str, DocumentAmount] = field(default_factory=dict)
+    rules: dict[str, RuleTally] = field(default_factory=dict)
+    languages: dict[str, int] = field(default_factory=dict)
+
+    def get_rule_tally(self, name: str) -> RuleTally:
+        """Return the counts of a rule, created if missing."""
+        return self.rules.setdefault(name, RuleTally())
+
+    def add_tally(self, other: CleanTally, samples: int) -> None:
+        """Add the counts of another tally."""
+        for own, others in ((self.read, other.read), (self.kept, other.kept)):
+            for name, amount in others.items():
+                own.setdefault(name, DocumentAmount()).add_amount(amount)
+        add_counts(self.languages, other.languages)
+        for name, theirs in other.rules.items():
+            mine = self.get_rule_tally(name)
+            mine.dropped.add_amount(theirs.dropped)
+            mine.changed.add_amount(theirs.changed)
+            add_counts(mine.why, theirs.why)
+            add_counts(mine.found, theirs.found)
+            for sample in theirs.samples:
+                mine.add_sample(sample, samples)
+
+
+def add_counts(counts: dict[str, int], more: dict[str, int]) -> None:
+    """Add numbers by name to `counts`."""
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count

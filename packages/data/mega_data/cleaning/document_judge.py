@@ -1,0 +1,167 @@
+"""Application of the rules to a batch of documents in a worker process: output lines, fingerprints, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mega_common.errors import DataError, MegaError
+from mega_data.cleaning.append_files import compress_lines, encode_json_line
+from mega_data.cleaning.clean_config import CleanConfig
+from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, RuleSample, add_counts
+from mega_data.cleaning.duplicate_detection import compute_text_signatures, hash_texts
+from mega_data.cleaning.fingerprint_files import PLACE, SeenPositions
+from mega_data.cleaning.rule_builder import build_clean_rules
+from mega_data.cleaning.rule_verdict import CleaningRule, DropDocument, TextRecord
+from mega_data.cleaning.text_words import AnalyzedText
+from mega_data.reading.documents import Document, RejectedItem
+
+
+class JudgeSettings(NamedTuple):
+    """Settings of a worker process: the configuration as JSON, the key of the text, folders, and the identity of the
+    run.
+    """
+
+    config: str
+    json_key: str
+    folder: str
+    ngrams: str
+    made_from: str
+
+
+@dataclass
+class JudgeBatch:
+    """Items of one input, and the input position that they reach: (source, items)."""
+
+    input: str
+    items: list[Document | RejectedItem] = field(default_factory=list)
+    size: int = 0
+    end_position: tuple[int, int] = (0, 0)
+    read: float = 0
+
+
+@dataclass
+class JudgedBatch:
+    """Result of a batch: compressed lines per folder, fingerprints and places of the kept documents, counts."""
+
+    lines: dict[str, bytes]
+    exact: bytes
+    minhash: bytes
+    places: SeenPositions
+    tally: CleanTally
+
+
+def judge_batch(batch: JudgeBatch, settings: JudgeSettings) -> JudgedBatch:
+    """Apply every rule to every document of a batch.
+
+    Raises:
+        MegaError: when a rule cannot be had or a function of the user's fails.
+    """
+    return _get_judge(settings).judge_documents(batch)
+
+
+@cache
+def _get_judge(settings: JudgeSettings) -> DocumentJudge:
+    """Return the judge of this process, built once because a language model takes seconds to load."""
+    return DocumentJudge(settings)
+
+
+class DocumentJudge:
+    """Applies the rules of a configuration to documents."""
+
+    def __init__(self, settings: JudgeSettings) -> None:
+        self.config = CleanConfig.model_validate_json(settings.config)
+        self.json_key = settings.json_key
+        self.rules: dict[str, CleaningRule] = build_clean_rules(
+            self.config, Path(settings.folder), Path(settings.ngrams)
+        )
+
+    def judge_documents(self, batch: JudgeBatch) -> JudgedBatch:
+        """Apply the rules to each document, in order."""
+        tally, kept, places = CleanTally(), [], []
+        lines: dict[str, list[bytes]] = {"kept": [], "dropped": [], "changed": []}
+        for item in batch.items:
+            if isinstance(item, RejectedItem):
+                lines["dropped"].append(self._drop_unreadable(item, tally))
+                continue
+            tally.read.setdefault(batch.input, DocumentAmount()).add_amount(DocumentAmount(1, item.size))
+            text, record = self._judge_document(item, tally, lines)
+            if text is not None:
+                kept.append(text)
+                places.append((0, 0, item.line, len(text.text.encode())))
+                lines["kept"].append(encode_json_line(record))
+        found = np.array(places, PLACE)
+        if kept and self.config.duplicates is None:
+            tally.kept[batch.input] = DocumentAmount(len(kept), int(found["size"].sum()))
+        exact, minhash = self._compute_fingerprints(kept)
+        return JudgedBatch({name: compress_lines(made, self.config.compression) for name, made in lines.items()},
+                      exact, minhash, found, tally)  # fmt: skip
+
+    def _compute_fingerprints(self, kept: Sequence[AnalyzedText]) -> tuple[bytes, bytes]:
+        wanted = self.config.duplicates
+        if wanted is None:
+            return b"", b""
+        exact = hash_texts(kept).tobytes() if wanted.exact else b""
+        return exact, compute_text_signatures(kept, wanted.minhash).tobytes() if wanted.minhash else b""
+
+    def _drop_unreadable(self, item: RejectedItem, tally: CleanTally) -> bytes:
+        rule = tally.get_rule_tally("unreadable")
+        rule.dropped.add_amount(DocumentAmount(1, 0))
+        add_counts(rule.why, {item.reason.partition(" (")[0]: 1})
+        rule.add_sample(
+            RuleSample.from_document(item.file, item.line, item.reason, "", item.content), self.config.samples
+        )
+        return encode_json_line({"rule": "unreadable", "why": item.reason, "file": item.file, "line": item.line,
+                     "content": item.content})  # fmt: skip
+
+    def _judge_document(
+        self, item: Document, tally: CleanTally, lines: dict[str, list[bytes]]
+    ) -> tuple[AnalyzedText | None, TextRecord]:
+        """Return the remaining text and record of a document; no text if it is dropped."""
+        original: TextRecord = item.record if item.record is not None else {self.json_key: item.text}
+        text, record, changed_by = AnalyzedText(item.text), original, []
+        place = {"file": item.file, "line": item.line}
+        for name, rule in self.rules.items():
+            try:
+                verdict = rule(text, record)
+            except MegaError as error:
+                raise DataError(f"{item.location}: {error.message}", hint=error.hint) from error
+            if name == "language" and text.language is not None:
+                add_counts(tally.languages, {text.language: 1})
+            if verdict is None:
+                continue
+            counts = tally.get_rule_tally(name)
+            if isinstance(verdict, DropDocument):
+                counts.dropped.add_amount(DocumentAmount(1, item.size))
+                add_counts(counts.why, {verdict.why: 1})
+                counts.add_sample(
+                    RuleSample.from_document(item.file, item.line, *verdict, item.text), self.config.samples
+                )
+                about = {"rule": name, "why": verdict.why, "detail": verdict.detail}
+                lines["dropped"].append(encode_json_line({**about, **place, "record": original}))
+                return None, record
+            counts.changed.add_amount(DocumentAmount(1, item.size))
+            add_counts(counts.found, verdict.counts)
+            found = ", ".join(f"{count} {kind}" for kind, count in verdict.counts.items())
+            counts.add_sample(
+                RuleSample.from_document(item.file, item.line, "changed", found, verdict.text), self.config.samples
+            )
+            changed_by.append(name)
+            text, record = AnalyzedText(verdict.text), replace_record_text(record, self.json_key, verdict.text)
+        if changed_by:
+            lines["changed"].append(encode_json_line({"rules": changed_by, **place, "record": original}))
+        return text, record
+
+
+def replace_record_text(record: TextRecord, key: str, text: str) -> TextRecord:
+    """Return a copy of a record with another text under a key, or under `a.b` in the object `a`."""
+    if key in record or "." not in key:
+        return {**record, key: text}
+    first, _, rest = key.partition(".")
+    inner: dict[str, Any] = record[first]
+    return {**record, first: replace_record_text(inner, rest, text)}

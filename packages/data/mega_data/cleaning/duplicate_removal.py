@@ -1,0 +1,150 @@
+"""Second pass of cleaning: compare the fingerprints of all documents, and remove the duplicates from each part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from mega_common.atomic_files import open_atomic_file, write_json_atomically
+from mega_data.cleaning.append_files import SUFFIXES, compress_lines, encode_json_line
+from mega_data.cleaning.clean_config import CleanConfig, DuplicatesRule
+from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, RuleSample
+from mega_data.cleaning.duplicate_detection import Numbers, estimate_similarity, find_exact_leaders, find_near_leaders
+from mega_data.cleaning.fingerprint_files import SeenPositions, load_document_places, load_signatures, load_text_hashes
+from mega_data.reading.corpus_sources import lookup_key
+from mega_data.reading.decompression import open_decompressed
+
+EXACT, NEAR = 1, 2
+BLOCK = 1 << 20  # bytes of lines that are packed at once
+
+
+class FirstPassPart(NamedTuple):
+    """Part of the first pass, by its number and its document numbers, `end` excluded."""
+
+    number: int
+    start: int
+    end: int
+
+
+class PlaceNames(NamedTuple):
+    """Names of sources, inputs and folders of earlier runs by number, and the key of the text."""
+
+    sources: list[str]
+    inputs: list[str]
+    earlier: list[str]
+    json_key: str
+
+
+def find_duplicates(work: Path, wanted: DuplicatesRule) -> None:
+    """Find the duplicates, and write `leaders.npy` (the original of each document: int64 [N]) and `rules.npy` (uint8
+    [N]: 0 is kept).
+    """
+    if (work / "rules.npy").exists():
+        return
+    places = load_document_places(work)
+    apart = None if wanted.between_inputs else places["input"].astype(np.int64)
+    own = np.arange(len(places))
+    leaders, rules = own, np.zeros(len(places), np.uint8)
+    if wanted.exact:
+        leaders = find_exact_leaders(load_text_hashes(work), apart)
+        rules[leaders != own] = EXACT
+    if wanted.minhash is not None:
+        clusters = find_near_leaders(load_signatures(work, wanted), wanted.minhash, leaders, apart)
+        near = (clusters != own) & (rules == 0)
+        rules[near] = NEAR
+        leaders = np.where(near, clusters, leaders)
+    for name, array in (("leaders.npy", leaders), ("rules.npy", rules)):  # the second one says that both are there
+        with open_atomic_file(work / name) as stream:
+            np.save(stream, array)
+
+
+def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConfig, names: PlaceNames) -> CleanTally:
+    """Write a part without its duplicates to the result, and the duplicates beside it; return the counts.
+
+    What an interrupted run has done is not done again.
+    """
+    record = work / "second" / f"{part.number:05}.json"
+    if record.exists():
+        return TypeAdapter(CleanTally).validate_json(record.read_bytes())
+    tally = PartDeduplication(part, work, config, names).write_files() if part.start < part.end else CleanTally()
+    write_json_atomically(record, asdict(tally))
+    return tally
+
+
+class PartDeduplication:
+    """Deduplication of one part: its documents, and the findings about them."""
+
+    def __init__(self, part: FirstPassPart, work: Path, config: CleanConfig, names: PlaceNames) -> None:
+        assert config.duplicates is not None
+        self.part, self.work, self.config, self.names = part, work, config, names
+        self.suffix = SUFFIXES[config.compression]
+        self.leaders: Numbers = np.load(work / "leaders.npy", mmap_mode="r")
+        self.rules = np.load(work / "rules.npy", mmap_mode="r")[part.start : part.end]
+        self.places: SeenPositions = load_document_places(work)
+        self.alike = np.zeros(len(self.rules))
+        near = part.start + np.flatnonzero(self.rules == NEAR)
+        if near.size:
+            signatures = load_signatures(work, config.duplicates)
+            self.alike[near - part.start] = estimate_similarity(signatures, near, self.leaders[near])
+        self.tally = CleanTally()
+
+    def write_files(self) -> CleanTally:
+        """Write the kept and the dropped documents of the part."""
+        places = self.places[self.part.start : self.part.end]
+        for number, name in enumerate(self.names.inputs):
+            sizes = places["size"][(places["input"] == number) & (self.rules == 0)]
+            if sizes.size:
+                self.tally.kept[name] = DocumentAmount(sizes.size, int(sizes.sum()))
+        result = self.work / "result"
+        if (self.rules == 0).any():
+            with open_atomic_file(result / "kept" / f"{self.part.number:05}{self.suffix}") as stream:
+                self._write_lines(stream, (raw for i, raw in self._read_lines() if not self.rules[i]))
+        if self.rules.any():
+            with open_atomic_file(result / "dropped" / f"{self.part.number:05}.duplicates{self.suffix}") as stream:
+                self._write_lines(
+                    stream, (self._describe_dropped(i, raw) for i, raw in self._read_lines() if self.rules[i])
+                )
+        return self.tally
+
+    def _read_lines(self) -> Iterator[tuple[int, bytes]]:
+        with open_decompressed(
+            str(self.work / "first" / f"{self.part.number:05}{self.suffix}"), lambda _: None
+        ) as stream:
+            yield from enumerate(stream)
+
+    def _write_lines(self, stream: IO[bytes], lines: Iterable[bytes]) -> None:
+        block, size = [], 0
+        for raw in lines:
+            block.append(raw)
+            size += len(raw)
+            if size >= BLOCK:
+                stream.write(compress_lines(block, self.config.compression))
+                block, size = [], 0
+        stream.write(compress_lines(block, self.config.compression))
+
+    def _describe_dropped(self, i: int, raw: bytes) -> bytes:
+        document, place = self.part.start + i, self.places[self.part.start + i]
+        rule = "exact" if self.rules[i] == EXACT else "minhash"
+        first = self._format_place(int(self.leaders[document]))
+        detail = f"the text of {first}" if rule == "exact" else f"{self.alike[i]:.2f} like {first}"
+        file, number, record = self.names.sources[place["source"]], int(place["line"]), json.loads(raw)
+        counts = self.tally.get_rule_tally(rule)
+        counts.dropped.add_amount(DocumentAmount(1, int(place["size"])))
+        counts.why["duplicate"] = counts.why.get("duplicate", 0) + 1
+        text = str(lookup_key(record, self.names.json_key))
+        counts.add_sample(RuleSample.from_document(file, number, "duplicate", detail, text), self.config.samples)
+        return encode_json_line(
+            {"rule": rule, "why": "duplicate", "detail": detail, "file": file, "line": number, "record": record}
+        )
+
+    def _format_place(self, document: int) -> str:
+        place = self.places[document]
+        if place["source"] < 0:
+            return f"document {place['line']} of {self.names.earlier[-1 - place['source']]}"
+        return f"{self.names.sources[place['source']]}:{place['line']}"

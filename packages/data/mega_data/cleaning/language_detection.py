@@ -1,0 +1,83 @@
+"""Language detection by lingua (models included) or by fasttext with a given model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mega_common.errors import DataError, MissingPackageError
+from mega_data.cleaning.clean_config import LanguageRule
+from mega_data.cleaning.rule_verdict import CleaningRule, DropDocument, TextRecord
+from mega_data.cleaning.text_words import AnalyzedText
+from mega_data.reading.decompression import import_optional
+
+HEAD = 1000  # characters by which a text's language is told; more changes little and costs time
+
+Detector = Callable[[str], tuple[str, float]]
+
+
+def build_language_rule(limits: LanguageRule) -> CleaningRule:
+    """Return the rule for documents in other languages, or in no detectable language.
+
+    Raises:
+        MissingPackageError: when the detector is not installed.
+        DataError: when its model cannot be read.
+    """
+    detect = load_fasttext_detector(limits.model) if limits.model else load_lingua_detector()
+    keep = frozenset(limits.keep)
+
+    def judge(text: AnalyzedText, _: TextRecord) -> DropDocument | None:
+        text.language, confidence = detect(text.text)
+        if text.language not in keep:
+            return DropDocument(text.language, f"confidence {confidence:.2f}")
+        if confidence < limits.min_confidence:
+            return DropDocument(f"confidence below {limits.min_confidence:g}", f"{text.language} {confidence:.2f}")
+        return None
+
+    return judge
+
+
+def load_lingua_detector() -> Detector:
+    """Return lingua's detector for all of its languages: ISO 639-1 code (`und` for none) and confidence.
+
+    Raises:
+        MissingPackageError: when it is not installed.
+    """
+    try:
+        module = import_optional("lingua", "languages")
+    except MissingPackageError as error:
+        raise MissingPackageError(error.message, hint="pip install lingua-language-detector") from None
+    detector = module.LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode().build()
+
+    def detect(text: str) -> tuple[str, float]:
+        values = detector.compute_language_confidence_values(text[:HEAD])
+        if not values or not values[0].value:
+            return "und", 0.0
+        return values[0].language.iso_code_639_1.name.lower(), values[0].value
+
+    return detect
+
+
+def load_fasttext_detector(model: Path) -> Detector:
+    """Return the detector of a fastText model whose labels are `__label__CODE`.
+
+    Raises:
+        MissingPackageError: when fasttext is not installed.
+        DataError: when the model cannot be read.
+    """
+    try:
+        module = import_optional("fasttext", "languages by fasttext")
+    except MissingPackageError as error:
+        raise MissingPackageError(error.message, hint="pip install fasttext-predict") from None
+    try:
+        loaded = module.load_model(str(model))
+    except ValueError as error:
+        raise DataError(f"{model}: is no model that fasttext reads ({error})") from error
+
+    def detect(text: str) -> tuple[str, float]:
+        labels, confidences = loaded.predict(" ".join(text[:HEAD].split()))
+        if not labels:
+            return "und", 0.0
+        return labels[0].removeprefix("__label__"), min(1.0, float(confidences[0]))
+
+    return detect

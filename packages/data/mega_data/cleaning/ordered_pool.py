@@ -1,0 +1,67 @@
+"""Process pool whose results come in the order of the work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+from typing import TypeVar
+
+from mega_common.errors import DataError
+
+AHEAD = 4  # items per process that wait or are under way
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_in_order(
+    call: Callable[[Item], Result], items: Iterable[Item], workers: int
+) -> Generator[tuple[Item, Result], None, None]:
+    """Yield each item and the result of `call` on it, by `workers` processes, or by this process for one worker.
+
+    Raises:
+        DataError: when a process is gone, and what `call` raises.
+    """
+    if workers == 1:
+        yield from ((item, call(item)) for item in items)
+        return
+    pending: deque[tuple[Item, Future[Result]]] = deque()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _initialize_worker)
+    try:
+        for item in items:
+            if len(pending) >= AHEAD * workers:
+                yield _await_first(pending)
+            pending.append((item, pool.submit(call, item)))
+        while pending:
+            yield _await_first(pending)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _await_first(pending: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Result]:
+    item, future = pending.popleft()
+    try:
+        return item, future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process was ended from outside, for want of memory perhaps", hint="try fewer --workers"
+        ) from error
+
+
+def _initialize_worker() -> None:
+    """Ignore Ctrl-C in a worker, which the parent handles, and end the worker with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)  # nobody is left to take a result, and the queue between them tells no one

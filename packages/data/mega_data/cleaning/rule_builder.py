@@ -1,0 +1,150 @@
+"""Rules of a configuration, in the order of their application, with decontamination and the user-defined rule."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mega_common.errors import ConfigError, DataError
+from mega_common.progress_logging import logger
+from mega_data.cleaning.c4_rules import apply_c4_rule, load_bad_words
+from mega_data.cleaning.clean_config import CleanConfig, DecontaminationRule, LengthRule
+from mega_data.cleaning.gopher_rules import apply_quality_rule, apply_repetition_rule
+from mega_data.cleaning.language_detection import build_language_rule
+from mega_data.cleaning.pii_rules import apply_pii_rule
+from mega_data.cleaning.rule_verdict import BoundedMeasure, CleaningRule, DropDocument, TextRecord, check_measures
+from mega_data.cleaning.text_words import AnalyzedText, Hashes
+from mega_data.reading.source_readers import iterate_texts
+
+
+def build_custom_rule(name: str, folder: Path) -> CleaningRule:
+    """Return the rule that calls `module:function`, with the module in `folder` or installed.
+
+    Raises:
+        ConfigError: when there is no such function.
+    """
+    judge_record = _import_function(name, folder)
+
+    def judge(_: AnalyzedText, record: TextRecord) -> DropDocument | None:
+        try:
+            answer = judge_record(dict(record))
+        except Exception as error:
+            raise DataError(f"filter {name} fails with {type(error).__name__}: {error}") from error
+        if isinstance(answer, str):
+            return DropDocument(answer)
+        if not isinstance(answer, bool):
+            raise DataError(f"filter {name} returns {answer!r}", hint="it must return True, False or a reason")
+        return None if answer else DropDocument(name)
+
+    return judge
+
+
+def _import_function(name: str, folder: Path) -> Callable[[TextRecord], Any]:
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = _import_from_path(folder / f"{module_name}.py", module_name) or importlib.import_module(module_name)
+        function = getattr(module, function_name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(
+            f"filter {name}: {error}", hint=f"module.py stands in {folder}, or the module is installed"
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"filter {name}: is no function")
+    return function  # type: ignore[no-any-return]
+
+
+def _import_from_path(path: Path, name: str) -> ModuleType | None:
+    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def hash_evaluation_ngrams(limits: DecontaminationRule) -> Hashes:
+    """Return the hashes of all runs of words in the evaluation sets, sorted, uint64.
+
+    Raises:
+        DataError: when a set cannot be read or is of shorter texts only.
+    """
+    count, short, found = 0, 0, [np.zeros(0, np.uint64)]
+    for text in _iterate_evaluation_texts(limits):
+        ngrams = text.hash_word_ngrams(limits.ngram)
+        count, short = count + 1, short + (not ngrams.size)
+        found.append(ngrams)
+    if short == count:
+        raise DataError(
+            f"{', '.join(limits.against)}: no text of {limits.ngram} words or more to look for, of {count}",
+            hint="decontaminate.ngram sets the number of words, json_keys where the texts stand",
+        )
+    if short:
+        logger.warning("decontaminate: %d of %d texts are shorter than %d words and not looked for",
+                       short, count, limits.ngram)  # fmt: skip
+    return np.unique(np.concatenate(found))
+
+
+def _iterate_evaluation_texts(limits: DecontaminationRule) -> Iterator[AnalyzedText]:
+    for key in limits.json_keys:
+        yield from map(AnalyzedText, iterate_texts(limits.against, key))
+
+
+def build_decontamination_rule(limits: DecontaminationRule, file: Path) -> CleaningRule:
+    """Return the rule for documents with a run of words whose hash is in `file`, an `.npy` shared by processes."""
+    known = np.load(file, mmap_mode="r")
+
+    def judge(text: AnalyzedText, _: TextRecord) -> DropDocument | None:
+        ngrams = text.hash_word_ngrams(limits.ngram)
+        places = np.searchsorted(known, ngrams)
+        hits = np.flatnonzero(known[np.minimum(places, known.size - 1)] == ngrams)
+        if not hits.size:
+            return None
+        words = " ".join(text.words[hits[0] : hits[0] + limits.ngram])
+        return DropDocument(f"{limits.ngram} words of an evaluation set", f"{hits.size} times, first: {words}")
+
+    return judge
+
+
+def build_clean_rules(config: CleanConfig, folder: Path, ngrams: Path) -> dict[str, CleaningRule]:
+    """Return every enabled rule except duplicates, by name.
+
+    `folder`: where a module of the user's own may stand; `ngrams`: where those of the evaluation sets do.
+
+    Raises:
+        MegaError: when a rule cannot be had, for want of a package, a model, a file or a function.
+    """
+    if config.c4 is not None and config.c4.bad_words is not None:
+        load_bad_words(config.c4.bad_words)
+    return dict(_build_rules(config, folder, ngrams))
+
+
+def _build_rules(config: CleanConfig, folder: Path, ngrams: Path) -> Iterator[tuple[str, CleaningRule]]:
+    if (lengths := config.length) is not None:
+        yield "length", lambda text, _: check_measures(_measure_length(text, lengths))
+    if config.language is not None:
+        yield "language", build_language_rule(config.language)
+    if (qualities := config.gopher_quality) is not None:
+        yield "gopher_quality", lambda text, _: apply_quality_rule(text, qualities)
+    if (repetitions := config.gopher_repetition) is not None:
+        yield "gopher_repetition", lambda text, _: apply_repetition_rule(text, repetitions)
+    if (lines := config.c4) is not None:
+        yield "c4", lambda text, _: apply_c4_rule(text, lines)
+    if (kinds := config.pii) is not None:
+        yield "pii", lambda text, _: apply_pii_rule(text, kinds)
+    if config.decontaminate is not None:
+        yield "decontaminate", build_decontamination_rule(config.decontaminate, ngrams)
+    if config.filter is not None:
+        yield "filter", build_custom_rule(config.filter, folder)
+
+
+def _measure_length(text: AnalyzedText, limits: LengthRule) -> Iterator[BoundedMeasure]:
+    yield BoundedMeasure("characters", len(text.text), limits.min_chars, limits.max_chars or math.inf)
+    if limits.min_words or limits.max_words:
+        yield BoundedMeasure("words", len(text.words), limits.min_words, limits.max_words or math.inf)

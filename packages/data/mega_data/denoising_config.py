@@ -1,0 +1,108 @@
+"""Configuration sections of denoising data: `data.fim`, `data.bert` and `data.t5`, and T5's span corruption."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, PositiveInt
+
+from mega_common.strict_config import StrictConfig
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SpanCorruption:
+    """T5 span corruption of `tokens` of text: `hidden` of them are masked, in `count` spans."""
+
+    tokens: int
+    hidden: int
+    count: int
+
+    @classmethod
+    def from_token_count(cls, tokens: int, share: float, mean: float) -> SpanCorruption:
+        """Return the span corruption of a text of `tokens` tokens, at least 2."""
+        hidden = min(max(round(tokens * share), 1), tokens - 1)
+        return cls(tokens, hidden, min(max(round(hidden / mean), 1), tokens - hidden))
+
+    @classmethod
+    def from_encoder_length(cls, room: int, share: float, mean: float) -> SpanCorruption:
+        """Return the span corruption of the longest text whose encoder input has at most `room` tokens, sentinels and
+        the end token included.
+        """
+        found = cls.from_token_count(2, share, mean)
+        while (more := cls.from_token_count(found.tokens + 1, share, mean)).num_encoder_tokens <= room:
+            found = more
+        return found
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Number of encoder tokens."""
+        return self.tokens - self.hidden + self.count + 1
+
+    def draw_spans(self, random: np.random.RandomState) -> list[Ints]:
+        """Draw the positions of each span: text and spans alternate, text first, all partitions equally likely."""
+        hidden, text = (
+            _draw_partition(self.hidden, self.count, random),
+            _draw_partition(self.tokens - self.hidden, self.count, random),
+        )
+        ends = np.cumsum(text + hidden)
+        return [np.arange(end - size, end) for end, size in zip(ends.tolist(), hidden.tolist(), strict=True)]
+
+
+def _draw_partition(total: int, parts: int, random: np.random.RandomState) -> Ints:
+    """Draw sizes of `parts` parts of `total`, each at least one: int64 [parts]."""
+    cuts = np.sort(random.permutation(total - 1)[: parts - 1]) + 1
+    return np.diff(cuts, prepend=0, append=total)
+
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+ROOM = (
+    8  # positions that a document may take more once it is rearranged: three tokens, and what two cuts within words add
+)
+
+
+class FimConfig(StrictConfig):
+    """Fill-in-the-middle (Bavarian et al., 2022): a piece of a document is split into prefix, middle and suffix."""
+
+    rate: Probability = Field(0.5, description="share of the documents' pieces that are rearranged")
+    spm_rate: Probability = Field(0.5, description="share of those with the suffix first; the others have the prefix")
+    cut: Literal["character", "token"] = Field("character", description="between what the middle is cut out")
+    level: Literal["context", "document"] = Field(
+        "context",
+        description="context: what a window of running text has of each document; document: whole ones, before they are packed",
+    )
+    tokens: Annotated[list[str], Field(min_length=3, max_length=3)] | None = Field(
+        None, description="the tokens before prefix, middle and suffix; default: those usual names the tokenizer has"
+    )
+
+
+class BertConfig(StrictConfig):
+    """BERT's masked words and sentence order; dataset kind `masked` uses only `mask_probability`."""
+
+    mask_probability: Share = Field(0.15, description="share of the tokens that are to be guessed")
+    short_probability: Probability = Field(0.1, description="share of the samples that are shorter than seq_length")
+    sentence_pairs: bool = Field(True, description="two segments, swapped half the time, which the model is to tell")
+
+
+class T5Config(StrictConfig):
+    """T5's span corruption."""
+
+    mask_probability: Share = Field(0.15, description="share of the tokens that leave the encoder's input")
+    mean_span: float = Field(3.0, ge=1, description="mean tokens of a span, but in order megatron")
+    short_probability: Probability = Field(0.1, description="share of shorter samples in order megatron")
+    decoder_seq_length: PositiveInt | None = Field(
+        None, description="tokens the decoder sees at once; default, but in order megatron: what seq_length brings"
+    )
+
+    def get_decoder_length(self, seq_length: int) -> int:
+        """Return the number of decoder tokens for `seq_length` encoder tokens."""
+        if self.decoder_seq_length is not None:
+            return self.decoder_seq_length
+        spans = SpanCorruption.from_encoder_length(seq_length, self.mask_probability, self.mean_span)
+        return spans.hidden + spans.count + 1

@@ -1,1 +1,0 @@
-"""Token files: Megatron's indexed format, its companions, and what is done to whole files."""

@@ -1,0 +1,134 @@
+"""Image references of a data set: `PREFIX.images`, a data set of bytes with one document per document of text.
+
+A document is a list in JSON, with an entry for each image in the order of its placeholders: a path, or the place of one
+in a tar shard as [path, offset, size]. Paths are relative to a folder that `PREFIX.info` names, or absolute. Where images
+have placeholders in different numbers it is {"images": that list, "tokens": these numbers}.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from mega_common.errors import DataError
+from mega_data.token_files.indexed_reader import IndexedReader, get_idx_path, get_images_prefix
+
+ImageReference = str | tuple[str, int, int]
+
+
+def has_images(prefix: Path) -> bool:
+    """Return whether a data set has images beside it."""
+    return get_idx_path(get_images_prefix(prefix)).exists()
+
+
+def reject_images(readers: Iterable[IndexedReader], what: str, hint: str) -> None:
+    """Reject data sets with images for an operation that would lose them.
+
+    Raises:
+        DataError: naming one that has some.
+    """
+    for reader in readers:
+        if has_images(reader.prefix):
+            raise DataError(f"{reader.prefix}: has images, which are not {what}", hint=hint)
+
+
+def encode_references(references: Sequence[ImageReference], tokens: Sequence[int] | None = None) -> np.ndarray:
+    """Return a document of `PREFIX.images`: uint8 [bytes]."""
+    whole = list(references) if tokens is None else {"images": list(references), "tokens": list(tokens)}
+    return np.frombuffer(json.dumps(whole).encode(), np.uint8)
+
+
+class ImageReferences:
+    """Image references of a data set's documents, opened on first access.
+
+    Raises:
+        DataError: on opening, when it is of another data set.
+    """
+
+    def __init__(self, reader: IndexedReader, folder: Path) -> None:
+        self._reader, self.folder = reader, folder
+
+    @cached_property
+    def _open_reader(self) -> IndexedReader:
+        opened = IndexedReader(get_images_prefix(self._reader.prefix))
+        if len(opened.document_index) != len(self._reader.document_index):
+            raise DataError(f"{opened.prefix}: not the images of {self._reader.prefix}", hint="make both anew")
+        return opened
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the references, without the image contents."""
+        return self._open_reader.fingerprint
+
+    def get_references(self, document: int) -> tuple[list[ImageReference], list[int] | None]:
+        """Return the references of a document's images, and the number of placeholders of each if they differ."""
+        found = json.loads(self._open_reader.read_sequence(document).tobytes())
+        entries, tokens = (found["images"], found["tokens"]) if isinstance(found, dict) else (found, None)
+        return [entry if isinstance(entry, str) else tuple(entry) for entry in entries], tokens
+
+    def read_image_file(self, reference: ImageReference) -> bytes:
+        """Return the bytes of an image's file.
+
+        Raises:
+            DataError: when it cannot be read.
+        """
+        return read_image_bytes(reference, self.folder)
+
+
+def read_image_bytes(reference: ImageReference, folder: Path) -> bytes:
+    """Return the bytes of an image's file.
+
+    Raises:
+        DataError: when it cannot be read.
+    """
+    path, offset, size = reference if isinstance(reference, tuple) else (reference, 0, -1)
+    try:
+        with open(folder / path, "rb") as stream:
+            stream.seek(offset)
+            return stream.read(size)
+    except OSError as error:
+        raise DataError(f"{folder / path}: cannot be read ({error.strerror})") from None
+
+
+def iterate_shard_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, ImageReference]]]:
+    """Yield the samples of a webdataset shard: adjacent files that share a name up to its first dot.
+
+    Yields each one's name, the content of its small files (json, txt) by their endings, and where the others lie.
+
+    Raises:
+        DataError: when it is no tar archive.
+    """
+    name, texts, others = "", dict[str, bytes](), dict[str, ImageReference]()
+    try:
+        with tarfile.open(path, "r:") as shard:
+            for member in filter(tarfile.TarInfo.isfile, shard):
+                folder, _, file = member.name.rpartition("/")
+                stem, _, ending = file.partition(".")
+                key = f"{folder}/{stem}"
+                if key != name and (texts or others):
+                    yield name, texts, others
+                    texts, others = {}, {}
+                name = key
+                if ending.lower() in ("json", "txt"):
+                    stream = shard.extractfile(member)
+                    assert stream is not None
+                    texts[ending.lower()] = stream.read()
+                else:
+                    others[ending.lower()] = (str(path.resolve()), member.offset_data, member.size)
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(f"{path}: no tar archive that can be read to its end ({error})") from None
+    if texts or others:
+        yield name, texts, others
+
+
+def write_shard_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:
+    """Add a file to a tar archive that is being written."""
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    shard.addfile(member, io.BytesIO(content))

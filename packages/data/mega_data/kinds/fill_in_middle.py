@@ -1,0 +1,182 @@
+"""Fill-in-the-middle samples (Bavarian et al., "Efficient training of language models to fill in the middle", 2022).
+
+Windows of running text, as of the kind `text`; then, with the probability `rate`, what a window has of a document is cut
+in prefix, middle and suffix at two random places, and becomes `<PRE> prefix <SUF> suffix <MID> middle` (PSM) or
+`<PRE> <SUF> suffix <MID> prefix middle` (SPM, the paper's second variant). This is the paper's context level. The window
+keeps its length: what is too much at its end is left out, and what is too little is filled up, without loss.
+
+At the paper's document level whole documents are rearranged, and packed then as those of the kind `documents`. How long one
+becomes is known when its middle is drawn, so each has `ROOM` positions more when samples are laid out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import ConfigError
+from mega_data.denoising_config import ROOM, FimConfig
+from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
+from mega_data.kinds.packed_documents import (
+    DocumentPieces,
+    PackedSamples,
+    find_document_bounds,
+    reject_megatron_order,
+    split_documents,
+)
+from mega_data.kinds.running_text import DocumentRules, TextSamples, build_token_windows
+from mega_data.kinds.word_masking import Random, create_sample_stream
+from mega_data.sampling.dataset_parts import DatasetPart
+from mega_data.token_files.indexed_reader import IndexedReader, Tokens
+from mega_data.tokenizer import Tokenizer
+
+Ints = npt.NDArray[np.int64]
+
+# Tokens before the prefix, the middle and the suffix, and what fills up, as tokenizers name them: StarCoder and Granite;
+# Qwen-Coder and CodeGemma; SantaCoder; DeepSeek-Coder; Code Llama; Codestral.
+USUAL = (
+    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"),
+    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
+    ("<fim-prefix>", "<fim-middle>", "<fim-suffix>", "<fim-pad>"),
+    ("<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜fim▁hole｜>", ""),
+    ("▁<PRE>", "▁<MID>", "▁<SUF>", ""),
+    ("[PREFIX]", "[MIDDLE]", "[SUFFIX]", ""),
+)
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what half a character decodes to
+
+
+class FillInTheMiddle:
+    """Fill-in-the-middle transformation of documents.
+
+    Attributes:
+        tokens: those before prefix, middle and suffix.
+        pad: fills up.
+
+    Raises:
+        ConfigError: when the tokenizer has no tokens for it.
+    """
+
+    def __init__(self, config: FimConfig, tokenizer: Tokenizer, eod: int | None) -> None:
+        vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
+        named = [(*config.tokens, "")] if config.tokens else USUAL
+        names = next((names for names in named if all(name in vocab for name in names[:3])), None)
+        if names is None:
+            looked = (
+                ", ".join(config.tokens) if config.tokens else "those usual, such as <fim_prefix> or <|fim_prefix|>"
+            )
+            raise ConfigError(
+                f"{tokenizer.path}: has no tokens for the kind fim (looked for {looked})",
+                hint="data.fim.tokens names the three tokens before prefix, middle and suffix",
+            )
+        self.tokens = tuple(vocab[name] for name in names[:3])
+        self.pad = vocab.get(names[3], 0 if eod is None else eod)
+        self._config, self._tokenizer = config, tokenizer
+
+    @property
+    def identity(self) -> str:
+        """Description of everything that the transformation depends on."""
+        config = self._config
+        return f"fim rate={config.rate} spm={config.spm_rate} cut={config.cut} tokens={self.tokens} tokenizer={self._tokenizer.fingerprint}"
+
+    def rearrange_document(self, ids: Ints, random: Random) -> Ints:
+        """Return a document, or its part in a window, rearranged or unchanged."""
+        if not random.binomial(1, self._config.rate):
+            return ids
+        prefix, middle, suffix = self._split_document(ids, random)
+        before_prefix, before_middle, before_suffix = (np.array([token]) for token in self.tokens)
+        if random.binomial(1, self._config.spm_rate):
+            return np.concatenate([before_prefix, before_suffix, suffix, before_middle, prefix, middle])
+        return np.concatenate([before_prefix, prefix, before_suffix, suffix, before_middle, middle])
+
+    def _split_document(self, ids: Ints, random: Random) -> tuple[Ints, Ints, Ints]:
+        """Return prefix, middle and suffix; a text that begins or ends within a character is cut between tokens."""
+        text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        if self._config.cut == "token" or BROKEN in text:
+            low, high = sorted(random.randint(0, ids.size + 1, 2).tolist())
+            return ids[:low], ids[low:high], ids[high:]
+        low, high = sorted(random.randint(0, len(text) + 1, 2).tolist())
+        before, middle, after = (
+            np.array(self._tokenizer.encode(part), np.int64) for part in (text[:low], text[low:high], text[high:])
+        )
+        return before, middle, after
+
+
+class FimContextSamples(TextSamples):
+    """Fill-in-the-middle samples at context level, of one data set."""
+
+    def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
+        seq_length = setting.config.seq_length
+        super().__init__(
+            build_token_windows(part, setting, num_samples, seq_length), DocumentRules.from_context(setting), seq_length
+        )
+        self._fim = FillInTheMiddle(setting.config.fim, setting.text_tokenizer, setting.eod)
+
+    @cached_property
+    def identity(self) -> str:
+        """Description of everything that the samples depend on."""
+        return f"{self._fim.identity} {self._windows.identity}"
+
+    def __getitem__(self, k: int, /) -> TrainingSample:
+        window = self._windows[k]
+        found = self._rearrange_window(window, create_sample_stream(self.identity, k))[: window.size]
+        filled = np.pad(found, (0, window.size - found.size), constant_values=self._fim.pad)
+        sample = self._rules.build_sample(filled)
+        sample.loss_weights[max(found.size - 1, 0) :] = 0
+        return sample
+
+    def _rearrange_window(self, window: Ints, random: Random) -> Ints:
+        ends = [] if self._rules.eod is None else np.flatnonzero(window == self._rules.eod).tolist()
+        parts, begin = [], 0
+        for end in [*ends, window.size]:
+            if end > begin:
+                parts.append(self._fim.rearrange_document(window[begin:end], random))
+            parts.append(window[end : end + 1])
+            begin = end + 1
+        return np.concatenate(parts)
+
+
+class FimDocumentSamples(PackedSamples):
+    """Fill-in-the-middle samples of packed whole documents, each rearranged or unchanged; the end-of-document token
+    stays last.
+    """
+
+    def __init__(self, part: DatasetPart, setting: DatasetContext) -> None:
+        super().__init__(part, setting)
+        self._fim = FillInTheMiddle(setting.config.fim, setting.text_tokenizer, setting.eod)
+
+    @property
+    def _packing_rule(self) -> str:
+        return f"{self._fim.identity} packed"
+
+    def _list_pieces(self, reader: IndexedReader) -> DocumentPieces:
+        bounds, split = (
+            find_document_bounds(reader, self._part.first, self._part.last),
+            self._setting.config.long_documents,
+        )
+        pieces = split_documents(reader, *bounds, self._seq_length - ROOM, split=split == "split")
+        return replace(pieces, sizes=pieces.sizes + ROOM)
+
+    def _read_documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
+        random, found = create_sample_stream(self.identity, k), []
+        for read in super()._read_documents(k, starts, [size - ROOM for size in sizes]):
+            end = read.size - int(read[-1] == self._setting.eod)
+            made = self._fim.rearrange_document(read[:end].astype(np.int64), random)
+            found.append(np.concatenate([made[: end + ROOM], read[end:]]))
+        return found
+
+
+def build_fim_samples(
+    part: DatasetPart, setting: DatasetContext, num_samples: int
+) -> FimContextSamples | FimDocumentSamples:
+    """Return samples of dataset kind `fim`, in the sample order of the run.
+
+    Raises:
+        ConfigError: when the tokenizer has no tokens for it; at the level of documents as `reject_megatron_order`.
+    """
+    if setting.config.fim.level == "context":
+        return FimContextSamples(part, setting, num_samples)
+    reject_megatron_order(part, setting)
+    return FimDocumentSamples(part, setting)

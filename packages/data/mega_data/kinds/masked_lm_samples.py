@@ -1,0 +1,76 @@
+"""Running text with masked tokens, for encoders trained without sentence pairs (RoBERTa, Liu et al., 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
+from mega_data.kinds.running_text import DocumentRules, TextSamples, build_token_windows
+from mega_data.kinds.word_masking import create_sample_stream, find_special_token
+from mega_data.sampling.dataset_parts import DatasetPart
+from mega_data.tokenizer import Tokenizer
+
+SPECIALS = ("[CLS]", "[SEP]", "[PAD]", "<s>", "</s>", "<pad>")  # which are never masked
+
+
+def find_mask_token(tokenizer: Tokenizer) -> int:
+    """Return the id of the mask token.
+
+    Raises:
+        DataError: when the tokenizer has none.
+    """
+    return find_special_token(tokenizer, "[MASK]", "<mask>", "<|mask|>")
+
+
+def find_unmaskable_tokens(tokenizer: Tokenizer, eod: int | None, size: int) -> npt.NDArray[np.bool_]:
+    """Return which of `size` token ids are special tokens or `eod` and so never masked: bool [size]."""
+    vocab, apart = tokenizer.backend.get_vocab(with_added_tokens=True), np.zeros(size, np.bool_)
+    apart[[vocab[name] for name in SPECIALS if name in vocab]] = True
+    if eod is not None:
+        apart[eod] = True
+    return apart
+
+
+class MaskedLmSamples(TextSamples):
+    """Windows of S tokens, each selected for prediction with `data.bert.mask_probability`: of these 8 in 10 become the
+    mask token, one any token of the vocabulary, one stays unchanged. Labels are the original tokens.
+
+    Raises:
+        DataError: when the tokenizer has no mask token, or the part is empty.
+    """
+
+    def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
+        config, tokenizer = setting.config, setting.tokenizer
+        super().__init__(
+            build_token_windows(part, setting, num_samples, config.seq_length),
+            DocumentRules.from_context(setting),
+            config.seq_length,
+        )
+        self._share, self._tokenizer = config.bert.mask_probability, tokenizer.fingerprint
+        self._mask = find_mask_token(tokenizer)
+        self._vocabulary = np.array(sorted(tokenizer.backend.get_vocab(with_added_tokens=True).values()))
+        self._is_unmaskable = find_unmaskable_tokens(tokenizer, setting.eod, int(self._vocabulary[-1]) + 1)
+
+    @cached_property
+    def identity(self) -> str:
+        """Description of everything that the samples depend on."""
+        return f"masked share={self._share} tokenizer={self._tokenizer} {self._windows.identity}"
+
+    def __getitem__(self, k: int, /) -> TrainingSample:
+        sample, random = self._rules.build_sample(self._windows[k]), create_sample_stream(self.identity, k)
+        tokens = sample.tokens.astype(np.int64)
+        guessed = (random.random_sample(tokens.size) < self._share) & ~self._is_unmaskable[tokens]
+        how = random.random_sample(tokens.size)
+        other = self._vocabulary[random.randint(0, self._vocabulary.size, tokens.size)]
+        hidden = np.where(how < 0.8, self._mask, np.where(how < 0.9, other, tokens))
+        weights = np.where(guessed, sample.loss_weights, np.float32(0))
+        return replace(sample, tokens=np.where(guessed, hidden, tokens), labels=tokens, loss_weights=weights)
+
+
+def build_masked_lm_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> MaskedLmSamples:
+    """Return samples of dataset kind `masked`, in the sample order of the run."""
+    return MaskedLmSamples(part, setting, num_samples)

@@ -1,0 +1,255 @@
+"""Whole documents packed into samples by best fit, uncut and without attention across documents.
+
+A document of n tokens takes n - 1 positions: its tokens but the last, whose labels are its tokens but the first. So no
+label is another document's, and one of S + 1 tokens just fits a sample of S. What is left of a sample is padding, without
+loss. A document of fewer than two tokens has nothing to predict and is left out; what is longer than S + 1 is, by
+`data.long_documents`, cut into pieces that are documents of their own (a piece begins with the last label of the one
+before), or left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from mega_common.errors import ConfigError, DataError
+from mega_common.progress_logging import logger
+from mega_data.kinds.bin_packing import pack_best_fit
+from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
+from mega_data.sampling.dataset_parts import DatasetPart
+from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
+from mega_data.sampling.keyed_permutation import permute_index, permute_indices
+from mega_data.token_files.indexed_reader import IndexedReader, Tokens
+from mega_data.token_files.loss_mask import LossWeights
+
+Ints = npt.NDArray[np.int64]
+GROUP = 1 << 20  # documents that are packed together: enough for a close fit
+
+
+@dataclass(frozen=True)
+class DocumentPieces:
+    """Units that are packed into samples: one document, or w sequences that belong together, per row.
+
+    Attributes:
+        starts: int64 [n, w], where each begins among the tokens.
+        sizes: int64 [n, w], positions it takes, of a row at most S: one less than its tokens.
+        summary: what of the data set is not so in it, in words.
+    """
+
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    summary: str
+
+
+def split_documents(reader: IndexedReader, begins: Ints, ends: Ints, seq_length: int, *, split: bool) -> DocumentPieces:
+    """Return the pieces of documents with the tokens [begins, ends), int64 [documents] each.
+
+    Raises:
+        DataError: when no document fits.
+    """
+    sizes = ends - begins - 1
+    long = sizes > seq_length
+    counts = np.where(sizes <= 0, 0, -(-sizes // seq_length) if split else ~long)
+    owner = np.repeat(np.arange(sizes.size), counts)
+    if not owner.size:
+        raise DataError(
+            f"{reader.prefix}: none of its {begins.size} documents has from 2 to seq_length + 1 = {seq_length + 1} tokens",
+            hint="data.kind: text reads across their ends; data.long_documents: split cuts long ones",
+        )
+    number = np.arange(owner.size) - (np.cumsum(counts) - counts)[owner]
+    starts = begins[owner] + number * seq_length
+    own = np.minimum(seq_length, ends[owner] - 1 - starts)
+    what = "cut into pieces" if split else "left out"
+    told = f"{long.sum()} longer than seq_length + 1 = {seq_length + 1} {what}, {(sizes <= 0).sum()} of fewer than two tokens left out"
+    return DocumentPieces(starts[:, None], own[:, None], told)
+
+
+def pack_pieces(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
+    """Pack pieces into samples of `seq_length` positions, in groups of `GROUP` drawn by the 64-bit `key`.
+
+    Returns:
+        starts: int64 [n w], sizes: int32 [n w], of the pieces in the order of their samples; the small rows of a sample
+            first, which shares attention about evenly among the ranks of context parallelism (`rank_chunks`).
+        bins: int64 [samples + 1], the first piece of each sample, and n w.
+    """
+    together = pieces.sizes.sum(1)
+    order = permute_indices(np.arange(together.size), together.size, key)
+    found, bounds = [], [np.zeros(1, np.int64)]
+    for first in range(0, order.size, GROUP):
+        group = order[first : first + GROUP]
+        sizes = together[group]
+        bins = pack_best_fit(sizes, seq_length)
+        found.append(group[np.lexsort((sizes, bins))])
+        bounds.append(first + np.cumsum(np.bincount(bins)))
+    order = np.concatenate(found)
+    return {
+        "starts": pieces.starts[order].ravel(),
+        "sizes": pieces.sizes[order].ravel().astype(np.int32),
+        "bins": np.concatenate(bounds) * pieces.sizes.shape[1],
+    }
+
+
+class PackedSamples:
+    """Samples of whole documents of a data set part; the seed draws which documents share a sample.
+
+    An epoch is every sample once, in an order drawn for it: a pure function of (seed, content, k), without a total. The
+    index is made when the first sample is read, and kept in the run's cache: 12 bytes a document and 8 a sample, read
+    through a memory map.
+
+    Args:
+        weights: of each token as a label, beside the reader's tokens; None: all 1.
+
+    Raises:
+        DataError: on the first sample, when no document fits.
+    """
+
+    def __init__(self, part: DatasetPart, setting: DatasetContext, *, weights: LossWeights | None = None) -> None:
+        self._part, self._setting, self._weights = part, setting, weights
+        self._seq_length = setting.config.seq_length
+        self._key = (-1, 0)  # the epoch that was read last, and what draws its order
+
+    @cached_property
+    def identity(self) -> str:
+        """Description of everything that the samples depend on."""
+        part, setting = self._part, self._setting
+        return (
+            f"{self._packing_rule} seed={setting.seed} seq={self._seq_length} long={setting.config.long_documents}"
+            f" data={part.reader.fingerprint} range={part.first}:{part.last}"
+            + ("" if self._weights is None else f" weights={self._weights.fingerprint}")
+        )
+
+    @property
+    def _packing_rule(self) -> str:
+        """Name of the packing rule, part of `identity`."""
+        return "packed"
+
+    @cached_property
+    def _index(self) -> Arrays:
+        return load_or_build_arrays(self._setting.cache, self.identity, self._pack_documents)
+
+    def _pack_documents(self) -> Arrays:
+        reader = self._part.reader
+        pieces = self._list_pieces(reader)
+        reader.close()
+        arrays = pack_pieces(pieces, self._seq_length, xxhash.xxh3_64_intdigest(self.identity.encode()))
+        samples = arrays["bins"].size - 1
+        full = 100 * pieces.sizes.sum() / (samples * self._seq_length)
+        logger.info("%s: %d samples, filled to %.2f %%; %s", reader.prefix, samples, full, pieces.summary)
+        return arrays
+
+    def _list_pieces(self, reader: IndexedReader) -> DocumentPieces:
+        """Return the pieces to pack."""
+        bounds = find_document_bounds(reader, self._part.first, self._part.last)
+        return split_documents(reader, *bounds, self._seq_length, split=self._setting.config.long_documents == "split")
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Number of samples in one pass over the data set."""
+        return self._index["bins"].size - 1
+
+    @cached_property
+    def _attention_work(self) -> npt.NDArray[np.int64]:
+        index = self._index
+        return np.add.reduceat(index["sizes"].astype(np.int64) ** 2, index["bins"][:-1])
+
+    def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the number of attended token pairs in each of some samples, int64 [n]."""
+        count = self._index["bins"].size - 1
+        epochs, places = np.divmod(numbers, count)
+        for epoch in np.unique(epochs).tolist():
+            own = epochs == epoch
+            places[own] = permute_indices(places[own], count, self._get_epoch_key(epoch))
+        found: npt.NDArray[np.int64] = self._attention_work[places]
+        return found
+
+    def _get_epoch_key(self, epoch: int) -> int:
+        """Return the key that draws the order of an epoch."""
+        known, key = self._key
+        if known != epoch:
+            key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
+            self._key = epoch, key
+        return key
+
+    def __getitem__(self, k: int, /) -> TrainingSample:
+        starts, sizes = self._locate_pieces(k)
+        read = self._read_documents(k, starts, sizes)
+        if self._weights is None:
+            return self._build_sample(read, None)
+        return self._build_sample(
+            read, [self._read_label_weights(at, size) for at, size in zip(starts, sizes, strict=True)]
+        )
+
+    def _read_label_weights(self, at: int, size: int) -> npt.NDArray[np.float32]:
+        """Return the loss weights of the labels of a document that begins at `at`, for its tokens but the first."""
+        assert self._weights is not None
+        return self._weights[at + 1 : at + size + 1]
+
+    def _locate_pieces(self, k: int) -> tuple[list[int], list[int]]:
+        """Return the first token of each document of sample k, and the number of its positions."""
+        count = self._index["bins"].size - 1
+        epoch, place = divmod(k, count)
+        number = permute_index(place, count, self._get_epoch_key(epoch))
+        first, last = self._index["bins"][number : number + 2].tolist()
+        return self._index["starts"][first:last].tolist(), self._index["sizes"][first:last].tolist()
+
+    def _read_documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
+        """Return the tokens of the documents of sample k."""
+        tokens = self._part.reader.tokens
+        return [tokens[start : start + size + 1] for start, size in zip(starts, sizes, strict=True)]
+
+    def _build_sample(self, read: list[Tokens], weights_of: list[npt.NDArray[np.float32]] | None) -> TrainingSample:
+        """Build a sample from whole documents and the weights of their tokens but the first."""
+        length, sizes = self._seq_length, [document.size - 1 for document in read]
+        tokens = np.full(length, self._setting.eod or 0, np.int64)
+        labels, weights = tokens.copy(), np.zeros(length, np.float32)
+        begins = [0]
+        for document, size in zip(read, sizes, strict=True):
+            own = slice(begins[-1], begins[-1] + size)
+            tokens[own], labels[own] = document[:-1], document[1:]
+            begins.append(own.stop)
+        used = begins[-1]
+        weights[:used] = 1.0 if weights_of is None else np.concatenate(weights_of)
+        sizes.append(length - used)  # what is left is a document, too
+        documents = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        return TrainingSample(tokens, labels, weights, np.arange(length) - np.repeat(begins, sizes), documents)
+
+
+def find_document_bounds(reader: IndexedReader, first: int, last: int) -> tuple[Ints, Ints]:
+    """Return the first and last token positions of the documents that begin in the sequences [first, last): int64
+    [documents] each.
+    """
+    bounds = reader.document_index
+    documents = np.searchsorted(bounds[:-1], [first, last])
+    edges = np.append(reader.pointers // reader.dtype.itemsize, reader.num_tokens)[
+        bounds[documents[0] : documents[1] + 1]
+    ]
+    return edges[:-1], edges[1:]
+
+
+def build_packed_samples(
+    part: DatasetPart, setting: DatasetContext, _: int, *, weights: LossWeights | None = None
+) -> PackedSamples:
+    """Return samples of dataset kind `documents`, or with loss weights of `conversations`.
+
+    Raises:
+        ConfigError: as `reject_megatron_order`.
+    """
+    reject_megatron_order(part, setting)
+    return PackedSamples(part, setting, weights=weights)
+
+
+def reject_megatron_order(part: DatasetPart, setting: DatasetContext) -> None:
+    """Reject order `megatron`, which does not support packing.
+
+    Raises:
+        ConfigError: as said.
+    """
+    if setting.config.sample_order == "megatron":
+        raise ConfigError(
+            f"{part.reader.prefix}: kind {part.kind} in data.order: megatron, which has no packing",
+            hint="set data.order: stable",
+        )

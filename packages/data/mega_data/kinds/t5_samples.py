@@ -1,0 +1,207 @@
+"""T5 samples: spans of the encoder's text are replaced by sentinels, and the decoder predicts the spans.
+
+Order `megatron` hides whole words of sentences as Megatron does; the other orders hide spans of running text, as T5 was
+trained (Raffel et al., 2020, section 3.1.4).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import DataError
+from mega_data.denoising_config import SpanCorruption
+from mega_data.kinds.dataset_kind import DatasetContext
+from mega_data.kinds.running_text import build_token_windows
+from mega_data.kinds.sentence_samples import MegatronSentenceRanges
+from mega_data.kinds.word_masking import (
+    WholeWordMasker,
+    create_sample_stream,
+    find_special_token,
+    geometric_ngram_sampler,
+)
+from mega_data.sampling.dataset_parts import DatasetPart
+from mega_data.tokenizer import Tokenizer
+
+Ints = npt.NDArray[np.int64]
+LONGEST = 10  # words that leave in a row in Megatron's order
+SENTINEL = re.compile(r"<extra_id_(\d+)>")
+
+
+@dataclass(frozen=True)
+class T5Sample:
+    """Encoder-decoder sample of S encoder and D decoder tokens, both padded with token 0.
+
+    Attributes:
+        encoder_tokens: int64 [S], the text with a sentinel for each span that left it.
+        decoder_tokens: int64 [D], a start token, then each sentinel and its span.
+        labels: int64 [D], the token that follows each, the end token at last; -1 in the padding.
+        loss_weights: fp32 [D], 0 in the padding.
+        encoder_mask: bool [S], false in the padding.
+        decoder_mask: bool [D], likewise.
+        truncated: whether tokens were left out to fit.
+    """
+
+    encoder_tokens: Ints
+    decoder_tokens: Ints
+    labels: Ints
+    loss_weights: npt.NDArray[np.float32]
+    encoder_mask: npt.NDArray[np.bool_]
+    decoder_mask: npt.NDArray[np.bool_]
+    truncated: bool
+
+
+class SentinelReplacement:
+    """Replacement of spans by sentinel tokens, with padding; the last step of T5 samples in every order.
+
+    Raises:
+        DataError: when the tokenizer has no sentinels; when a sample needs more of them, or more room, than there is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int, eos: int, sizes: tuple[int, int]) -> None:
+        numbered = {
+            int(match[1]): token
+            for name, token in tokenizer.backend.get_vocab(with_added_tokens=True).items()
+            if (match := SENTINEL.fullmatch(name))
+        }
+        if not numbered:
+            raise DataError(f"{tokenizer.path}: has no sentinel tokens <extra_id_0>, <extra_id_1> and so on")
+        self._sentinels = [token for _, token in sorted(numbered.items())]
+        self._path, self._start, self._eos, self._sizes = tokenizer.path, start, eos, sizes
+
+    def build_sample(self, tokens: Ints, runs: Iterable[Ints], *, end: bool, truncated: bool = False) -> T5Sample:
+        """Build a sample from the text `tokens`; `runs` are the positions of each span, `end` appends the end token to
+        the encoder's text.
+        """
+        runs = sorted(runs, key=lambda run: int(run[0]))
+        if len(runs) > len(self._sentinels):
+            raise DataError(
+                f"{self._path}: has {len(self._sentinels)} sentinels, and a sample of data.seq_length ="
+                f" {self._sizes[0]} needs {len(runs)}",
+                hint="shorten data.seq_length, or hide less (data.t5.mask_probability)",
+            )
+        encoder: list[int] = []
+        decoder = [self._start]
+        at = 0
+        for run, sentinel in zip(runs, self._sentinels, strict=False):
+            encoder += [*tokens[at : run[0]].tolist(), sentinel]
+            decoder += [sentinel, *tokens[run].tolist()]
+            at = int(run[-1]) + 1
+        encoder += [*tokens[at:].tolist(), *([self._eos] if end else [])]
+        labels = [*decoder[1:], self._eos]
+        size = self._sizes[1]
+        if len(decoder) > size:
+            raise DataError(
+                f"data.t5.decoder_seq_length = {size}: a sample has {len(decoder)} tokens for the decoder",
+                hint=f"{2 * sum(run.size for run in runs) + 1} holds any like it; or hide less (data.t5.mask_probability)",
+            )
+        return T5Sample(
+            _pad_tokens(encoder, self._sizes[0], 0),
+            _pad_tokens(decoder, size, 0),
+            _pad_tokens(labels, size, -1),
+            (np.arange(size) < len(labels)).astype(np.float32),
+            np.arange(self._sizes[0]) < len(encoder),
+            np.arange(size) < len(decoder),
+            truncated,
+        )
+
+
+def _pad_tokens(tokens: list[int], size: int, fill: int) -> Ints:
+    return np.array(tokens + [fill] * (size - len(tokens)), np.int64)
+
+
+class MegatronT5Samples:
+    """T5 samples of one data set of sentences, bit-identical to Megatron's.
+
+    Raises:
+        DataError: when the tokenizer lacks a special token; on the first sample, when no document can be used.
+    """
+
+    def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
+        config, tokenizer = setting.config, setting.tokenizer
+        assert config.t5.decoder_seq_length is not None, "checked with the configuration"
+        self._part, self._config, self._tokenizer = part, config, tokenizer
+        self._pad = find_special_token(tokenizer, "[PAD]", "<pad>")
+        apart = find_special_token(tokenizer, "[CLS]", "<s>"), find_special_token(tokenizer, "[SEP]", "</s>")
+        self._words = WholeWordMasker(tokenizer, apart, config.t5.mask_probability, geometric_ngram_sampler(LONGEST))
+        start = find_special_token(tokenizer, "[BOS]", "<s>", "<bos>")
+        end = find_special_token(tokenizer, "[EOS]", "</s>", "<eos>")
+        self._corruption = SentinelReplacement(tokenizer, start, end, (config.seq_length, config.t5.decoder_seq_length))
+        self._cuts = MegatronSentenceRanges(
+            part, setting, num_samples, config.seq_length - 2, 1, config.t5.short_probability
+        )
+
+    @cached_property
+    def identity(self) -> str:
+        """Description of everything that the samples depend on."""
+        share, size = self._config.t5.mask_probability, self._config.t5.decoder_seq_length
+        return f"t5 share={share} decoder={size} tokenizer={self._tokenizer.fingerprint} {self._cuts.identity}"
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Number of samples in one pass over the data set."""
+        return self._cuts.samples_per_epoch
+
+    def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return S squared for each sample, int64 [n]."""
+        return np.full(numbers.size, self._config.seq_length**2)
+
+    def __getitem__(self, k: int, /) -> T5Sample:
+        first, last, length, random = self._cuts[k]
+        tokens = np.concatenate([self._part.reader.read_sequence(i) for i in range(first, last)])
+        runs = self._words.draw_word_runs(tokens[:length], length, random)
+        found = self._corruption.build_sample(tokens[:length], runs, end=False, truncated=tokens.size > length)
+        # Megatron takes padding for what it is by the token, wherever that comes from.
+        masks = found.encoder_mask & (found.encoder_tokens != self._pad)
+        return replace(found, encoder_mask=masks, decoder_mask=found.decoder_mask & (found.decoder_tokens != self._pad))
+
+
+class T5Samples:
+    """T5 samples of running text: windows of as many tokens as fit the encoder after corruption, with random spans
+    masked.
+
+    Raises:
+        DataError: when the tokenizer lacks a special token, or the part is empty.
+    """
+
+    def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
+        config, tokenizer = setting.config, setting.tokenizer
+        self._config, self._tokenizer = config, tokenizer
+        self._spans = SpanCorruption.from_encoder_length(
+            config.seq_length, config.t5.mask_probability, config.t5.mean_span
+        )
+        room = config.t5.get_decoder_length(config.seq_length)
+        start = find_special_token(tokenizer, "<pad>", "[PAD]")
+        end = find_special_token(tokenizer, "</s>", "[EOS]", "<eos>")
+        self._corruption = SentinelReplacement(tokenizer, start, end, (config.seq_length, room))
+        self._windows = build_token_windows(part, setting, num_samples, self._spans.tokens)
+
+    @cached_property
+    def identity(self) -> str:
+        """Description of everything that the samples depend on."""
+        spans, tokenizer = self._spans, self._tokenizer.fingerprint
+        return f"t5 hidden={spans.hidden} spans={spans.count} tokenizer={tokenizer} {self._windows.identity}"
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Number of samples in one pass over the data set."""
+        return self._windows.samples_per_epoch
+
+    def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return S squared for each sample, int64 [n]."""
+        return np.full(numbers.size, self._config.seq_length**2)
+
+    def __getitem__(self, k: int, /) -> T5Sample:
+        runs = self._spans.draw_spans(create_sample_stream(self.identity, k))
+        return self._corruption.build_sample(self._windows[k][:-1], runs, end=True)
+
+
+def build_t5_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> MegatronT5Samples | T5Samples:
+    """Return samples of dataset kind `t5`, in the sample order of the run."""
+    made = MegatronT5Samples if setting.config.sample_order == "megatron" else T5Samples
+    return made(part, setting, num_samples)

@@ -1,0 +1,102 @@
+"""Selection of masked tokens: runs of whole words, drawn like Megatron's masked-word data sets.
+
+Every draw is of a `RandomState`, whose streams numpy keeps as they are, and in Megatron's order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from mega_common.errors import DataError
+from mega_data.tokenizer import Tokenizer
+
+Random = np.random.RandomState
+Ints = npt.NDArray[np.int64]
+
+
+def create_megatron_stream(seed: int, k: int) -> Random:
+    """Return the random stream with which Megatron draws sample `k`."""
+    return Random((seed + k) % (1 << 32))
+
+
+def create_sample_stream(identity: str, k: int) -> Random:
+    """Return a separate random stream for sample `k` of a data set."""
+    return Random(np.random.PCG64(xxhash.xxh3_64_intdigest(f"{identity} sample={k}".encode())))
+
+
+def inverse_ngram_sampler(longest: int) -> Callable[[Random], int]:
+    """Return a sampler of word counts 1 to `longest`, N with a probability proportional to 1/N: Megatron's for BERT."""
+    weights = 1.0 / np.arange(1, longest + 1)
+    sums = (weights / weights.sum()).cumsum()
+    bounds: list[float] = (sums / sums[-1]).tolist()
+    return lambda random: bisect_right(bounds, random.random_sample()) + 1
+
+
+def geometric_ngram_sampler(longest: int) -> Callable[[Random], int]:
+    """Return a sampler of word counts 1 to `longest`, geometric with p = 0.2 and clipped (SpanBERT, Joshi et al.,
+    2020): for T5.
+    """
+    return lambda random: min(random.geometric(0.2), longest)
+
+
+class WholeWordMasker:
+    """Sampler of runs of whole words to mask.
+
+    A word is a token and those behind it that the vocabulary writes with `##` in front, as WordPiece does; without such
+    marks each token is a word. Tokens `apart` are of no word.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, excluded_tokens: Sequence[int], probability: float, ngram: Callable[[Random], int]
+    ) -> None:
+        vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
+        self._is_excluded, self._continues_word = (np.zeros(tokenizer.vocab_size, np.bool_) for _ in range(2))
+        self._is_excluded[list(excluded_tokens)] = True
+        self._continues_word[[token for text, token in vocab.items() if text.startswith("##")]] = True
+        self._probability, self._ngram = probability, ngram
+
+    def draw_word_runs(self, tokens: Ints, length: int, random: Random) -> Iterator[Ints]:
+        """Yield runs of positions in `tokens` in the order they are drawn: int64 [tokens of the run] each.
+
+        `length` is the number of tokens that the sample was to reach, which bounds how many are masked. What the caller
+        draws between two runs comes between theirs.
+        """
+        places = np.flatnonzero(~self._is_excluded[tokens])
+        begins = ~self._continues_word[tokens[places]]
+        begins[:1] = True
+        words = np.append(np.flatnonzero(begins), places.size)
+        budget = min(self._probability * length, max(1, round(tokens.size * self._probability)))
+        order = np.arange(words.size - 1)
+        random.shuffle(order)
+        taken, count = np.zeros(tokens.size, np.bool_), 0
+        for word in order.tolist():
+            if count >= budget:
+                return
+            last = min(word + self._ngram(random), words.size - 1)
+            while last > word and count + words[last] - words[word] > budget:
+                last -= 1
+            run = places[words[word] : words[last]]
+            if run.size and not taken[run].any():
+                taken[run] = True
+                count += run.size
+                yield run
+
+
+def find_special_token(tokenizer: Tokenizer, *names: str) -> int:
+    """Return the id of the first of `names` in the vocabulary.
+
+    Raises:
+        DataError: when it has none of them.
+    """
+    vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
+    for name in names:
+        if name in vocab:
+            return vocab[name]
+    raise DataError(
+        f"{tokenizer.path}: has no token {' or '.join(names)}", hint="data.tokenizer names the tokenizer of the data"
+    )

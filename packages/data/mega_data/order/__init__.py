@@ -1,1 +1,0 @@
-"""Which sample is read when: pure functions of a seed and a number."""

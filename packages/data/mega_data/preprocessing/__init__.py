@@ -1,0 +1,1 @@
+"""Preprocessing of documents to token files."""

@@ -1,0 +1,98 @@
+"""Atomic commit of a data set of several files: a note marks it complete, and any later run finishes the renames.
+
+    .wiki.partial/ready.json    {"made_from": ..., "obsolete": [...]}: from here on, nothing is made any more
+    .wiki.partial/bin ...       become wiki.bin, wiki.quarantine.jsonl, wiki.info and last wiki.idx
+
+So a kill between two renames leaves nothing to do over: the next run of any kind on this name gives the other names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from mega_common.atomic_files import fsync_directory, write_json_atomically
+from mega_data.preprocessing.partial_folder import (
+    LOCK,
+    get_partial_folder,
+    lock_partial_folder,
+    remove_partial_folder,
+    rename_files,
+    translate_write_errors,
+)
+from mega_data.token_files.dataset_info import get_info_path, get_quarantine_path, remove_dataset_info
+from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files
+from mega_data.token_files.indexed_writer import IndexedWriter, remove_earlier_index
+
+READY = "ready.json"
+
+
+def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Path] = ()) -> None:
+    """Rename all durable files in a writer's folder to their final names, and end the writer.
+
+    `made_from` is told by `settle` after a kill. `obsolete` files are removed when the data set is there.
+
+    Raises:
+        DataError: when the disk refuses; nothing is lost then, and `settle` goes on.
+    """
+    with translate_write_errors(writer.prefix):
+        write_json_atomically(
+            writer.folder / READY, {"made_from": made_from, "obsolete": [str(path) for path in obsolete]}
+        )
+        try:
+            _rename_committed(writer.prefix)
+        finally:
+            writer.release_lock()
+
+
+def finish_commit(prefix: Path) -> str | None:
+    """Finish the renames of a run that was killed during a commit; return the `made_from` of that data set, or None.
+
+    Raises:
+        DataError: when the disk refuses.
+    """
+    with translate_write_errors(prefix):
+        return _finish_commit(prefix)
+
+
+def _finish_commit(prefix: Path) -> str | None:
+    folder = get_partial_folder(prefix)
+    left = _list_partial_files(folder)
+    if left is None or (left and READY not in left):
+        return None
+    lock = lock_partial_folder(folder, wait=READY in left)
+    if lock is None:
+        return None
+    try:
+        if (folder / READY).exists():
+            return _rename_committed(prefix)
+        if not _list_partial_files(folder):
+            remove_partial_folder(folder)
+        return None
+    finally:
+        os.close(lock)
+
+
+def _list_partial_files(folder: Path) -> set[str] | None:
+    return {path.name for path in folder.iterdir()} - {LOCK} if folder.is_dir() else None
+
+
+def _rename_committed(prefix: Path) -> str:
+    folder = get_partial_folder(prefix)
+    note = json.loads((folder / READY).read_bytes())
+    if (folder / "bin").exists():
+        remove_earlier_index(prefix)
+        remove_dataset_info(prefix)
+        fsync_directory(prefix.parent)
+    beside = {
+        **list_companion_files(prefix),
+        "quarantine.jsonl": get_quarantine_path(prefix),
+        "info": get_info_path(prefix),
+    }
+    rename_files(folder, {"bin": get_bin_path(prefix), **beside, "idx": get_idx_path(prefix)})
+    for name in note["obsolete"]:
+        Path(name).unlink(missing_ok=True)
+    remove_partial_folder(folder, last=[READY])
+    return str(note["made_from"])

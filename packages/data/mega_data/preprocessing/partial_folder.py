@@ -1,0 +1,66 @@
+"""Folder in which a data set is written: locked by one process, and removed after its files are renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from mega_common.atomic_files import HINT, convert_full_disk_error, fsync_directory
+from mega_common.errors import DataError
+
+LOCK = "lock"
+
+
+@contextlib.contextmanager
+def translate_write_errors(path: Path) -> Iterator[None]:
+    """Convert OS errors while `path` is written to a one-sentence error."""
+    try:
+        yield
+    except OSError as error:
+        hint = HINT if convert_full_disk_error(error) else None
+        raise DataError(f"{path}: cannot be written ({error.strerror or error})", hint=hint) from error
+
+
+def get_partial_folder(prefix: Path) -> Path:
+    """Return the folder of a data set while it is written: `.NAME.partial`."""
+    return prefix.with_name(f".{prefix.name}.partial")
+
+
+def lock_partial_folder(folder: Path, *, wait: bool) -> int | None:
+    """Create a folder and lock it for this process, which may also remove it; return the lock's descriptor.
+
+    None when another process holds it and it is not to be waited for.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # its holder has just removed it
+            continue
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
+                return descriptor
+        os.close(descriptor)
+        if not wait:
+            return None
+
+
+def remove_partial_folder(folder: Path, last: Sequence[str] = ()) -> None:
+    """Remove a folder locked by this process, the files named in `last` after the others and the lock last."""
+    with contextlib.suppress(OSError):
+        names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == LOCK, name in last))
+        for name in names:
+            (folder / name).unlink()
+        folder.rmdir()
+
+
+def rename_files(folder: Path, names: Mapping[str, Path]) -> None:
+    """Rename the existing files of `folder`, durably one after another."""
+    for name, final in names.items():
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(folder / name, final)
+            fsync_directory(final.parent)

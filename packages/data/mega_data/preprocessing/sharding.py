@@ -1,0 +1,270 @@
+"""Data sets built in shards by independent jobs or an engine: `--shard 3/8` reads the third eighth of all bytes.
+
+Each part is a data set of its own, `wiki.shard-00003-of-00008`. Whoever makes the last one joins them, in the order of the
+inputs, so that the whole is what one run would have made, byte by byte. A killed part goes on where it was; one that
+failed says why in a `.failed` file beside the others. The same command given again makes what is missing.
+
+An engine calls `make` with each shard, so often at once as it has workers, and gives its answers as they come. What
+kills a worker is an answer too, so that the other parts go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mega_common.atomic_files import write_json_atomically
+from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
+from mega_data.preprocessing.dataset_commit import finish_commit
+from mega_data.preprocessing.partial_folder import translate_write_errors
+from mega_data.reading.corpus_sources import CorpusSource, FileFormat, detect_format
+from mega_data.reading.decompression import is_uncompressed, open_decompressed, peek_start
+from mega_data.token_files.dataset_info import DatasetInfo, get_quarantine_path, list_dataset_files, read_dataset_info
+from mega_data.token_files.indexed_reader import IndexedReader, get_idx_path
+from mega_data.token_files.indexed_writer import IndexedWriter
+from mega_data.token_files.merge_datasets import append_datasets
+
+
+@dataclass(frozen=True)
+class InputShard:
+    """Shard `number` (from 1) of `of` shards of the input."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> InputShard:
+        """Parse a shard such as `3/8`.
+
+        Raises:
+            ConfigError: when it is not of this form, or not one of that many.
+        """
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise ConfigError(f"--shard {text}: not a part of a whole", hint="the parts of eight are 1/8 to 8/8")
+        return cls(int(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    def get_output_prefix(self, whole: Path) -> Path:
+        """Return the prefix of the shard's data set, `PREFIX.shard-00003-of-00008`."""
+        return whole.with_name(f"{whole.name}.shard-{self.number:05}-of-{self.of:05}")
+
+    @property
+    def all_shards(self) -> list[InputShard]:
+        """All shards of the input, in order."""
+        return [InputShard(number, self.of) for number in range(1, self.of + 1)]
+
+
+def select_shard_sources(sources: Sequence[CorpusSource], shard: InputShard, key: str) -> list[CorpusSource]:
+    """Return the sources, and ranges of sources, that begin in a shard's share of all bytes.
+
+    JSON lines that are not packed are cut at lines and Parquet between row groups, anything else not at all.
+    """
+    total = sum(_source_size(source) for source in sources)
+    low, high = (total * number // shard.of for number in (shard.number - 1, shard.number))
+    found: list[CorpusSource] = []
+    for source in sources:
+        found += _select_range(source, low, high, key)
+        low, high = low - _source_size(source), high - _source_size(source)
+    return found
+
+
+def _source_size(source: CorpusSource) -> int:
+    return max(source.size, 1)  # each has a place, also an empty file and one of unknown size
+
+
+def _select_range(source: CorpusSource, low: int, high: int, key: str) -> list[CorpusSource]:
+    """Return the part of a source within the range of bytes, counted from its beginning."""
+    if high <= 0 or low >= _source_size(source):
+        return []
+    if low > 0 or high < _source_size(source):
+        with open_decompressed(source.name, lambda _: None) as stream:
+            if kind := _detect_divisible_format(source, stream, key):
+                begin = max(low, 0) if kind == "parquet" else _find_line_start(stream, max(low, 0))
+                return [replace(source, kind=kind, begin=begin, end=high if high < _source_size(source) else None)]
+    return [source] if low <= 0 else []
+
+
+def _detect_divisible_format(source: CorpusSource, stream: io.BufferedReader, key: str) -> FileFormat | None:
+    """Return the format in which a source can be read from its middle, or None."""
+    if source.kind not in (None, "jsonl", "parquet") or not source.is_rereadable or not is_uncompressed(stream):
+        return None
+    kind = source.kind or detect_format(peek_start(stream), key, Path(source.name))
+    return kind if kind in ("jsonl", "parquet") else None
+
+
+def _find_line_start(stream: io.BufferedReader, at: int) -> int:
+    """Return the first byte from `at` on at which a line begins."""
+    if at:
+        stream.seek(at - 1)
+        at += len(stream.readline()) - 1
+    return at
+
+
+@contextlib.contextmanager
+def record_failure(prefix: Path) -> Iterator[None]:
+    """Write the error of a failing shard to `PREFIX.failed`, and remove that file after success."""
+    try:
+        yield
+    except MegaError as error:
+        with translate_write_errors(prefix):
+            write_json_atomically(_get_failure_path(prefix), {"reason": str(error)})
+        raise
+    _get_failure_path(prefix).unlink(missing_ok=True)
+
+
+def _get_failure_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".failed")
+
+
+def read_finished_shard(prefix: Path, made_from: str) -> DatasetInfo | None:
+    """Return the description of a shard that was built from these inputs and settings; None if it is not finished."""
+    info = read_dataset_info(prefix) if finish_commit(prefix) or get_idx_path(prefix).exists() else None
+    return info if info and info.shard and info.shard.made_from == made_from else None
+
+
+def join_shards(
+    whole: Path, sources: Sequence[CorpusSource], shard: InputShard, key: str, made_from: str
+) -> DatasetInfo | None:
+    """Join all shards to the whole and remove them; None while one is missing.
+
+    Raises:
+        DataError: when a part is damaged, or there is not one document.
+    """
+    prefixes = [part.get_output_prefix(whole) for part in shard.all_shards]
+    if not all(read_finished_shard(prefix, made_from) for prefix in reversed(prefixes)):  # most are made in order
+        return None
+    infos = [info for prefix in prefixes if (info := read_dataset_info(prefix))]
+    if not sum(info.documents for info in infos):
+        raise DataError(f"{sources[0].name}: not one document with text in {len(sources)} file(s)")
+    with IndexedWriter(whole, infos[0].dtype, wait=True, masked=infos[0].chat is not None) as writer:
+        if not all(get_idx_path(prefix).exists() for prefix in prefixes):  # joined by another, which was waited for
+            writer.abort()
+            return read_dataset_info(whole)
+        _join_bad_lines(
+            writer, infos, [select_shard_sources(sources, part, key) for part in shard.all_shards], prefixes
+        )
+        obsolete = [path for prefix in prefixes for path in (*list_dataset_files(prefix), _get_failure_path(prefix))]
+        size = sum(info.tokens for info in infos) * writer.dtype.itemsize
+        readers = map(IndexedReader, prefixes)
+        first = infos[0]
+        return append_datasets(
+            writer, readers, size, infos, first.tokenizer, first.append_eod, made_from, obsolete, chat=first.chat
+        )
+
+
+def _join_bad_lines(
+    writer: IndexedWriter,
+    infos: Sequence[DatasetInfo],
+    read: Sequence[Sequence[CorpusSource]],
+    prefixes: Sequence[Path],
+) -> None:
+    """Join the bad lines in order, numbered as in the files; those of a range of a file were counted from its
+    beginning.
+    """
+    if not any(info.skipped.bad for info in infos):
+        return
+    before = 0  # lines of the file that goes on from part to part
+    with translate_write_errors(writer.prefix), open(writer.folder / "quarantine.jsonl", "wb") as joined:
+        for prefix, info, sources in zip(prefixes, infos, read, strict=True):
+            for record in _read_bad_lines(prefix):
+                if sources[0].begin and record["file"] == sources[0].display_name:
+                    record |= {"file": sources[0].name, "line": record["line"] + before}
+                joined.write(json.dumps(record).encode() + b"\n")
+            if sources and info.shard:
+                inherited = before if len(sources) == 1 and sources[0].begin else 0
+                before = inherited + info.shard.lines if sources[-1].end is not None else 0
+        joined.flush()
+        os.fsync(joined.fileno())
+
+
+def _read_bad_lines(prefix: Path) -> Iterator[dict[str, Any]]:
+    if get_quarantine_path(prefix).exists():
+        with open(get_quarantine_path(prefix), "rb") as stream:
+            yield from map(json.loads, stream)
+
+
+EngineName = Literal["threads", "processes", "ray"]
+ShardFunction = Callable[[InputShard], str | None]  # makes a part, or says why it cannot be made
+ShardResults = Generator[tuple[InputShard, str | None], None, None]
+
+
+def build_in_processes(make: ShardFunction, shards: Sequence[InputShard], workers: int) -> ShardResults:
+    """Build shards on this machine, with one process per worker."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=_initialize_worker)
+    try:
+        under_way = {pool.submit(make, shard): shard for shard in shards}
+        for future in as_completed(under_way):
+            error = future.exception()
+            yield under_way[future], _format_reason(error) if error else future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _initialize_worker() -> None:
+    """Silence a worker process, and end it when its parent is killed."""
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - it is open as long as the process is there
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def build_on_ray(make: ShardFunction, shards: Sequence[InputShard], workers: int | None) -> ShardResults:
+    """Build shards on the Ray cluster of RAY_ADDRESS or of this machine, else on a new local one; one CPU per shard.
+
+    The cluster's machines see the inputs, the tokenizer and the output under the same names, and have `mega_data`.
+
+    Raises:
+        MissingPackageError: when Ray is not installed.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise MissingPackageError("--engine ray needs the package ray", hint="pip install 'mega-data[ray]'") from None
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    folder = os.getcwd()
+
+    def made(shard: InputShard) -> str | None:
+        os.chdir(folder)  # names are relative to the same, wherever Ray starts its processes
+        return make(shard)
+
+    remote = ray.remote(num_cpus=1)(made)
+    waiting = list(reversed(shards))
+    under_way: dict[Any, InputShard] = {}
+    while waiting or under_way:
+        while waiting and len(under_way) < (workers or len(shards)):
+            shard = waiting.pop()
+            under_way[remote.remote(shard)] = shard
+        done, _ = ray.wait(list(under_way), num_returns=1)
+        for reference in done:
+            try:
+                reason = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                reason = _format_reason(error)
+            yield under_way.pop(reference), reason
+
+
+def _format_reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

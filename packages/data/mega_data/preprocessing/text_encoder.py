@@ -1,0 +1,156 @@
+"""Choice of the encoding library: `tokenizers`, the reference, or `fastokens` as long as it agrees with it.
+
+fastokens reads the same tokenizer.json and is 5 to 40 times as fast. It is taken only if both encode the spelling of
+every special, byte and added token alike. Both then encode the first megabyte of a corpus and a two-hundredth of what
+follows; at the first difference nothing that fastokens made is kept.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import DataError
+from mega_common.progress_logging import logger
+from mega_data.plain_text_tokenizer import list_token_spellings
+from mega_data.reading.decompression import import_optional
+from mega_data.tokenizer import Tokenizer
+
+EncoderChoice = Literal["auto", "tokenizers", "fastokens"]
+
+COMPARED_FIRST = 1 << 20  # characters, and after them
+COMPARED_PART = 200  # one of so many
+SPELLED = ("{}", "a{}b", " {} c", "{0}{0}", "x {}\n")  # texts in which both encode every special, byte and added token
+SPELLINGS_AT_ONCE = 1000
+WORTHWHILE = 1 << 24  # bytes of input from which on the second or so to open it is regained
+
+
+class BatchEncoder(Protocol):
+    """Encoder of texts by the tokenizer.json at `path`: a `Tokenizer`, or a faster one that is compared with it."""
+
+    path: Path
+
+    def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
+        """Return the token ids of many texts, one array `dtype` [tokens] each."""
+
+
+class EncoderMismatch(Exception):
+    """Failure of the faster encoder on text number `index` of a batch, or tokens that differ from those of
+    `tokenizers`.
+
+    The caller sets `where`, the file and line of the text.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index, self.where = index, ""
+
+
+def choose_text_encoder(choice: EncoderChoice, tokenizer: Tokenizer, size: int, *, rereadable: bool) -> BatchEncoder:
+    """Choose the encoder for `size` bytes of input; `again` if the input can be read again.
+
+    `auto` takes fastokens where it is installed, supports this tokenizer, and can be replaced by `tokenizers` later.
+
+    Raises:
+        MissingPackageError, DataError: when fastokens is asked for, and is not installed or does not support this tokenizer.
+    """
+    worthwhile = rereadable and size >= WORTHWHILE and importlib.util.find_spec("fastokens") is not None
+    if choice == "tokenizers" or (choice == "auto" and not worthwhile):
+        return tokenizer
+    try:
+        encoder = ComparedFastEncoder(tokenizer, _open(tokenizer))
+        _compare_spellings(encoder, tokenizer)
+    except DataError as error:
+        if choice == "fastokens":
+            raise
+        logger.info("tokenizers encodes: %s", error)
+        return tokenizer
+    logger.info(
+        "fastokens %s encodes, and is compared with tokenizers on the first megabyte and one part in %d",
+        version("fastokens"),
+        COMPARED_PART,
+    )
+    return encoder
+
+
+def _open(tokenizer: Tokenizer) -> Any:
+    native = import_optional("fastokens", "--encoder fastokens does")
+    try:
+        if tokenizer.plain is not None:
+            fast = native.Tokenizer.from_json_str(tokenizer.plain.json)
+        else:
+            fast = native.Tokenizer.from_file(str(tokenizer.path))
+    except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
+        raise DataError(
+            f"{tokenizer.path}: fastokens does not read this tokenizer ({error})", hint="--encoder tokenizers does"
+        ) from None
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def _compare_spellings(encoder: ComparedFastEncoder, tokenizer: Tokenizer) -> None:
+    """Require equal tokens for the spelling of every special, byte and added token.
+
+    Raises:
+        DataError: at the first token whose spelling fastokens encodes differently.
+    """
+    for start in range(0, len(spellings := list_token_spellings(tokenizer.backend)), SPELLINGS_AT_ONCE):
+        part = spellings[start : start + SPELLINGS_AT_ONCE]
+        texts = [form.format(token) for token in part for form in SPELLED]
+        try:
+            arrays = encoder.encode_unchecked(texts, np.int64)
+        except EncoderMismatch:
+            arrays = [np.full(1, -1)] * len(texts)
+        for number, (ours, theirs) in enumerate(zip(arrays, tokenizer.encode_batch(texts, np.int64), strict=True)):
+            if not np.array_equal(ours, theirs):
+                token = part[number // len(SPELLED)]
+                raise DataError(
+                    f"{tokenizer.path}: fastokens encodes a text that spells {token!r} differently",
+                    hint="--encoder tokenizers",
+                )
+
+
+class ComparedFastEncoder:
+    """Encoder by `fast` (a `fastokens.Tokenizer`), compared with `tokenizer`. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, fast: Any) -> None:
+        self.tokenizer, self.fast, self.path = tokenizer, fast, tokenizer.path
+        self.seen = self.compared = 0  # characters; two threads that add at once may compare a text more or less
+
+    def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
+        """Return the token ids of many texts, one array `dtype` [tokens] each.
+
+        Raises:
+            Differs: at a text that fails, or of which `tokenizers` makes others.
+        """
+        arrays = self.encode_unchecked(texts, dtype)
+        for index, text in enumerate(texts):
+            self.seen += len(text)
+            if self.compared < COMPARED_FIRST + self.seen // COMPARED_PART:
+                self.compared += len(text)
+                if not np.array_equal(arrays[index], self.tokenizer.encode_batch([text], dtype)[0]):
+                    raise EncoderMismatch(index)
+        return arrays
+
+    def encode_unchecked(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
+        """Return the token ids of many texts without a comparison.
+
+        Raises:
+            Differs: when fastokens fails.
+        """
+        try:
+            ids, bounds = self.fast.encode_batch_flat(texts, False, self.tokenizer.plain is not None)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001 - a panic in Rust is no Exception; whatever it is, `tokenizers` will say
+            raise EncoderMismatch(0) from None
+        tokens = np.frombuffer(ids, "<u4").astype(dtype)
+        ends = np.frombuffer(bounds, "<u8")[1:].tolist()
+        return [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]

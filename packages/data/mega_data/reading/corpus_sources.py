@@ -1,0 +1,357 @@
+"""Sources of a corpus: inputs named by the user (files, globs, folders, `hf:NAME`) as a list of `CorpusSource`s.
+
+Their order depends on the names alone. What lies in a folder and is no part of the corpus (README and licence beside
+data, test splits beside training data, token files of ours) is left out, by a reason that is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mega_common.errors import DataError
+from mega_common.object_store import RemotePath, Stamp, parse_location
+from mega_common.progress_logging import logger
+from mega_data.reading.decompression import DAMAGE, STDIN, open_decompressed, peek_start
+from mega_data.token_files.dataset_info import is_dataset_info
+from mega_data.token_files.indexed_reader import MAGIC
+
+FileFormat = Literal["jsonl", "json", "csv", "tsv", "parquet", "text", "datasets"]
+
+NAMES: dict[str, FileFormat] = {
+    ".jsonl": "jsonl", ".jsonlines": "jsonl", ".ndjson": "jsonl", ".json": "json",
+    ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+}  # fmt: skip
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+ABSENT = object()
+WHOLE = ""  # the key that stands for the whole record, as JSON
+BOM = b"\xef\xbb\xbf"
+
+# Beside data files these describe the data.
+COMPANION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|dataset_infos?)\b.*", re.IGNORECASE)
+
+# How the files of a split are named on the HuggingFace Hub, anywhere in the path.
+SPLIT = re.compile(
+    r"(?<![a-z])(?:(train|training)|validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE
+)
+CONFIGS = re.compile(rb"\A---\n(?:(?!---\n).*\n)*?configs:")
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """One file, one stream, or one `datasets` split.
+
+    Attributes:
+        kind: how it is read; None where only its content tells, when it is opened.
+        size: bytes on disk, 0 where unknown; `changed` its modification time in ns, of an object a number for its state.
+        found: in a folder, where anything may lie: what is no text there is left out and not refused.
+        begin, end: of a file that several shards read, the bytes of this one's (`shards.cut`): the lines, or row groups
+            of Parquet, that begin there; a line begins at `begin`. An `end` of None is the file's.
+    """
+
+    name: str
+    kind: FileFormat | None
+    size: int = 0
+    changed: int = 0
+    found: bool = False
+    begin: int = 0
+    end: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes to read, 0 if unknown."""
+        return (self.size if self.end is None else self.end) - self.begin
+
+    @property
+    def display_name(self) -> str:
+        """Name for messages about lines, which are counted from `begin`."""
+        return f"{self.name}[{self.begin}:]" if self.begin else self.name
+
+    @property
+    def is_rereadable(self) -> bool:
+        """True if the source can be read again and a change detected; false for streams and the Hub."""
+        return bool(self.changed)
+
+
+@dataclass
+class SkippedFiles:
+    """Files skipped in folders, by reason."""
+
+    names: dict[str, dict[str, None]] = field(default_factory=dict)
+
+    def add_files(self, reason: str, paths: Iterable[Path | str]) -> None:
+        """Record skipped files with their reason."""
+        for path in paths:
+            self.names.setdefault(reason, {})[str(path)] = None  # once, if it is read anew
+
+    def log_reasons(self) -> None:
+        """Log each reason with its first files."""
+        for reason, names in self.names.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            logger.warning("left out, %s: %s%s", reason, ", ".join(list(names)[:3]), more)
+
+
+def find_corpus_sources(
+    inputs: Sequence[str | Path], json_key: str = "text", left_out: SkippedFiles | None = None
+) -> list[CorpusSource]:
+    """Return the sources to read, in order: inputs as given, the files of a glob or folder sorted by name.
+
+    A file of a folder or glob counts once, whatever links lead to it. Of a folder every file counts but those in hidden
+    folders, hidden ones, and what is noted in `left_out`. `hf:NAME[:CONFIG][@SPLIT]` is a data set of the HuggingFace
+    Hub or a folder that `datasets` saved, split `train` unless said otherwise; `-` is standard input. URLs that fsspec
+    knows (`s3://bucket/folder/*.jsonl`) name objects, globs and folders likewise.
+
+    Raises:
+        RemoteError: when an object store cannot be asked.
+        DataError: when an input does not exist, is no corpus, or a folder or glob holds nothing.
+    """
+    left_out = SkippedFiles() if left_out is None else left_out
+    return [source for item in inputs for source in _expand_input(str(item), json_key, left_out)]
+
+
+def _expand_input(item: str, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
+    if item == STDIN:
+        return [CorpusSource(STDIN, None)]
+    if isinstance(where := parse_location(item), RemotePath):
+        return _list_objects(where, key, left_out)
+    if item.startswith("hf:"):
+        return [CorpusSource(item, "datasets")]
+    path = Path(where)
+    item = str(where) if "://" in item else item
+    if path.is_dir():
+        return _list_folder(path, key, left_out)
+    if path.exists():
+        return [_describe_file(path)]
+    if glob.has_magic(item):
+        return _expand_glob(item, key, left_out)
+    raise DataError(
+        f"{item}: no such file or folder",
+        hint="a data set of the HuggingFace Hub is written hf:NAME[:CONFIG][@SPLIT]",
+    )
+
+
+def _list_objects(where: RemotePath, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
+    """Return an object, the objects that a glob matches, or all objects below a URL, with the rules of a folder."""
+    found = where.match_objects()
+    if not found:
+        raise DataError(f"{where}: no such object, and none below it or that matches")
+    folder = not glob.has_magic(where) and list(found) != [where]
+    begin = re.split(r"[*?[]", where)[0]
+    visible = [name for name in found if "/." not in f"/{name.removeprefix(begin)}"]
+    sources = [_describe_object(name, found[name], key, folder) for name in visible]
+    return _without_companions(_select_training_split(sources, Path(where), left_out), left_out) if folder else sources
+
+
+def _describe_object(name: str, stamp: Stamp, key: str, found: bool) -> CorpusSource:
+    path = Path(name)
+    kind = _detect_format_by_name(path)
+    if kind == "json":
+        named = not found or path.suffix.lower() in PACKED
+        kind = detect_format(_read_start(name), key, path, named=named)
+    changed = int.from_bytes(hashlib.sha256(stamp.state.encode()).digest()[:6]) if stamp.state else 0
+    return CorpusSource(name, kind, stamp.size, changed, found)
+
+
+def _expand_glob(pattern: str, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
+    found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+    if not found:
+        raise DataError(f"{pattern}: no file matches")
+    # With `**` a folder matches beside the files in it.
+    folders = [] if "**" in pattern else [path for path in found if path.is_dir()]
+    files = set(_drop_links([path for path in found if path.is_file()], left_out))
+    sources: list[CorpusSource] = []
+    for path in found:
+        sources += (
+            [_describe_file(path)] if path in files else _list_folder(path, key, left_out) if path in folders else []
+        )
+    return sources
+
+
+def _drop_links(paths: list[Path], left_out: SkippedFiles) -> list[Path]:
+    """Return the paths without further names of one file; the shortest name stays."""
+    names: dict[tuple[int, int], Path] = {}
+    for path in sorted(paths, key=lambda path: len(path.parts)):
+        names.setdefault(_file_identity(path), path)
+    kept = [path for path in paths if names[_file_identity(path)] == path]
+    left_out.add_files("links to what is read already", [path for path in paths if names[_file_identity(path)] != path])
+    return kept
+
+
+def _file_identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _describe_file(path: Path) -> CorpusSource:
+    """Return the source of a file named by the user, with its format by name or else by content."""
+    if path.suffix in (".info", ".json") and is_dataset_info(path):
+        raise DataError(f"{path}: is the description of a data set that mega made, not a corpus")
+    found = path.stat()
+    kind = _detect_format_by_name(path)
+    if kind != "json":
+        return CorpusSource(str(path), kind, found.st_size, found.st_mtime_ns if path.is_file() else 0)
+    return CorpusSource(
+        str(path), detect_format(_read_start(path), "", path, named=True), found.st_size, found.st_mtime_ns
+    )
+
+
+def _list_folder(folder: Path, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
+    card = folder / "README.md"
+    saved = any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+    if saved or (card.is_file() and CONFIGS.match(card.read_bytes()[: 1 << 20].replace(b"\r\n", b"\n"))):
+        return [CorpusSource(f"hf:{folder}", "datasets", changed=folder.stat().st_mtime_ns)]
+    paths = _drop_links(_walk_folder(folder, left_out), left_out)
+    own = {path for path in paths if _is_mega_output(path)}
+    left_out.add_files("data sets of mega's own", sorted(own))
+    sources = [_describe_folder_file(path, key) for path in paths if path not in own]
+    sources = _without_companions(_select_training_split(sources, folder, left_out), left_out)
+    if not sources:
+        raise DataError(f"{folder}: no files in this folder")
+    return sources
+
+
+def _walk_folder(folder: Path, left_out: SkippedFiles) -> list[Path]:
+    paths: list[Path] = []
+    for root, folders, files in os.walk(folder, onerror=_raise_unreadable):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        left_out.add_files("links to folders", [Path(root, name) for name in folders if Path(root, name).is_symlink()])
+        # A pipe would be read for ever, and a dangling link not at all.
+        visible = (Path(root, name) for name in sorted(files) if not name.startswith("."))
+        paths += [path for path in visible if path.is_file()]
+    return paths
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+
+def _is_mega_output(path: Path) -> bool:
+    """Return whether a file was written by `mega data`, or by other tools in its format."""
+    if path.suffix in (".bin", ".idx") and (index := path.with_suffix(".idx")).is_file():
+        with open(index, "rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    return path.name.endswith(".quarantine.jsonl") or (path.suffix in (".info", ".json") and is_dataset_info(path))
+
+
+def _describe_folder_file(path: Path, key: str) -> CorpusSource:
+    kind = _detect_format_by_name(path)
+    if kind == "json":
+        # A .json beside source code is a setting; a packed one is a corpus.
+        kind = detect_format(_read_start(path), key, path, named=path.suffix.lower() in PACKED)
+    found = path.stat()
+    return CorpusSource(str(path), kind, found.st_size, found.st_mtime_ns, found=True)
+
+
+def _select_training_split(sources: list[CorpusSource], folder: Path, left_out: SkippedFiles) -> list[CorpusSource]:
+    """Return the data files without those whose names mark another split than train."""
+
+    def split(source: CorpusSource) -> str:
+        if source.kind in (None, "text"):
+            return ""
+        said = list(SPLIT.finditer(str(Path(source.name).relative_to(folder))))
+        return "" if not said else "train" if said[-1][1] else "other"
+
+    splits = [split(source) for source in sources]
+    if "train" not in splits:
+        return sources
+    others = [source.name for source, name in zip(sources, splits, strict=True) if name == "other"]
+    left_out.add_files("other splits than train (give them by name to read them)", others)
+    return [source for source, name in zip(sources, splits, strict=True) if name != "other"]
+
+
+def _without_companions(sources: list[CorpusSource], left_out: SkippedFiles) -> list[CorpusSource]:
+    if all(source.kind in (None, "text") for source in sources):
+        return sources
+    companions = [s for s in sources if s.kind in (None, "text") and COMPANION.fullmatch(Path(s.name).name)]
+    left_out.add_files("files that describe the data beside them", [source.name for source in companions])
+    return [source for source in sources if source not in companions]
+
+
+def _detect_format_by_name(path: Path) -> FileFormat | None:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in PACKED:
+        suffixes.pop()
+    return NAMES.get(suffixes[-1]) if suffixes else None
+
+
+def _read_start(path: Path | str) -> bytes:
+    with open_decompressed(str(path), lambda _: None) as stream, contextlib.suppress(*DAMAGE):
+        return peek_start(stream)
+    return b""
+
+
+def detect_format(begin: bytes, key: str, path: Path, *, named: bool = False) -> FileFormat:
+    """Return the format of a file that begins with `begin`; with `named` its name marks it as JSON.
+
+    JSON lines are known by a first line that is an object with `key`, or, where the name tells nothing, by two lines
+    that are objects. A JSON array, or objects over many lines, are known by a first object with `key`.
+    """
+    if begin.startswith(b"PAR1"):
+        return "parquet"
+    begin = begin.removeprefix(BOM).lstrip()
+    first, more, rest = begin.partition(b"\n")
+    if begin.startswith(b"["):
+        return "json" if named or _has_text(_parse_json_start(begin[1:]), key) else "text"
+    if not begin.startswith(b"{"):
+        return "jsonl" if named else "text"
+    if not more and _parse_json_start(first) is None:  # one line, longer than what was read of the file
+        return "jsonl" if named or f'"{key.rpartition(".")[2]}"'.encode() in first else "text"
+    record = _parse_json_start(first, whole=True)
+    if isinstance(record, dict):
+        two = isinstance(_parse_json_start(rest.partition(b"\n")[0], whole=True), dict)
+        return "jsonl" if named or _has_text(record, key) or (two and _has_uninformative_name(path)) else "text"
+    if named:
+        return "json" if first.rstrip()[-1:] in (b"{", b"[", b",") else "jsonl"
+    return "json" if _has_text(_parse_json_start(begin), key) else "text"
+
+
+def _has_uninformative_name(path: Path) -> bool:
+    """Return whether a name leaves the format open: `part-00000`, `corpus.00001`, `notes.json` (possibly settings), or
+    a pipe.
+    """
+    return _detect_format_by_name(path) == "json" or not path.suffix or any(map(str.isdigit, path.suffix))
+
+
+def _parse_json_start(text: bytes, *, whole: bool = False) -> Any:
+    """Return the JSON value at the start of a text, or of the whole text; None if there is none."""
+    try:
+        string = text.decode("utf-8", "ignore").strip()
+        return json.loads(string) if whole else json.JSONDecoder().raw_decode(string)[0]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _has_text(record: Any, key: str) -> bool:
+    return isinstance(record, dict) and isinstance(lookup_key(record, key), str)
+
+
+def lookup_key(record: dict[str, Any], key: str) -> Any:
+    """Return the value under a key, or for `a.b` the value of `b` in the object under `a`; ABSENT if missing."""
+    if key == WHOLE:
+        return json.dumps(record, ensure_ascii=False, default=str)
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return ABSENT
+        value = value[part]
+    return value
+
+
+def log_formats(kinds: Counter[FileFormat], log: Callable[..., None] = logger.info) -> None:
+    """Log the number of files per format, because a wrongly detected format is a silent mistake."""
+    words = {
+        "jsonl": "JSON lines", "json": "JSON", "csv": "CSV", "tsv": "TSV", "parquet": "Parquet",
+        "text": "text, a document each", "datasets": "data sets of `datasets`",
+    }  # fmt: skip
+    log("read: %s", "; ".join(f"{count:,} as {words[kind]}" for kind, count in kinds.most_common()))

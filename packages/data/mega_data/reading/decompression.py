@@ -1,0 +1,143 @@
+"""Opening of files with decompression (gzip, zstd, bzip2 and xz), detected by their first bytes.
+
+A name does not decide: downloads lose their suffix, and some programs unpack on the way and keep it.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib
+import io
+import lzma
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from mega_common.errors import DataError, MissingPackageError
+from mega_common.object_store import RemotePath, translate_store_errors
+
+ReportBytes = Callable[[int], None]
+
+STDIN = "-"
+HEAD = 1 << 16  # bytes of a file's begin by which it is known
+
+# What reading a damaged file raises, whichever the format; pyarrow's errors for .zst are OSErrors.
+DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+
+
+def open_decompressed(name: str, advance: ReportBytes) -> io.BufferedReader[Any]:
+    """Open a file or URL, or standard input for `-`, and decompress it; `advance` is called with the bytes read of it.
+
+    Raises:
+        DataError: when it cannot be opened.
+        RemoteError: when an object store refuses, also from every reading: then nothing is wrong with the file.
+        MissingPackageError: when unpacking needs a package that is not installed.
+    """
+    try:
+        raw = _CountedObject(RemotePath(name), advance) if "://" in name else _CountedFile(name, advance)
+        plain: io.BufferedReader[Any] = io.BufferedReader(raw, 1 << 20)
+        unpacked = _decompress(plain)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error
+    return plain if unpacked is None else io.BufferedReader(unpacked, 1 << 20)
+
+
+def peek_start(stream: io.BufferedReader[Any]) -> bytes:
+    """Return the first decompressed bytes of a file, at most `HEAD`, without moving the stream.
+
+    Raises:
+        one of DAMAGE: when not even these can be unpacked.
+    """
+    return stream.peek(HEAD)[:HEAD]
+
+
+def is_uncompressed(stream: io.BufferedReader[Any]) -> bool:
+    """Return whether an opened file is not compressed, and so supports random access."""
+    return isinstance(stream.raw, (_CountedFile, _CountedObject))
+
+
+def _decompress(plain: io.BufferedReader[Any]) -> io.RawIOBase | None:
+    begin = plain.peek(8)
+    if begin.startswith(b"\x1f\x8b"):
+        return _DecompressedStream(gzip.GzipFile(fileobj=plain))
+    if begin.startswith(b"BZh"):
+        return _DecompressedStream(bz2.BZ2File(plain))
+    if begin.startswith(b"\xfd7zXZ\0"):
+        return _DecompressedStream(lzma.LZMAFile(plain))
+    if begin.startswith(b"\x28\xb5\x2f\xfd"):
+        return _DecompressedStream(import_optional("pyarrow", ".zst files").input_stream(plain, compression="zstd"))
+    return None
+
+
+class _DecompressedStream(io.RawIOBase):
+    """Stream of decompressed data: of a truncated file, everything before the damage."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self.stream.read1(min(len(buffer), HEAD))
+        buffer[: len(block)] = block
+        return len(block)
+
+
+def import_optional(module: str, purpose: str) -> Any:
+    """Import a package that only some inputs need.
+
+    Raises:
+        MissingPackageError: naming the package.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        name = module.partition(".")[0]
+        raise MissingPackageError(f"{purpose} need the package {name}", hint=f"pip install {name}") from None
+
+
+class _CountedFile(io.FileIO):
+    """File that reports the number of bytes read, below any decompression."""
+
+    def __init__(self, name: str, advance: ReportBytes) -> None:
+        super().__init__(sys.stdin.fileno() if name == STDIN else name, closefd=name != STDIN)
+        self.advance = advance
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = super().readinto(buffer)
+        self.advance(count or 0)
+        return count
+
+
+class _CountedObject(io.RawIOBase):
+    """Object of a store that reports the number of bytes read, with read-ahead in blocks."""
+
+    def __init__(self, place: RemotePath, advance: ReportBytes) -> None:
+        self.place, self.advance, self.stream = place, advance, place.open()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with translate_store_errors(self.place):
+            block = self.stream.read(len(buffer))
+        buffer[: len(block)] = block
+        self.advance(len(block))
+        return len(block)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self.stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.stream.tell()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.stream.close()
+        super().close()

@@ -1,0 +1,232 @@
+"""Readers of sources: JSON lines, JSON, CSV, Parquet, plain text and code, HuggingFace `datasets`.
+
+`read` goes through one source and yields each `Document`, or a `RejectedItem` where there is none to be had, with the place
+it came from. What to do about a `RejectedItem` is the caller's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from mega_common.errors import DataError
+from mega_data.reading.corpus_sources import (
+    ABSENT,
+    BOM,
+    WHOLE,
+    CorpusSource,
+    FileFormat,
+    SkippedFiles,
+    detect_format,
+    find_corpus_sources,
+    log_formats,
+    lookup_key,
+)
+from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional, open_decompressed, peek_start
+from mega_data.reading.documents import (
+    Document,
+    DocumentStream,
+    RejectedItem,
+    attach_record,
+    document_from_text,
+    escape_bytes,
+    format_key_names,
+    reject_damaged_rest,
+)
+from mega_data.reading.json_readers import read_json_lines, read_json_values
+from mega_data.reading.long_text import LONG, LongText, decode_blocks, iterate_blocks
+
+
+def read_documents(
+    source: CorpusSource,
+    json_key: str,
+    advance: ReportBytes = lambda _: None,
+    on_kind: Callable[[FileFormat], object] = lambda _: None,
+    on_lines: Callable[[int], object] = lambda _: None,
+    *,
+    whole: bool = False,
+    folder: Path | None = None,
+) -> DocumentStream:
+    """Yield the documents of a source; `advance` is called with the bytes consumed, `tell_kind` with the detected
+    format.
+
+    `on_lines` is told, at the end of JSON lines, their number. `whole`: documents come with their records, all
+    columns of them. `folder`: where long texts of plain text, JSON lines and JSON are put; without it they are held.
+
+    What of a damaged file comes before the damage is read; the damage is a `RejectedItem`.
+
+    Raises:
+        DataError: when a file cannot be opened, or has no such column.
+        MissingPackageError: when its format needs a package that is not installed.
+    """
+    if source.kind in ("datasets", "parquet"):
+        on_kind(source.kind)
+        if source.kind == "datasets":
+            yield from _read_datasets(source, json_key, whole)
+        else:
+            yield from _read_parquet(source, json_key, advance, whole)
+        return
+    with open_decompressed(source.name, advance) as stream:
+        try:
+            begin = peek_start(stream)
+        except DAMAGE as error:  # among source code, some program's broken example
+            yield reject_damaged_rest(error, source.name, 1)._replace(left_out=source.found and source.kind is None)
+            return
+        kind = source.kind or detect_format(begin, json_key, Path(source.name))
+        on_kind(kind)
+        if kind == "parquet":
+            yield from _read_parquet(source, json_key, advance, whole)
+        elif kind == "jsonl":
+            yield from read_json_lines(stream, source, json_key, on_lines, whole, folder)
+        elif kind == "json":
+            yield from read_json_values(stream, source, json_key, whole, folder)
+        elif kind == "text":
+            yield from _read_text(stream, source, folder)
+        else:
+            yield from _read_csv(stream, source, json_key, whole)
+
+
+def iterate_texts(inputs: Sequence[str | Path], json_key: str = "text") -> Iterator[str]:
+    """Yield the text of every document, for training a tokenizer; binary files of folders are skipped.
+
+    Raises:
+        DataError: at the first place without a usable document.
+    """
+    left_out, kinds = SkippedFiles(), Counter[FileFormat]()
+    for source in find_corpus_sources(inputs, json_key, left_out):
+        for item in read_documents(source, json_key, on_kind=lambda kind: kinds.update([kind])):
+            if isinstance(item, Document):
+                yield item.text
+            elif item.left_out:
+                left_out.add_files(item.reason, [item.file])
+            else:
+                raise DataError(f"{item.file}:{item.line}: {item.reason}")
+    log_formats(kinds)
+    left_out.log_reasons()
+
+
+def _read_csv(stream: io.BufferedReader, source: CorpusSource, key: str, whole: bool) -> DocumentStream:
+    csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB, is for the whole process or not at all
+    tab = source.kind == "tsv"
+    rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter="\t" if tab else ",")
+    try:
+        header = next(rows, [])
+        if key not in header and key != WHOLE:
+            if source.found:
+                yield RejectedItem(f"no column {key!r}", "", source.name, 1, left_out=True)
+                return
+            raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(header)}")
+        column = -1 if key == WHOLE else header.index(key)
+        for row in rows:
+            if len(row) > column:
+                record = dict(zip(header, row, strict=False)) if whole or key == WHOLE else {}
+                value = lookup_key(record, key) if key == WHOLE else row[column]
+                yield attach_record(
+                    document_from_text(value, key, source.name, rows.line_num), record if whole else None
+                )
+            elif row:
+                yield RejectedItem(f"no column {key!r} in this row", str(row), source.name, rows.line_num)
+    except UnicodeDecodeError:
+        yield RejectedItem("not UTF-8; what follows is not read", "", source.name, rows.line_num + 1)
+    except (*DAMAGE, csv.Error) as error:
+        yield reject_damaged_rest(error, source.name, rows.line_num + 1)
+
+
+def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | None) -> DocumentStream:
+    raw = b""
+    try:
+        raw = stream.read(LONG if folder else -1).removeprefix(BOM)
+        if folder and len(raw) >= LONG - len(BOM):
+            text: str | LongText = LongText.from_blocks(decode_blocks(chain([raw], iterate_blocks(stream))), folder)
+        else:
+            text = raw.decode()
+    except UnicodeDecodeError as error:
+        reason = "no UTF-8 text" if source.found else f"not UTF-8 (byte {error.start} of the file)"
+        yield RejectedItem(reason, escape_bytes(raw[:200]), source.name, 1, left_out=source.found)
+    except DAMAGE as error:
+        yield reject_damaged_rest(error, source.name, 1)
+    else:
+        if source.found and "\0" in text:
+            yield RejectedItem("no UTF-8 text", "", source.name, 1, left_out=True)
+        else:
+            yield document_from_text(text, "the text", source.name, 1)
+
+
+def _read_parquet(source: CorpusSource, key: str, advance: ReportBytes, whole: bool) -> DocumentStream:
+    parquet = import_optional("pyarrow.parquet", "Parquet files")
+    arrow = import_optional("pyarrow", "Parquet files")
+    line = 0
+    try:
+        with contextlib.ExitStack() as stack:
+            remote = "://" in source.name
+            where = stack.enter_context(open_decompressed(source.name, lambda _: None)) if remote else source.name
+            file = stack.enter_context(parquet.ParquetFile(where))
+            names = _list_columns(file.schema_arrow, arrow.types.is_struct)
+            if key not in names and key != WHOLE:
+                raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(names)}")
+            columns = None if whole or key == WHOLE else [key]
+            rows = max(file.metadata.num_rows, 1)
+            groups, line = _select_row_groups(file.metadata, source)
+            for batch in file.iter_batches(columns=columns, batch_size=256, row_groups=groups):
+                for record in batch.to_pylist():
+                    line += 1
+                    yield attach_record(
+                        document_from_text(lookup_key(record, key), key, source.name, line), record if whole else None
+                    )
+                advance(source.size * batch.num_rows // rows)
+    except (OSError, ValueError, arrow.ArrowException) as error:
+        if not line:
+            raise DataError(f"{source.name}: cannot be read as Parquet ({error})") from error
+        yield reject_damaged_rest(error, source.name, line + 1)
+
+
+def _select_row_groups(metadata: Any, source: CorpusSource) -> tuple[list[int], int]:
+    """Return the row groups that begin in a source's range (assuming equal sizes), and the number of rows before them."""
+    count, end = metadata.num_row_groups, source.size if source.end is None else source.end
+    groups = [group for group in range(count) if source.begin <= source.size * group // count < end]
+    before = range(groups[0]) if groups else ()
+    return groups, sum(metadata.row_group(group).num_rows for group in before)
+
+
+def _list_columns(columns: Iterable[Any], is_struct: Callable[[Any], bool], prefix: str = "") -> list[str]:
+    """Return the columns of an Arrow schema, those in structs as `a.b`."""
+    names: list[str] = []
+    for column in columns:
+        name = prefix + column.name
+        names += _list_columns(column.type, is_struct, f"{name}.") if is_struct(column.type) else [name]
+    return names
+
+
+def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStream:
+    datasets = import_optional("datasets", "hf: inputs")
+    name, _at, split = source.name.removeprefix("hf:").partition("@")
+    try:
+        for line, row in enumerate(_load_datasets(datasets, name, split or "train"), 1):
+            value = lookup_key(row, key)
+            if value is ABSENT:
+                raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {format_key_names(row)}")
+            yield attach_record(document_from_text(value, key, source.name, line), dict(row) if whole else None)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise DataError(f"{source.name}: `datasets` cannot load it ({error})") from error
+
+
+def _load_datasets(datasets: Any, name: str, split: str) -> Iterable[dict[str, Any]]:
+    folder = Path(name)
+    if any((folder / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
+        loaded: Any = datasets.load_from_disk(name)
+        if not isinstance(loaded, datasets.DatasetDict):
+            return loaded  # type: ignore[no-any-return]
+        if split not in loaded:
+            raise DataError(
+                f"hf:{name}: no split {split!r}", hint=f"the splits are {', '.join(loaded)}: hf:{name}@SPLIT"
+            )
+        return loaded[split]  # type: ignore[no-any-return]
+    hub, _, config = (name, "", "") if folder.is_dir() else name.rpartition(":") if ":" in name else (name, "", "")
+    return datasets.load_dataset(hub, config or None, split=split, streaming=True)  # type: ignore[no-any-return]

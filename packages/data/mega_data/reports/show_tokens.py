@@ -1,0 +1,160 @@
+"""Training targets: the tokens of a document or of a run's sample, with the loss weight of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import DataError
+from mega_data.kinds.bert_samples import BertSample
+from mega_data.kinds.dataset_kind import TrainingSample
+from mega_data.kinds.t5_samples import T5Sample
+from mega_data.token_files.indexed_reader import IndexedReader
+from mega_data.token_files.loss_mask import LossWeights, read_dataset_kind
+from mega_data.tokenizer import Tokenizer
+
+BEFORE = 4  # tokens that are decoded with one, for decoders to which its neighbours matter
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """Token, its text (its name if it is not a whole character; None without a tokenizer), and its weight as a label."""
+
+    id: int
+    text: str | None
+    weight: float
+    position: int
+
+
+@dataclass(frozen=True)
+class ShownPart:
+    """Tokens that attend to each other: a document, its part in a sample, or padding."""
+
+    name: str
+    tokens: list[ShownToken]
+
+
+def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[ShownPart]:
+    """Return the sequences of a document of a data set: one, or a pair's chosen and rejected one.
+
+    Raises:
+        DataError: when there is no such document, or the data set cannot be used.
+    """
+    reader = IndexedReader(prefix)
+    documents = reader.document_index.size - 1
+    if not 0 <= number < documents:
+        raise DataError(f"{reader.prefix}: no document {number}; its {documents:,} are numbered from 0")
+    kind = read_dataset_kind(reader)
+    weights = None if kind == "text" else LossWeights(reader)
+    first, last = reader.document_index[number : number + 2].tolist()
+    parts = []
+    for sequence in range(first, last):
+        begin, ids = int(reader.pointers[sequence]) // reader.dtype.itemsize, reader.read_sequence(sequence)
+        own = np.ones(ids.size) if weights is None else weights[slice(begin, begin + ids.size)]
+        pair = ("chosen", "rejected")[sequence - first] if kind == "pairs" else f"sequence {sequence}"
+        parts.append(_build_part(f"document {number}, {pair}", ids, own[1:], tokenizer))
+    return parts
+
+
+def show_training_sample(
+    sample: TrainingSample | BertSample | T5Sample, tokenizer: Tokenizer | None
+) -> list[ShownPart]:
+    """Return a sample as parts, document by document, each with its last label, which is not an input.
+
+    Of chunks with neighbours also these; of BERT's the segments, and what is to be guessed where; of T5's what encoder and decoder get, and the labels.
+    """
+    if isinstance(sample, BertSample):
+        return _show_bert(sample, tokenizer)
+    if isinstance(sample, T5Sample):
+        return _show_t5(sample, tokenizer)
+    ids = np.zeros(sample.tokens.size, np.int32) if sample.document_ids is None else sample.document_ids
+    edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), ids.size]
+    parts = []
+    for number, (begin, end) in enumerate(pairwise(edges)):
+        own = slice(begin, end)
+        tokens = np.append(sample.tokens[own], sample.labels[end - 1])
+        padding = not sample.loss_weights[own].any() and np.array_equal(sample.tokens[own], sample.labels[own])
+        name = "padding" if padding else f"document {number}"
+        parts.append(_build_part(name, tokens, sample.loss_weights[own], tokenizer, sample.position_ids[own]))
+    return parts if sample.neighbors is None else [*parts, *_show_neighbors(sample.neighbors, tokenizer)]
+
+
+def _show_neighbors(found: npt.NDArray[np.int64], tokenizer: Tokenizer | None) -> list[ShownPart]:
+    """Return the neighbors of each chunk that has any."""
+    width = found.shape[2] // 2
+    parts = []
+    for (chunk, number), first in np.ndenumerate(found[:, :, 0]):
+        if first >= 0:
+            ids = found[chunk, number][found[chunk, number] >= 0]
+            name = f"neighbour {number} of the chunk at {chunk * width}-{(chunk + 1) * width - 1}"
+            parts.append(_build_part(name, ids, np.zeros(ids.size - 1), tokenizer))
+    return parts
+
+
+def _show_bert(sample: BertSample, tokenizer: Tokenizer | None) -> list[ShownPart]:
+    present, guessed = sample.padding_mask, sample.loss_weights > 0
+    segments = [(name, present & (sample.token_types == kind)) for kind, name in enumerate(("segment A", "segment B"))]
+    parts = [
+        _select_tokens(name, own, sample.tokens, sample.loss_weights, tokenizer) for name, own in segments if own.any()
+    ]
+    return [*parts, _select_tokens("to be guessed", guessed, sample.labels, sample.loss_weights, tokenizer)]
+
+
+def _show_t5(sample: T5Sample, tokenizer: Tokenizer | None) -> list[ShownPart]:
+    nothing = np.zeros(sample.encoder_tokens.size), np.zeros(sample.decoder_tokens.size)
+    return [
+        _select_tokens("encoder", sample.encoder_mask, sample.encoder_tokens, nothing[0], tokenizer),
+        _select_tokens("decoder", sample.decoder_mask, sample.decoder_tokens, nothing[1], tokenizer),
+        _select_tokens("labels", sample.loss_weights > 0, sample.labels, sample.loss_weights, tokenizer),
+    ]
+
+
+def _select_tokens(
+    name: str,
+    own: npt.NDArray[np.bool_],
+    ids: npt.NDArray[np.integer],
+    weights: npt.NDArray[np.floating],
+    tokenizer: Tokenizer | None,
+) -> ShownPart:
+    """Return the tokens at the positions of `own`, each with its own weight."""
+    tokens = ids[own].tolist()
+    texts = [None] * len(tokens) if tokenizer is None else decode_each_token(tokens, tokenizer)
+    rows = zip(tokens, texts, weights[own].tolist(), np.flatnonzero(own).tolist(), strict=True)
+    return ShownPart(name, [ShownToken(*row) for row in rows])
+
+
+def _build_part(
+    name: str,
+    ids: npt.NDArray[np.integer],
+    weights: npt.NDArray[np.floating],
+    tokenizer: Tokenizer | None,
+    positions: npt.NDArray[np.int64] | None = None,
+) -> ShownPart:
+    """Build a part from tokens and the `weights` and `positions` of the labels, one fewer than the tokens; the first
+    token is not a label.
+    """
+    tokens = ids.tolist()
+    texts = [None] * len(tokens) if tokenizer is None else decode_each_token(tokens, tokenizer)
+    weights_of = [0.0, *weights.tolist()]
+    start = 0 if positions is None else int(positions[0])
+    return ShownPart(name, [
+        ShownToken(*one, start + place) for place, one in enumerate(zip(tokens, texts, weights_of, strict=True))
+    ])  # fmt: skip
+
+
+def decode_each_token(ids: Sequence[int], tokenizer: Tokenizer) -> list[str | None]:
+    """Return the text that each token adds to the previous ones; for incomplete characters and tokens without text, the
+    token's name.
+    """
+    texts: list[str | None] = []
+    for place, token in enumerate(ids):
+        before = ids[max(0, place - BEFORE) : place]
+        text = tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :]
+        broken = not text or "\N{REPLACEMENT CHARACTER}" in text
+        texts.append(f"‹{tokenizer.backend.id_to_token(token) or token}›" if broken else text)
+    return texts

@@ -1,0 +1,88 @@
+"""Documents in chunks of m tokens. A chunk has one number in the whole data set, independent of the samples."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from mega_data.sampling.document_order import find_token_positions
+from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
+from mega_data.token_files.indexed_reader import CHUNK, IndexedReader
+
+Ints = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+
+class DocumentChunks:
+    """Chunks of a data set, in file order: each begins m tokens after the previous one, the first with its document;
+    the last of a document may be short.
+
+    Args:
+        cache: a folder for `starts`, 8 bytes a document, which ranks then share; None: they are kept in memory.
+
+    Attributes:
+        length: m.
+    """
+
+    def __init__(self, reader: IndexedReader, length: int, cache: Path | None = None) -> None:
+        self.reader, self.length, self._cache = reader, length, cache
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @cached_property
+    def starts(self) -> Ints:
+        """First chunk of each document, then the number of chunks: int64 [documents + 1]."""
+        if self._cache is None:
+            return self._count_chunks()["starts"]
+        key = f"chunks length={self.length} data={self.reader.fingerprint}"
+        return load_or_build_arrays(self._cache, key, self._count_chunks)["starts"]
+
+    def _count_chunks(self) -> Arrays:
+        starts = np.zeros(self.reader.documents + 1, np.int64)
+        for first in range(0, self.reader.documents, CHUNK):
+            begins = find_token_positions(self.reader, self.reader.document_index[first : first + CHUNK + 1])
+            np.cumsum(-(-np.diff(begins) // self.length), out=starts[first + 1 : first + begins.size])
+            starts[first + 1 : first + begins.size] += starts[first]
+        return {"starts": starts}
+
+    def find_sequence_chunks(self, first: int, last: int) -> range:
+        """Return the chunks of the documents that begin in the sequences [first, last)."""
+        begin, end = np.searchsorted(self.reader.document_index, [first, last])
+        return range(int(self.starts[begin]), int(self.starts[end]))
+
+    def find_documents(self, numbers: Ints) -> Ints:
+        """Return the document of each chunk, int64 in their shape; -1 for the chunk -1."""
+        return np.searchsorted(self.starts, numbers, "right") - 1
+
+    def read_tokens(self, numbers: Ints, width: int) -> Ints:
+        """Return `width` tokens from the start of each chunk on, -1 past the end of its document and for the chunk -1.
+
+        Args:
+            numbers: int64 [...].
+
+        Returns:
+            int64 [..., width].
+        """
+        there = numbers >= 0
+        documents = self.find_documents(np.where(there, numbers, 0))
+        bounds = self.reader.document_index
+        begins, ends = find_token_positions(self.reader, np.stack([bounds[documents], bounds[documents + 1]]))
+        begins = begins + (numbers - self.starts[documents]) * self.length
+        places = begins[..., None] + np.arange(width)
+        inside = there[..., None] & (places < ends[..., None])
+        found = np.full(places.shape, -1, np.int64)
+        found[inside] = self.reader.tokens[places[inside]]
+        return found
+
+    def compute_hashes(self, first: int, last: int) -> Hashes:
+        """Return content hashes of the chunks [first, last), uint64 [last - first]; 0 for those of fewer than m / 4
+        tokens.
+        """
+        rows = self.read_tokens(np.arange(first, last), self.length)
+        found = np.array([xxhash.xxh3_64_intdigest(row.data) for row in rows], np.uint64)
+        return np.where((rows >= 0).sum(1) * 4 < self.length, np.uint64(0), found)

@@ -1,0 +1,116 @@
+"""Order of the documents of a data set, with token positions, without a list of all documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from mega_common.errors import DataError
+from mega_common.progress_logging import ProgressBar
+from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
+from mega_data.sampling.keyed_permutation import permute_indices
+from mega_data.token_files.indexed_reader import IndexedReader, Tokens
+
+EVERY = 16  # documents between two whose place is kept
+CHUNK = 1 << 20  # documents that are looked at together, EVERY times a whole number
+
+Ints = npt.NDArray[np.int64]
+
+
+class DocumentOrder:
+    """Tokens of the sequences [first, last) with their documents in an order drawn by (seed, content, range).
+
+    Of a document that these bounds cut it has the part within. See `ShuffledTokenWindows` for what is kept and read.
+
+    Args:
+        seed: None: in the order of the file.
+        unit: tokens that places are counted in; a document takes whole units.
+    """
+
+    def __init__(
+        self, reader: IndexedReader, first: int, last: int, *, seed: int | None, cache: Path, unit: int = 1
+    ) -> None:
+        self._reader, self._first, self._last, self._unit, self._drawn = reader, first, last, unit, seed is not None
+        identity = f"documents seed={seed} data={reader.fingerprint} range={first}:{last}"
+        self._key = xxhash.xxh3_64_intdigest(identity.encode())
+        identity += f" unit={unit}" if unit > 1 else ""
+        bounds = reader.document_index
+        self._from = int(np.searchsorted(bounds, first, "right")) - 1
+        self.count = int(np.searchsorted(bounds, last, "left")) - self._from
+        self._starts = load_or_build_arrays(cache, identity, self._build_index)["starts"]
+        reader.close()
+
+    def _build_index(self) -> Arrays:
+        parts, total = [], 0
+        with ProgressBar("drawing the order of documents", total=self.count, unit="documents") as bar:
+            for first in range(0, self.count, CHUNK):
+                begins, ends = self.find_token_bounds(first, min(first + CHUNK, self.count))
+                sizes = -(-(ends - begins) // self._unit)
+                starts = total + np.cumsum(sizes) - sizes
+                parts.append(starts[::EVERY])
+                total = int(starts[-1] + sizes[-1])
+                bar.advance(ends.size)
+        return {"starts": np.concatenate(parts)}
+
+    def list_document_numbers(self, first: int, last: int) -> Ints:
+        """Return the numbers in the file of the documents at positions [first, last) of the order."""
+        places = np.arange(first, last)
+        return self._from + (permute_indices(places, self.count, self._key) if self._drawn else places)
+
+    def find_token_bounds(self, first: int, last: int) -> tuple[Ints, Ints]:
+        """Return the token positions [begin, end) in the file of the documents at positions [first, last) of the order."""
+        documents, index = self.list_document_numbers(first, last), self._reader.document_index
+        sequences = np.clip(np.stack([index[documents], index[documents + 1]]), self._first, self._last)
+        begins, ends = find_token_positions(self._reader, sequences)
+        return begins, ends
+
+    def find_documents(self, start: int, count: int) -> Iterator[tuple[int, range, range]]:
+        """Yield the documents that contain the units [start, start + count) of the order, all of which must exist.
+
+        Returns:
+            Of one after another: its number in the file, its tokens, and which of its units.
+        """
+        block = int(np.searchsorted(self._starts, start, "right")) - 1
+        skip = start - int(self._starts[block])
+        while count:
+            span = block * EVERY, min((block + 1) * EVERY, self.count)
+            begins, ends = self.find_token_bounds(*span)
+            for document, *tokens in zip(
+                self.list_document_numbers(*span).tolist(), begins.tolist(), ends.tolist(), strict=True
+            ):
+                units = -(-(tokens[1] - tokens[0]) // self._unit)
+                own = range(units)[skip : skip + count]
+                skip, count = max(0, skip - units), count - len(own)
+                if own:
+                    yield document, range(*tokens), own
+            block += 1
+
+    def read_tokens(self, start: int, count: int) -> Iterator[Tokens]:
+        """Yield the tokens [start, start + count) of the order, for units of one token, in parts; all of them must
+        exist.
+        """
+        for _, tokens, own in self.find_documents(start, count):
+            yield self._reader.tokens[tokens.start + own.start : tokens.start + own.stop]
+
+
+def find_token_positions(reader: IndexedReader, sequences: Ints) -> Ints:
+    """Return the first token position of each sequence; the number after the last one gives the end."""
+    inside = sequences < len(reader)
+    begins = reader.pointers[np.where(inside, sequences, 0)] // reader.dtype.itemsize
+    return np.where(inside, begins, reader.num_tokens)
+
+
+def find_token_range(reader: IndexedReader, first: int, last: int) -> tuple[int, int]:
+    """Return the first and last token position of the sequences [first, last).
+
+    Raises:
+        DataError: when there are none.
+    """
+    bounds = reader.find_token_position(first), reader.find_token_position(last)
+    if bounds[0] >= bounds[1]:
+        raise DataError(f"{reader.prefix}: no token in its sequences {first} to {last} (it has {len(reader)})")
+    return bounds

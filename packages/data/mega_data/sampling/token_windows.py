@@ -1,0 +1,202 @@
+"""Token windows of one data set in three orders. A window is S + 1 tokens: S inputs, S labels.
+
+`ShuffledTokenWindows`, the default, and `StableTokenWindows` are pure functions of (seed, content, k) and know no total, so a
+longer run begins exactly like a shorter one. The first reads documents in an order drawn by the seed; the second in that
+of the file, which takes one read a sample and no index to build. `MegatronTokenWindows` is bit-identical to Megatron's GPT
+data set, whose order depends on the number of samples asked for.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from mega_common.errors import DataError
+from mega_data.sampling.document_order import DocumentOrder, find_token_range
+from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
+from mega_data.sampling.keyed_permutation import permute_index, splitmix64
+from mega_data.token_files.indexed_reader import IndexedReader, Tokens
+
+
+class StableTokenWindows:
+    """Token windows of the sequences [first, last) of a data set, which have T tokens, in file order.
+
+    An epoch lays T // S windows of S + 1 tokens end to end (neighbours share one token, the label of one and the first
+    input of the next) around the tokens taken as a circle, from a starting point drawn for the epoch, and visits them
+    in an order drawn for the epoch. So every token is a label once per epoch, but for the T % S tokens before the
+    starting point: another place each time, as are the cuts between windows. Documents stay in the order of the file
+    and a window runs across their ends. Fewer than S + 1 tokens go around the circle more than once.
+
+    The draws are keyed by (seed, content of the data set, range, epoch): not by a path, so moving files changes
+    nothing, and not by the place in the blend.
+
+    Raises:
+        DataError: when the range holds no token.
+    """
+
+    order = "stable"
+
+    def __init__(self, reader: IndexedReader, first: int, last: int, *, seq_length: int, seed: int) -> None:
+        self._begin, end = find_token_range(reader, first, last)
+        self._reader, self._first, self._last = reader, first, last
+        self._seq_length, self._seed, self._count = seq_length, seed, end - self._begin
+        self._per_epoch = max(1, self._count // seq_length)
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Number of windows in an epoch."""
+        return self._per_epoch
+
+    @cached_property
+    def identity(self) -> str:
+        """Description of everything that the windows depend on."""
+        content = f"data={self._reader.fingerprint} range={self._first}:{self._last}"
+        return f"{self.order} seed={self._seed} seq={self._seq_length} {content}"
+
+    def locate_window(self, k: int) -> int:
+        """Return the position of the first token of sample `k` in the circular order."""
+        return compute_window_start(k, self._count, self._seq_length, self.identity)
+
+    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
+        """Return the tokens of window `k`, int64 [S + 1]."""
+        at, left, parts = self.locate_window(k), self._seq_length + 1, []
+        while left:
+            parts += self._read_tokens(at, min(left, self._count - at))
+            left -= min(left, self._count - at)
+            at = 0
+        return np.concatenate(parts, dtype=np.int64)
+
+    def _read_tokens(self, at: int, count: int) -> list[Tokens]:
+        """Return the tokens [at, at + count) of the circular order, in parts."""
+        return [self._reader.tokens[self._begin + at : self._begin + at + count]]
+
+
+class ShuffledTokenWindows(StableTokenWindows):
+    """Token windows as in `StableTokenWindows`, over documents in an order drawn by (seed, content, range).
+
+    All orders of documents are as likely as the permutation of `permute_index` makes them; it is one for all epochs, whose
+    windows and their order differ. Where the documents lie follows from the permutation and their lengths: kept is where
+    every 16th of the circle begins, 8 bytes (so half a byte a document: 0.5 GB for 1e9 of them, through a memory map that
+    the ranks of a machine share), found by one pass over the lengths when the first sample is read. A sample looks up
+    up to 16 lengths beside its own documents, and reads each of these from its place in the file: a file on disks that
+    are slow to seek is better shuffled as a whole (`mega data shuffle`) and read in order `stable`.
+    """
+
+    order = "shuffled"
+
+    def __init__(
+        self, reader: IndexedReader, first: int, last: int, *, seq_length: int, seed: int, cache: Path
+    ) -> None:
+        super().__init__(reader, first, last, seq_length=seq_length, seed=seed)
+        self._cache = cache
+
+    @cached_property
+    def _document_order(self) -> DocumentOrder:
+        return DocumentOrder(self._reader, self._first, self._last, seed=self._seed, cache=self._cache)
+
+    def _read_tokens(self, at: int, count: int) -> list[Tokens]:
+        return list(self._document_order.read_tokens(at, count))
+
+
+class MegatronTokenWindows:
+    """Token windows of the sequences [first, last) in the order that Megatron draws for `num_samples` samples.
+
+    Raises:
+        DataError: when the range holds no token; when a sample past the end is read.
+    """
+
+    def __init__(
+        self, reader: IndexedReader, first: int, last: int, *, seq_length: int, seed: int, num_samples: int, cache: Path
+    ) -> None:
+        begin, end = find_token_range(reader, first, last)
+        self._reader, self.samples_per_epoch = reader, (end - begin) / seq_length
+        self.identity = (
+            f"megatron seed={seed} seq={seq_length} samples={num_samples} data={reader.fingerprint}"
+            f" range={first}:{last}"
+        )
+        arrays = load_or_build_arrays(
+            cache,
+            self.identity,
+            lambda: build_megatron_indices(reader.lengths, first, last, seq_length, num_samples, seed),
+        )
+        self._documents, self._samples, self._shuffle = (arrays[name] for name in ("document", "sample", "shuffle"))
+
+    def __len__(self) -> int:
+        """Return the number of samples: whole epochs, so at least the requested number."""
+        return int(self._shuffle.size)
+
+    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
+        """Return the tokens of window `k`, int64 [S + 1]."""
+        if k >= len(self):
+            raise DataError(
+                f"{self._reader.prefix}: sample {k} of {len(self)}: order megatron is made for the run's total",
+                hint="a longer run needs a larger total from its start, or data.order: stable",
+            )
+        at = int(self._shuffle[k])
+        (first, begin), (last, end) = self._samples[at : at + 2].tolist()
+        parts = []
+        for row in range(first, last + 1):
+            offset = begin if row == first else 0
+            length = end + 1 - offset if row == last else None
+            parts.append(self._reader.read_sequence(int(self._documents[row]), offset, length))
+        return np.concatenate(parts, dtype=np.int64)
+
+
+def compute_window_start(k: int, count: int, width: int, identity: str) -> int:
+    """Return the start of window k of `width` positions in a circle of `count`, drawn by `identity` as in
+    `StableTokenWindows`.
+    """
+    per_epoch = max(1, count // width)
+    epoch, window = divmod(k, per_epoch)
+    key = xxhash.xxh3_64_intdigest(f"{identity} epoch={epoch}".encode())
+    return (splitmix64(key) + permute_index(window, per_epoch, key) * width) % count
+
+
+def build_megatron_indices(
+    lengths: npt.NDArray[np.int32], first: int, last: int, seq_length: int, num_samples: int, seed: int
+) -> Arrays:
+    """Return Megatron's three indices over the sequences [first, last) of a data set with these `lengths`.
+
+    Returns:
+        document: int32 [E * (last - first)], sequence numbers, E epochs of them.
+        sample: int32 [N + 1, 2] (int64 when 31 bits do not do), row in `document` and offset where sample i begins.
+        shuffle: uint32 [N] (int64 from 2^32 - 2 on), which of them is the k-th to be read.
+    """
+    per_epoch = int(lengths[first:last].sum(dtype=np.int64))
+    epochs = max(1, -(-(num_samples * seq_length + 1) // per_epoch))
+    total = (epochs * per_epoch - 1) // seq_length
+    before_last = ((epochs - 1) * per_epoch - 1) // seq_length
+    # The last epoch is shuffled by itself when the run uses less than 80 % of it.
+    apart = epochs > 1 and num_samples - before_last < int(0.80 * ((per_epoch - 1) // seq_length))
+    random = np.random.RandomState(seed)
+
+    groups = [epochs - 1, 1] if apart else [epochs]
+    sequences = np.arange(first, last, dtype=np.int32)
+    document = np.concatenate([_shuffle_in_place(np.tile(sequences, count), random) for count in groups])
+
+    sizes = lengths[document]
+    ends = np.cumsum(sizes, dtype=np.int64)
+    positions = np.arange(total + 1, dtype=np.int64) * seq_length
+    rows = np.searchsorted(ends, positions, side="right")
+    rows[0] = 0  # their walk begins in the first sequence even if that is empty
+    largest = max(document.size, int(lengths.max()))
+    sample = np.empty((total + 1, 2), np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    sample[:, 0] = rows
+    sample[:, 1] = positions - (ends[rows] - sizes[rows])
+
+    kind = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
+    cuts = [0, before_last, total] if apart else [0, total]
+    spans = [np.arange(a, b, dtype=kind) for a, b in pairwise(cuts)]
+    shuffle = np.concatenate([_shuffle_in_place(span, random) for span in spans])
+    return {"document": document, "sample": sample, "shuffle": shuffle}
+
+
+def _shuffle_in_place(values: npt.NDArray[Any], random: np.random.RandomState) -> npt.NDArray[Any]:
+    random.shuffle(values)
+    return values

@@ -1,0 +1,1 @@
+"""Token data sets on disk: reading, writing, descriptions, merging, shuffling and verification."""

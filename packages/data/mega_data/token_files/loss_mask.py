@@ -1,0 +1,85 @@
+"""Loss mask of a token data set: one byte per token, its weight in the loss in units of `ChatInfo.one`."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import DataError
+from mega_data.token_files.dataset_info import read_dataset_info
+from mega_data.token_files.indexed_reader import CHUNK, IndexedReader, get_bin_path, get_idx_path, get_mask_prefix
+
+
+def open_loss_mask(reader: IndexedReader) -> IndexedReader:
+    """Open the loss mask of a data set; its `tokens` are the bytes of all tokens, uint8 [num_tokens].
+
+    Raises:
+        DataError: when it has no mask, or that is of other sequences.
+    """
+    prefix = get_mask_prefix(reader.prefix)
+    if not get_idx_path(prefix).exists():
+        raise DataError(
+            f"{reader.prefix}: has no mask ({get_idx_path(prefix)}), which says what counts in the loss",
+            hint="make it with mega data preprocess --kind conversations",
+        )
+    mask = IndexedReader(prefix)
+    if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, reader.lengths):
+        raise DataError(f"{prefix}: not a mask of {reader.prefix}: its sequences are others", hint="make both anew")
+    return mask
+
+
+class LossWeights:
+    """Loss mask of a data set as loss weights, fp32, opened on first access.
+
+    A mask that other tools made is of 0 and 1.
+
+    Raises:
+        DataError: on opening, as `open_loss_mask`; when nothing counts, or everything though only answers should.
+    """
+
+    def __init__(self, reader: IndexedReader) -> None:
+        self._reader = reader
+
+    @cached_property
+    def _mask_and_unit(self) -> tuple[IndexedReader, int]:
+        """Mask, and the byte that stands for weight 1."""
+        info = read_dataset_info(self._reader.prefix)
+        mask, chat = open_loss_mask(self._reader), info.chat if info else None
+        if chat is None or chat.loss_on != "all":
+            _check_bytes(mask)
+        return mask, chat.one if chat else 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the bytes and of their unit."""
+        mask, one = self._mask_and_unit
+        return f"{mask.fingerprint}/{one}"
+
+    def __getitem__(self, tokens: slice) -> npt.NDArray[np.float32]:
+        mask, one = self._mask_and_unit
+        return mask.tokens[tokens].astype(np.float32) / np.float32(one)
+
+
+def _check_bytes(mask: IndexedReader) -> None:
+    """Reject a mask that counts no token or every token, read up to the first difference."""
+    some, every = False, True
+    for start in range(0, mask.num_tokens, CHUNK):
+        counts = mask.tokens[start : start + CHUNK] > 0
+        some, every = some or bool(counts.any()), every and bool(counts.all())
+        if some and not every:
+            return
+    raise DataError(
+        f"{get_bin_path(mask.prefix)}: counts "
+        + ("every token in the loss, those of questions too" if some else "no token in the loss"),
+        hint="make it anew, with a chat template that marks answers" + (", or with --loss-on all" if some else ""),
+    )
+
+
+def read_dataset_kind(reader: IndexedReader) -> str:
+    """Return the content of a data set: `text`, `conversations` or `pairs`."""
+    if not get_idx_path(get_mask_prefix(reader.prefix)).exists():
+        return "text"
+    info = read_dataset_info(reader.prefix)
+    return info.chat.kind if info and info.chat else "conversations"

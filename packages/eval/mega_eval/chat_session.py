@@ -1,0 +1,114 @@
+"""Chat session with a model: chat template, history, and one streamed answer at a time."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mega_ckpt.source import copy_assets, open_weight_source
+from mega_common.errors import DataError
+from mega_common.object_store import Location
+from mega_data.chat.chat_records import Conversation
+from mega_data.chat.chat_template import ChatTemplate, read_chat_template
+from mega_data.tokenizer import Tokenizer
+from mega_eval.inference_engine import EngineRequest, InferenceEngine
+from mega_eval.sampling import Sampling
+from mega_eval.text_stream import GenerationLimits
+
+
+def load_chat_template(model: str | Location, tokenizer: Path | None = None, file: Path | None = None) -> ChatTemplate:
+    """Load the chat template of a model, or the one next to another `tokenizer`, or from a `file`.
+
+    Raises:
+        DataError: when there is none.
+        MissingPackageError: without transformers.
+    """
+    if tokenizer is not None:
+        return read_chat_template(Tokenizer(tokenizer).path, file)
+    with tempfile.TemporaryDirectory() as folder:
+        copy_assets(open_weight_source(model), Path(folder))
+        try:
+            return read_chat_template(Path(folder) / "tokenizer.json", file)
+        except DataError as error:
+            raise DataError(error.message.replace(folder, str(model)), hint=error.hint) from None
+
+
+@dataclass
+class ChatSession:
+    """Conversation with a model.
+
+    Attributes:
+        engine: that nothing else drives meanwhile.
+        tokenizer: the model's.
+        template: its chat template.
+        sampling: how answers are drawn; answers of one conversation are different samples.
+        ends: tokens that end an answer.
+        max_new_tokens: of an answer.
+        max_length: tokens of the conversation that the model may see; the oldest turns are forgotten beyond.
+        system: what the model is told first, if anything.
+        messages: the turns so far.
+    """
+
+    engine: InferenceEngine
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    sampling: Sampling
+    ends: frozenset[int]
+    max_new_tokens: int
+    max_length: int
+    system: str | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def stream_answer(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
+        """Add a user turn and yield the answer as it is generated; `stopped()` ends it early, and the part generated so
+        far is kept.
+
+        Raises:
+            DataError: when the model has no room for so long a turn, which then is not taken.
+        """
+        before = list(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        try:
+            prompt = self._fit_prompt()
+            room = min(self.max_new_tokens, self.max_length - len(prompt))
+            turns = sum(message["role"] == "assistant" for message in before)
+            number = self.engine.add_request(
+                EngineRequest(prompt, GenerationLimits(room, (), self.ends), self.sampling, sample=turns)
+            )
+        except BaseException:
+            self.messages[:] = before
+            raise
+        answer: dict[str, Any] = {"role": "assistant", "content": ""}
+        self.messages.append(answer)
+        going = True
+        try:
+            while going and not stopped():
+                for event in self.engine.step():
+                    answer["content"] += event.text
+                    going = event.finish is None
+                    yield event.text
+        finally:
+            self.engine.cancel_request(number)
+
+    def _fit_prompt(self) -> list[int]:
+        """Return the prompt tokens; drop the oldest turns until a quarter of the context, or a whole answer, fits."""
+        wanted = min(self.max_new_tokens, self.max_length // 4)
+        while True:
+            tokens = self._encode_messages()
+            if len(tokens) + wanted <= self.max_length:
+                return tokens
+            if len(self.messages) == 1:
+                break
+            del self.messages[:2]
+        if len(tokens) < self.max_length:
+            return tokens
+        raise DataError(f"this turn has {len(tokens)} tokens, and the model has room for {self.max_length}")
+
+    def _encode_messages(self) -> list[int]:
+        """Return the tokens of all messages, rendered by the chat template."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        text = self.template.render_prompt(Conversation([*system, *self.messages], [], None, {}))
+        return self.tokenizer.encode(text)

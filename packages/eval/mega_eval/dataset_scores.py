@@ -1,0 +1,257 @@
+"""Scores of a model on a held-out data set: loss, perplexity and bits per byte.
+
+The data set is read from its first token to its last in windows of S tokens; every token but the first is predicted
+exactly once, from what stands before it in its window. All averages are over tokens, summed in fp64 in the data's order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mega_common.atomic_files import open_atomic_file
+from mega_common.errors import CheckpointError, DataError
+from mega_common.progress_logging import ProgressBar
+from mega_data.blended_dataset import SequentialDataset, open_sequential_dataset
+from mega_data.kinds.dataset_kind import TrainingSample
+from mega_data.token_files.dataset_info import DatasetInfo, TokenizerInfo, count_unpaired_answers, read_dataset_info
+from mega_data.token_files.indexed_reader import IndexedReader
+from mega_data.token_files.loss_mask import read_dataset_kind
+from mega_data.tokenizer import Tokenizer
+from mega_eval.model_loading import check_sequence_length
+from mega_trainer.model.decoder import Decoder
+
+CHUNK = 1 << 24  # tokens looked at together
+
+Losses = Iterator[tuple[float, int]]  # of each window the sum, in nats, and how many tokens it predicts
+
+
+@dataclass(frozen=True)
+class DatasetScore:
+    """Score of a model on a data set.
+
+    Attributes:
+        loss: mean cross entropy, in nats per token.
+        bits_per_byte: bits for all predicted tokens / bytes of the text; None where the bytes are not known.
+        tokens: tokens predicted.
+        windows: sequences they were predicted in.
+        seq_length: S.
+    """
+
+    loss: float
+    bits_per_byte: float | None
+    tokens: int
+    windows: int
+    seq_length: int
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity, exp(loss)."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def summary_lines(self) -> list[tuple[str, str]]:
+        """Return (name, value) pairs for display."""
+        lines = [("loss", f"{self.loss:.4f} nats per token"), ("perplexity", f"{self.perplexity:.3f}")]
+        if self.bits_per_byte is not None:
+            lines.append(("bits per byte", f"{self.bits_per_byte:.4f}"))
+        return [*lines, ("tokens", f"{self.tokens:,} in {self.windows:,} sequences of up to {self.seq_length:,}")]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the score as JSON fields; an infinite perplexity, which JSON cannot represent, is null."""
+        perplexity = self.perplexity
+        return {
+            "loss": self.loss, "perplexity": None if math.isinf(perplexity) else perplexity,
+            "bits_per_byte": self.bits_per_byte, "tokens": self.tokens, "windows": self.windows,
+            "seq_length": self.seq_length,
+        }  # fmt: skip
+
+
+def evaluate_perplexity(
+    model: Decoder, prefix: Path, seq_length: int, *, batch_size: int = 8, tokenizer: Tokenizer | None = None,
+    per_sample: Path | None = None,
+) -> DatasetScore:  # fmt: skip
+    """Score `model` on the data set `prefix`.
+
+    Args:
+        model: in eval mode.
+        prefix: the data set, without .bin and .idx.
+        seq_length: S, tokens that the model sees at once.
+        batch_size: windows computed together on a GPU. A CPU gains nothing by it and takes them one by one, so that
+            no bit of a loss depends on what else is computed.
+        tokenizer: the model's, to be compared with the one that made the data set.
+        per_sample: where to write a JSON line {"sample", "tokens", "loss"} for each window.
+
+    Raises:
+        DataError: when the data set cannot be used or is not of the model's vocabulary or tokenizer.
+        CheckpointError: when a loss is not a number.
+    """
+    info = check_eval_data(prefix, model, seq_length, tokenizer)
+    windows = open_sequential_dataset(prefix, seq_length)
+    together = 1 if model.device.type == "cpu" else batch_size
+    losses = compute_window_losses(model, windows, together)
+    return sum_window_losses(
+        losses, len(windows), prefix, model, seq_length, per_sample, text_bytes=info.text_bytes if info else 0
+    )
+
+
+def sum_window_losses(
+    losses: Losses, windows: int, prefix: Path, model: Decoder, seq_length: int, per_sample: Path | None, *,
+    text_bytes: int = 0,
+) -> DatasetScore:  # fmt: skip
+    """Return the score of a data set from the losses of its windows; `per_sample` as in `evaluate_perplexity`.
+
+    Raises:
+        DataError: when none of its tokens is predicted.
+        CheckpointError: when a loss is not a number.
+    """
+    found, tokens = [], 0
+    with ExitStack() as stack:
+        bar = stack.enter_context(ProgressBar("evaluating", total=windows, unit="sequences"))
+        out = stack.enter_context(open_atomic_file(per_sample, text=True)) if per_sample else None
+        for number, (loss, count) in enumerate(losses):
+            if not math.isfinite(loss):
+                raise CheckpointError(
+                    f"{prefix}: the loss of window {number} is {loss} in {model.dtype}", hint="try --precision fp32"
+                )
+            if out is not None:
+                out.write(json.dumps({"sample": number, "tokens": count, "loss": loss / max(count, 1)}) + "\n")
+            found.append(loss)
+            tokens += count
+            bar.advance(1)
+    if not tokens:
+        raise DataError(f"{prefix}: all of its tokens are special ones, which no encoder guesses")
+    total = math.fsum(found)
+    bits = total / math.log(2) / text_bytes if text_bytes else None
+    return DatasetScore(total / tokens, bits, tokens, windows, seq_length)
+
+
+def compute_window_losses(model: Decoder, windows: SequentialDataset, batch_size: int) -> Losses:
+    """Yield the summed loss of each window in nats, and the number of tokens that it predicts."""
+    for start in range(0, len(windows), batch_size):
+        samples = [windows[number] for number in range(start, min(start + batch_size, len(windows)))]
+        yield from zip(_batch_losses(model, samples), (int(s.loss_weights.sum()) for s in samples), strict=True)
+
+
+@torch.inference_mode()
+def _batch_losses(model: Decoder, samples: Sequence[TrainingSample]) -> list[float]:
+    """Return the summed loss of each sample of a batch."""
+    device = model.device
+    tokens, labels, weights = (
+        torch.from_numpy(np.stack(arrays)).to(device)
+        for arrays in zip(*((s.tokens, s.labels, s.loss_weights) for s in samples), strict=True)
+    )
+    positions = torch.arange(tokens.shape[1], device=device)[None]
+    x = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
+    out = []
+    for row in range(len(samples)):  # one by one: the head works in chunks of tokens, which are to be the same
+        part = slice(row, row + 1)
+        _, losses = model.compute_token_loss(x[part], labels[part], weights[part])
+        out.append(losses[weights[part] > 0].double().sum().item())
+    return out
+
+
+def check_vocabulary(prefix: Path, vocab_size: int) -> None:
+    """Check that all tokens of a data set are in the vocabulary; reads the data set once.
+
+    Raises:
+        DataError: naming the first that a model of `vocab_size` entries does not know.
+    """
+    tokens = IndexedReader(prefix).tokens
+    for start in range(0, len(tokens), CHUNK):
+        part = tokens[start : start + CHUNK]
+        wrong = np.flatnonzero((part < 0) | (part >= vocab_size))
+        if wrong.size:
+            at = start + int(wrong[0])
+            raise DataError(
+                f"{prefix}: token {tokens[at]} (number {at}) is outside the model's vocabulary of {vocab_size}",
+                hint="the data set was made with the tokenizer of another model",
+            )
+
+
+def check_eval_data(prefix: Path, model: Decoder, seq_length: int, tokenizer: Tokenizer | None) -> DatasetInfo | None:
+    """Check a data set before scoring and return its info; `tokenizer` is the model's, or None to skip its check.
+
+    Raises:
+        DataError: when it is not of the model's vocabulary or tokenizer, or the model has fewer positions.
+    """
+    info = read_dataset_info(prefix)
+    if tokenizer is not None and info is not None and info.tokenizer is not None:
+        check_same_tokenizer(prefix, info.tokenizer, tokenizer)
+    check_vocabulary(prefix, model.config.vocab_size)
+    check_sequence_length(model.config, seq_length, f"windows of {seq_length} tokens")
+    return info
+
+
+def check_same_tokenizer(prefix: Path, made_by: TokenizerInfo, tokenizer: Tokenizer) -> None:
+    """Check that a data set was made with the model's tokenizer.
+
+    Raises:
+        DataError: when they differ.
+    """
+    if made_by.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"{prefix}: made with another tokenizer ({made_by.path}, {made_by.fingerprint[:12]}) than the model's"
+            f" ({tokenizer.path}, {tokenizer.fingerprint[:12]})",
+            hint="tokenize the text with the model's tokenizer; or, where the two differ in form only, skip this check",
+        )
+
+
+@dataclass(frozen=True)
+class PreferenceAccuracy:
+    """Accuracy of a reward model on preference pairs.
+
+    Attributes:
+        accuracy: share of pairs whose chosen answer has the larger score.
+        margin: mean difference of the scores.
+        pairs: how many.
+    """
+
+    accuracy: float
+    margin: float
+    pairs: int
+
+    def summary_lines(self) -> list[tuple[str, str]]:
+        """Return (name, value) pairs for display."""
+        return [("accuracy", f"{self.accuracy:.4f} of {self.pairs:,} pairs"), ("margin", f"{self.margin:.4f}")]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as JSON fields."""
+        return asdict(self)
+
+
+@torch.inference_mode()
+def evaluate_preferences(model: Decoder, prefix: Path) -> PreferenceAccuracy:
+    """Score every answer of the preference pairs `prefix` with a reward model, each separately, at its last token.
+
+    Raises:
+        DataError: when these are no pairs, or not of the model's vocabulary.
+    """
+    reader = IndexedReader(prefix)
+    if read_dataset_kind(reader) != "pairs":
+        raise DataError(
+            f"{prefix}: holds {read_dataset_kind(reader)}, and a reward model compares the answers of pairs"
+        )
+    if unpaired := count_unpaired_answers(prefix):
+        raise DataError(
+            f"{prefix}: {unpaired} answers are rated alone, and a reward model compares the answers of pairs"
+        )
+    check_vocabulary(prefix, model.config.vocab_size)
+    check_sequence_length(model.config, int(reader.lengths.max()), f"answers of up to {reader.lengths.max()} tokens")
+    scores = np.empty(len(reader))
+    with ProgressBar("scoring", total=len(reader), unit="answers") as bar:
+        for number in range(len(reader)):
+            tokens = torch.from_numpy(reader.read_sequence(number).astype(np.int64)).to(model.device)[None]
+            positions = torch.arange(tokens.shape[1], device=model.device)[None]
+            x = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
+            scores[number] = model.compute_logits(x)[0, -1, 0].item()
+            bar.advance(1)
+    apart = scores[::2] - scores[1::2]
+    return PreferenceAccuracy(float((apart > 0).mean()), float(apart.mean()), len(apart))

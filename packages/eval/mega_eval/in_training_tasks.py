@@ -1,0 +1,129 @@
+"""Downstream tasks on a model in training, with its current weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lm_eval.tasks import TaskManager
+from torch import nn
+
+from mega_ckpt.lora_tensors import adapted_modules
+from mega_common.errors import ConfigError
+from mega_common.progress_logging import logger
+from mega_eval.harness_model import HarnessModel
+from mega_eval.harness_tasks import TaskOptions, find_harness_tasks, run_harness_tasks
+from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer, ReplicaLayout
+from mega_eval.sharded_decoders import GatheredDecoder, PipelineDecoder
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.data_check import find_run_tokenizer
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.encoder_decoder import select_model_class
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.pipeline.executor import PipelineExecutor
+
+
+@dataclass
+class TrainingTasks:
+    """Evaluation of the `eval` tasks of run.yaml, on all ranks of a run together.
+
+    Raises:
+        ConfigError: when there is no such task, or no tokenizer.
+    """
+
+    config: RunConfig
+    _begun: float = field(default_factory=time.monotonic)
+    _spent: float = 0.0
+
+    def __post_init__(self) -> None:
+        tokenizer = find_run_tokenizer(self.config.data, self.config.model.vocab_size)
+        if tokenizer is None:
+            raise ConfigError("eval.tasks: needs the tokenizer of the data", hint="data.tokenizer names its folder")
+        self._prompts = PromptTokenizer(tokenizer)
+        # Others wait while the first rank reads a data set or sums up; the watch tells that from a hang.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
+        self._manager: TaskManager = find_harness_tasks(self.config.eval.tasks, self.config.eval.include_path)
+
+    def __call__(self, executor: PipelineExecutor) -> Mapping[str, float]:
+        """Return the scores as `eval/TASK/METRIC` on the first rank; empty on other ranks, or when evaluation has used
+        up its share of the time.
+        """
+        world, parallel = executor.parallel_groups.world, self.config.parallel
+        # ZeRO-3 gathers weights over all ranks, so that these make one copy
+        block = world.size if parallel.zero == 3 else parallel.ep * parallel.expert_tp
+        replicas = ModelReplicas(
+            build_inference_model(executor, self.config), self._prompts, 8, world.rank, world.size,
+            ReplicaLayout(parallel.tp, block, parallel.pp), self._group,
+        )  # fmt: skip
+        if world.rank:
+            replicas.follow_first_rank()
+            return {}
+        begin = time.monotonic()
+        found = {} if self._spent > self.config.eval.max_share * (begin - self._begun) else self._run_tasks(replicas)
+        replicas.stop_followers()
+        self._spent += time.monotonic() - begin
+        return found
+
+    def _run_tasks(self, replicas: ModelReplicas) -> dict[str, float]:
+        """Run the tasks and return their scores by metric name."""
+        wanted, tokenizer = self.config.eval, self._prompts.tokenizer
+        model = HarnessModel(replicas, frozenset({tokenizer.eos_id or 0}), None, self.config.data.seq_length)
+        options = TaskOptions(wanted.include_path, wanted.num_fewshot, wanted.limit)
+        with torch.random.fork_rng():  # which the harness seeds
+            results = run_harness_tasks(model, wanted.tasks, options, manager=self._manager)["results"]
+        found = {
+            f"eval/{task}/{metric.removesuffix(',none')}": float(value)
+            for task, metrics in results.items()
+            for metric, value in metrics.items()
+            if isinstance(value, float) and "stderr" not in metric
+        }
+        logger.info("%s", "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items()))
+        return found
+
+
+def build_inference_model(executor: PipelineExecutor, run: RunConfig) -> Decoder:
+    """Return an inference model that shares the tensors of a model in training, with whole sequences on every rank of a
+    copy.
+    """
+    groups, live = executor.parallel_groups, executor.first_local_stage
+    config = live.config.model_copy(update={"mtp_layers": 0})
+    build = LayerBuilder(
+        config, replace(groups, cp=CommGroup("cp", (groups.world.rank,))), dtype=live.dtype, device=torch.device("meta"),
+        adapts={} if run.lora is None else adapted_modules(config, run.lora),
+    )  # fmt: skip
+    if groups.pp.size > 1:
+        own = {number: range(stage.stage.first, stage.stage.last) for number, stage in sorted(executor.stages.items())}
+        model: Decoder = PipelineDecoder(build, executor.schedule.owners, own)
+    else:
+        model = GatheredDecoder(build, live) if run.parallel.zero == 3 else select_model_class(config)(build)
+    names = set(dict(model.named_buffers()))
+    if not isinstance(model, GatheredDecoder):  # whose weights come when they are needed
+        names |= dict(model.named_parameters()).keys()
+    before = 0
+    for _, stage in sorted(executor.stages.items()):
+        _share_tensors(stage, model, names, before)
+        before += len(stage.layers)
+    return model.eval()
+
+
+def _share_tensors(live: Decoder, model: Decoder, names: Container[str], before: int) -> None:
+    """Share the tensors called `names` of one pipeline stage in training with `model`, whose layers are shifted by
+    `before`.
+    """
+    for named in (live.named_parameters(), live.named_buffers()):
+        for name, tensor in named:
+            first, _, rest = name.partition(".")
+            if first == "layers":
+                number, _, rest = rest.partition(".")
+                name = f"layers.{int(number) + before}.{rest}"
+            if name in names:  # predictors are not, nor is what they embed with
+                owner, _, last = name.rpartition(".")
+                setattr(model.get_submodule(owner), last, tensor)
+    if live.stage.heads and "matrix" in names:
+        assert isinstance(live.output_weight, nn.Parameter)
+        model.matrix = live.output_weight  # the embedding's copy, where predictors have one

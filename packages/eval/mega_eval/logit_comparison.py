@@ -1,0 +1,144 @@
+"""Check that two folders hold the same model, in whatever format, by their logits on the same tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.source import WeightSource, open_weight_source
+from mega_common.errors import CheckpointError
+from mega_common.object_store import Location
+from mega_data.token_files.indexed_reader import IndexedReader
+from mega_eval.dataset_scores import check_vocabulary
+from mega_eval.model_loading import load_inference_model, load_tokenizer
+from mega_eval.span_corruption import compute_decoder_states
+from mega_trainer.model.decoder import Decoder
+
+TOKENS = 256
+TEXT = """The quick brown fox jumps over the lazy dog. In 1843 Ada Lovelace wrote the first program, for a machine that
+was never built; it computes the numbers of Bernoulli. Zürich, Kraków, 東京, Москва. 3.14159 * 2 = 6.28318
+
+def factorial(n: int) -> int:
+    return 1 if n < 2 else n * factorial(n - 1)
+"""
+# Largest difference, as a share of the largest logit (1 at least): what is the same, and about ten roundings of what was cast.
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class LogitComparison:
+    """Largest difference between the logits of two models.
+
+    Attributes:
+        difference: the largest of any logit.
+        tolerance: what it may be.
+        tokens: how many were looked at.
+        token_source: they were.
+    """
+
+    difference: float
+    tolerance: float
+    tokens: int
+    token_source: str
+
+    def __str__(self) -> str:
+        return (
+            f"logits on {self.tokens} tokens of {self.token_source}: largest difference {self.difference:.3g}"
+            f" (tolerance {self.tolerance:.3g})"
+        )
+
+
+def compare_logits(one: str | Location, other: str | Location, data: Path | None = None) -> LogitComparison:
+    """Compare the logits of two models on the same tokens; the models run one after the other, so memory for one
+    suffices.
+
+    Weights that are the same on both sides are computed with in fp32 (fp64 where they are that), and so must give the
+    same; weights that were cast may differ as much as the narrower dtype explains.
+
+    Args:
+        one: a folder or URL of a model; its tokenizer, where it has one, makes the tokens.
+        other: the one to compare with it.
+        data: PREFIX of a token data set whose first tokens are taken instead.
+
+    Raises:
+        CheckpointError: when a logit differs by more than the tolerance, or is not a number on one side only.
+        DataError: when `data` cannot be used, or is of another vocabulary.
+    """
+    source = open_weight_source(one)
+    tokens, what = _choose_tokens(one, source, data)
+    stored = _coarsest_dtype(source), _coarsest_dtype(open_weight_source(other))
+    width = torch.float64 if stored == (torch.float64, torch.float64) else torch.float32
+    rounded = width if stored[0] == stored[1] else max(stored, key=_roundoff)
+    left, right = (_compute_outputs(path, tokens, width) for path in (one, other))
+    apart = (left - right).abs()
+    apart[left.isnan() & right.isnan()] = 0
+    found = LogitComparison(
+        difference=float(apart.nan_to_num(nan=math.inf).max()),
+        tolerance=TOLERANCES.get(rounded, 2 * _roundoff(rounded)) * max(1.0, float(left.nan_to_num().abs().max())),
+        tokens=len(tokens),
+        token_source=what,
+    )
+    if found.difference > found.tolerance:
+        raise CheckpointError(
+            f"{one}: what is compared with it is not the same model: {found}",
+            hint="where the tensors are the same, a setting is not",
+        )
+    return found
+
+
+def _choose_tokens(path: str | Location, source: WeightSource, data: Path | None) -> tuple[list[int], str]:
+    """Return the token ids to compare on, and a description of their source."""
+    count = min(TOKENS, source.model.max_position)
+    if data is not None:
+        check_vocabulary(data, source.model.vocab_size)
+        return [int(token) for token in IndexedReader(data).tokens[:count]], str(data)
+    if "tokenizer.json" in source.asset_files():
+        ids = load_tokenizer(path).encode(TEXT)[:count]
+        if max(ids, default=source.model.vocab_size) < source.model.vocab_size:
+            return ids, "text"
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(source.model.vocab_size, (count,), generator=generator).tolist(), "random numbers"
+
+
+@torch.inference_mode()
+def _compute_outputs(path: str | Location, tokens: list[int], dtype: torch.dtype) -> Tensor:
+    """Return all outputs of a model for the tokens, as one vector on the host.
+
+    That is the logits of a decoder and of an encoder-decoder, which reads the tokens and predicts them; the scores of a reward
+    model; the last hidden states of an encoder, and what its heads make of them.
+    """
+    model = load_inference_model(path, dtype=dtype, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
+    ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+    if model.config.encoder is not None:
+        return model.compute_logits(
+            compute_decoder_states(model, [tokens], [[model.config.encoder.start_token, *tokens[:-1]]])
+        ).flatten()
+    x = model(model.embed_inputs(ids, positions), model.make_forward_context(positions))
+    if model.config.causal:
+        return model.compute_logits(x).flatten()
+    return torch.cat([output.flatten() for output in _encoder_outputs(model, x)])
+
+
+def _encoder_outputs(model: Decoder, x: Tensor) -> Iterator[Tensor]:
+    """Yield the hidden states [1, S, D] of an encoder's residual stream, and the outputs of the heads that it has."""
+    states, pooler = model.head.norm(x), model.head.pooler
+    yield states
+    if model.config.masked_lm is not None:
+        yield model.compute_logits(x)
+    if pooler is not None:
+        yield pooler.segment_order_logits(states) if model.config.sentence_pairs else pooler(states)
+
+
+def _coarsest_dtype(source: WeightSource) -> torch.dtype:
+    """Return the stored dtype with the largest rounding error."""
+    return max((source.tensor_dtype(name) for name in source.tensor_names()), key=_roundoff)
+
+
+def _roundoff(dtype: torch.dtype) -> float:
+    """Return the machine epsilon of a dtype."""
+    return torch.finfo(dtype).eps

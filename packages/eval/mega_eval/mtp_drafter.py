@@ -1,0 +1,109 @@
+"""Draft tokens from the model's own multi-token-prediction (MTP) layers (arXiv:2412.19437, section 2.3).
+
+The k-th layer reads, at token i, what the one before it made there (the first: the model's normed output) and the embedding of
+token i + k, and guesses token i + k + 1. Its keys lie in the pages of the text, as those of the model's own layers do. What it read
+of a guess is read again when the token is known. Pages that a text shares with another have what that one's layers left there.
+
+Legend: N tokens of some rows, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mega_eval.engine_requests import RequestState
+from mega_eval.paged_cache import PagedCache, RowSpan
+from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.model.decoder import Decoder, apply_embedding_scale
+from mega_trainer.parallel.tensor_parallel import embed_token_ids
+
+
+class MtpDrafter:
+    """Drafter that proposes one token per MTP layer; hidden states not yet read by these layers are kept in the rows.
+
+    Args:
+        model: with its `predictors`.
+        cache: with room for their keys behind those of the model's layers.
+    """
+
+    def __init__(self, model: Decoder, cache: PagedCache) -> None:
+        self._model, self._cache = model, cache
+
+    @torch.inference_mode()
+    def record_hidden_states(self, work: Sequence[tuple[RequestState, int]], done: Sequence[int], x: Tensor) -> None:
+        """Store the final hidden states x [N, 1, D] of a step in its rows, for accepted tokens only; `done` are the
+        tokens computed before.
+        """
+        hidden, first = self._model.head.norm(x), 0
+        for (row, count), before in zip(work, done, strict=True):
+            if row.text.finish is None:
+                row.mtp_inputs = row.mtp_inputs or [hidden[:0]] * len(self._model.predictors)
+                row.mtp_inputs[0] = torch.cat([row.mtp_inputs[0], hidden[first : first + row.num_computed - before]])
+            first += count
+
+    def propose_drafts(self, rows: Sequence[RequestState]) -> list[list[int]]:
+        """Return draft tokens for each row, whose tokens are all computed but the last; none if its hidden states were
+        not recorded.
+        """
+        known = [row for row in rows if row.mtp_inputs]
+        found = iter(self._draft_tokens(known) if known else [])
+        return [next(found) if row.mtp_inputs else [] for row in rows]
+
+    @torch.inference_mode()
+    def _draft_tokens(self, rows: Sequence[RequestState]) -> list[list[int]]:
+        """Return the draft tokens of all MTP layers for each row."""
+        guesses: list[list[int]] = [[] for _ in rows]
+        inputs, unread = [row.mtp_inputs[0] for row in rows], [row.num_computed for row in rows]
+        for k in range(len(self._model.predictors)):
+            starts = [row.num_computed - len(one) for row, one in zip(rows, inputs, strict=True)]
+            made = self._run_mtp_layer(k, rows, inputs, starts, guesses)
+            last = torch.stack([one[-1] for one in made])
+            likeliest = (
+                self._model.head.compute_logits(last, self._model.get_output_projection())
+                .squeeze(1)
+                .argmax(-1)
+                .tolist()
+            )
+            for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
+                first = max(start, row.num_computed - k)  # from here on a guess was read, by the next layer one more
+                row.mtp_inputs[k] = inputs[number][first - start : unread[number] - start]
+                unread[number] = first
+                guesses[number].append(likeliest[number])
+                if k + 1 < len(row.mtp_inputs):
+                    inputs[number] = torch.cat([row.mtp_inputs[k + 1], made[number]])
+        return guesses
+
+    def _run_mtp_layer(
+        self,
+        k: int,
+        rows: Sequence[RequestState],
+        inputs: Sequence[Tensor],
+        starts: Sequence[int],
+        guesses: Sequence[list[int]],
+    ) -> list[Tensor]:
+        """Return the outputs of MTP layer k for each row's tokens from `starts`, [N, 1, D]."""
+        model, device = self._model, self._model.device
+        spans: list[RowSpan] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        for row, start, guessed in zip(rows, starts, guesses, strict=True):
+            first = len(positions)
+            positions += range(start, row.num_computed)
+            tokens += (row.tokens + guessed)[start + k + 1 : row.num_computed + k + 1]
+            spans.append(RowSpan(slice(first, len(positions)), row.num_computed, row.pages))
+        self._cache.begin_forward_pass(spans, device)
+        columns, ids = (torch.tensor(values, device=device)[:, None] for values in (positions, tokens))
+        lengths = [
+            max(len(row.request.prompt), place + 1)
+            for row, start in zip(rows, starts, strict=True)
+            for place in range(start, row.num_computed)
+        ]
+        context = model.make_forward_context(columns, sequence_bounds=SequenceBounds(lengths), cache=self._cache)
+        embedded = apply_embedding_scale(
+            embed_token_ids(ids, model.embedding.weight, model.groups.tp, sp=False), model.config
+        )
+        made: Tensor = model.predictors[k](embedded, torch.cat(list(inputs)), context)
+        return list(torch.split(made, [len(one) for one in inputs]))

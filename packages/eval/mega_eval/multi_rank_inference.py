@@ -1,0 +1,266 @@
+"""Inference on several ranks: each copy of the model is sharded over some ranks and processes its share of the samples.
+
+The first rank has the work and hands it out; the others follow it, so that all see the same samples in the same order.
+Ranks of a copy share the weights (tensor ranks), the experts or the layers, and compute the same samples.
+
+What a step brings is the same on all of them, so that the first alone need tell it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+
+from mega_common.errors import ConfigError
+from mega_common.model_config import ModelConfig
+from mega_data.tokenizer import Tokenizer
+from mega_eval.generate import Completion, generate_completions
+from mega_eval.inference_engine import EngineEvent, EngineRequest, InferenceEngine
+from mega_eval.sampling import Sampling
+from mega_eval.score import ContextContinuation, Score, pack_pair_batches, score_packed_rows
+from mega_eval.text_stream import GenerationLimits
+from mega_trainer.config.parallel_layout import ParallelLayout, check_parallel_degrees
+from mega_trainer.distributed.process_groups import ParallelGroups, build_parallel_groups
+from mega_trainer.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class ReplicaLayout:
+    """Parallel degrees of one copy of a model: `tp` ranks share each weight, `ep` the experts, `pp` the layers."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Number of adjacent ranks that hold the same layers of a copy."""
+        return max(self.tp, self.ep)
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """Number of ranks of a copy."""
+        return self.ranks_per_stage * self.pp
+
+
+def build_replica_groups(
+    model: ModelConfig, rank: int, world_size: int, replica_layout: ReplicaLayout
+) -> ParallelGroups:
+    """Build this rank's process groups; all ranks call it.
+
+    Raises:
+        ConfigError: when the model cannot be shared so.
+    """
+    check_parallel_degrees(model, tp=replica_layout.tp, ep=replica_layout.ep)
+    if replica_layout.pp > model.num_layers:
+        raise ConfigError(
+            f"pp = {replica_layout.pp}: this model has {model.num_layers} layers", hint="at most a rank for each"
+        )
+    data = world_size // replica_layout.pp // replica_layout.tp
+    layout = ParallelLayout(tp=replica_layout.tp, pp=replica_layout.pp, dp=data, ep=replica_layout.ep)
+    return build_parallel_groups(layout, rank, heads=model.shared_head_counts)
+
+
+@dataclass(frozen=True)
+class PromptTokenizer:
+    """Tokenizer of prompts with an optional length limit.
+
+    Attributes:
+        tokenizer: the model's.
+        longest: tokens of a prompt at most; of a longer one the last are kept. None: all.
+    """
+
+    tokenizer: Tokenizer
+    longest: int | None = None
+
+    @property
+    def prefix_token_id(self) -> int | None:
+        """Token that begins a text, or the end-of-text token if the vocabulary has no begin token."""
+        return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text; a text that starts with the begin token, as from chat templates, does not get a
+        second one.
+        """
+        bos = self.tokenizer.bos_id
+        spelt = bos is not None and text.startswith(self.tokenizer.decode([bos]))
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens and not spelt)
+        return ids if self.longest is None else ids[-self.longest :]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@dataclass(frozen=True)
+class ModelReplicas:
+    """Copies of a model on all ranks, for scoring and generation.
+
+    Attributes:
+        model: this rank's part of a copy, in eval mode.
+        prompts: the tokenizer.
+        batch_size: prompts that a copy continues together, and on a GPU rows that it scores together.
+        rank, world_size: this rank, and how many there are.
+        replica_layout: how these share a copy.
+        group: of all of them, where words are passed; by default torch's.
+    """
+
+    model: Decoder
+    prompts: PromptTokenizer
+    batch_size: int = 1
+    rank: int = 0
+    world_size: int = 1
+    replica_layout: ReplicaLayout = ReplicaLayout()
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def num_copies(self) -> int:
+        """Number of copies of the model."""
+        return self.world_size // self.replica_layout.ranks_per_copy
+
+    @property
+    def copy_index(self) -> int:
+        """Index of this rank's copy; the ranks of one stage of all copies are adjacent."""
+        return self.rank % (self.world_size // self.replica_layout.pp) // self.replica_layout.ranks_per_stage
+
+    def score_pairs(self, pairs: Sequence[ContextContinuation]) -> Iterator[tuple[int, Score]]:
+        """Yield the scores of pairs with their indices as they are computed; called on rank 0.
+
+        Raises:
+            DataError, CheckpointError: as `score.score` does.
+        """
+        self._broadcast_call("score", pairs)
+        for found in self._score_share(pairs):
+            yield from found.items()
+
+    def generate_completions(
+        self, prompts: Sequence[str], longest: int, limits: GenerationLimits, sampling: Sampling
+    ) -> list[Completion]:
+        """Continue prompts of at most `longest` tokens; called on rank 0.
+
+        Raises:
+            DataError: as `generate.generate` does.
+        """
+        self._broadcast_call("generate", prompts, longest, limits, sampling)
+        return self._generate_share(prompts, longest, limits, sampling)
+
+    def follow_first_rank(self) -> None:
+        """Take part in the work of rank 0 until it closes; called on all other ranks."""
+        while (work := self._receive_work()) is not None:
+            name, arguments = work
+            if name == "score":
+                for _ in self._score_share(*arguments):
+                    pass
+            else:
+                self._generate_share(*arguments)
+
+    def stop_followers(self) -> None:
+        """End `follow_first_rank` on the other ranks; called on rank 0."""
+        self._broadcast_work(None)
+
+    def _score_share(self, pairs: Sequence[ContextContinuation]) -> Iterator[dict[int, Score]]:
+        """Yield the scores of each round of batches, gathered on rank 0."""
+        together = 1 if self.model.device.type == "cpu" else self.batch_size
+        plan = pack_pair_batches(self.model, pairs, together)
+        while share := list(islice(plan, self.num_copies)):
+            mine = share[self.copy_index :][:1]
+            found = {number: one for batch in mine for number, one in score_packed_rows(self.model, batch)}
+            yield {number: one for part in self._gather_results(found) for number, one in part.items()}
+
+    def _generate_share(
+        self, prompts: Sequence[str], longest: int, limits: GenerationLimits, sampling: Sampling
+    ) -> list[Completion]:
+        # a draw depends on the number of its prompt among all
+        """Continue this copy's share of the prompts; rank 0 returns all completions in order."""
+        copies = 1 if sampling.temperature > 0 else self.num_copies
+        text, mine = replace(self.prompts, longest=longest), prompts[self.copy_index % copies :: copies]
+        found = (
+            generate_completions(self.model, text, mine, limits, sampling, batch_size=self.batch_size) if mine else []
+        )
+        parts = self._gather_results(found)
+        return [parts[number % copies][number // copies] for number in range(len(prompts))] if self.rank == 0 else []
+
+    def _broadcast_call(self, name: str, *arguments: Any) -> None:
+        """Broadcast a call to the other ranks."""
+        self._broadcast_work((name, arguments))
+
+    def _broadcast_work(self, work: object) -> None:
+        """Broadcast work, or None at the end, to the other ranks."""
+        if self.world_size > 1:
+            dist.broadcast_object_list([work], group=self.group)
+
+    def _receive_work(self) -> Any:
+        """Return the work that rank 0 broadcasts."""
+        heard = [None]
+        dist.broadcast_object_list(heard, group=self.group)
+        return heard[0]
+
+    def _gather_results(self, found: Any) -> list[Any]:
+        """Return the results of all copies on rank 0, an empty list elsewhere."""
+        if self.world_size == 1:
+            return [found]
+        everything: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        tells = self.rank == self.copy_index * self.replica_layout.ranks_per_stage
+        dist.gather_object(found if tells else None, everything, group=self.group)
+        return (everything or [])[
+            : self.num_copies * self.replica_layout.ranks_per_stage : self.replica_layout.ranks_per_stage
+        ]
+
+
+EngineRequests = list[Callable[[InferenceEngine], object]]  # what was asked since the last step
+
+
+class BroadcastingEngine(InferenceEngine):
+    """Inference engine of rank 0, which broadcasts its calls to the other ranks; arguments are those of
+    `InferenceEngine`, equal on all ranks.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._asked: EngineRequests = []
+
+    def add_request(self, request: EngineRequest) -> int:
+        """Add a request and queue it for the other ranks."""
+        number = super().add_request(request)
+        self._asked.append(partial(InferenceEngine.add_request, request=request))
+        return number
+
+    def cancel_request(self, request: int) -> None:
+        """Cancel a request and queue the call for the other ranks."""
+        super().cancel_request(request)
+        self._asked.append(partial(InferenceEngine.cancel_request, request=request))
+
+    def drop_all_requests(self) -> None:
+        """Reset the engines of all ranks before their next step."""
+        super().drop_all_requests()
+        self._asked = [InferenceEngine.drop_all_requests]
+
+    def step(self, *, isolate: bool = False) -> list[EngineEvent]:
+        """Run one engine step on all ranks."""
+        dist.broadcast_object_list([self._asked])
+        self._asked = []
+        return super().step(isolate=isolate)
+
+    def stop_followers(self) -> None:
+        """End `follow_engine_calls` on the other ranks."""
+        dist.broadcast_object_list([None])
+
+
+def follow_engine_calls(engine: InferenceEngine) -> None:
+    """Repeat the engine calls of rank 0 until it closes."""
+    while (asked := _receive_calls()) is not None:
+        for ask in asked:
+            ask(engine)
+        engine.step(isolate=True)  # the first rank reports failures
+
+
+def _receive_calls() -> EngineRequests | None:
+    """Return the calls that rank 0 broadcasts; None at the end."""
+    heard: list[EngineRequests | None] = [None]
+    dist.broadcast_object_list(heard)
+    return heard[0]

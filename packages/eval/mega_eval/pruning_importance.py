@@ -1,0 +1,107 @@
+"""Importance of the parts of a dense model, from activations on some text (arXiv:2407.14679, section 2.2; layers by
+arXiv:2403.03853).
+
+    neuron f    |h_f| before the down projection            head h    |y_h| before the output projection
+    channel c   |x_c| behind the norms of all layers        layer     1 - cos(x before it, x behind it)
+
+These are means over the tokens of a window; over windows neurons, heads and channels are added up by their squares, as the
+paper found best.
+
+Legend: W windows, S tokens, L layers, D model width, F feed-forward width, H heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mega_ckpt.shrink_model import PartImportance, check_shrinkable
+from mega_common.progress_logging import ProgressBar
+from mega_data.blended_dataset import open_sequential_dataset
+from mega_eval.dataset_scores import check_eval_data
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.transformer_layer import TransformerLayer
+
+
+def measure_importance(model: Decoder, prefix: Path, seq_length: int, *, windows: int) -> PartImportance:
+    """Measure the importance of the parts of `model`, in eval mode, on the first windows of `seq_length` tokens of the
+    data set `prefix`.
+
+    Raises:
+        ConfigError: when the model is no plain dense decoder.
+        DataError: when the data set cannot be used or is of another vocabulary.
+    """
+    check_shrinkable(model.config)
+    check_eval_data(prefix, model, seq_length, None)
+    data = open_sequential_dataset(prefix, seq_length)
+    count = min(windows, len(data))
+    with ProgressBar("measuring", total=count, unit="sequences") as bar:
+
+        def iterate_windows() -> Iterable[Tensor]:
+            for number in range(count):
+                yield torch.from_numpy(data[number].tokens).to(model.device)[None]
+                bar.advance(1)
+
+        return accumulate_importance(model, iterate_windows())
+
+
+@torch.inference_mode()
+def accumulate_importance(model: Decoder, windows: Iterable[Tensor]) -> PartImportance:
+    """Return the importance of the parts of `model` over windows int64 [1, S]."""
+    size = model.config.query_key_head_dim
+    found: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+
+    def add_activations(name: str, x: Tensor) -> None:
+        found[name] = found[name] + x.double().cpu().mean((0, 1)).square()
+
+    with ExitStack() as stack:
+        for index, layer in enumerate(model.layers):
+            assert isinstance(layer, TransformerLayer)
+            assert layer.mixer is not None
+            assert layer.feed is not None
+            down, out = layer.feed.work.down, layer.mixer.work.out
+            assert isinstance(down, nn.Module)
+            assert isinstance(out, nn.Module)
+            stack.enter_context(_capture_inputs(down, partial(_add_absolute, add_activations, f"neurons {index}")))
+            stack.enter_context(_capture_inputs(out, partial(_add_head_norms, add_activations, f"heads {index}", size)))
+            for half in (layer.mixer, layer.feed):
+                stack.enter_context(_capture_inputs(half, partial(_add_absolute, add_activations, "channels")))
+        changed = torch.zeros(len(model.layers), dtype=torch.float64)
+        for tokens in windows:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            context = model.make_forward_context(positions)
+            x = model.embed_inputs(tokens, positions)
+            for index, layer in enumerate(model.layers):
+                y = layer(x, context)
+                changed[index] += 1 - torch.cosine_similarity(x.double(), y.double(), dim=-1).mean().item()
+                x = y
+    layers = range(len(model.layers))
+    neurons, heads = (torch.stack([found[f"{name} {i}"] for i in layers]).sqrt() for name in ("neurons", "heads"))
+    return PartImportance(changed, neurons, heads, found["channels"].sqrt())
+
+
+def _add_absolute(add: Callable[[str, Tensor], None], name: str, x: Tensor) -> None:
+    """Add the absolute values of activations."""
+    add(name, x.abs())
+
+
+def _add_head_norms(add: Callable[[str, Tensor], None], name: str, size: int, x: Tensor) -> None:
+    """Add the norms of the output of each attention head."""
+    add(name, torch.linalg.vector_norm(torch.unflatten(x, -1, (-1, size)), dim=-1))
+
+
+@contextmanager
+def _capture_inputs(module: nn.Module, callback: Callable[[Tensor], None]) -> Any:
+    """Call `callback` with the input of `module` on every forward inside the `with` block."""
+    handle = module.register_forward_pre_hook(lambda _, inputs: callback(inputs[0]))
+    try:
+        yield
+    finally:
+        handle.remove()

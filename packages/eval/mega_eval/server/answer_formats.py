@@ -1,0 +1,320 @@
+"""Conversion of engine events to the JSON of OpenAI's API, as a whole answer or as a stream of chunks.
+
+Both are made from the same parts, so that the chunks of a stream put together are the whole answer.
+
+They are read in two forms: JSON within `<tool_call>` tags (Hermes, Qwen), or an answer that is the JSON of one call or of
+a list of them (Llama).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+from mega_eval.inference_engine import EngineEvent, ScoredToken
+from mega_eval.server.request_schemas import StreamOptions
+from mega_eval.server.token_spelling import TokenText, Vocabulary
+
+TokenEvent = tuple[int, ScoredToken | None]  # a token and what is known of it: nothing of the first of a prompt
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+FINISH: dict[str | None, FinishReason] = {"end": "stop", "stop": "stop", "length": "length"}
+
+
+class EchoedPrompt(NamedTuple):
+    """Prompt that is repeated at the beginning of its answer."""
+
+    text: str
+    tokens: Sequence[int]
+
+
+@dataclass
+class AnswerPart:
+    """New content of one choice.
+
+    Attributes:
+        choice: its number in the answer.
+        text: in addition.
+        tokens: each new token with what is told about it, where that was asked for.
+        count: new tokens.
+        finish: what ended it, as the API calls it.
+        begins: whether it is the first of its choice.
+        calls: of functions, in the form of the API.
+    """
+
+    choice: int
+    text: str
+    tokens: list[TokenEvent] | None
+    count: int
+    finish: FinishReason | None
+    begins: bool
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def append_part(self, more: AnswerPart) -> None:
+        """Append the next part of the same choice."""
+        self.text += more.text
+        self.count += more.count
+        self.finish = more.finish
+        if self.tokens is not None:
+            self.tokens += more.tokens or []
+
+
+@dataclass
+class TokenUsage:
+    """Token counts of an answer so far."""
+
+    prompt: int
+    completion: int = 0
+
+    def format_usage(self) -> dict[str, int]:
+        """Return the usage in the JSON form of the API."""
+        total = self.prompt + self.completion
+        return {"prompt_tokens": self.prompt, "completion_tokens": self.completion, "total_tokens": total}
+
+
+class AnswerFormat(Protocol):
+    """Interface of the answer formats of completions and of chat."""
+
+    prefix: str
+    whole: str
+    chunk: str
+
+    def format_choice(self, part: AnswerPart) -> dict[str, Any]:
+        """Return a choice of a whole answer."""
+
+    def format_delta(self, part: AnswerPart) -> dict[str, Any]:
+        """Return a choice of a chunk."""
+
+
+class TextOffsets:
+    """Character offsets of the tokens of one choice in its text.
+
+    A token inside of a character has the offset of that character. Special tokens count where the text has them.
+    """
+
+    def __init__(self) -> None:
+        self._text, self._at = "", 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next_offsets(self, tokens: Sequence[TokenText], text: str) -> list[int]:
+        """Return the offsets of the next tokens; `text` is the next part of the text."""
+        self._text += text
+        found = []
+        for token in tokens:
+            found.append(self._at)
+            self._at += len(self._shown_text(token))
+        return found
+
+    def _shown_text(self, token: TokenText) -> str:
+        """Return the text of a token as it appears in the answer."""
+        if token.special:
+            return token.text if token.text and self._text.startswith(token.text, self._at) else ""
+        piece = self._decoder.decode(token.raw)
+        if self._at == 0 and not self._text.startswith(piece):
+            return piece.lstrip(" ")  # SentencePiece drops the space that begins a text
+        return piece
+
+
+@dataclass
+class CompletionFormat:
+    """Answer format of /v1/completions."""
+
+    vocabulary: Vocabulary
+    prefix = "cmpl-"
+    whole = chunk = "text_completion"
+    _offsets: defaultdict[int, TextOffsets] = field(default_factory=lambda: defaultdict(TextOffsets))
+
+    def format_choice(self, part: AnswerPart) -> dict[str, Any]:
+        """Return a choice of a whole answer or of a chunk."""
+        logprobs = None if part.tokens is None else self._format_logprobs(part, part.tokens)
+        return {"index": part.choice, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish}
+
+    format_delta = format_choice
+
+    def _format_logprobs(self, part: AnswerPart, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
+        """Return the log-probabilities of a part in the form of the API."""
+        texts = [self.vocabulary[token] for token, _ in tokens]
+        return {
+            "tokens": [text.completion_spelling for text in texts],
+            "token_logprobs": [scored and clip_logprob(scored.logprob) for _, scored in tokens],
+            "top_logprobs": [scored and self._format_alternatives(scored) for _, scored in tokens],
+            "text_offset": self._offsets[part.choice].next_offsets(texts, part.text),
+        }
+
+    def _format_alternatives(self, scored: ScoredToken) -> dict[str, float]:
+        """Return the most likely tokens and the chosen token by text; of tokens with equal text the most likely."""
+        found: dict[str, float] = {}
+        for token, logprob in [*scored.top, (scored.token, scored.logprob)]:
+            found.setdefault(self.vocabulary[token].completion_spelling, clip_logprob(logprob))
+        return found
+
+
+@dataclass
+class ChatFormat:
+    """Answer format of /v1/chat/completions."""
+
+    vocabulary: Vocabulary
+    prefix = "chatcmpl-"
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def format_choice(self, part: AnswerPart) -> dict[str, Any]:
+        """Return a choice of a whole answer."""
+        calls = {"tool_calls": part.calls} if part.calls else {}
+        message = {"role": "assistant", "content": part.text or (None if calls else ""), **calls}
+        return {"index": part.choice, "message": message, **self._common_fields(part)}
+
+    def format_delta(self, part: AnswerPart) -> dict[str, Any]:
+        """Return a choice of a chunk; the first one has the role."""
+        role = {"role": "assistant"} if part.begins else {}
+        calls = {"tool_calls": [{"index": at, **call} for at, call in enumerate(part.calls)]} if part.calls else {}
+        return {"index": part.choice, "delta": {**role, "content": part.text, **calls}, **self._common_fields(part)}
+
+    def _common_fields(self, part: AnswerPart) -> dict[str, Any]:
+        """Return the log-probabilities and the finish reason of a part."""
+        told = [self._format_scored_token(scored) for _, scored in part.tokens or () if scored]
+        return {"logprobs": None if part.tokens is None else {"content": told}, "finish_reason": part.finish}
+
+    def _format_scored_token(self, scored: ScoredToken) -> dict[str, Any]:
+        """Return a token with its log-probability and alternatives in the form of the API."""
+        top = [self._format_token(token, logprob) for token, logprob in scored.top]
+        return {**self._format_token(scored.token, scored.logprob), "top_logprobs": top}
+
+    def _format_token(self, token: int, logprob: float) -> dict[str, Any]:
+        """Return one token with its log-probability in the form of the API."""
+        text = self.vocabulary[token]
+        return {"token": text.chat_spelling, "logprob": clip_logprob(logprob), "bytes": list(text.raw)}
+
+
+async def stream_answer_parts(
+    events: AsyncIterator[tuple[int, EngineEvent]],
+    echoes: Sequence[EchoedPrompt | None],
+    scored: bool,
+    *,
+    echo_only: bool = False,
+) -> AsyncIterator[AnswerPart]:
+    """Yield the new content of each choice as it is generated.
+
+    Args:
+        events: by the engine, with the number of the choice.
+        echoes: for each choice, the prompt that comes first in the answer, if it is to.
+        scored: whether log-probabilities are told.
+        echo_only: leave the generated tokens out.
+    """
+    begun: set[int] = set()
+    async for choice, event in events:
+        if echo_only:
+            event = replace(event, text="", tokens=[], scored=[], finish="length" if event.finish else None)
+        first = choice not in begun
+        begun.add(choice)
+        echo = echoes[choice] if first else None
+        text = echo.text + event.text if echo else event.text
+        told: list[TokenEvent] = [(one.token, one) for one in event.scored]
+        if echo and scored:
+            told = [*zip(echo.tokens, event.prompt or (), strict=True), *told]
+        yield AnswerPart(choice, text, told if scored else None, len(event.tokens), FINISH.get(event.finish), first)
+
+
+@dataclass
+class AnswerBuilder:
+    """Builder of one answer of completions or of chat.
+
+    Attributes:
+        form: of completions or of chat.
+        model: as it is served.
+        usage: tokens so far.
+    """
+
+    form: AnswerFormat
+    model: str
+    usage: TokenUsage
+
+    def __post_init__(self) -> None:
+        self._id, self._created = f"{self.form.prefix}{uuid.uuid4().hex}", int(time.time())
+
+    def _format_body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Return the JSON body of an answer or of a chunk."""
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self.model}
+        return {**head, "choices": choices, **more}
+
+    async def build_answer(self, parts: AsyncIterator[AnswerPart]) -> dict[str, Any]:
+        """Return the complete answer."""
+        choices: dict[int, AnswerPart] = {}
+        async for part in parts:
+            self.usage.completion += part.count
+            if part.begins:
+                choices[part.choice] = part
+            else:
+                choices[part.choice].append_part(part)
+        ready = [self.form.format_choice(choices[number]) for number in sorted(choices)]
+        return self._format_body(self.form.whole, ready, usage=self.usage.format_usage())
+
+    async def stream_chunks(self, parts: AsyncIterator[AnswerPart], options: StreamOptions) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events."""
+        async for part in parts:
+            self.usage.completion += part.count
+            if part.begins or part.text or part.tokens or part.finish:
+                usage = {"usage": self.usage.format_usage()} if options.continuous_usage_stats else {}
+                yield format_sse_event(self._format_body(self.form.chunk, [self.form.format_delta(part)], **usage))
+        if options.include_usage:
+            yield format_sse_event(self._format_body(self.form.chunk, [], usage=self.usage.format_usage()))
+        yield b"data: [DONE]\n\n"
+
+
+def clip_logprob(logprob: float) -> float:
+    """Return the log-probability, at least -9999: JSON has no infinity, and OpenAI's clients expect this number."""
+    return max(logprob, -9999.0)
+
+
+def format_sse_event(body: dict[str, Any]) -> bytes:
+    """Return a server-sent event with a JSON body."""
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+async def extract_tool_calls(parts: AsyncIterator[AnswerPart], names: frozenset[str]) -> AsyncIterator[AnswerPart]:
+    """Yield each choice as one complete part, with the calls of functions `names` separated from its text."""
+    open_parts: dict[int, AnswerPart] = {}
+    async for part in parts:
+        if part.choice in open_parts:
+            open_parts[part.choice].append_part(part)
+        else:
+            open_parts[part.choice] = part
+        if part.finish is not None:
+            whole = open_parts.pop(part.choice)
+            found = _parse_calls(whole.text, names)
+            if found is not None:
+                whole.text, whole.calls = found
+                whole.finish = "tool_calls"
+            yield whole
+
+
+def _parse_calls(text: str, names: frozenset[str]) -> tuple[str, list[dict[str, Any]]] | None:
+    """Return the text before the calls, and the calls; None if there are none, or one cannot be parsed."""
+    tagged = CALL.findall(text)
+    try:
+        read = [json.loads(one) for one in tagged] if tagged else json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    calls = read if isinstance(read, list) else [read]
+    if not calls or not all(isinstance(call, dict) and call.get("name") in names for call in calls):
+        return None
+    before = text.partition("<tool_call>")[0].rstrip() if tagged else ""
+    return before, [_format_call(call) for call in calls]
+
+
+def _format_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a function call in the form of the API."""
+    arguments = call.get("arguments", call.get("parameters", {}))
+    spelt = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": call["name"], "arguments": spelt}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}

@@ -1,0 +1,134 @@
+"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}` with an HTTP status."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
+from fastapi.requests import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from mega_common.errors import MegaError
+from mega_eval.server.request_validation import describe_value
+
+CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "server_busy", 503: "unavailable", 504: "timeout"}
+
+
+class ApiRequestError(Exception):
+    """Error response to a request.
+
+    Attributes:
+        status: of HTTP.
+        message: what is wrong.
+        param: the field that is to blame.
+        code: a word for programs.
+        retry_after: seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
+        self.code = code or CODES.get(status)
+
+    def format_error_body(self) -> dict[str, Any]:
+        """Return the error in the JSON form of the API."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def make_response(self) -> Response:
+        """Return the HTTP response."""
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
+        # a message may quote half a character, which UTF-8 cannot spell and JSON's escapes can
+        return Response(json.dumps(self.format_error_body()), self.status, headers, media_type="application/json")
+
+
+class ErrorDetail(BaseModel):
+    """Description of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of every unsuccessful answer."""
+
+    error: ErrorDetail
+
+
+def translate_error(error: Exception) -> ApiRequestError:
+    """Return any error as an error response; internal errors reveal no details."""
+    if isinstance(error, ApiRequestError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _translate_validation_errors(error.errors())
+    if isinstance(error, StarletteHTTPException):
+        return ApiRequestError(400 if error.status_code == 422 else error.status_code, str(error.detail))
+    if isinstance(error, MegaError):
+        return ApiRequestError(400 if error.exit_status == 2 else 500, str(error).replace("\n  ", "; "))
+    return ApiRequestError(500, "internal error; the server's log has more")
+
+
+def _translate_validation_errors(found: Sequence[Any]) -> ApiRequestError:
+    """Return one sentence for each wrong field, up to eight of them; `param` is the first."""
+    if found[0]["type"] == "json_invalid":
+        return ApiRequestError(
+            400, f"the body is not JSON ({found[0]['ctx']['error']} at character {found[0]['loc'][-1]})"
+        )
+    sentences = dict.fromkeys(_format_field_error(one) for one in found[:8])
+    return ApiRequestError(400, "; ".join(sentences), param=_field_path(found[0]["loc"][:2]) or _named_field(found[0]))
+
+
+def _format_field_error(error: Mapping[str, Any]) -> str:
+    """Return the error of a field as a sentence, in pydantic's words if the schema has none of its own."""
+    field, message = _field_path(error["loc"]), error["msg"].removeprefix("Value error, ")
+    if error["type"] == "missing":
+        return f"{field or 'body'} is required"
+    if error["type"] in ("value_error", "sentence") and not message.startswith(("must", "has")):
+        return f"{field}: {message}" if field else message
+    if error["type"] not in ("value_error", "sentence", "union"):
+        message = re.sub(r"^(Input|List|String|Dictionary) should", "must", message, count=1)
+        message += f"; found {describe_value(error['input'])}" if message.startswith("must be") else ""
+    joined = " " if message.startswith(("must", "has")) else ": "
+    return f"{field or 'body'}{joined}{message}"
+
+
+def _named_field(error: Mapping[str, Any]) -> str | None:
+    """Return the field that a check of the whole body names as wrong."""
+    context = error.get("ctx") or {}
+    field = context.get("field") or getattr(context.get("error"), "field", None)
+    return None if field is None else str(field)
+
+
+def _field_path(place: Sequence[Any]) -> str:
+    """Return the path of a field, without the bracketed names of union arms."""
+    steps = [str(step) for step in place if step != "body"]
+    return ".".join(step for step in steps if not step.startswith("["))[:200]
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Register the error handlers of `app`."""
+
+    async def send_error_response(_: Request, error: Exception) -> Response:
+        return translate_error(error).make_response()
+
+    for kind in (ApiRequestError, MegaError, RequestValidationError, StarletteHTTPException, HTTPException, Exception):
+        app.add_exception_handler(kind, send_error_response)

@@ -1,0 +1,222 @@
+"""Routes of the server as one FastAPI application behind the request gate."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from fastapi.requests import Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import Receive, Scope, Send
+
+from mega_eval.server import api_errors
+from mega_eval.server.api_errors import ApiRequestError, ErrorBody
+from mega_eval.server.embeddings_api import EmbeddingRequest
+from mega_eval.server.model_service import ModelService, RunningAnswer
+from mega_eval.server.request_gate import RequestGate, ServerLimits
+from mega_eval.server.request_schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from mega_eval.server.responses_api import ResponsesRequest
+
+T = TypeVar("T")
+
+
+def create_application(service: ModelService, bounds: ServerLimits) -> RequestGate:
+    """Return the application; the service's driver must be started before the first request."""
+    app = FastAPI(
+        title="mega",
+        summary="OpenAI-compatible access to one language model and its adapters",
+        version=service.version,
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+    )
+    api_errors.install_error_handlers(app)
+    gate = RequestGate(app, bounds, service.metrics)
+    _add_answer_routes(app, service)
+    _add_tokenizer_routes(app, service)
+    _add_info_routes(app, service, gate)
+    _add_web_page(app)
+    return gate
+
+
+def _add_answer_routes(app: FastAPI, service: ModelService) -> None:
+    """Add the routes that generate answers."""
+
+    @app.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts."""
+        service.check_model_name(body.model)
+        return await _send_answer(request, lambda: service.start_completion(body), body.stream, body.stream_options)
+
+    @app.post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        """Answer in a conversation."""
+        service.check_model_name(body.model)
+        return await _send_answer(request, lambda: service.start_chat_answer(body), body.stream, body.stream_options)
+
+    @app.post("/v1/responses")
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a text or a conversation, without stored state."""
+        service.check_model_name(body.model)
+        return await _send_answer(request, lambda: service.start_response(body), body.stream, body.stream_options)
+
+    @app.post("/v1/embeddings")
+    async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Compute vectors of texts, as the sentence-transformers folder declares, else the mean of the last hidden
+        states.
+        """
+        service.check_model_name(body.model)
+        return JSONResponse(await _cancel_on_disconnect(request, service.compute_embeddings(body)))
+
+
+async def _send_answer(
+    request: Request, begin: Callable[[], Awaitable[RunningAnswer]], stream: bool | None, options: StreamOptions | None
+) -> Response:
+    """Return the answer, whole or as an event stream."""
+    if stream:
+        return _EventStream(await begin(), options or StreamOptions())
+
+    async def build_whole_answer() -> dict[str, object]:
+        return await (await begin()).build_answer()
+
+    return JSONResponse(await _cancel_on_disconnect(request, build_whole_answer()))
+
+
+class _EventStream(StreamingResponse):
+    """Streaming response that ends with its client, even before the first chunk is requested."""
+
+    def __init__(self, running: RunningAnswer, options: StreamOptions) -> None:
+        super().__init__(running.stream_chunks(options), media_type="text/event-stream")
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._running.release_requests()
+
+
+async def _cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`, which is cancelled when the client disconnects."""
+    doing = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ApiRequestError(499, "the client has gone")
+        return doing.result()
+    finally:
+        for task in (doing, gone):
+            task.cancel()
+        await asyncio.gather(doing, gone, return_exceptions=True)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    """Return when the client disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _add_tokenizer_routes(app: FastAPI, service: ModelService) -> None:
+    """Add the routes of the tokenizer."""
+
+    @app.post("/tokenize")
+    async def tokenize_text(body: TokenizeRequest) -> dict[str, Any]:
+        """Return the tokens of a text or of a conversation."""
+        service.check_model_name(body.model)
+        if body.messages is not None:
+            tokens = await service.encode_chat_prompt(body.messages, body)
+        else:
+            tokens = await service.encode_text(body.prompt or "", special=body.add_special_tokens)
+        names = {"token_strs": service.list_token_names(tokens)} if body.return_token_strs else {}
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_length, **names}
+
+    @app.post("/detokenize")
+    async def detokenize_tokens(body: DetokenizeRequest) -> dict[str, str]:
+        """Return the text of tokens."""
+        service.check_model_name(body.model)
+        return {"prompt": await service.decode_tokens(body.tokens)}
+
+    @app.get("/tokenizer_info")
+    async def get_tokenizer_info() -> dict[str, str | None]:
+        """Return the special tokens and the chat template of the tokenizer."""
+        return service.describe_tokenizer()
+
+
+def _add_info_routes(app: FastAPI, service: ModelService, gate: RequestGate) -> None:
+    """Add the routes about the model and the state of the server."""
+
+    def make_model_card(name: str) -> dict[str, Any]:
+        adapter = name in service.adapters
+        return {
+            "id": name, "object": "model", "created": service.created, "owned_by": "mega",
+            "max_model_len": service.max_length, "root": service.adapters[name] if adapter else service.name,
+            "parent": service.name if adapter else None,
+        }  # fmt: skip
+
+    @app.get("/v1/models/", include_in_schema=False)
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        """List the model and its adapters, each as a model."""
+        return {"object": "list", "data": [make_model_card(name) for name in (service.name, *service.adapters)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model_card(name: str) -> dict[str, Any]:
+        """Return the model of that name."""
+        service.check_model_name(name)
+        return make_model_card(name)
+
+    @app.get("/health")
+    async def check_health() -> dict[str, str]:
+        """Return status 200 if requests are answered, else 503."""
+        if service.driver.failure is not None:
+            raise ApiRequestError(503, "the engine has failed")
+        if (seconds := service.driver.busy_seconds()) > service.seconds:
+            raise ApiRequestError(503, f"the engine hangs: its step has not ended for {seconds:.0f} seconds")
+        if gate.draining:
+            raise ApiRequestError(503, "the server is shutting down")
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def get_version() -> dict[str, str]:
+        """Return the version of mega."""
+        return {"version": service.version}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def get_metrics() -> Response:
+        """Return counters for Prometheus."""
+        return Response(service.metrics.render_metrics(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_web_page(app: FastAPI) -> None:
+    """Add the route of the web page."""
+    page = (resources.files("mega_eval.server") / "page.html").read_text(encoding="utf-8")
+    allowed = {f"{kind}-src": _csp_hash(page, tag) for kind, tag in (("script", "script"), ("style", "style"))}
+    policy = {
+        "default-src": "'none'", **allowed, "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }  # fmt: skip
+    headers = {"content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items())}
+
+    @app.get("/", include_in_schema=False)
+    async def get_index_page() -> Response:
+        return HTMLResponse(page, headers=headers)
+
+
+def _csp_hash(page: str, tag: str) -> str:
+    """Return the content-security-policy hash of the only script or style in the page."""
+    (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"

@@ -1,0 +1,107 @@
+"""Tools that a chat may call, in its request and in its prompt.
+
+A chat template that knows tools renders them; for any other they are described in the system message. Where a call is
+required, the answer is constrained to the JSON of one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mega_eval.server.request_validation import StrictRequestModel, expect_union
+
+FOREIGN = re.compile(
+    r"\[TOOL_CALLS\]|<｜tool|<\|channel\|>|<function=|<\|tool_calls_section_begin\|>|<\|START_ACTION\|>"
+)
+"""Marks of templates whose calls have another form."""
+
+DESCRIPTION = """You can call functions. Their JSON schemas are, one a line:
+<tools>
+{tools}
+</tools>
+To call a function, answer with its name and arguments as a JSON object:
+<tool_call>
+{{"name": NAME, "arguments": ARGUMENTS}}
+</tool_call>"""
+
+
+class ToolFunction(StrictRequestModel):
+    """Function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(StrictRequestModel):
+    """Entry of `tools`."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(StrictRequestModel):
+    """Name of a function."""
+
+    name: str
+
+
+class NamedToolChoice(StrictRequestModel):
+    """Choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedToolChoice,
+    Field(),
+    expect_union('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'),
+]
+
+
+def make_call_schema(tools: Sequence[ChatTool]) -> str:
+    """Return the JSON schema of a call of one of `tools`."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]  # fmt: skip
+    schema = calls[0] if len(calls) == 1 else {"type": "object", "anyOf": calls}
+    return json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})  # llguidance: JSON without spaces
+
+
+def describe_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the tools in the system message, for templates that do not render them."""
+    text = DESCRIPTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
+    if messages[0]["role"] == "system":
+        first, *rest = messages
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def parse_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as objects instead of JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_parse_arguments(call) for call in calls]}
+
+
+def _parse_arguments(call: Any) -> Any:
+    """Return one call with its arguments as an object, or unchanged if they are not JSON."""
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (KeyError, TypeError, ValueError):
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -1,0 +1,133 @@
+"""Endpoint /v1/embeddings: vectors of texts, computed in the engine's thread between two of its steps.
+
+Legend: N texts, P width of a vector.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import Field
+
+from mega_data.tokenizer import Tokenizer
+from mega_eval.sentence_transformers_folder import SentenceFolderSettings, log_folder_settings, read_sentence_folder
+from mega_eval.server.request_schemas import RequestBody
+from mega_eval.server.request_validation import Many, TokenId, expect_union
+from mega_eval.text_embedding import TextEmbedder, check_pooling_modes
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.parallel.lora_layers import AdapterSelection
+
+BATCH_TOKENS = 2048  # tokens of one batch, which the steps of the engine wait for
+
+Vectors = npt.NDArray[np.float32]
+EmbeddingInputField = Annotated[
+    str | Many[str] | Many[TokenId] | Many[Many[TokenId]],
+    Field(min_length=1, max_length=1_000_000),
+    expect_union("a text, a list of texts, a list of token ids or a list of lists of token ids, and not empty"),
+]
+
+
+class EmbeddingRequest(RequestBody):
+    """Body of /v1/embeddings."""
+
+    input: EmbeddingInputField
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: Annotated[int | None, Field(ge=1, description="must be the width of the model's vectors")] = None
+
+    def list_input_texts(self) -> list[str | list[int]]:
+        """Return each input, as text or tokens."""
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return [self.input]
+        return list(self.input)
+
+
+@dataclass(frozen=True)
+class ServedEmbedder:
+    """Embedding model of the server, which computes the vectors of `mega embed`.
+
+    Attributes:
+        texts: model, tokenizer and settings.
+        adapters: of the model; texts are embedded without any.
+        declared: whether the settings are those of a sentence-transformers folder.
+        width: numbers of a vector.
+    """
+
+    texts: TextEmbedder
+    adapters: AdapterSelection
+    declared: bool
+    width: int
+
+    @property
+    def default_prompt(self) -> str:
+        """Default prompt of the folder, which is put in front of every text."""
+        return self.texts.settings.select_prompt(None)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the tokens of a text, truncated only if a sentence-transformers folder declares a maximum length."""
+        if self.declared:
+            return self.texts.encode_texts([text], self.default_prompt)[0]
+        return self.texts.encode_untruncated(text)
+
+    def __call__(self, texts: Sequence[Sequence[int]]) -> Vectors:
+        """Return the vectors, fp32 [N, P]; call it in the engine's thread, since two passes may not run at the same
+        time.
+        """
+        self.adapters.select_adapters([], self.texts.model.device)
+        return self.texts.embed_token_ids(
+            texts, prompt=self.default_prompt, batch_tokens=BATCH_TOKENS, advance=lambda _: None
+        )
+
+
+def make_served_embedder(
+    folder: str, model: Decoder, tokenizer: Tokenizer, adapters: AdapterSelection
+) -> ServedEmbedder:
+    """Return the embedder of a served model: as its sentence-transformers folder declares, else the mean of length 1.
+
+    Raises:
+        CheckpointError: when a declared module or setting is not supported.
+        ConfigError: when the declared default prompt is missing, or for `cls` pooling, which requires an encoder.
+    """
+    found = read_sentence_folder(Path(folder))
+    settings = found or SentenceFolderSettings(Path(folder), normalized=True)
+    settings.select_prompt(None)
+    check_pooling_modes(model, settings.modes)
+    if found is not None:
+        log_folder_settings(settings)
+    pooled = torch.zeros(1, model.config.hidden_size * len(settings.modes))
+    for layer in settings.layers:
+        pooled = layer(pooled)
+    return ServedEmbedder(TextEmbedder(model, tokenizer, settings), adapters, found is not None, pooled.shape[1])
+
+
+def split_into_batches(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Split texts into batches of about `BATCH_TOKENS`, in their order."""
+    batch: list[Sequence[int]] = []
+    for text in texts:
+        if batch and sum(map(len, batch)) + len(text) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(text)
+    yield batch
+
+
+def format_embeddings(vectors: Vectors, model: str, tokens: int, encoding: str | None) -> dict[str, Any]:
+    """Return the JSON body of the answer; base64 is of fp32 in little-endian order."""
+
+    def encode_vector(vector: Vectors) -> str | list[float]:
+        if encoding == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        numbers: list[float] = vector.tolist()
+        return numbers
+
+    data = [
+        {"object": "embedding", "index": at, "embedding": encode_vector(vector)} for at, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}

@@ -1,0 +1,426 @@
+"""Service of one model: encodes prompts, submits requests to the engine and formats its events as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from anyio import CapacityLimiter, to_thread
+
+from mega_data.chat.chat_records import Conversation
+from mega_data.chat.chat_template import ChatTemplate
+from mega_data.tokenizer import Tokenizer
+from mega_eval.inference_engine import EngineRequest
+from mega_eval.sampling import Sampling
+from mega_eval.server.answer_formats import (
+    AnswerBuilder,
+    AnswerFormat,
+    AnswerPart,
+    ChatFormat,
+    CompletionFormat,
+    EchoedPrompt,
+    TokenUsage,
+    extract_tool_calls,
+    format_sse_event,
+    stream_answer_parts,
+)
+from mega_eval.server.api_errors import ApiRequestError, translate_error
+from mega_eval.server.chat_tools import FOREIGN, describe_tools
+from mega_eval.server.embeddings_api import EmbeddingRequest, ServedEmbedder, format_embeddings, split_into_batches
+from mega_eval.server.engine_driver import EngineDriver, RequestGroup
+from mega_eval.server.request_schemas import (
+    ChatMessage,
+    ChatRequest,
+    ChatTemplateFields,
+    CompletionRequest,
+    GenerationRequestBody,
+    StreamOptions,
+)
+from mega_eval.server.responses_api import ResponsesAnswerBuilder, ResponsesRequest
+from mega_eval.server.server_metrics import ServerMetrics
+from mega_eval.server.token_spelling import Vocabulary, find_max_token_bytes
+from mega_eval.server.worker_processes import WorkerProcesses
+from mega_eval.text_stream import GenerationLimits
+
+NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an adapter"
+
+
+@dataclass
+class ModelService:
+    """Served model with its tokenizer, chat template and engine.
+
+    Attributes:
+        name: as clients call it.
+        version: of mega.
+        driver: runs the engine.
+        tokenizer: of the model.
+        template: of its chats; None: it has none.
+        ends: tokens that end a text.
+        default_sampling: how the model wants tokens drawn where a request does not say.
+        max_length: tokens of a prompt and its continuation.
+        vocab_size: of the model.
+        seconds: for one answer.
+        metrics: where tokens are counted.
+        adapters: of the model, where each came from by its name, by which clients call the model with it.
+        embedder: makes vectors of texts; a text says why there is none, None: for this kind of model.
+    """
+
+    name: str
+    version: str
+    driver: EngineDriver
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    ends: frozenset[int]
+    default_sampling: Mapping[str, Any]
+    max_length: int
+    vocab_size: int
+    seconds: float
+    metrics: ServerMetrics
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    embedder: ServedEmbedder | str | None = None
+
+    def __post_init__(self) -> None:
+        self.created = int(time.time())
+        self.vocabulary = Vocabulary(self.tokenizer)
+        # Encoding takes a hundred times the memory of the text: few at once, and beside the event loop.
+        self._encoders = CapacityLimiter(2)
+        self._workers = WorkerProcesses(getattr(self.driver.engine, "grammars", None))
+        self._longest = find_max_token_bytes(self.tokenizer)
+
+    def check_model_name(self, name: str | None) -> None:
+        """Refuse requests for a model other than this one or one of its adapters."""
+        if name not in (None, self.name, *self.adapters):
+            raise ApiRequestError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
+
+    async def encode_text(self, text: str, *, special: bool) -> list[int]:
+        """Return the tokens of a text, with the tokenizer's surrounding special tokens (`special`) or without."""
+
+        def encode_in_thread() -> list[int]:
+            # a batch of one: other threads run meanwhile
+            ids: list[int] = self.tokenizer.backend.encode_batch([text], add_special_tokens=special)[0].ids
+            return ids
+
+        _check_unicode(text)
+        return await to_thread.run_sync(encode_in_thread, limiter=self._encoders)
+
+    async def decode_tokens(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        largest = max(tokens, default=0)
+        if largest >= self.vocab_size:
+            raise ApiRequestError(400, f"token {largest} is outside the model's vocabulary of {self.vocab_size}")
+        return await to_thread.run_sync(self.tokenizer.decode, tokens, limiter=self._encoders)
+
+    def list_token_names(self, tokens: Sequence[int]) -> list[str | None]:
+        """Return the entries of tokens in the tokenizer's vocabulary."""
+        return [self.tokenizer.backend.id_to_token(token) for token in tokens]
+
+    async def encode_chat_prompt(self, messages: Sequence[ChatMessage], how: ChatTemplateFields) -> list[int]:
+        """Return the tokens of a conversation, up to the beginning of the answer."""
+        if self.template is None:
+            raise ApiRequestError(400, "this model has no chat template; use /v1/completions", param="messages")
+        given, tools = [message.to_template_message() for message in messages], self._template_tools(how)
+        if tools and not self.template.renders_tools:
+            given, tools = describe_tools(given, tools), []
+        going_on = bool(how.continue_final_message)
+        begins = how.add_generation_prompt if how.add_generation_prompt is not None else not going_on
+        conversation = Conversation(given, [], tools or None, dict(how.chat_template_kwargs or {}))
+        text = await self._workers.render_chat(self.template, conversation, begins, going_on)
+        if isinstance(how, GenerationRequestBody):
+            self._check_text_size(text, how)
+        return await self.encode_text(text, special=False)
+
+    async def start_completion(self, body: CompletionRequest) -> RunningAnswer:
+        """Start a completion."""
+        given, prompts = body.list_prompts(), []
+        self.driver.check_capacity(len(given) * (body.n or 1))  # before the work of encoding them
+        for prompt in given:
+            if isinstance(prompt, str):
+                self._check_text_size(prompt, body)
+            tokens = (
+                prompt if isinstance(prompt, list) else await self.encode_text(prompt, special=body.add_special_tokens)
+            )
+            prompts.append(self._truncate_prompt(tokens, body))
+        echoes: list[EchoedPrompt | None] = [None] * len(given)
+        if body.echo:
+            texts = [
+                prompt
+                if isinstance(prompt, str) and body.truncate_prompt_tokens is None
+                else await self.decode_tokens(tokens)
+                for prompt, tokens in zip(given, prompts, strict=True)
+            ]
+            echoes = [EchoedPrompt(text, tokens) for text, tokens in zip(texts, prompts, strict=True)]
+        return await self._start_answer(
+            body, self._answer_builder(CompletionFormat(self.vocabulary), body.model), prompts, echoes
+        )
+
+    async def start_chat_answer(self, body: ChatRequest) -> RunningAnswer:
+        """Start an answer in a chat."""
+        self.driver.check_capacity(body.n or 1)
+        prompt = self._truncate_prompt(await self.encode_chat_prompt(body.messages, body), body)
+        return await self._start_answer(
+            body, self._answer_builder(ChatFormat(self.vocabulary), body.model), [prompt], [None]
+        )
+
+    async def start_response(self, body: ResponsesRequest) -> RunningAnswer:
+        """Start an answer of the Responses API."""
+        self.driver.check_capacity(1)
+        asked = body.to_chat_request()
+        prompt = await self.encode_chat_prompt(asked.messages, asked)
+        return await self._start_answer(
+            asked, partial(ResponsesAnswerBuilder, body, body.model or self.name), [prompt], [None]
+        )
+
+    def _answer_builder(self, form: AnswerFormat, model: str | None) -> Callable[[TokenUsage], AnswerBuilder]:
+        """Return a function that makes the answer builder for a token usage."""
+        return partial(AnswerBuilder, form, model or self.name)
+
+    async def compute_embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
+        """Return the vectors of texts."""
+        embedder = self.embedder
+        if not isinstance(embedder, ServedEmbedder) or body.model in self.adapters:
+            message = embedder if isinstance(embedder, str) else NO_EMBEDDINGS
+            raise ApiRequestError(400, message, param="model")
+        if body.dimensions not in (None, embedder.width):
+            message = f"dimensions must be {embedder.width}, the width of the model's vectors; found {body.dimensions}"
+            raise ApiRequestError(400, message, param="dimensions")
+        texts = [await self._encode_for_embedding(embedder, text) for text in body.list_input_texts()]
+        vectors = [
+            await self.driver.run_in_engine_thread(partial(embedder, batch)) for batch in split_into_batches(texts)
+        ]
+        tokens_read = sum(map(len, texts))
+        self.metrics.record_tokens(tokens_read, 0)
+        return format_embeddings(np.concatenate(vectors), body.model or self.name, tokens_read, body.encoding_format)
+
+    async def _encode_for_embedding(self, embedder: ServedEmbedder, text: str | list[int]) -> list[int]:
+        """Return the tokens of a text to embed."""
+        if not text:
+            raise ApiRequestError(400, "input must not have an empty text", param="input")
+        if isinstance(text, list) and embedder.default_prompt:
+            message = f"input must be text, since the model puts its prompt {embedder.default_prompt!r} in front; found token ids"
+            raise ApiRequestError(400, message, param="input")
+        if isinstance(text, str):
+            _check_unicode(text)
+            text = await to_thread.run_sync(embedder.encode_text, text, limiter=self._encoders)
+        self._check_token_ids(text, "input")
+        most = min(self.max_length, embedder.texts.model.config.max_position)
+        if embedder.declared:
+            most = min(most, embedder.texts.max_length)
+        if len(text) > most:
+            raise ApiRequestError(
+                400,
+                f"This model's maximum context length is {most} tokens; a text of input has {len(text)}.",
+                param="input",
+                code="context_length_exceeded",
+            )
+        if not text:
+            raise ApiRequestError(400, "input must not have an empty text: one has no tokens", param="input")
+        return text
+
+    def describe_tokenizer(self) -> dict[str, str | None]:
+        """Return the special tokens and the chat template, by the names of tokenizer_config.json."""
+        begin = None if self.tokenizer.bos_id is None else self.vocabulary[self.tokenizer.bos_id].text
+        facts = {} if self.template is None else self.template.get_template_config()
+        none = {"pad_token": None, "chat_template": None}
+        return {**none, "bos_token": begin, "eos_token": self.tokenizer.eos_token, **facts}
+
+    def _template_tools(self, how: ChatTemplateFields) -> list[dict[str, Any]]:
+        """Return the tools of a chat, as templates expect them."""
+        found = how.list_callable_tools() if isinstance(how, ChatRequest) else []
+        if found and self.template is not None and self.template.renders_tools:
+            foreign = FOREIGN.search(self.template.get_template_config()["chat_template"])
+            if foreign:
+                raise ApiRequestError(
+                    400,
+                    f"tools are not supported with this chat template, whose calls begin with {foreign[0]!r}",
+                    param="tools",
+                )
+        return [tool.model_dump(exclude_none=True) for tool in found]
+
+    def _check_text_size(self, text: str, body: GenerationRequestBody) -> None:
+        """Refuse a text with more bytes than the model's longest prompt can have, before it is encoded."""
+        if self._longest is None or body.truncate_prompt_tokens is not None:
+            return
+        size, most = len(text.encode(errors="replace")), self._longest * self.max_length
+        if size > most:
+            raise ApiRequestError(
+                400,
+                f"This model's maximum context length is {self.max_length} tokens, of {most} bytes at most; "
+                f"the prompt has {size} bytes.",
+                code="context_length_exceeded",
+            )
+
+    def _truncate_prompt(self, prompt: list[int], body: GenerationRequestBody) -> list[int]:
+        """Return the last `truncate_prompt_tokens` of a prompt; -1 keeps as many as leave room for the answer."""
+        kept = body.truncate_prompt_tokens
+        if kept == -1:
+            kept = max(1, self.max_length - (body.get_max_new_tokens() or 1))
+        return prompt if kept is None else prompt[-kept:]
+
+    async def _start_answer(
+        self,
+        body: GenerationRequestBody,
+        answer_for: Callable[[TokenUsage], AnswerBuilder | ResponsesAnswerBuilder],
+        prompts: Sequence[list[int]],
+        echoes: Sequence[EchoedPrompt | None],
+    ) -> RunningAnswer:
+        """Submit `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
+        choices, alternatives, asked = body.n or 1, body.count_alternatives(), self._make_limits(body)
+        sampling = await self._make_sampling(body, asked)
+        if (grammar := body.resolve_constraint()) is not None:
+            await self._workers.prepare_grammar(grammar, asked.ends)
+        requests = [
+            EngineRequest(
+                prompt,
+                replace(asked, max_new_tokens=self._count_new_tokens(prompt, body.get_max_new_tokens()) or 1),
+                sampling,
+                sample=choice,
+                logprobs=alternatives,
+                prompt_logprobs=echo is not None and alternatives is not None,
+                grammar=body.resolve_constraint(),
+                adapter=body.model if body.model in self.adapters else None,
+            )
+            for prompt, echo in zip(prompts, echoes, strict=True)
+            for choice in range(choices)
+        ]
+        answer = answer_for(TokenUsage(sum(map(len, prompts))))
+        group = await self.driver.submit_requests(requests)
+        told = stream_answer_parts(
+            group.iterate_events(), [echo for echo in echoes for _ in range(choices)], alternatives is not None,
+            echo_only=body.get_max_new_tokens() == 0,
+        )  # fmt: skip
+        if isinstance(body, ChatRequest) and (tools := body.list_callable_tools()):
+            told = extract_tool_calls(told, frozenset(tool.function.name for tool in tools))
+        return RunningAnswer(self, answer, group, told, time.monotonic() + self.seconds)
+
+    def _make_limits(self, body: GenerationRequestBody) -> GenerationLimits:
+        """Return the generation limits of a request; a stop string that is a special token becomes a stop token."""
+        strings, tokens = list(body.list_stop_strings()), set(body.stop_token_ids or ())
+        if body.skip_special_tokens is not False:  # else special tokens are in the text
+            tokens |= {self.vocabulary.specials[stop] for stop in strings if stop in self.vocabulary.specials}
+            strings = [stop for stop in strings if stop not in self.vocabulary.specials]
+            mixed = [(stop, name) for stop in strings for name in self.vocabulary.specials if name in stop]
+            if mixed:
+                stop, name = mixed[0]
+                message = f"stop mixes the special token {name!r} with other text ({stop!r}); send {name!r} alone"
+                raise ApiRequestError(400, message, param="stop")
+        self._check_token_ids(body.stop_token_ids or (), "stop_token_ids")
+        least, most = body.min_tokens or 0, body.get_max_new_tokens()
+        if most is not None and least > most:
+            raise ApiRequestError(
+                400, f"min_tokens ({least}) must be at most the maximum of {most} tokens", param="min_tokens"
+            )
+        return GenerationLimits(
+            stop=strings,
+            ends=() if body.ignore_eos else self.ends,
+            stop_tokens=frozenset(tokens),
+            min_new_tokens=least,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+        )
+
+    async def _make_sampling(self, body: GenerationRequestBody, limits: GenerationLimits) -> Sampling:
+        """Return the sampling settings; a field of the request overrides the setting of the model's own files."""
+        self._check_token_ids([int(token) for token in body.logit_bias or ()], "logit_bias")
+        self._check_token_ids(body.allowed_token_ids or (), "allowed_token_ids")
+        ends = {*limits.ends, *limits.stop_tokens}
+        if body.min_tokens and body.allowed_token_ids and ends.issuperset(body.allowed_token_ids):
+            message = "min_tokens requires an allowed token that does not end the text; allowed_token_ids has none"
+            raise ApiRequestError(400, message, param="allowed_token_ids")
+        own: dict[str, Any] = {**self.default_sampling, "min_length_ends": sorted(ends)}
+        if body.min_tokens is not None:
+            own |= {"min_new_tokens": body.min_tokens, "min_length": 0}
+        if body.bad_words is not None:
+            own["bad_words_ids"] = [tokens for word in body.bad_words for tokens in await self._encode_bad_word(word)]
+        return body.resolve_sampling(own)
+
+    async def _encode_bad_word(self, word: str) -> list[list[int]]:
+        """Return the token sequences of a word at the start of a text and after a space, as vLLM bans them."""
+        plain, behind = [await self.encode_text(text, special=False) for text in (word, f" {word.lstrip()}")]
+        alike = len(plain) == len(behind) and plain[:1] != behind[:1]
+        return [tokens for tokens in ([plain, behind] if alike else [plain]) if tokens]
+
+    def _check_token_ids(self, tokens: Collection[int], field: str) -> None:
+        """Refuse tokens outside the vocabulary."""
+        largest = max(tokens, default=0)
+        if largest >= self.vocab_size:
+            message = f"{field} has token {largest}, which is outside the model's vocabulary of {self.vocab_size}"
+            raise ApiRequestError(400, message, param=field)
+
+    def _count_new_tokens(self, prompt: Sequence[int], asked: int | None) -> int:
+        """Return the maximum number of tokens that may follow a prompt; 0 if 0 were requested."""
+        room = self.max_length - len(prompt)
+        if room < (asked != 0) or (asked or 0) > room:
+            more = f" and {asked} new ones" if asked and room > 0 else ""
+            raise ApiRequestError(
+                400,
+                f"This model's maximum context length is {self.max_length} tokens; the prompt has {len(prompt)}{more}.",
+                code="context_length_exceeded",
+            )
+        return room if asked is None else asked
+
+
+def _check_unicode(text: str) -> None:
+    """Refuse a text with lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ApiRequestError(400, "a text has half a character (a lone surrogate)") from None
+
+
+@dataclass
+class RunningAnswer:
+    """Answer in progress; `release_requests` must be called once."""
+
+    service: ModelService
+    answer: AnswerBuilder | ResponsesAnswerBuilder
+    group: RequestGroup
+    parts: AsyncIterator[AnswerPart]
+    deadline: float
+
+    def __post_init__(self) -> None:
+        self._begun = time.monotonic()
+
+    async def build_answer(self) -> dict[str, object]:
+        """Return the complete answer.
+
+        Raises:
+            Refusal: when it takes too long.
+        """
+        try:
+            return await self.answer.build_answer(self._parts_until_deadline())
+        finally:
+            self.release_requests()
+
+    async def stream_chunks(self, options: StreamOptions) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events; an error is sent as the last event."""
+        try:
+            async for chunk in self.answer.stream_chunks(self._parts_until_deadline(), options):
+                yield chunk
+        except Exception as error:  # noqa: BLE001 - the status has been sent; here alone it can be told
+            yield format_sse_event(translate_error(error).format_error_body())
+
+    def release_requests(self) -> None:
+        """Cancel unfinished requests and count the tokens of the answer."""
+        self.service.driver.release_group(self.group)
+        self.service.metrics.record_tokens(self.answer.usage.prompt, self.answer.usage.completion)
+
+    async def _parts_until_deadline(self) -> AsyncIterator[AnswerPart]:
+        """Yield parts until the deadline; each wait has its own timer, since the reader may be another task."""
+        first = True
+        while True:
+            try:
+                async with asyncio.timeout(self.deadline - time.monotonic()):
+                    part = await anext(self.parts)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise ApiRequestError(504, f"not done within {self.service.seconds:.0f} seconds") from None
+            if first:
+                self.service.metrics.record_first_token(time.monotonic() - self._begun)
+            first = False
+            yield part

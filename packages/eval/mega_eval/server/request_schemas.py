@@ -1,0 +1,319 @@
+"""Request bodies in the form of OpenAI's API, with bounds: a body out of bounds is refused before any work.
+
+Fields of vLLM are extensions. Fields that are not declared here are harmless or refused: see `fields`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+
+from mega_eval.sampling import Sampling
+from mega_eval.server.chat_tools import ChatTool, NamedToolChoice, ToolChoice, make_call_schema, parse_call_arguments
+from mega_eval.server.output_constraints import ConstrainedRequest
+from mega_eval.server.request_validation import Many, StrictRequestModel, TokenId, expect_union, make_field_error
+
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+StopField = Annotated[
+    StopText | Annotated[Many[StopText], Field(max_length=16)],
+    Field(),
+    expect_union("a text or a list of at most 16 texts, each of 1 to 1000 characters"),
+]
+PromptField = Annotated[
+    str | Many[str] | Many[TokenId] | Many[Many[TokenId]],
+    Field(min_length=1),
+    expect_union("a text, a list of texts, a list of token ids or a list of lists of token ids, and not empty"),
+]
+TokenIds = Annotated[Many[TokenId], Field(max_length=100_000)]
+RESERVED_OPTIONS = frozenset({
+    "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+    "return_assistant_tokens_mask",
+})  # fmt: skip
+MAX_ALTERNATIVES = 20  # `top_logprobs` of OpenAI's API
+
+
+class RequestBody(StrictRequestModel):
+    """Fields of every request."""
+
+    model: Annotated[str | None, Field(description="the served model, as /v1/models names it")] = None
+
+
+class StreamOptions(StrictRequestModel):
+    """Extra fields in a stream."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: Annotated[bool | None, Field(description="no effect: chunks are never padded")] = None
+
+
+class GenerationRequestBody(RequestBody, ConstrainedRequest):
+    """Request fields for sampling and for the end of a text.
+
+    Settings of sampling that are absent are those of the model's generation_config.json, or else OpenAI's defaults.
+    """
+
+    n: Annotated[int | None, Field(ge=1, le=128)] = 1
+    best_of: Annotated[int | None, Field(ge=1, description="must be n")] = None
+    temperature: Annotated[float | None, Field(ge=0, le=100)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=2**31, description="0 or -1: all")] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
+        Field(max_length=1024, description="added to the scores of token ids"),
+    ] = None
+    allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
+    bad_words: Annotated[Many[StopText] | None, Field(max_length=128)] = None
+    no_repeat_ngram_size: Annotated[int | None, Field(ge=0, lt=2**31, description="0: no restriction")] = None
+    min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
+    stop: StopField | None = None
+    stop_token_ids: Annotated[TokenIds | None, Field(max_length=128)] = None
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
+    ignore_eos: bool | None = False
+    truncate_prompt_tokens: Annotated[
+        int | None, Field(ge=-1, lt=2**31, description="keep the last tokens of a prompt; -1: as many as fit")
+    ] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for name in value or {}:
+            if not re.fullmatch(r"[0-9]{1,9}", name):
+                raise make_field_error(f"must have token ids as keys; found {name[:50]!r}")
+        return value
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _check_truncation(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise make_field_error("must be -1 or at least 1; found 0")
+        return value
+
+    @model_validator(mode="after")
+    def _check_generation(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise make_field_error("'stream_options' requires 'stream': true", "stream_options")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise make_field_error("'best_of' is supported only where it is 'n'; remove it", "best_of")
+        if self.allowed_token_ids and self.bad_words:
+            raise make_field_error(
+                "'bad_words' is not supported with 'allowed_token_ids'; use one of them", "bad_words"
+            )
+        rules = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
+        if self.resolve_constraint() is not None and (found := [name for name in rules if getattr(self, name)]):
+            raise make_field_error(f"{found[0]!r} is not supported with a grammar or a response format", found[0])
+        return self
+
+    def resolve_sampling(self, own: Mapping[str, Any]) -> Sampling:
+        """Return the sampling settings: the request's, else the model's `own`; without a seed a random one."""
+        names = Sampling.model_fields.keys() & self.model_fields_set
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if given.get("top_k", 1) < 1:
+            given["top_k"] = None
+        if "logit_bias" in given:
+            given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+        return Sampling(**{"temperature": 1.0, "seed": secrets.randbits(63), **own, **given})
+
+    def list_stop_strings(self) -> tuple[str, ...]:
+        """Return the stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def get_max_new_tokens(self) -> int | None:
+        """Return the maximum number of tokens to generate; None for as many as the model has room for."""
+        raise NotImplementedError
+
+    def count_alternatives(self) -> int | None:
+        """Return the number of alternatives to report with each token; None for no log-probabilities."""
+        raise NotImplementedError
+
+
+class CompletionRequest(GenerationRequestBody):
+    """Body of /v1/completions."""
+
+    prompt: PromptField
+    max_tokens: Annotated[int | None, Field(ge=0, lt=2**31, description="0 with `echo` only")] = 16
+    echo: bool | None = False
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_ALTERNATIVES)] = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise make_field_error("'max_tokens' must be at least 1, or 0 with 'echo': true", "max_tokens")
+        return self
+
+    def list_prompts(self) -> list[str | list[int]]:
+        """Return each prompt, as text or tokens."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    def get_max_new_tokens(self) -> int | None:
+        """Return `max_tokens`."""
+        return self.max_tokens
+
+    def count_alternatives(self) -> int | None:
+        """Return `logprobs`."""
+        return self.logprobs
+
+
+class ContentPart(StrictRequestModel):
+    """Text part of a message."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)  # such as `cache_control` and `annotations`
+    type: str
+    text: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str):
+            raise make_field_error("must be an object with 'type' and 'text'")
+        if kind not in ("text", "input_text", "output_text"):
+            raise make_field_error(f"has type {kind[:50]!r}, which is not supported; send parts of type 'text'")
+        if not isinstance(value.get("text"), str):
+            raise make_field_error("must have its text in 'text'")
+        return value
+
+
+ContentField = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[Many[ContentPart], Tag("[parts]")],
+    Discriminator(
+        lambda value: {str: "[text]", list: "[parts]"}.get(type(value)),
+        custom_error_type="union",
+        custom_error_message="must be a text or a list of parts of type 'text'",
+    ),
+]
+
+
+class ChatMessage(StrictRequestModel):
+    """Turn of a conversation; extra fields are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: ContentField | None = None
+
+    @model_validator(mode="after")
+    def _refuse_extra(self) -> Self:
+        for name in ("prefix", "partial"):
+            if (self.model_extra or {}).get(name):
+                raise make_field_error(f"{name!r} is not supported in a message; use 'continue_final_message'")
+        return self
+
+    def to_template_message(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it: its content is one text."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
+        return parse_call_arguments({**(self.model_extra or {}), "role": self.role, "content": text})
+
+
+class ChatTemplateFields(StrictRequestModel):
+    """Request fields of the chat template."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Annotated[bool | None, Field(description="default: not `continue_final_message`")] = None
+    continue_final_message: bool | None = False
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_options(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in sorted(RESERVED_OPTIONS & (value or {}).keys()):
+            raise make_field_error(f"must not have {name!r}; send it as a field of the request")
+        return value
+
+    @model_validator(mode="after")
+    def _check_ending(self) -> Self:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise make_field_error(
+                "'continue_final_message' is not supported with 'add_generation_prompt': true; set one of them",
+                "continue_final_message",
+            )
+        return self
+
+
+class ChatRequest(GenerationRequestBody, ChatTemplateFields):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
+    max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_ALTERNATIVES)] = None
+    tools: Annotated[list[ChatTool] | None, Field(max_length=128)] = None
+    tool_choice: ToolChoice | None = None
+    echo: Annotated[Literal[False] | None, Field(description="of /v1/completions only")] = None
+    add_special_tokens: Annotated[Literal[False] | None, Field(description="the chat template adds them")] = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise make_field_error("'top_logprobs' requires 'logprobs': true", "top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        choice = self.tool_choice
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+            raise make_field_error(
+                f"'tool_choice' must name one of the tools; found {choice.function.name[:64]!r}", "tool_choice"
+            )
+        if choice == "required" and not names:
+            raise make_field_error("'tool_choice': \"required\" requires 'tools'", "tool_choice")
+        if self.list_callable_tools() and super().resolve_constraint() is not None:
+            raise make_field_error("'tools' are not supported with a grammar or a response format; remove one", "tools")
+        return self
+
+    def list_callable_tools(self) -> list[ChatTool]:
+        """Return the tools that the answer may call."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            chosen = self.tool_choice.function.name
+            return [tool for tool in self.tools or () if tool.function.name == chosen]
+        return [] if self.tool_choice == "none" else list(self.tools or ())
+
+    def resolve_constraint(self) -> str | None:
+        """Return the constraint on the text: the JSON schema of a call if a call is required."""
+        if self.tool_choice not in (None, "none", "auto") and (tools := self.list_callable_tools()):
+            return make_call_schema(tools)
+        return super().resolve_constraint()
+
+    def get_max_new_tokens(self) -> int | None:
+        """Return `max_completion_tokens`, or `max_tokens`, its former name."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def count_alternatives(self) -> int | None:
+        """Return `top_logprobs`, if `logprobs` is true."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(RequestBody, ChatTemplateFields):
+    """Body of /tokenize: a text, or the messages of a chat."""
+
+    prompt: str | None = None
+    messages: Annotated[Many[ChatMessage] | None, Field(min_length=1)] = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise make_field_error("exactly one of 'prompt' and 'messages' is required")
+        return self
+
+
+class DetokenizeRequest(RequestBody):
+    """Body of /detokenize."""
+
+    tokens: Many[TokenId]

@@ -1,0 +1,58 @@
+"""Prometheus metrics of the server, in their own registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import Scope
+
+from mega_eval.inference_engine import InferenceEngine
+
+SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class ServerMetrics:
+    """Counters of the server and gauges of the engine."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._registry = CollectorRegistry()
+        labels = ("route", "status")
+        self._requests = Counter("mega_requests", "HTTP requests answered", labels, registry=self._registry)
+        self._seconds = _make_histogram(
+            "mega_request_seconds", "From a request to the end of its answer", self._registry
+        )
+        self._first = _make_histogram("mega_first_token_seconds", "From a request to its first token", self._registry)
+        self._tokens = Counter("mega_tokens", "Tokens read and written", ("kind",), registry=self._registry)
+        counts: dict[str, tuple[str, Callable[[], float]]] = {
+            "mega_engine_waiting": ("Requests that wait for a place", lambda: engine.num_waiting),
+            "mega_engine_running": ("Requests that are continued", lambda: engine.num_running),
+            "mega_cache_pages": ("Pages of the key-value cache", lambda: engine.num_pages),
+            "mega_cache_free_pages": ("Those that are free", lambda: engine.num_free_pages),
+        }
+        for name, (text, count) in counts.items():
+            Gauge(name, text, registry=self._registry).set_function(count)
+
+    def record_request(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count an answered request; unknown paths share one label, so that clients cannot create new series."""
+        route = getattr(scope.get("route"), "path", "other")
+        self._requests.labels(route, str(status or "gone")).inc()
+        self._seconds.observe(seconds)
+
+    def record_first_token(self, seconds: float) -> None:
+        """Record the time to the first token."""
+        self._first.observe(seconds)
+
+    def record_tokens(self, prompt: int, completion: int) -> None:
+        """Count the tokens of an answer."""
+        self._tokens.labels("prompt").inc(prompt)
+        self._tokens.labels("completion").inc(completion)
+
+    def render_metrics(self) -> bytes:
+        """Return all metrics in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+
+def _make_histogram(name: str, text: str, registry: CollectorRegistry) -> Histogram:
+    """Return a histogram of seconds."""
+    return Histogram(name, text, buckets=SECONDS, registry=registry)

@@ -1,0 +1,103 @@
+"""Worker processes for chat templates and grammars, whose running time depends on the client or the model's files.
+
+A worker process has a bounded CPU time and memory for each piece of work, and gives way to the engine (`nice`). The
+operating system ends it where it takes more; another one is started for the next piece. `worker_tasks` is what it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import Collection
+
+from anyio import BrokenWorkerProcess, CapacityLimiter, to_process, to_thread
+
+from mega_common.errors import DataError
+from mega_data.chat.chat_records import Conversation
+from mega_data.chat.chat_template import ChatTemplate
+from mega_eval.grammar_matcher import GrammarCache
+from mega_eval.server.worker_tasks import MEMORY, check_grammar_with_limits, render_with_limits
+
+SECONDS = 3.0  # of CPU for one piece of work
+WALL_SECONDS = 60.0  # for the same, on a busy machine, the start of the process included
+PROCESSES = 2  # at once, for each kind of work
+KEPT = 256  # grammars whose check is remembered
+
+
+class WorkerProcesses:
+    """Worker processes of a server.
+
+    Args:
+        grammars: of the engine, whose compiled grammars are kept.
+        seconds: CPU time of one piece of work.
+    """
+
+    def __init__(self, grammars: GrammarCache | None, seconds: float = SECONDS) -> None:
+        self._grammars, self._seconds = grammars, seconds
+        self._renderers, self._checkers = CapacityLimiter(PROCESSES), CapacityLimiter(PROCESSES)
+        self._compiler, self._any = CapacityLimiter(1), CapacityLimiter(math.inf)
+        self._checks: OrderedDict[tuple[str, frozenset[int]], asyncio.Task[None]] = OrderedDict()
+
+    async def render_chat(
+        self, template: ChatTemplate, conversation: Conversation, begins: bool, continues: bool
+    ) -> str:
+        """Return the text of a conversation, rendered by a chat template.
+
+        Raises:
+            DataError: when the template refuses it, or takes too long or too much memory.
+        """
+        try:
+            async with self._renderers, asyncio.timeout(WALL_SECONDS):
+                return await to_process.run_sync(
+                    render_with_limits, self._seconds, template, conversation, begins, continues,
+                    cancellable=True, limiter=self._any,
+                )  # fmt: skip
+        except (BrokenWorkerProcess, MemoryError, TimeoutError):
+            raise DataError(
+                f"the chat template takes more than {self._seconds:g} seconds or {MEMORY // 2**30} GiB of memory on it"
+            ) from None
+
+    async def prepare_grammar(self, grammar: str, ends: Collection[int]) -> None:
+        """Compile a grammar for the engine, once for all requests that have it.
+
+        Raises:
+            DataError: when the grammar cannot be used, or takes too long or too much memory.
+            MissingPackageError: when llguidance is not installed.
+        """
+        if self._grammars is None or self._grammars.has_grammar(grammar, ends):
+            return
+        key = grammar, frozenset(ends)
+        if key not in self._checks:
+            self._checks[key] = asyncio.ensure_future(self._check_in_process(grammar, frozenset(ends)))
+        self._checks.move_to_end(key)
+        if len(self._checks) > KEPT:
+            self._checks.popitem(last=False)
+        try:
+            await asyncio.shield(self._checks[key])
+        except DataError:
+            raise
+        except Exception:
+            self._checks.pop(key, None)
+            raise
+        await to_thread.run_sync(self._compile_grammar, grammar, ends, limiter=self._compiler)
+
+    def _compile_grammar(self, grammar: str, ends: Collection[int]) -> None:
+        """Compile a grammar unless it is cached."""
+        if self._grammars is not None and not self._grammars.has_grammar(grammar, ends):
+            self._grammars.compile_and_cache(grammar, ends)
+
+    async def _check_in_process(self, grammar: str, ends: frozenset[int]) -> None:
+        """Check a grammar in a worker process."""
+        assert self._grammars is not None
+        try:
+            async with self._checkers, asyncio.timeout(WALL_SECONDS):
+                await to_process.run_sync(
+                    check_grammar_with_limits, self._seconds, grammar, self._grammars.tokenizer_json, ends,
+                    cancellable=True, limiter=self._any,
+                )  # fmt: skip
+        except (BrokenWorkerProcess, MemoryError, TimeoutError):
+            raise DataError(
+                f"the grammar takes more than {self._seconds:g} seconds or {MEMORY // 2**30} GiB of memory to compile",
+                hint="use fewer or simpler regular expressions",
+            ) from None

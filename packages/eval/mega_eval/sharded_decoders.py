@@ -1,0 +1,151 @@
+"""Decoders for inference whose layers (pipeline stages) or weights (ZeRO-3) are sharded over several ranks.
+
+All ranks of a pipeline are asked the same, in the same order, and answer the same, so that whoever scores or generates need not
+know of them. One of them computes at a time: this is for models that one device cannot hold.
+
+All ranks are asked the same, in the same order, and compute the same, so that a gather finds all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mega_trainer.distributed.comm import all_gather
+from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.parallel.parameter_info import get_parameter_info
+from mega_trainer.pipeline.layer_partition import split_stage_layers
+
+
+class PipelineDecoder(Decoder):
+    """Pipeline stage of a model of `build.groups.pp` ranks, for inference.
+
+    Legend: B batch, S sequence, D model width, V vocabulary.
+
+    Args:
+        build: what layers are made from.
+        owners: the rank of each stage; by default every rank has one.
+        own: the layers of this rank's stages, by the number of the stage.
+    """
+
+    def __init__(
+        self, build: LayerBuilder, owners: Sequence[int] | None = None, own: Mapping[int, range] | None = None
+    ) -> None:
+        pp = build.groups.pp
+        self._owners = owners or range(pp.size)
+        self._own = own or {pp.rank: split_stage_layers(build.config.num_layers, pp.size)[pp.rank]}
+        super().__init__(build, StageLayers(0, 0, self._owners[0] == pp.rank, self._owners[-1] == pp.rank))
+        self.layers = nn.ModuleList(
+            self._build_layer(build, index) for layers in self._own.values() for index in layers
+        )
+
+    def embed_inputs(self, tokens: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
+        """Return the embedded tokens, hidden states [B, S, D]; on ranks without the first stage an empty buffer for
+        them.
+        """
+        if self.stage.embeds:
+            return super().embed_inputs(tokens, positions, *more, **named)
+        return torch.empty(*tokens.shape, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the hidden states [B, S, D] after this rank's layers, received from the previous stage and sent to the
+        next.
+        """
+        pp, layers = self.groups.pp, iter(self.layers)
+        for stage, own in self._own.items():
+            before, behind = self._adjacent_ranks(stage)
+            if before != pp.rank:
+                x = torch.empty_like(x)
+                dist.recv(x, pp.ranks[before], group=pp.process_group)
+            for _ in own:
+                x = next(layers)(x, context)
+            if behind != pp.rank:
+                dist.send(x.contiguous(), pp.ranks[behind], group=pp.process_group)
+        return x
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Return logits [B, S, V] of the last stage's hidden states, on every rank."""
+        pp = self.groups.pp
+        if self.stage.heads:
+            found = super().compute_logits(x).contiguous()
+        else:
+            found = torch.empty(*x.shape[:-1], self.config.vocab_size, dtype=self.dtype, device=x.device)
+        dist.broadcast(found, pp.ranks[self._owners[-1]], group=pp.process_group)
+        return found
+
+    def _adjacent_ranks(self, stage: int) -> tuple[int, int]:
+        """Return the ranks of the previous and the next stage; the first and the last stage return their own rank."""
+        last = len(self._owners) - 1
+        return self._owners[max(0, stage - 1)], self._owners[min(last, stage + 1)]
+
+
+class GatheredDecoder(Decoder):
+    """Inference view of `live`, a model in training under ZeRO-3. Legend: B batch, S sequence, D model width, V
+    vocabulary.
+
+    Args:
+        build: what layers are made from, on the meta device.
+        live: the model after `fully_shard_stage`.
+    """
+
+    def __init__(self, build: LayerBuilder, live: Decoder) -> None:
+        super().__init__(build)
+        self._live = (live,)  # no module of this one
+        self._stubs = dict(self.named_parameters())
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the weights are gathered on."""
+        return self._live[0].device
+
+    def embed_inputs(self, *given: Any, **named: Any) -> Tensor:
+        """Return the embedded tokens, hidden states [B, S, D]."""
+        with self._gather_weights("embedding.", "inputs."):
+            return super().embed_inputs(*given, **named)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the hidden states [B, S, D] after all layers."""
+        for index, layer in enumerate(self.layers):
+            with self._gather_weights(f"layers.{index}."):
+                x = layer(x, context)
+        return x
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Return logits [B, S, V], complete on every rank."""
+        with self._gather_weights("head.", "head_bias", "embedding." if self.matrix is None else "matrix"):
+            return super().compute_logits(x)
+
+    @contextmanager
+    def _gather_weights(self, *parts: str) -> Iterator[None]:
+        """Hold the full weights whose names start with one of `parts` inside the `with` block."""
+        used = [name for name in self._stubs if name.startswith(parts)]
+        for name in used:
+            self._set_parameter(
+                name, nn.Parameter(self._all_gather_weight(self._live[0].get_parameter(name)), requires_grad=False)
+            )
+        yield
+        for name in used:
+            self._set_parameter(name, self._stubs[name])
+
+    def _set_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        """Replace the parameter called `name`."""
+        owner, _, last = name.rpartition(".")
+        setattr(self.get_submodule(owner), last, parameter)
+
+    def _all_gather_weight(self, parameter: nn.Parameter) -> Tensor:
+        """Return all rows of a weight that is sharded evenly by rows (the last ranks may have fewer), in the compute
+        dtype.
+        """
+        assert isinstance(parameter, DTensor)  # `live` is settled
+        group, own = get_parameter_info(parameter).data, parameter.to_local().detach()
+        rows = own.new_zeros(-(-parameter.shape[0] // group.size), *parameter.shape[1:], dtype=self.dtype)
+        rows[: len(own)] = own
+        return all_gather(rows, group, 0)[: parameter.shape[0]]

@@ -1,0 +1,141 @@
+"""Incremental detokenisation: whole characters, stop strings that are never shown, and limits of a continuation."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from mega_common.errors import ConfigError
+
+CONTEXT = 16  # tokens that are decoded again with new ones, for decoders to which a token's neighbours matter
+WINDOW = 64  # tokens to decode at most, but for the rest of a character
+
+FinishCause = Literal["end", "stop", "length"]
+
+
+class TextTokenizer(Protocol):
+    """Interface of a tokenizer for generation."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of a text."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens."""
+
+
+@dataclass(frozen=True)
+class GenerationLimits:
+    """Conditions that end a continuation.
+
+    Attributes:
+        max_new_tokens: at the latest after so many.
+        stop: at the first of these strings, which is left out.
+        ends: at any of these tokens, which is left out of the text.
+        stop_tokens: tokens that end it like a stop string, and are left out of the text.
+        min_new_tokens: neither a stop string nor a token ends it before so many tokens.
+        include_stop: keep the stop string, or the text of the stop token.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    max_new_tokens: int = 256
+    stop: Sequence[str] = ()
+    ends: Collection[int] = ()
+    stop_tokens: Collection[int] = ()
+    min_new_tokens: int = 0
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
+        if "" in self.stop:
+            raise ConfigError("a stop string is empty, which every text contains")
+
+
+class TextStream:
+    """Incremental detokenizer; a character appears when its last byte has arrived."""
+
+    def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._tokens = list(prompt[-CONTEXT:])
+        self._told = len(self._decode_window())
+
+    def append_token(self, token: int) -> str:
+        """Append a token and return the text that became complete with it."""
+        self._tokens.append(token)
+        text = self._decode_window()
+        whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        new, self._told = whole[self._told :], max(self._told, len(whole))
+        if len(self._tokens) > WINDOW and whole == text:
+            self._tokens = self._tokens[-CONTEXT:]
+            self._told = len(self._decode_window())
+        return new
+
+    def _decode_window(self) -> str:
+        """Return the text of the last tokens."""
+        return self._tokenizer.decode(self._tokens, skip_special_tokens=self._skip)
+
+
+@dataclass
+class Continuation:
+    """Text generated after a prompt so far: tokens, final text, and the reason for its end."""
+
+    tokenizer: TextTokenizer
+    limits: GenerationLimits
+    prompt: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: FinishCause | None = None
+
+    def __post_init__(self) -> None:
+        self._stream = TextStream(self.tokenizer, self.prompt, skip_special_tokens=self.limits.skip_special_tokens)
+        self._held = ""  # the end of the text so far that may be the begin of a stop string
+
+    def append_token(self, token: int) -> str:
+        """Append the next token and return the text that is final now."""
+        self.tokens.append(token)
+        stops = token in self.limits.stop_tokens and len(self.tokens) > self.limits.min_new_tokens
+        if token in self.limits.ends:
+            self.finish = "end"
+        elif not stops or self.limits.include_stop:
+            self._held += self._stream.append_token(token)
+            if len(self.tokens) == self.limits.max_new_tokens:
+                self.finish = "length"
+        if stops and self.finish != "end":
+            self.finish = "stop"
+        new = self._release_text()
+        self.text += new
+        return new
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Number of tokens that may still be generated."""
+        return self.limits.max_new_tokens - len(self.tokens)
+
+    def finish_text(self) -> str:
+        """End the text and return the part that was held back."""
+        if self.finish is not None:
+            return ""
+        self.finish = "end"
+        new = self._release_text()
+        self.text += new
+        return new
+
+    def _release_text(self) -> str:
+        """Return the text that cannot be part of a stop string any more."""
+        early = len(self.tokens) <= self.limits.min_new_tokens
+        found = [] if early else [(at, stop) for stop in self.limits.stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.finish = "stop"
+            at, stop = min(found)
+            return self._held[: at + len(stop) * self.limits.include_stop]
+        held = 0 if self.finish else max((_stop_overlap(self._held, stop) for stop in self.limits.stop), default=0)
+        at = len(self._held) - held
+        new, self._held = self._held[:at], self._held[at:]
+        return new
+
+
+def _stop_overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that `stop` begins with."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,128 @@
+"""Samples of each step as a pure function of the samples consumed so far. No torch.
+
+While it ramps up the batch grows in equal steps, each for an equal share of the ramp-up's samples, as Megatron-LM's does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from pydantic import Field, PositiveInt
+
+from mega_common.strict_config import MOST_BATCH_SIZES, ConfigProblem, SampleCount, StrictConfig
+
+
+class BatchRampupConfig(StrictConfig):
+    """Global batch that begins at `start` and grows by `increment` at a time over `samples` consumed samples."""
+
+    start: PositiveInt = Field(description="samples of the first step")
+    increment: PositiveInt = Field(description="samples by which a step grows")
+    samples: PositiveInt = Field(description="consumed samples after which a step has batch.global")
+
+
+class BatchStageConfig(StrictConfig):
+    """Size of the global batch for the steps that begin before a number of consumed samples."""
+
+    until: PositiveInt = Field(description="consumed samples from which on a step has the next size")
+    size: PositiveInt = Field(description="samples of a step, at most batch.global")
+
+
+class BatchConfig(StrictConfig):
+    """Batch sizes in samples: of one forward pass on one rank, and of one optimizer step over all ranks."""
+
+    micro: SampleCount = 1
+    global_: SampleCount = Field(1, alias="global")
+    rampup: BatchRampupConfig | None = Field(None, description="smaller steps at first; default: none")
+    stages: list[BatchStageConfig] = Field(
+        [],
+        description="sizes of the first steps, in order, instead of rampup; after the last one a step has batch.global",
+    )
+
+    def batch_size_at(self, consumed: int) -> int:
+        """Return the samples of the step that begins after `consumed` samples."""
+        ramp = self.rampup
+        if ramp is None or consumed > ramp.samples:
+            return next((stage.size for stage in self.stages if consumed < stage.until), self.global_)
+        # the quotients are Megatron's, in floating point: the batch grows at the same step, rounding included
+        grown = int(consumed / (ramp.samples / self._increments))
+        return min(ramp.start + grown * ramp.increment, self.global_)
+
+    def growth_plateaus(self, consumed: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield each size before the last, from `consumed` samples on, with its number of steps."""
+        ramp = self.rampup
+        while ramp is not None and (size := self.batch_size_at(consumed)) < self.global_:
+            beyond = range(1, ramp.samples // size + 2)
+            steps = 1 + bisect_left(beyond, True, key=lambda n: self.batch_size_at(consumed + n * size) > size)
+            yield size, steps
+            consumed += steps * size
+        for stage in self.stages:
+            if consumed < stage.until:
+                steps = -(-(stage.until - consumed) // stage.size)
+                yield stage.size, steps
+                consumed += steps * stage.size
+
+    def samples_after_steps(self, steps: int, samples: int = 0) -> int:
+        """Return the samples consumed after `steps` steps, when `samples` were consumed before them."""
+        for size, count in self.growth_plateaus(samples):
+            taken = min(count, steps)
+            samples, steps = samples + taken * size, steps - taken
+        return samples + steps * self.global_
+
+    def steps_for_samples(self, samples: int) -> int:
+        """Return the whole steps that fit in `samples` samples: the inverse of `samples_after_steps`."""
+        steps = 0
+        for size, count in self.growth_plateaus():
+            taken = min(count, samples // size)
+            samples, steps = samples - taken * size, steps + taken
+            if taken < count:
+                return steps
+        return steps + samples // self.global_
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Check that sizes are whole micro-batches and that the ramp-up is in whole increments."""
+        yield from self.find_uneven_sizes(self.micro, f"batch.micro = {self.micro}")
+        yield from self._stage_problems()
+        ramp = self.rampup
+        if ramp is None:
+            return
+        if ramp.start >= self.global_:
+            yield ConfigProblem("rampup.start", f"must be below batch.global = {self.global_}", ramp.start)
+        elif (self.global_ - ramp.start) % ramp.increment:
+            rule = f"must divide batch.global - start = {self.global_ - ramp.start}"
+            yield ConfigProblem("rampup.increment", rule, ramp.increment)
+        elif self._increments > MOST_BATCH_SIZES:
+            rule = f"makes {self._increments} batch sizes, and at most {MOST_BATCH_SIZES} are supported"
+            yield ConfigProblem("rampup.increment", rule, ramp.increment, "a larger increment")
+
+    def _stage_problems(self) -> Iterator[ConfigProblem]:
+        """Yield stages that are out of order, larger than the global batch, or given beside a ramp-up."""
+        if self.stages and self.rampup is not None:
+            yield ConfigProblem("stages", "must not be given beside batch.rampup", hint="leave one of them out")
+        before = 0
+        for index, stage in enumerate(self.stages):
+            if stage.until <= before:
+                yield ConfigProblem(
+                    f"stages.{index}.until", f"must be above {before}, the stage before it", stage.until
+                )
+            if stage.size > self.global_:
+                yield ConfigProblem(
+                    f"stages.{index}.size", f"must be at most batch.global = {self.global_}", stage.size
+                )
+            before = stage.until
+
+    def find_uneven_sizes(self, unit: int, description: str) -> Iterator[ConfigProblem]:
+        """Yield the sizes that are no multiples of `unit`; `description` names the unit in the message."""
+        sizes = {"global": self.global_}
+        if self.rampup is not None:
+            sizes |= {"rampup.start": self.rampup.start, "rampup.increment": self.rampup.increment}
+        sizes |= {f"stages.{index}.size": stage.size for index, stage in enumerate(self.stages)}
+        for path, size in sizes.items():
+            if size % unit:
+                fits = max(unit, round(size / unit) * unit)
+                yield ConfigProblem(path, f"must be a multiple of {description}", size, str(fits))
+
+    @property
+    def _increments(self) -> int:
+        assert self.rampup is not None
+        return max(1, (self.global_ - self.rampup.start) // self.rampup.increment)

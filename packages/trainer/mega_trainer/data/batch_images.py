@@ -1,0 +1,128 @@
+"""Images of a forward pass: their split among ranks, and the positions of their features among the tokens.
+
+Legend: n images, or tiles that images are cut in, P features of one, B batch, S sequence, R ranks that share a micro-batch's images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from mega_trainer.distributed.comm import CommGroup, all_gather, reduce_scatter
+from mega_trainer.kernels.attention_masks import ALL, BandMask, MaskPart
+
+ImageBlock = tuple[int, range]  # a row, and tokens of it that see one another
+
+IMAGES = 0  # the axis of [n, P, D] that ranks share
+
+
+@dataclass(frozen=True)
+class BatchImages:
+    """All images of a micro-batch, and the feature row of each placeholder token.
+
+    Attributes:
+        pixels: fp32 [n, 3, H, W] in host memory, normalised; where images have shapes of their own [3, H, W] of each.
+        rows: int64 [B, S], of all features [n P] the one that stands at a token; -1 at tokens of text.
+        features: [n P, D], where they are known already, as in generation.
+        positions: int64 [3, B, S], the time, line and column that the decoder turns tokens by; None: all three are their
+            positions in the text.
+    """
+
+    pixels: Tensor | Sequence[Tensor]
+    rows: Tensor
+    features: Tensor | None = None
+    positions: Tensor | None = None
+
+    def with_features(self, features: Tensor) -> BatchImages:
+        """Return the images with their features set."""
+        return replace(self, features=features)
+
+    def select_positions(self, indices: Any) -> BatchImages:
+        """Return the images for the tokens at some positions of the sequences."""
+        positions = None if self.positions is None else self.positions[:, :, indices]
+        return replace(self, rows=self.rows[:, indices], positions=positions)
+
+    def local_pixels(self, rank: int, ranks: int) -> Tensor:
+        """Return the images that this rank computes, of `ranks` that share them: equally many on each, padded with
+        black ones.
+
+        One at least, for where one rank has a gradient of the tower, all must have one.
+        """
+        assert isinstance(self.pixels, Tensor)
+        share = max(1, -(-len(self.pixels) // ranks))
+        own = self.pixels[rank * share : (rank + 1) * share]
+        return F.pad(own, (0, 0, 0, 0, 0, 0, 0, share - len(own)))
+
+
+def combined_rank(groups: Sequence[CommGroup]) -> tuple[int, int]:
+    """Return this rank's number among all combinations of `groups`, the last of which counts fastest, and their count."""
+    rank, ranks = 0, 1
+    for group in groups:
+        rank, ranks = rank * group.size + group.rank, ranks * group.size
+    return rank, ranks
+
+
+def find_image_blocks(images: np.ndarray, begins: np.ndarray | None = None) -> list[ImageBlock]:
+    """Return the runs of at least two adjacent image tokens: of `images`, bool [B, S], those with equal `begins`."""
+    found: list[ImageBlock] = []
+    for row, own in enumerate(np.where(images, 0 if begins is None else begins, -1)):
+        cuts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
+        found += [(row, range(a, b)) for a, b in pairwise(cuts) if own[a] >= 0 and b - a > 1]
+    return found
+
+
+def mask_later_in_block(blocks: Sequence[ImageBlock], queries: range, keys: range) -> list[MaskPart]:
+    """Return the mask parts of queries to later keys of their bidirectional block, regardless of windows; the queries
+    are the keys or all before them.
+    """
+    found = []
+    for row, block in blocks:
+        here, there = (
+            range(max(block.start, places.start), min(block.stop, places.stop)) for places in (queries, keys)
+        )
+        band = ALL
+        if queries == keys:  # each but the last sees from the next one on
+            here, there, band = here[:-1], there[1:], BandMask(left=0)
+        found += [MaskPart(slice(row, row + 1), here, there, band)] if here and there else []
+    return found
+
+
+def insert_image_features(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
+    """Return embeddings x [B, S, D] with placeholders overwritten by `features` [n P, D]; `rows` as in `BatchImages`."""
+    return torch.where((rows < 0).unsqueeze(-1), x, features[rows.clamp(min=0)].to(x.dtype))
+
+
+def all_gather_features(features: Tensor, group: CommGroup, *, partial: bool) -> Tensor:
+    """All-gather the features of all ranks' images: [n/R, P, D] -> [n, P, D].
+
+    `partial` says that each rank's gradient is that of its own tokens, to be summed; else all ranks have the same one.
+    """
+    if group.size == 1:
+        return features
+    y: Tensor = _AllGatherFeatures.apply(features, group, partial)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _AllGatherFeatures(Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, group: CommGroup, partial: bool) -> Tensor:
+        ctx.group, ctx.partial = group, partial
+        return all_gather(features, group, IMAGES)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        group: CommGroup = ctx.group
+        if ctx.partial:
+            return reduce_scatter(dy, group, IMAGES), None, None
+        share = len(dy) // group.size
+        return dy[group.rank * share : (group.rank + 1) * share].contiguous(), None, None

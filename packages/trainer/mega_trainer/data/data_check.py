@@ -1,0 +1,206 @@
+"""Tokenizer and token checks of a run's data before it starts."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mega_common.bounded_parsing import parse_json_text
+from mega_common.errors import ConfigError, DataError
+from mega_common.progress_logging import logger
+from mega_data.blended_dataset import DatasetUsage, plan_dataset_usage
+from mega_data.data_config import DataConfig
+from mega_data.sampling.dataset_parts import find_matching_prefixes
+from mega_data.token_files.dataset_info import DatasetInfo, count_unpaired_answers, get_info_path, read_dataset_info
+from mega_data.token_files.indexed_reader import IndexedReader
+from mega_data.token_files.remote_copies import resolve_local_prefix
+from mega_data.tokenizer import Tokenizer
+from mega_trainer.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from mega_ckpt.source import WeightSource  # which needs torch, as looking at data does not
+
+# What makes a tokenizer, and how a chat is put to it: the files that travel with a model.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
+    """Return the run's tokenizer: the configured one, else the one its data sets were made with, if it still exists.
+
+    Raises:
+        DataError: when data sets were made by different tokenizers, by another than the one named, or have tokens
+            that the model's vocabulary of `vocab_size` does not.
+    """
+    made = _datasets_with_tokenizer(data)
+    named = Tokenizer(data.tokenizer) if data.tokenizer is not None else None
+    fingerprint, size = (named.fingerprint, named.vocab_size) if named else (None, 0)
+    for prefix, info in made.items():
+        maker = info.tokenizer
+        assert maker is not None
+        fingerprint = fingerprint or maker.fingerprint
+        if maker.fingerprint != fingerprint:
+            other = "data.tokenizer" if named else str(next(iter(made)))
+            raise DataError(
+                f"{get_info_path(prefix)}: made with another tokenizer ({maker.path}) than {other}",
+                hint="preprocess all data sets of a run with one tokenizer",
+            )
+        size = max(size, maker.vocab_size)
+    if size > vocab_size:
+        raise DataError(
+            f"the tokenizer has {size} tokens, but model.vocab_size is {vocab_size}",
+            hint=f"set model.vocab_size={size}",
+        )
+    return named or _existing_tokenizer(made)
+
+
+def extend_vocabulary(config: RunConfig, source: WeightSource, tokenizer: Tokenizer | None = None) -> WeightSource:
+    """Return the initial weights with rows for new tokens: those of the data's tokenizer, up to `model.vocab_size`.
+
+    Args:
+        source: the weights as they are.
+        tokenizer: as `find_run_tokenizer` gives it; its files take the place of those that came with the weights, where it has more.
+
+    Raises:
+        DataError: when both tokenizers give tokens other numbers: what the weights know would be lost.
+        ConfigError: when an adapter would be beside weights that are not those of `init_from`.
+    """
+    first = _first_new_token(config, source, tokenizer)
+    if first is None and config.model.vocab_size <= source.model.vocab_size:
+        return source
+    if config.lora is not None:
+        raise ConfigError(
+            f"lora: the weights of {config.init_from} have no rows for new tokens, which an adapter would leave as they begin",
+            hint="make such weights first: mega ckpt convert, with --add-tokens or --vocab-size",
+        )
+    from mega_ckpt.extend_vocabulary import ExtendedVocabularySource  # here: it needs torch
+
+    files = (
+        {} if first is None or tokenizer is None else {p.name: p.read_bytes() for p in list_tokenizer_files(tokenizer)}
+    )
+    size = max(source.model.vocab_size, config.model.vocab_size)
+    return ExtendedVocabularySource(source, size, first=first, files=files)
+
+
+def _first_new_token(config: RunConfig, source: WeightSource, tokenizer: Tokenizer | None) -> int | None:
+    """Return the first token of the data's tokenizer that the tokenizer of the weights lacks, as far as both are known;
+    None if there is none.
+    """
+    came = source.asset_files().get("tokenizer.json")
+    made = {
+        info.tokenizer.fingerprint: path
+        for path, info in _datasets_with_tokenizer(config.data).items()
+        if info.tokenizer
+    }
+    if tokenizer is not None:
+        made = {tokenizer.fingerprint: tokenizer.path}
+    if came is None or not made or config.data.allow_other_tokenizer:
+        return None
+    content = came.read_bytes() if isinstance(came, Path) else came
+    ((fingerprint, path),) = made.items()
+    if hashlib.sha256(content).hexdigest() == fingerprint:
+        return None
+    if tokenizer is not None:
+        old, new = read_token_ids(content), read_token_ids(tokenizer.path.read_bytes())
+        more = new.keys() - old.keys()
+        first = max(old.values(), default=-1) + 1
+        if new | old == new and all(new[token] >= first for token in more):
+            return first if more else None
+    raise DataError(
+        f"init_from = {config.init_from}: came with another tokenizer than that of the data, {path}",
+        hint="tokenize the text with the model's own, or with one that only adds tokens to it: mega data preprocess --tokenizer "
+        "with that folder; or, to train the weights on these tokens and let the data's tokenizer go with the model, set "
+        "data.allow_other_tokenizer=true",
+    )
+
+
+def read_token_ids(content: bytes) -> dict[str, int]:
+    """Return the id of each token of a `tokenizer.json`."""
+    raw = parse_json_text(content)
+    vocab = raw["model"].get("vocab") or {}
+    pieces = vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
+    return pieces | {token["content"]: token["id"] for token in raw.get("added_tokens", [])}
+
+
+def _datasets_with_tokenizer(data: DataConfig) -> dict[Path, DatasetInfo]:
+    """Return the descriptions of all data sets that record their tokenizer."""
+    found = {}
+    for source in (*data.train, *(data.valid or []), *(data.test or [])):
+        for path in find_matching_prefixes(source):
+            info = read_dataset_info(resolve_local_prefix(path, data.cache))
+            if info is not None and info.tokenizer is not None:
+                found[path] = info
+    return found
+
+
+def _existing_tokenizer(made: dict[Path, DatasetInfo]) -> Tokenizer | None:
+    for info in made.values():
+        assert info.tokenizer is not None
+        path = Path(info.tokenizer.path)
+        if path.exists():
+            tokenizer = Tokenizer(path)
+            if tokenizer.fingerprint == info.tokenizer.fingerprint:
+                return tokenizer
+        logger.warning("the tokenizer %s is not there any more; set data.tokenizer, or none goes with the model", path)
+    return None
+
+
+def list_tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
+    """Return the files next to `tokenizer.json` that travel with a model."""
+    return [path for name in TOKENIZER_FILES if (path := tokenizer.path.parent / name).is_file()]
+
+
+BLOCKS, BLOCK = 64, 4096  # tokens that are looked at: some of everywhere
+
+
+def check_datasets(config: RunConfig) -> list[DatasetUsage]:
+    """Return the use of each data set of the run, after checking it.
+
+    Raises:
+        ConfigError, DataError: when a data set is missing or damaged, is of other tokenizers or of a larger vocabulary
+            than the model's, or lacks the end tokens that the configuration's rules ask for.
+    """
+    tokenizer = find_run_tokenizer(config.data, config.model.vocab_size)
+    uses = plan_dataset_usage(config.data, config.samples_per_split, None if tokenizer is None else tokenizer.eos_id)
+    for prefix in {use.prefix: None for use in uses}:
+        _check_pairs(config, prefix)
+        largest = largest_sampled_token(IndexedReader(prefix))
+        if largest >= config.model.vocab_size:
+            raise DataError(
+                f"{prefix}: has the token {largest}, and model.vocab_size is {config.model.vocab_size}",
+                hint="the data set was made with the tokenizer of another model",
+            )
+    return uses
+
+
+def _check_pairs(config: RunConfig, prefix: Path) -> None:
+    """Reject answers rated without a pair for an objective that compares the two answers of a pair.
+
+    Raises:
+        DataError: naming the data set.
+    """
+    unpaired, kind = count_unpaired_answers(prefix), config.objective.kind
+    if unpaired and config.objective.is_pairwise and kind != "kto":
+        raise DataError(
+            f"{prefix}: {unpaired} answers are rated alone, and objective.kind = {kind} requires pairs of answers",
+            hint="objective.kind: kto, or records with chosen and rejected",
+        )
+
+
+def largest_sampled_token(reader: IndexedReader) -> int:
+    """Return the largest token in blocks spread over a data set."""
+    starts = np.linspace(0, max(reader.num_tokens - BLOCK, 0), BLOCKS).astype(np.int64)
+    return max((int(reader.tokens[start : start + BLOCK].max(initial=0)) for start in starts), default=0)
+
+
+def format_usage(use: DatasetUsage) -> str:
+    """Return a line about the use of a data set."""
+    return (
+        f"{use.split} {use.prefix}: {use.documents:,} documents, {use.tokens:,} tokens; "
+        f"{round(use.samples):,} samples, {use.epochs:.2f} epochs"
+    )

@@ -1,0 +1,73 @@
+"""Sequences of any length packed into rows of one length by best fit, with attention closed between them, dealt to the
+data ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mega_common.errors import DataError
+from mega_data.batch_loader import StepBatch, balance_samples
+from mega_data.kinds.bin_packing import pack_best_fit
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Sequences packed into rows of S positions. A sequence of L tokens takes L - 1: its last is a label only.
+
+    Attributes:
+        tokens, labels: int64 [R, S]; 0 where no sequence is.
+        positions: int64 [R, S], within each sequence.
+        documents: int32 [R, S], the sequences of a row and what is left of it, numbered.
+        positions_of_sequences: of each sequence its row and its positions there.
+    """
+
+    tokens: Ints
+    labels: Ints
+    positions: Ints
+    documents: npt.NDArray[np.int32]
+    positions_of_sequences: list[tuple[int, slice]]
+
+    @classmethod
+    def pack_sequences(cls, sequences: Sequence[Sequence[int]], length: int, multiple: int) -> PackedRows:
+        """Pack the sequences into rows of `length`, as few as best fit needs, rounded up to a `multiple`.
+
+        Raises:
+            DataError: when a sequence is longer than a row, or has fewer than two tokens.
+        """
+        sizes = np.array([len(sequence) - 1 for sequence in sequences], np.int64)
+        wrong = np.flatnonzero((sizes < 1) | (sizes > length))
+        if wrong.size or not sizes.size:
+            what = f"sequence {wrong[0]} has {sizes[wrong[0]] + 1} tokens" if wrong.size else "there is no sequence"
+            raise DataError(f"{what}; each needs from 2 to data.seq_length + 1 = {length + 1}")
+        bins = pack_best_fit(sizes, length)
+        count = -(-int(bins.max() + 1) // multiple) * multiple
+        tokens, labels, positions = (np.zeros((count, length), np.int64) for _ in range(3))
+        documents, ends, places = np.zeros((count, length), np.int32), np.zeros(count, np.int64), []
+        for sequence, row, size in zip(sequences, bins.tolist(), sizes.tolist(), strict=True):
+            here = slice(int(ends[row]), int(ends[row]) + size)
+            tokens[row, here], labels[row, here] = sequence[:-1], sequence[1:]
+            positions[row, here], documents[row, here] = np.arange(size), documents[row, here.start - 1] + 1
+            places.append((row, here))
+            ends[row] = here.stop
+        for row, end in enumerate(ends.tolist()):
+            positions[row, end:] = np.arange(length - end)
+        return cls(tokens, labels, positions, documents, places)
+
+    def rows_of_rank(self, rank: int, ranks: int) -> Ints:
+        """Return the rows of one of the data ranks, int64 [R / ranks]: equally many for each, with about equal work."""
+        work = np.array([(np.bincount(row) ** 2).sum() for row in self.documents])
+        own: Ints = balance_samples(work, ranks)[rank]
+        return own
+
+    def make_step_batch(self, rows: Ints, weights: npt.NDArray[np.floating]) -> StepBatch:
+        """Return some of the rows as a batch, with the loss of each label weighted by [R, S]."""
+        return StepBatch(
+            self.tokens[rows], self.labels[rows], weights[rows], self.positions[rows], self.documents[rows], rows
+        )

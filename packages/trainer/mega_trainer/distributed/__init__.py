@@ -1,0 +1,1 @@
+"""Process groups, collectives, devices and random numbers of ranks."""

@@ -1,0 +1,306 @@
+"""Collectives on named groups: thin calls around torch.distributed that do nothing in a group of one.
+
+A `Group` is handed to whoever communicates; nothing here is global but which one was asked last (`latest`), for a watch to
+tell. It can count what passes through it (`log`), so that a test may hold the traffic of a step against theory, and it can
+sum in rank order (`ordered`), for tests that compare bits: gloo's own sums are not in rank order from four ranks on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mega_common.errors import MegaError
+
+Reduction = Literal["sum", "max", "min"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class CollectiveWork(Protocol):
+    """Handle of a collective in progress."""
+
+    def wait(self) -> object:
+        """Block until the collective has finished."""
+
+
+class CompletedWork:
+    """Handle of a collective that has already finished."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@dataclass
+class CommLog:
+    """Traffic through the groups that share the log: (group, operation) -> [calls, bytes sent or received by a rank].
+
+    Bytes are those of the tensor on one rank: the input of a reduction, the output of a gather.
+    """
+
+    counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+
+    def count_call(self, group: str, operation: str, tensor: Tensor) -> None:
+        """Count one call."""
+        entry = self.counts.setdefault((group, operation), [0, 0])
+        entry[0] += 1
+        entry[1] += tensor.numel() * tensor.element_size()
+
+
+@dataclass(eq=False)
+class CommGroup:
+    """Ranks along one axis of the layout, from the view of one of them.
+
+    Attributes:
+        name: the axis: tp, cp, dp, pp, ...
+        ranks: global ranks, in group order.
+        rank: this process's place in `ranks`.
+        process_group: the torch.distributed group; None in a group of one, and where nobody is there: in such a group of several,
+            as a plan makes it, calls make what they return and move nothing.
+        ordered: sum in rank order, reproducibly and slowly.
+        log: where calls are counted, if anywhere.
+        latest: the group of which this process last asked something, or for which it last began to wait.
+    """
+
+    latest: ClassVar[CommGroup | None] = None
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    process_group: dist.ProcessGroup | None = None
+    ordered: bool = False
+    log: CommLog | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def is_planned(self) -> bool:
+        """True if the group has several ranks and no process group, as in a plan."""
+        return self.process_group is None and self.size > 1
+
+    def __str__(self) -> str:
+        return f"{self.name} of ranks {', '.join(map(str, self.ranks[:8]))}" + (", ..." if self.size > 8 else "")
+
+    def record_call(self, operation: str, tensor: Tensor) -> None:
+        """Record that a call of `operation` on `tensor` begins."""
+        CommGroup.latest = self
+        if self.log is not None:
+            self.log.count_call(self.name, operation, tensor)
+
+
+@dataclass(frozen=True)
+class PendingWork:
+    """Collective in progress on a group; waiting for it sets `CommGroup.latest` to the group."""
+
+    work: CollectiveWork
+    group: CommGroup
+
+    def wait(self) -> None:
+        """Block until the collective has finished."""
+        CommGroup.latest = self.group
+        self.work.wait()
+
+
+def _pending_work(work: Any, group: CommGroup) -> CollectiveWork | None:
+    """Return the handle to wait for, or None."""
+    return None if work is None else PendingWork(work, group)
+
+
+def all_reduce(
+    tensor: Tensor, group: CommGroup, op: Reduction = "sum", *, async_op: bool = False
+) -> CollectiveWork | None:
+    """Reduce `tensor` over the group, in place. Returns the work to wait for when `async_op`."""
+    if group.size == 1:
+        return None
+    group.record_call("all_reduce", tensor)
+    if group.is_planned:
+        return None
+    if group.ordered and op == "sum":
+        parts = [torch.empty_like(tensor) for _ in group.ranks]
+        dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
+        tensor.copy_(_sum_in_order(parts))
+        return None
+    return _pending_work(dist.all_reduce(tensor, _OPS[op], group=group.process_group, async_op=async_op), group)
+
+
+@contextlib.contextmanager
+def raise_on_all_ranks(group: CommGroup) -> Iterator[None]:
+    """Raise an error of any rank in the block on all ranks, the first rank's if there are several, so that no rank
+    waits for ever.
+
+    Raises:
+        MegaError: of any rank.
+    """
+    met: list[MegaError | None] = [None] * group.size
+    try:
+        yield
+    except MegaError as error:
+        met[group.rank] = error
+    if group.size > 1:
+        dist.all_gather_object(met, met[group.rank], group=group.process_group)
+    first = next((error for error in met if error is not None), None)
+    if first is not None:
+        raise first
+
+
+def all_gather(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
+    """Concatenate every rank's tensor along `dim`: [.., n, ..] -> [.., n * size, ..]."""
+    whole, work = start_all_gather(tensor, group, dim)
+    if work is not None:
+        work.wait()
+    return whole
+
+
+def start_all_gather(tensor: Tensor, group: CommGroup, dim: int = 0) -> tuple[Tensor, CollectiveWork | None]:
+    """Start an all-gather and return at once: the output is complete when the work is done."""
+    if group.size == 1:
+        return tensor, None
+    moved = tensor.movedim(dim, 0).contiguous()
+    out = moved.new_empty((moved.shape[0] * group.size, *moved.shape[1:]))
+    work = all_gather_into(out, moved, group, async_op=True)
+    return out.movedim(0, dim), work
+
+
+def all_gather_into(out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: bool = False) -> CollectiveWork | None:
+    """Gather contiguous `tensor` [n, ..] of every rank into contiguous `out` [n * size, ..]."""
+    if group.size == 1:
+        if out.data_ptr() != tensor.data_ptr():
+            out.copy_(tensor)
+        return None
+    group.record_call("all_gather", out)
+    if group.is_planned:
+        return None
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return _pending_work(gather(out, tensor, group=group.process_group, async_op=async_op), group)
+
+
+def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
+    """Sum over the group and keep this rank's part along `dim`: [.., n * size, ..] -> [.., n, ..]."""
+    part, work = start_reduce_scatter(tensor, group, dim)
+    if work is not None:
+        work.wait()
+    return part
+
+
+def start_reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> tuple[Tensor, CollectiveWork | None]:
+    """Start a reduce-scatter and return at once: the part is complete when the work is done."""
+    if group.size == 1:
+        return tensor, None
+    moved = tensor.movedim(dim, 0).contiguous()
+    out = moved.new_empty((moved.shape[0] // group.size, *moved.shape[1:]))
+    work = reduce_scatter_into(out, moved, group, async_op=True)
+    return out.movedim(0, dim), work
+
+
+def reduce_scatter_into(
+    out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: bool = False
+) -> CollectiveWork | None:
+    """Sum contiguous `tensor` [n * size, ..] over the group; this rank's part goes to contiguous `out` [n, ..]."""
+    if group.size == 1:
+        if out.data_ptr() != tensor.data_ptr():
+            out.copy_(tensor)
+        return None
+    group.record_call("reduce_scatter", tensor)
+    if group.is_planned:
+        return None
+    if group.ordered:
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor, group=group.process_group)
+        out.copy_(_sum_in_order(list(received.chunk(group.size))))
+        return None
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return _pending_work(scatter(out, tensor, group=group.process_group, async_op=async_op), group)
+
+
+def all_to_all(tensor: Tensor, group: CommGroup, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
+    """Send `in_splits[r]` rows of `tensor` to each rank r and receive `out_splits[r]` rows from it.
+
+    The one collective here with a gradient: it goes back the way the rows came.
+    """
+    if group.size == 1:
+        return tensor
+    out: Tensor = _AllToAll.apply(tensor, group, list(out_splits), list(in_splits))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _AllToAll(Function):
+    """Differentiable all-to-all; the gradient takes the reverse all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: CommGroup, out_splits: list[int], in_splits: list[int]) -> Tensor:
+        ctx.group, ctx.splits = group, (in_splits, out_splits)
+        out = tensor.new_empty((sum(out_splits), *tensor.shape[1:]))
+        all_to_all_into(out, tensor.contiguous(), group, out_splits, in_splits)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(gradient, ctx.group, *ctx.splits), None, None, None
+
+
+def all_to_all_into(
+    out: Tensor,
+    tensor: Tensor,
+    group: CommGroup,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    *,
+    async_op: bool = False,
+) -> CollectiveWork | None:
+    """Exchange rows of contiguous `tensor` into contiguous `out`, without a gradient, in a group of several ranks."""
+    group.record_call("all_to_all", tensor)
+    if group.is_planned:
+        return CompletedWork()
+    work = dist.all_to_all_single(
+        out, tensor, list(out_splits), list(in_splits), group=group.process_group, async_op=async_op
+    )
+    return _pending_work(work, group)
+
+
+@dataclass(frozen=True)
+class RingTransfer:
+    """Transfer around a ring: `sent` goes to the next rank, the previous rank's tensor comes to `arriving`."""
+
+    sent: Tensor
+    arriving: Tensor
+    works: Sequence[CollectiveWork]
+
+    def wait(self) -> Tensor:
+        """Block until both transfers have finished; returns the previous rank's tensor."""
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+def start_ring_transfer(tensor: Tensor, group: CommGroup) -> RingTransfer:
+    """Start to send contiguous `tensor` to the next rank of the group and to receive the previous rank's, of equal
+    size.
+    """
+    arriving = torch.empty_like(tensor)
+    group.record_call("pass", tensor)
+    if group.is_planned:
+        return RingTransfer(tensor, arriving, [])
+    after, before = (group.ranks[(group.rank + step) % group.size] for step in (1, -1))
+    send = dist.P2POp(dist.isend, tensor, after, group.process_group)
+    receive = dist.P2POp(dist.irecv, arriving, before, group.process_group)
+    return RingTransfer(
+        tensor, arriving, [PendingWork(work, group) for work in dist.batch_isend_irecv([send, receive])]
+    )
+
+
+def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

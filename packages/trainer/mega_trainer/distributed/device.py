@@ -1,0 +1,67 @@
+"""Device of a rank, and copies to and from it that do not make the host wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mega_common.errors import ConfigError
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.plan.machine import find_machine_name
+
+
+def select_rank_device(name: str, local_rank: int) -> torch.device:
+    """Return the device of this rank: `auto` takes a GPU when there is one.
+
+    Raises:
+        ConfigError: when CUDA was asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError("device = 'cuda': torch sees no CUDA device here", hint="set device=auto or device=cpu")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def detect_machine(config: RunConfig) -> str | None:
+    """Return the machine that a run names, or that its GPU identifies; None if neither is known or no time is predicted
+    for the model.
+    """
+    if config.model.has_encoder:
+        return None
+    if config.machine is not None or config.device == "cpu" or not torch.cuda.is_available():
+        return config.machine
+    return find_machine_name(torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory)
+
+
+@contextmanager
+def deterministic_mode(enabled: bool) -> Iterator[None]:
+    """Make torch bitwise reproducible while the block runs; operations that cannot be raise an error."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to host memory and wait for it: a rank whose device waits for other ranks blocks here
+    (`job.hang_watchdog`).
+    """
+    return tensor.cpu()
+
+
+def to_device(values: Tensor | Sequence[float], device: torch.device) -> Tensor:
+    """Copy a tensor in host memory, or numbers as fp64, to `device`.
+
+    From pinned memory: a copy from any other waits until the device has done all that it was given.
+    """
+    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
+    if device.type in ("cpu", "meta"):
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,177 @@
+"""Process groups of a rank under a layout of degrees. Only the groups this rank belongs to are made, each by its own
+members, so that building them costs the same in a world of ten thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mega_trainer.config.parallel_layout import ParallelLayout
+from mega_trainer.distributed.comm import CommGroup, CommLog
+
+
+@dataclass
+class ProcessGroupCache:
+    """Makes process groups, each once, however many layouts ask for the same ranks.
+
+    Torch names a group that its members alone ask for by its ranks and by how many groups this process has: all members
+    must have made as many before. So a group of some stages only, as `embedding`, comes after all that span stages.
+    """
+
+    timeout: timedelta | None = None  # how long a collective may wait; None: torch's own
+    groups_by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    def get_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return the process group of `ranks`, called by its members alone; None for a single rank."""
+        key = tuple(ranks)
+        if len(key) == 1:
+            return None
+        if key not in self.groups_by_ranks:
+            if len(key) == dist.get_world_size():
+                world = dist.group.WORLD
+                assert world is not None
+                self.groups_by_ranks[key] = world
+            else:
+                self.groups_by_ranks[key] = dist.new_group(
+                    list(key), self.timeout, device_only_backend(), use_local_synchronization=True
+                )
+        return self.groups_by_ranks[key]
+
+
+def device_only_backend() -> str | None:
+    """Return the backend of groups that only devices use: "nccl" where ranks have GPUs, so that no host sockets are
+    opened.
+
+    The host talks in the group of all ranks alone. None: that of all ranks, which is a CPU's.
+    """
+    return "nccl" if "cuda:nccl" in dist.get_backend_config() else None
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Process groups of one rank, by axis.
+
+    `dp_cp` is where gradients of ordinary weights are summed (context ranks see other tokens of the same sequences);
+    `shard` are neighbours among them that share one copy of the weights under ZeRO-3, `replicate` those that hold the
+    same part of different copies;
+    `head_sharing` are the so many neighbouring tensor ranks that hold the same head, for each kind with fewer heads than ranks;
+    `ep` are the neighbours that hold all experts of a stage, of which `expert_tp` share the same ones, a part of each; and
+    `expert_data` those that hold the same part of the same experts;
+    `embedding` joins the first and the last pipeline stage, which share a tied embedding.
+    """
+
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    world: CommGroup = field(default_factory=lambda: CommGroup("world"))
+    tp: CommGroup = field(default_factory=lambda: CommGroup("tp"))
+    pp: CommGroup = field(default_factory=lambda: CommGroup("pp"))
+    cp: CommGroup = field(default_factory=lambda: CommGroup("cp"))
+    dp: CommGroup = field(default_factory=lambda: CommGroup("dp"))
+    dp_cp: CommGroup = field(default_factory=lambda: CommGroup("dp_cp"))
+    shard: CommGroup = field(default_factory=lambda: CommGroup("shard"))
+    replicate: CommGroup = field(default_factory=lambda: CommGroup("replicate"))
+    ep: CommGroup = field(default_factory=lambda: CommGroup("ep"))
+    expert_tp: CommGroup = field(default_factory=lambda: CommGroup("expert_tp"))
+    expert_data: CommGroup = field(default_factory=lambda: CommGroup("expert_data"))
+    embedding: CommGroup = field(default_factory=lambda: CommGroup("embedding"))
+    head_sharing: Mapping[int, CommGroup] = field(default_factory=dict)
+
+    def head_sharing_group(self, heads: int) -> CommGroup:
+        """Return the tensor ranks that hold the same one of `heads` heads (of keys and values, or of another kind)."""
+        ranks = self.tp.size // heads
+        return self.head_sharing[ranks] if ranks > 1 else CommGroup("shared", (self.tp.ranks[self.tp.rank],))
+
+    def all_groups(self) -> list[CommGroup]:
+        """Return all groups of this rank."""
+        axes = [getattr(self, axis.name) for axis in fields(self)]
+        return [*(group for group in axes if isinstance(group, CommGroup)), *self.head_sharing.values()]
+
+
+def warm_up_groups(groups: ParallelGroups, device: torch.device) -> None:
+    """Create the communicator of every group, and those of pipeline ranks with their neighbours.
+
+    A communicator is made by the first message, in memory that torch's pool does not count: here before the model fills
+    it. All ranks go through the axes in the same order, so that none waits for one that waits for it.
+    """
+    met: set[tuple[int, ...]] = set()
+    for group in groups.all_groups():
+        if group.size > 1 and group.ranks not in met:
+            met.add(group.ranks)
+            dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
+    ring = groups.pp
+    if ring.size > 1:
+        token, (after, before) = (
+            torch.zeros(1, device=device),
+            (ring.ranks[(ring.rank + step) % ring.size] for step in (1, -1)),
+        )
+        if ring.rank > 0:
+            dist.recv(token, before, group=ring.process_group)
+        dist.send(token, after, group=ring.process_group)
+        if ring.rank == 0:
+            dist.recv(token, before, group=ring.process_group)
+
+
+def build_parallel_groups(
+    layout: ParallelLayout,
+    rank: int,
+    *,
+    heads: Collection[int],
+    shard: int | None = None,
+    maker: ProcessGroupCache | None = None,
+    ordered: bool = False,
+    log: CommLog | None = None,
+) -> ParallelGroups:
+    """Make this rank's groups. A collective call among the ranks of the layout.
+
+    Args:
+        layout: degrees of parallelism.
+        rank: this one.
+        heads: how many the model has of each kind that several tensor ranks may share, as key/value heads.
+        shard: data ranks that share one copy of the weights under ZeRO-3, a divisor of their number; None for all.
+        maker: makes the process groups.
+        ordered, log: as in `Group`.
+    """
+    maker = maker or ProcessGroupCache()
+    at = layout.coordinates_of(rank)
+
+    def make_rank_group(name: str, ranks: list[int]) -> CommGroup:
+        if len(ranks) == 1 or rank not in ranks:  # such as the embedding group, on a middle stage
+            return CommGroup(name, (rank,))
+        return CommGroup(name, tuple(ranks), ranks.index(rank), maker.get_process_group(ranks), ordered, log)
+
+    def ranks_along_axis(name: str) -> list[int]:
+        return [layout.rank_at(**{**at, name: index}) for index in range(getattr(layout, name))]
+
+    dp_cp = [layout.rank_at(**{**at, "dp": d, "cp": c}) for d in range(layout.dp) for c in range(layout.cp)]
+    data, size = make_rank_group("dp_cp", dp_cp), shard or len(dp_cp)
+    begin, place = data.rank // size * size, data.rank % size
+    stage = at["pp"] * layout.ranks_per_stage  # its first rank
+    block, inner = layout.ep * layout.expert_tp, rank - stage
+    experts = stage + inner // block * block  # the first rank of those that hold all experts
+    part = stage + inner // layout.expert_tp * layout.expert_tp
+    shares = sorted({layout.tp // n for n in heads if n < layout.tp})  # tensor ranks with the same head
+    ends = sorted({0, layout.pp - 1})
+    return ParallelGroups(
+        layout=layout,
+        world=make_rank_group("world", list(range(layout.world_size))),
+        tp=make_rank_group("tp", ranks_along_axis("tp")),
+        pp=make_rank_group("pp", ranks_along_axis("pp")),
+        cp=make_rank_group("cp", ranks_along_axis("cp")),
+        dp=make_rank_group("dp", ranks_along_axis("dp")),
+        dp_cp=data,
+        shard=data if size == len(dp_cp) else make_rank_group("shard", dp_cp[begin : begin + size]),
+        replicate=make_rank_group("replicate", dp_cp[place::size]),
+        head_sharing={n: make_rank_group("shared", ranks_along_axis("tp")[at["tp"] // n * n :][:n]) for n in shares},
+        ep=make_rank_group("ep", list(range(experts, experts + block))),
+        expert_tp=make_rank_group("expert_tp", list(range(part, part + layout.expert_tp))),
+        expert_data=make_rank_group(
+            "expert_data", list(range(stage + inner % block, stage + layout.ranks_per_stage, block))
+        ),
+        # last: torch names a group that its members alone make by how many groups each of them has, so those that
+        # not every rank makes come after those that every rank does
+        embedding=make_rank_group("embedding", [layout.rank_at(**{**at, "pp": stage}) for stage in ends]),
+    )

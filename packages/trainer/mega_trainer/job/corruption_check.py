@@ -1,0 +1,169 @@
+"""Checks for silent data corruption: bits that a device or memory changes without an error (arXiv:2102.11245), found by
+comparing replicated data.
+
+Three looks. One compares hashes of what several ranks hold alike: weights, main weights and moments as far as ZeRO leaves
+copies of them. One compares hashes of all that a rank holds, taken after an update and just before the next: nothing may
+have written there, and a slice of ZeRO's, which has no copies, would carry its flipped bit to all ranks. And one has all data
+ranks compute the same micro-batch, and compares the loss and each gradient before they are summed. Of three ranks or more
+the one that differs from the majority is named; of two, both.
+
+A hash is the XOR of the bits of all elements, which one flipped bit always changes.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mega_common.errors import TrainingError
+from mega_trainer.config.sections import CorruptionCheckConfig
+from mega_trainer.data.micro_batch import MicroBatch
+from mega_trainer.distributed.comm import CommGroup, all_gather, raise_on_all_ranks
+from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
+from mega_trainer.parallel.parameter_info import get_local_values, get_parameter_info
+from mega_trainer.parallel.parameter_shards import replica_groups
+from mega_trainer.parallel.zero_buffers import FlatBufferStage
+from mega_trainer.pipeline.executor import PipelineExecutor
+
+SHOWN = 4  # tensors that are named
+HINT = (
+    "nothing was saved since; take the machine out that has other bits, and the same command goes on from the last "
+    "checkpoint; mega train --replay STEP makes a step again elsewhere"
+)
+
+
+HashedTensor = tuple[tuple[CommGroup, ...], str, Tensor]  # with the groups over whose ranks it lies alike
+
+
+@dataclass
+class CorruptionCheck:
+    """Checks for silent corruption as a run's `fault` section sets."""
+
+    config: CorruptionCheckConfig
+    executor: PipelineExecutor
+    optimizer: ShardedOptimizer
+    _rest: Tensor | None = None  # hashes of all that this rank holds, since the last update
+
+    def check_before_step(self, step: int, batches: Callable[[], Sequence[MicroBatch]]) -> None:
+        """Compare how ranks compute, if due, on the micro-batches of data rank 0 for this step.
+
+        Raises:
+            TrainingError: on every rank, when some differ.
+        """
+        every = self.config.recompute_every
+        if every and step % every == 0 and self.executor.parallel_groups.dp.size > 1:
+            self._compare_computation(step, batches())
+
+    def check_after_step(self, step: int, *, saves: bool) -> None:
+        """Compare the replicated weights and state of the ranks, if due, after a step and before a save.
+
+        Raises:
+            TrainingError: on every rank, when some differ.
+        """
+        every = self.config.hash_every
+        if not every or (step % every and not saves):
+            return
+        self.optimizer.wait_for_params()
+        held = [*self._replicated_weights(), *self._replicated_state()]
+        alike: dict[tuple[CommGroup, ...], dict[str, Tensor]] = defaultdict(dict)
+        for groups, name, tensor in held:
+            if math.prod(group.size for group in groups) > 1:
+                alike[groups][name] = tensor
+        self._rest = _xor_hashes([tensor for _, _, tensor in held])
+        self._raise_findings(
+            f"after step {step} ranks hold other bits of what they should have alike",
+            lambda: [line for groups, named in alike.items() for line in find_outliers(named, groups)],
+        )
+
+    def check_before_update(self, step: int) -> None:
+        """Check just before an update that nothing has changed since the previous one, if hashes were taken then.
+
+        Raises:
+            TrainingError: on every rank, when something has on some.
+        """
+        if self._rest is None:
+            return
+        self.optimizer.wait_for_params()
+        held, (rest, self._rest) = [*self._replicated_weights(), *self._replicated_state()], (self._rest, None)
+        now = _xor_hashes([tensor for _, _, tensor in held])
+        self._raise_findings(
+            f"in step {step} bits have changed where nothing has written",
+            lambda: [f"{_rank_location(now)}: {held[index][1]}" for index in (rest != now).nonzero().view(-1).tolist()],
+        )
+
+    def _replicated_weights(self) -> Iterator[HashedTensor]:
+        for stage in self.executor.stages.values():
+            for parameter in stage.parameters():
+                info, own = get_parameter_info(parameter), get_local_values(parameter)
+                if own.numel():
+                    groups = replica_groups(info, sharded=isinstance(parameter, DTensor))
+                    yield groups, "+".join(piece.name for piece in info.pieces), own
+
+    def _replicated_state(self) -> Iterator[HashedTensor]:
+        for kind, pairs in self.optimizer.state_tensors():
+            for slot, values in pairs:
+                names = [piece.name for part in slot.shard.parts for piece in part.pieces]
+                if names:  # a slice may be padding alone
+                    own = values[: len(slot.shard.weights)]
+                    yield replica_groups(slot.kind, sharded=slot.sharded), f"{kind} from {names[0]} to {names[-1]}", own
+
+    def _compare_computation(self, step: int, batches: Sequence[MicroBatch]) -> None:
+        executor, stages = self.executor, self.optimizer.stages
+        for stage in stages:
+            stage.begin_step()
+        apart = replace(executor, around_backward=lambda stage, last: executor.around_backward(stage, False))
+        named = {"the loss": apart.run_operations(batches[: executor.parallel_groups.pp.size], 1.0)}
+        for stage in stages:
+            assert isinstance(stage, FlatBufferStage)
+            for parameter, gradient in stage.local_gradients():
+                info = get_parameter_info(parameter)
+                if info.data is executor.parallel_groups.dp_cp:  # experts compute for other ranks' tokens, too
+                    named["the gradient of " + "+".join(piece.name for piece in info.pieces)] = gradient
+        self._raise_findings(
+            f"step {step}: ranks that computed the same have other bits",
+            lambda: list(find_outliers(named, (executor.parallel_groups.dp,))),
+        )
+
+    def _raise_findings(self, what: str, find: Callable[[], Sequence[str]]) -> None:
+        """Raise on all ranks the findings of any rank about itself."""
+        with raise_on_all_ranks(self.executor.parallel_groups.world):
+            if found := find():
+                more = [f"  and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+                raise TrainingError("\n".join([what, *found[:SHOWN], *more]), hint=HINT)
+
+
+def find_outliers(named: dict[str, Tensor], groups: Sequence[CommGroup]) -> Iterator[str]:
+    """Yield a line for each tensor whose bits on this rank differ from the majority of the groups' ranks; without a
+    majority, every rank yields one.
+    """
+    rank, hashed = dist.get_rank(), _xor_hashes(list(named.values()))
+    rows = torch.cat([hashed.new_tensor([rank]), hashed]).view(1, -1)
+    for group in groups:
+        rows = all_gather(rows, group)
+    ranks, *columns = rows.t().tolist()
+    for name, values in zip(named, columns, strict=True):
+        (most, count), *others = [*Counter(values).most_common(), (None, 0)]
+        own = values[ranks.index(rank)]
+        if count > others[0][1] and own != most:
+            yield f"{_rank_location(hashed)}: {name}, where {count} other ranks agree"
+        elif count == others[0][1]:
+            yield f"  {' or '.join(f'rank {one}' for one in ranks)}: {name}, with no majority"
+
+
+def _rank_location(tensor: Tensor) -> str:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return f"  rank {rank} on {socket.gethostname()} ({tensor.device})"
+
+
+def _xor_hashes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the XOR of all elements' bits of each tensor, int64 [n], on the device of the first one."""
+    device = tensors[0].device
+    return torch.stack([torch.hash_tensor(each.detach()).view(torch.int64).to(device) for each in tensors])

@@ -1,0 +1,127 @@
+"""Error messages for external faults of a rank: out of memory, and lost connections to other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from mega_common.errors import MegaError, TrainingError
+from mega_common.progress_logging import format_number
+from mega_trainer.job.metrics_log import memory_in_use
+from mega_trainer.plan.memory_advice import MemoryNeeds
+
+# What torch says of host memory (its allocator raises a plain RuntimeError), and gloo of a connection.
+OUT_OF_MEMORY = "out of memory"
+_HOST_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|\[?gloo|socket", re.IGNORECASE
+)
+_PLACE = re.compile(r"^\[\S+:\d+\] ")
+ADVICES = 6  # of those that free most
+LOST_HINT = (
+    "the rank that ended first says why, in the output of its own; the same command goes on from the last checkpoint"
+)
+
+
+@contextlib.contextmanager
+def translate_errors(rank: int, step: Callable[[], str], needs: Callable[[], MemoryNeeds]) -> Iterator[None]:
+    """Translate torch's errors of exhausted memory or lost ranks into an error with the location and a remedy.
+
+    Args:
+        rank: this one.
+        step: tells what it is at, such as "step 12".
+        needs: tells what the run should take on this rank.
+
+    Other errors, which are ours, get a note that says where.
+
+    Raises:
+        TrainingError: in its place.
+    """
+    where = f"rank {rank} on {socket.gethostname()}, {{}}"
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory_error(
+            f"{where.format(step())}: {_device_message(error)}", needs(), _held_on_device()
+        ) from error
+    except MemoryError as error:
+        message = f"{where.format(step())}: {OUT_OF_MEMORY} on the host"
+        raise _out_of_memory_error(message, _without_offload(needs()), _held_on_host()) from error
+    except RuntimeError as error:
+        if wanted := _HOST_MEMORY.search(str(error)):
+            message = f"{OUT_OF_MEMORY} on the host: {format_number(int(wanted[1]))}B more were asked for"
+            raise _out_of_memory_error(
+                f"{where.format(step())}: {message}", _without_offload(needs()), _held_on_host()
+            ) from error
+        if isinstance(error, dist.DistError) or _LOST.search(str(error)):
+            reason = _PLACE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]
+            raise TrainingError(
+                f"{where.format(step())}: the other ranks cannot be reached ({reason})", hint=LOST_HINT
+            ) from error
+        _add_location_note(error, where.format(step()))
+        raise
+    except Exception as error:
+        _add_location_note(error, where.format(step()))
+        raise
+
+
+def _add_location_note(error: Exception, where: str) -> None:
+    if not isinstance(error, MegaError) and not hasattr(error, "__notes__"):
+        error.add_note(where)
+
+
+def _out_of_memory_error(message: str, needs: MemoryNeeds, held: Mapping[str, int]) -> TrainingError:
+    """Return an error with the memory held by each owner, the planner's prediction, and the settings that would free
+    most.
+    """
+    held = {**held, "other than predicted": max(0, next(iter(held.values())) - sum(needs.predicted.values()))}
+    lines = [
+        message,
+        f"  held: {_format_sizes(held)}",
+        f"  predicted for this rank at its most: {_format_sizes(needs.predicted)}",
+    ]
+    most = [f"{' '.join(advice.settings)} ({format_number(advice.freed)}B)" for advice in needs.advices[:ADVICES]]
+    hint = f"what would free most on a rank, as predicted: --set {', '.join(most)}" if most else "take more ranks"
+    return TrainingError("\n".join(lines), hint=f"{hint}; mega train --find-micro-batch tries what fits")
+
+
+def _without_offload(needs: MemoryNeeds) -> MemoryNeeds:
+    """Return the needs without advice that would take more of the host's memory."""
+    return replace(needs, advices=[advice for advice in needs.advices if "offload" not in " ".join(advice.settings)])
+
+
+def _format_sizes(kinds: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{kind} {format_number(size)}B" for kind, size in sorted(kinds.items(), key=lambda pair: -pair[1]) if size
+    )
+
+
+def _held_on_host() -> dict[str, int]:
+    return {"by this process": memory_in_use()}
+
+
+def _held_on_device() -> dict[str, int]:
+    """Return the bytes held by tensors, by torch's free blocks, and by communicators, CUDA and other processes."""
+    free, total = torch.cuda.mem_get_info(torch.cuda.current_device())
+    tensors, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return {
+        "tensors": tensors, "torch's free blocks": reserved - tensors,
+        "communicators, CUDA and other processes": total - free - reserved,
+    }  # fmt: skip
+
+
+def _device_message(error: torch.OutOfMemoryError) -> str:
+    """Return the requested size and device of an error such as `CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0
+    has a total capacity of ...`, with the free memory.
+    """
+    device = torch.cuda.current_device()
+    free, total = torch.cuda.mem_get_info(device)
+    wanted = re.search(r"allocate ([\d.]+ \w+)", str(error))
+    asked = f": {wanted[1]} more were asked for" if wanted else ""
+    return f"{OUT_OF_MEMORY} on cuda:{device}{asked}, {format_number(free)}B of {format_number(total)}B are free"

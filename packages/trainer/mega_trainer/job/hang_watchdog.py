@@ -1,0 +1,292 @@
+"""Watchdog that names the rank on which a job hangs, and ends the job.
+
+A thread of every rank writes into the job's store where its main thread is, and reads what the next rank wrote: one that
+has been silent for the configured time is dead or stopped. Rank 0's reads them all: when nobody's main thread has moved
+for that long, the ones to blame are those that are not waiting in a collective. Everyone is told and ends; a stopped
+process is killed. A store that does not answer is held by a process that is stopped itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from pydantic import BaseModel
+from torch.distributed.distributed_c10d import Store
+
+from mega_common.atomic_files import open_atomic_file
+from mega_common.progress_logging import logger
+from mega_trainer.job.error_log import RANKS, record_error
+from mega_trainer.job.rank_position import (
+    RankPosition,
+    StackLine,
+    describe_wait,
+    format_stack,
+    main_thread_position,
+    read_flight_record,
+    read_thread_stacks,
+)
+
+CHECKS = 8  # signs within the configured time, or more
+LONG, WRITER = ("evaluate", "save"), "checkpoint"  # phases, and how threads are called, that may work without a sign
+SIGN_SECONDS = 5.0  # between signs, at most
+STILL_SECONDS = 1.0  # in a wait, and the group that is waited for is looked up
+LOOK_SECONDS = 0.5  # between looks at where the main thread is, of which one takes 0.6 ms
+TELL_SECONDS = 1.0
+ENOUGH = 40  # looks before a rank is called slow
+SLOWER = 0.25  # of all time, by which a slow rank works more than the median rank
+
+
+class RankHeartbeat(BaseModel):
+    """Last heartbeat of a rank: its identity, the position of its main thread, and the seconds since it moved.
+
+    `looks` tells how often it was seen at work in each phase, and under "" how often waiting for others; `stack` is that of
+    a main thread that has stood still for long.
+
+    `written` is the time of its own clock, which serves to tell a new sign from an old one, and with other ranks' to name
+    all that are silent, not to find that one is.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    at: RankPosition
+    still: float
+    written: float
+    looks: dict[str, int] = {}
+    stack: list[str] = []
+
+    def __str__(self) -> str:
+        lines = [f"  rank {self.rank} on {self.host}, step {self.step}, was {self.at}"]
+        return "\n".join([*lines, *(f"    | {line}" for line in self.stack)])
+
+    def busy_share(self, phase: str | None = None) -> float:
+        """Return the share of time that the rank has been at work, in one phase or all."""
+        work = sum(count for name, count in self.looks.items() if (name if phase is None else name == phase))
+        return work / max(1, self.observation_count)
+
+    @property
+    def observation_count(self) -> int:
+        """Number of observations of the rank."""
+        return sum(self.looks.values())
+
+
+class HangWatchdog:
+    """Watches the ranks while a `with` block runs.
+
+    Args:
+        store: the job's key-value store; used by the thread alone, so give it a connection of its own.
+        rank, world_size: this process's place.
+        step, phase: tell what is at hand.
+        seconds: how long a rank may be silent, or all may stand still, before the job is ended.
+        output: the run's folder, where the error goes then, and torch's flight record of a rank, to `logs`. Rank 0 writes
+            there how all ranks are, as `ranks.json`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        step: Callable[[], int],
+        phase: Callable[[], str],
+        seconds: float,
+        output: Path,
+    ) -> None:
+        self._store, self._rank, self._world_size, self._seconds = store, rank, world_size, seconds
+        self._step, self._phase = step, phase
+        self._main = threading.main_thread().ident
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch_loop, name="watch", daemon=True)
+        self._asking = threading.Thread()
+        # where the main thread is, since when; one that is met in the same place of another step has moved
+        self._place, self._since = RankPosition(where="the start", phase=""), time.monotonic()
+        self._at_step, self._lines = step(), tuple[StackLine, ...]()
+        self._looks, self._slow, self._output = Counter[str](), frozenset[int](), output
+        self._heard: dict[int, tuple[float, float]] = {}  # of each rank when its sign was written, and first read
+        self._last: tuple[float, float] | None = None  # when the next rank's sign was written, and first read
+
+    def __enter__(self) -> HangWatchdog:
+        self._send_heartbeat()  # a rank that stops before its thread first looks is known, too
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        if self._asking.ident is not None:
+            self._asking.join(self._seconds)
+        if not self._asking.is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"watch/{self._rank}", "")  # a rank that has left is not silent
+
+    def _watch_loop(self) -> None:
+        asked = signed = time.monotonic()
+        every = min(self._seconds / CHECKS, SIGN_SECONDS)
+        while not self._done.wait(min(LOOK_SECONDS, every)):
+            now = time.monotonic()
+            self._observe_main_thread(now)
+            if now - signed < every:
+                continue
+            signed = now
+            # A thread of its own: nothing that is asked of a store ends while the process that holds it is stopped.
+            if not self._asking.is_alive():
+                self._asking, asked = threading.Thread(target=self._check_ranks, daemon=True), now
+                self._asking.start()
+            elif now - max(asked, self._since) > self._seconds:
+                self._end_job(f"  {_store_holder(os.environ)} does not answer")
+
+    def _observe_main_thread(self, now: float) -> None:
+        """Record the position of the main thread."""
+        lines_of, main = read_thread_stacks(), self._main or 0
+        place = main_thread_position(lines_of, main, self._phase())
+        self._looks["" if place.waits else place.phase or "the step"] += 1
+        lines: tuple[StackLine, ...] = ()
+        if (
+            place.phase in LONG
+        ):  # a harness works in code of its own; a save may wait for the one before, which a thread writes
+            writers = [thread.ident or 0 for thread in threading.enumerate() if thread.name.startswith(WRITER)]
+            lines = tuple(line for thread in (main, *writers) for line in lines_of.get(thread, ()))
+        if (step := self._step(), place, lines) != (self._at_step, self._place, self._lines):
+            self._at_step, self._place, self._lines, self._since = step, place, lines, now
+
+    def _check_ranks(self) -> None:
+        try:
+            self._send_heartbeat()
+            blamed = self._read_verdict() or self._find_culprits()
+        except RuntimeError:  # the store is gone, and with it the job
+            self._done.set()
+            return
+        if blamed:
+            self._end_job("\n".join(map(str, blamed)), blamed)
+
+    def _send_heartbeat(self) -> None:
+        still = time.monotonic() - self._since
+        lines = read_thread_stacks().get(self._main or 0, []) if still > self._seconds / 2 else []
+        place = self._place
+        if place.waits and still > STILL_SECONDS:
+            place = place.model_copy(update={"waits": describe_wait(place)})
+        sign = RankHeartbeat(
+            rank=self._rank, host=socket.gethostname(), pid=os.getpid(), step=self._step(), at=place,
+            still=still, written=time.time(), looks=dict(self._looks), stack=format_stack(lines),
+        )  # fmt: skip
+        self._store.set(f"watch/{self._rank}", sign.model_dump_json())
+
+    def _read_verdict(self) -> list[RankHeartbeat]:
+        if not self._store.check(["watch/verdict"]):
+            return []
+        return [RankHeartbeat.model_validate(sign) for sign in json.loads(self._store.get("watch/verdict"))]
+
+    def _find_culprits(self) -> Sequence[RankHeartbeat]:
+        """Return the heartbeats of the ranks that block the job, empty if none do. The verdict goes into the store."""
+        blamed: Sequence[RankHeartbeat] = []
+        if self._is_silent(following := (self._rank + 1) % self._world_size):
+            signs, old = self._read_heartbeats(range(self._world_size)), time.time() - self._seconds
+            blamed = [sign for sign in signs if sign.rank == following or sign.written < old]
+        elif self._rank == 0:
+            signs = self._read_heartbeats(range(self._world_size))
+            blamed = _blocking_ranks(signs, self._seconds, self._world_size)
+            self._log_stragglers(signs)
+            self._write_rank_states(signs)
+        if blamed:
+            self._store.set("watch/verdict", json.dumps([sign.model_dump() for sign in blamed]))
+        return blamed
+
+    def _log_stragglers(self, signs: Sequence[RankHeartbeat]) -> None:
+        """Log the stragglers that the others wait for, when new ones appear."""
+        slow = find_stragglers(signs)
+        if slow.keys() - self._slow:
+            logger.warning("\n".join(["slower than the other ranks, which wait for them:", *slow.values()]))
+        self._slow = frozenset(slow)
+
+    def _write_rank_states(self, signs: Sequence[RankHeartbeat]) -> None:
+        """Write the state of all ranks for `mega top`; `heard` is the arrival time of a heartbeat, by the clock here."""
+        for sign in signs:
+            if self._heard.get(sign.rank, (None, None))[0] != sign.written:
+                self._heard[sign.rank] = sign.written, time.time()
+        lines = [
+            {"rank": sign.rank, "host": sign.host, "step": sign.step, "phase": sign.at.phase, "waits": sign.at.waits,
+             "still": sign.still, "heard": self._heard[sign.rank][1]}
+            for sign in signs
+        ]  # fmt: skip
+        with contextlib.suppress(OSError), open_atomic_file(self._output / RANKS, text=True) as stream:
+            json.dump(lines, stream)
+
+    def _is_silent(self, rank: int) -> bool:
+        signs, now = self._read_heartbeats([rank]), time.monotonic()
+        if not signs or self._last is None or self._last[0] != signs[0].written:
+            self._last = (signs[0].written, now) if signs else None
+        return self._last is not None and now - self._last[1] > self._seconds
+
+    def _read_heartbeats(self, ranks: Sequence[int]) -> list[RankHeartbeat]:
+        """Return the heartbeats of ranks that have begun and not left."""
+        known = [f"watch/{rank}" for rank in ranks if self._store.check([f"watch/{rank}"])]
+        values = self._store.multi_get(known) if known else []
+        return [RankHeartbeat.model_validate_json(value) for value in values if value]
+
+    def _end_job(self, what: str, blamed: Sequence[RankHeartbeat] = ()) -> None:
+        """Log the error, kill stopped processes on this machine, and exit: the main thread may never return."""
+        told = f"no progress for {self._seconds:g} seconds; the job is ended\n{what}"
+        logger.error("error: %s", told)
+        record_error(self._output, self._rank, told)
+        if record := read_flight_record():
+            with contextlib.suppress(OSError):
+                logs = self._output / "logs"
+                logs.mkdir(parents=True, exist_ok=True)
+                (logs / f"flight-record-rank{self._rank}.json").write_text(record)
+        time.sleep(TELL_SECONDS)  # whoever copies this rank's output to the screen should have it before anything dies
+        for sign in blamed:
+            if sign.host == socket.gethostname() and sign.rank != self._rank:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(sign.pid, signal.SIGKILL)
+        time.sleep(2 * self._seconds / CHECKS if self._rank == 0 else 0.0)  # the store may live here: let others read
+        os._exit(1)
+
+
+def _store_holder(environment: Mapping[str, str]) -> str:
+    """Return a text that names the process holding the job's store."""
+    where = environment.get("MASTER_ADDR", "another machine")
+    who = "the launcher" if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    return f"{who} on {where}, which holds the job's store,"
+
+
+def _blocking_ranks(signs: Sequence[RankHeartbeat], seconds: float, world_size: int) -> list[RankHeartbeat]:
+    """Return the ranks to blame when all have stopped moving: those that do not wait; if all wait, the fewest that wait
+    at a different position; if all positions are equal, all ranks.
+    """
+    if len(signs) < world_size or any(sign.still < seconds for sign in signs):
+        return []
+    if working := [sign for sign in signs if not sign.at.waits]:
+        return working
+    places = Counter((sign.step, sign.at.where) for sign in signs)
+    fewest = min(places.values())
+    return [sign for sign in signs if places[sign.step, sign.at.where] == fewest]
+
+
+def find_stragglers(signs: Sequence[RankHeartbeat]) -> dict[int, str]:
+    """Return the ranks that work while most others wait, each with a line that names the phase of the largest
+    difference.
+    """
+    if len(signs) < 2 or any(sign.observation_count < ENOUGH for sign in signs):
+        return {}
+    usual = median(sign.busy_share() for sign in signs)
+    found = {}
+    for sign in signs:
+        if sign.busy_share() > usual + SLOWER:
+            others = {phase: median(each.busy_share(phase) for each in signs) for phase in sign.looks if phase}
+            phase = max(others, key=lambda name: sign.busy_share(name) - others[name])
+            found[sign.rank] = (
+                f"  rank {sign.rank} on {sign.host} works {sign.busy_share():.0%} of the time, the median rank {usual:.0%}; "
+                f"most of that in {phase}: {sign.busy_share(phase):.0%} against {others[phase]:.0%}"
+            )
+    return found

@@ -1,0 +1,235 @@
+"""Metrics of a run: one line per step on the screen, in metrics.jsonl and to experiment trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+
+from mega_common.atomic_files import add_path_to_errors, open_atomic_file
+from mega_common.bounded_parsing import parse_json_text
+from mega_common.progress_logging import format_number, logger
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.job.experiment_trackers import open_trackers
+from mega_trainer.job.goodput import GoodputCounter
+from mega_trainer.plan.flops import count_parameters_by_layer, find_peak_flops, model_flops, palm_flops
+from mega_trainer.plan.layer_flops import image_flops
+from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.trainable_parameters import TrainableParameters
+from mega_trainer.run.train_step import StepResult
+
+MetricsSink = Callable[[int, dict[str, float]], object]
+MetricsLine = dict[str, Any]
+APART = 1.0  # seconds between lines on the screen; metrics.jsonl has every step
+SHOWN = 0.01  # of a step: phases that take less are not on the screen
+
+
+@dataclass(frozen=True)
+class UtilizationModel:
+    """FLOPs of one token and peak FLOP/s of the machine, for the model FLOPs utilisation (MFU) by both definitions.
+
+    Attributes:
+        exact: FLOPs a token, forward and backward, counting each matrix product with causal attention's half; none for
+            gradients of weights that are frozen.
+        palm: the same by the 6N + 12LHQT rule (arXiv:2204.02311, appendix B).
+        peak: FLOP/s of all devices together.
+        image: FLOPs an image besides, by both definitions.
+    """
+
+    exact: float
+    palm: float
+    peak: float
+    image: float = 0.0
+
+    @classmethod
+    def for_run(cls, config: RunConfig, device: torch.device, dtype: torch.dtype, world_size: int) -> UtilizationModel:
+        """Return the model for a run on `world_size` devices like this one."""
+        model, lengths = config.model, config.sequence_lengths
+        peak = datasheet_peak_flops(device, config.precision) or measure_peak_flops(device, dtype)
+        count = count_parameters_by_layer(model)
+        run = make_run_shape(config, world_size)
+        other = TrainableParameters.from_run_shape(model, run, count).extra_flops(model, count)
+        image = sum(image_flops(model, run.freeze, config.lora).values())
+        exact, palm = model_flops(model, lengths[0], target=lengths[1]), palm_flops(model, *lengths)
+        return cls(exact + other, palm + other, peak * world_size, image)
+
+
+def datasheet_peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the data-sheet FLOP/s of a GPU that is known by name, else None."""
+    return find_peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, enough: float = 0.02, repeat: int = 3) -> float:
+    """Measure the FLOP/s of a square GEMM here, the best of a few: the reference where no data sheet is known.
+
+    Larger products come nearer to the peak, but fp16 on a CPU can take seconds for one: they grow until one takes
+    `enough` seconds.
+    """
+    peak = 0.0
+    for size in (128, 256, 512, 1024, 2048, 4096, 8192):
+        a = torch.randn(size, size, device=device).to(dtype)
+        best = float("inf")
+        for _ in range(repeat):
+            begin = time.perf_counter()
+            (a @ a)[0, 0].item()
+            best = min(best, time.perf_counter() - begin)
+        peak = max(peak, 2 * size**3 / best)
+        if best > enough:
+            break
+    return peak
+
+
+class MetricsLogger:
+    """Sends each step's metrics to their destinations. Only rank 0 of a run makes one that writes."""
+
+    def __init__(
+        self, config: RunConfig, speed: UtilizationModel, start: int, consumed_samples: int, *, writes: bool
+    ) -> None:
+        self._config, self._speed, self._writes = config, speed, writes
+        self._sinks: list[MetricsSink] = []
+        self._closers: list[Callable[[], object]] = []
+        self._begin = self._last = time.monotonic()
+        self._clock = time.time() - self._begin  # added to the monotonic clock: a Unix time that no clock setting moves
+        self._told = -math.inf
+        self._start = self._consumed = consumed_samples
+        self._earlier: tuple[MetricsLine, MetricsLine, MetricsLine] | None = None
+        self._goodput = GoodputCounter(self._clock + self._begin)
+        if writes:
+            self._open_sinks(Path(config.output), start)
+
+    def _open_sinks(self, folder: Path, start: int) -> None:
+        path = folder / "metrics.jsonl"
+        self._earlier = drop_later_lines(path, start)
+        stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+
+        def write_json_line(step: int, numbers: dict[str, float]) -> None:
+            with add_path_to_errors(path):
+                _write_finite(stream, {"step": step, **numbers})
+
+        self._sinks.append(write_json_line)
+        self._closers.append(stream.close)
+        for tracker in open_trackers(self._config, start):
+            self._sinks.append(tracker.put)
+            self._closers.append(tracker.close)
+
+    def log_step(
+        self,
+        step: int,
+        consumed_samples: int,
+        lr: float,
+        result: StepResult,
+        phases: Mapping[str, float],
+        epochs: Callable[[int], Mapping[str, float]] | None = None,
+        **more: float | None,
+    ) -> None:
+        """Log a finished step. `phases` are the seconds of its parts, logged as `phases/NAME`; `epochs` returns the
+        passes over each data set before a sample, logged as `epochs/NAME`; `more` are further metrics, of which None is
+        left out.
+        """
+        self._goodput.add_lost_phases(phases)
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        samples, self._consumed = consumed_samples - self._consumed, consumed_samples
+        if not self._writes or step % self._config.log.every:
+            return
+        rate = samples * self._config.tokens_per_sample / seconds
+        end = self._config.batch.samples_after_steps(self._config.train.steps - step, consumed_samples)
+        left = (end - consumed_samples) * (now - self._begin) / (consumed_samples - self._start)
+        seen = (more.get("images") or 0.0) * self._speed.image / seconds
+        numbers = {
+            "consumed_samples": consumed_samples,
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "tokens_per_second": rate,
+            "seconds": seconds,
+            "tokens": result.tokens,
+            "mfu": (rate * self._speed.exact + seen) / self._speed.peak,
+            "mfu_palm": (rate * self._speed.palm + seen) / self._speed.peak,
+            "memory_bytes": float(memory_in_use()),
+            "seconds_left": left,
+            **{name: value for name, value in more.items() if value is not None},
+            **{f"epochs/{name}": value for name, value in (epochs(consumed_samples) if epochs else {}).items()},
+            **{f"phases/{name}": value for name, value in phases.items()},
+            "time": time.time(),
+            **self._goodput.metrics_fields(self._clock + now),
+        }
+        for sink in self._sinks:
+            sink(step, numbers)
+        if now - self._told >= APART or "valid_loss" in numbers or step == self._config.train.steps:
+            self._told = now
+            logger.info(self._format_line(step, numbers))
+
+    def _format_line(self, step: int, n: dict[str, float]) -> str:
+        width = len(str(self._config.train.steps))
+        valid = f"  valid loss {n['valid_loss']:.4f}" if "valid_loss" in n else ""
+        shares = {name[7:]: n[name] / n["seconds"] for name in n if name.startswith("phases/")}
+        parts = " ".join(f"{name} {100 * share:.0f}" for name, share in shares.items() if share >= SHOWN)
+        return (
+            f"step {step:{width}}/{self._config.train.steps}  loss {n['loss']:.4f}{valid}  lr {n['lr']:.2e}  "
+            f"grad {n['grad_norm']:.3f}  {format_number(n['tokens_per_second'])} tok/s  "
+            f"MFU {100 * n['mfu']:.1f} % ({100 * n['mfu_palm']:.1f} % by 6N)  "
+            f"{n['memory_bytes'] / 2**30:.2f} GiB  {parts} %  goodput {100 * n['goodput']:.1f} %  {timedelta(seconds=round(n['seconds_left']))} left"
+        )
+
+    def __enter__(self) -> MetricsLogger:
+        self._last = time.monotonic()
+        if self._earlier:
+            self._goodput = GoodputCounter.resume_counter(*self._earlier, self._clock + self._last)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for close in self._closers:
+            close()
+
+
+def memory_in_use() -> int:
+    """Return the peak bytes allocated on the GPU, or the bytes of RAM that this process holds."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * 4096
+
+
+def drop_later_lines(path: Path, step: int) -> tuple[MetricsLine, MetricsLine, MetricsLine] | None:
+    """Drop lines of steps after the one a run resumes from; they will be written again.
+
+    Returns:
+        The first line, the last one that stays, which is empty when none does, and the last one that was there; None
+        when none was.
+    """
+    texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = [(_line_step(text), text) for text in texts]
+    kept = [text for number, text in lines if number <= step]
+    if len(kept) < len(texts):
+        with open_atomic_file(path, text=True) as stream:
+            stream.writelines(text + "\n" for text in kept)
+    whole = [text for number, text in lines if number < math.inf]
+    return (
+        (parse_json_text(whole[0]), parse_json_text(kept[-1]) if kept else {}, parse_json_text(whole[-1]))
+        if whole
+        else None
+    )
+
+
+def _line_step(line: str) -> float:
+    try:
+        return float(parse_json_text(line)["step"])
+    except (ValueError, KeyError, TypeError):  # a line cut short by a kill
+        return math.inf
+
+
+def _write_finite(stream: IO[str], numbers: dict[str, Any]) -> None:
+    finite = {name: value if value == value and abs(value) != float("inf") else None for name, value in numbers.items()}
+    stream.write(json.dumps(finite) + "\n")
+    stream.flush()

@@ -1,0 +1,93 @@
+"""Time of each phase of a step, measured without waiting for the device.
+
+Phases: `data` (waiting for the loader), `forward` and `backward` of all micro-batches, `pipeline` (messages from and to other
+stages, and waiting for them), `reduce` (what is left of the sums over ranks when the backwards are done), `norm` (and the
+numbers that ranks tell each other), `update`, `evaluate`, `save`. A phase within another is not counted in that one, so that
+they add up to what was measured. On a GPU they are times of its stream, between events that are read when it has passed them;
+what runs beside it, such as sums under way, is in a trace (`profile`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+WHOLE = "evaluate"  # its forwards are no training's
+
+
+class TimeMark:
+    """Point in time of the device's current stream, or of this process on CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._event = torch.cuda.Event(enable_timing=True) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._time = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    @property
+    def has_passed(self) -> bool:
+        """True if the device has reached this point."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def seconds_since(self, other: TimeMark) -> float:
+        """Return the seconds from another mark to this one; waits for the device to reach this point."""
+        if self._event is None or other._event is None:
+            return self._time - other._time
+        self._event.synchronize()
+        return float(other._event.elapsed_time(self._event)) / 1000
+
+
+class PhaseTimer:
+    """Time of each phase of this rank's steps.
+
+    Attributes:
+        current: the phase at this moment, "" between phases.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.current, self._device = "", device
+        self._marks = deque([("", TimeMark(device))])  # which phase began, and when
+
+    @contextmanager
+    def time_phase(self, name: str) -> Iterator[None]:
+        """Time the block as a phase of the step."""
+        outer = self.current
+        self._begin_phase(outer if outer == WHOLE else name)
+        try:
+            yield
+        finally:
+            self._begin_phase(outer)
+
+    def take_durations(self) -> dict[str, float]:
+        """Return the seconds of each phase since the last call. Phases that the device has not finished are returned
+        next time.
+        """
+        self._begin_phase(self.current)
+        seconds: defaultdict[str, float] = defaultdict(float)
+        while len(self._marks) > 1 and self._marks[1][1].has_passed:
+            name, begin = self._marks.popleft()
+            seconds[name] += self._marks[0][1].seconds_since(begin)
+        seconds.pop("", None)
+        return dict(seconds)
+
+    def _begin_phase(self, name: str) -> None:
+        self.current = name
+        self._marks.append((name, TimeMark(self._device)))
+
+
+def time_data_waits(items: Iterable[T], phase: Callable[[str], AbstractContextManager[None]]) -> Iterator[T]:
+    """Yield the items; the wait for each is timed as the phase `data`."""
+    rest = iter(items)
+    while True:
+        with phase("data"):
+            item = next(rest, None)
+        if item is None:
+            return
+        yield item

@@ -1,0 +1,134 @@
+"""Position of a rank, read from the stacks of its threads; a step does no extra work for it but to name its groups.
+
+What is read: the innermost line of mega's own code, and, where it waits for other ranks, the function and the group that was
+last asked for something. A main thread that waits for autograd's, whose hooks talk to other ranks, stands where that does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+from pydantic import BaseModel
+
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.job.error_log import DEEPEST
+
+# Where a host waits: for other ranks' hosts, or for its device, and that for theirs.
+COMM, DEVICE = "mega_trainer/distributed/comm.py", "mega_trainer/distributed/device.py"
+WAITING = (COMM, DEVICE)
+THREAD, LINE = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)"), re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+class RankPosition(BaseModel):
+    """Position of a rank in the code and the step.
+
+    Attributes:
+        where: the innermost line of mega's code, such as `mega_trainer/distributed/comm.py:77 all_reduce`.
+        phase: of the step, as in `phases`; "" between them.
+        waits: for whom, such as `all_reduce in dp of ranks 0, 2`; empty while it works.
+    """
+
+    where: str
+    phase: str
+    waits: str = ""
+
+    def __str__(self) -> str:
+        return f"in {self.phase or 'the step'}, at {self.where}" + (f", waiting: {self.waits}" if self.waits else "")
+
+
+class StackLine(NamedTuple):
+    """Line of a thread's stack."""
+
+    file: str
+    number: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{_short_path(self.file)}:{self.number} {self.name}"
+
+
+def read_thread_stacks() -> dict[int, list[StackLine]]:
+    """Return the stacks of all threads by thread number, the innermost line first.
+
+    By faulthandler, which reads them in one go. Python code that goes from frame to frame may be interrupted half-way while
+    another thread runs: a frame that has returned meanwhile has been seen to lead to what is no frame any more (CPython 3.11.7).
+    """
+    found: dict[int, list[StackLine]] = {}
+    with _memory_file() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    for part in text.split("\n\n"):
+        head, *lines = part.strip().splitlines() or [""]
+        if thread := THREAD.match(head):
+            found[int(thread[1], 16)] = [StackLine(m[1], int(m[2]), m[3]) for line in lines if (m := LINE.match(line))]
+    return found
+
+
+def _memory_file() -> IO[bytes]:
+    """Return a file in memory where the system supports it, since a disk may be full or slow."""
+    return open(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+
+
+def main_thread_position(stacks: Mapping[int, Sequence[StackLine]], main: int, phase: str) -> RankPosition:
+    """Return the position of the main thread in a phase; while it waits for autograd's thread, the position of that
+    one.
+    """
+    own = _thread_position(stacks.get(main, ()), phase)
+    if own.waits:
+        return own
+    others = (_thread_position(lines, phase) for thread, lines in stacks.items() if thread != main)
+    return next((other for other in others if other.waits), own)
+
+
+def format_stack(lines: Sequence[StackLine]) -> list[str]:
+    """Return the innermost lines of a thread's stack, outermost first."""
+    return [str(line) for line in reversed(lines[:DEEPEST])]
+
+
+def describe_wait(place: RankPosition) -> str:
+    """Return the function in which a rank waits, and the group whose ranks it waits for, if the host waits for a group."""
+    group = CommGroup.latest
+    return place.waits if group is None or place.where.startswith(DEVICE) else f"{place.waits} in {group}"
+
+
+def read_flight_record() -> str | None:
+    """Return the records of torch's flight recorder about this process's collectives, as JSON; None if this version has
+    none.
+    """
+    distributed = getattr(torch._C, "_distributed_c10d", None)
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if dump := getattr(distributed, name, None):
+            text = bytes(dump()).decode()
+            return text if json.loads(text).get("entries") else None
+    return None
+
+
+def _thread_position(lines: Sequence[StackLine], phase: str) -> RankPosition:
+    own = [line for line in lines if "/mega_" in line.file]
+    if not own:
+        return RankPosition(where="code that is not mega's", phase=phase)
+    place = next((line for line in own if not _is_wait_line(line)), own[0])
+    return RankPosition(
+        where=str(place), phase=phase, waits=place.name if _short_path(own[0].file).startswith(WAITING) else ""
+    )
+
+
+def _is_wait_line(line: StackLine) -> bool:
+    """Return whether the line is the common wait of all pending collectives, which does not identify a position."""
+    return line.name == "wait" and _short_path(line.file).startswith(COMM)
+
+
+def _short_path(filename: str) -> str:
+    """Return the path from the package on, for files of mega; the last two parts for others."""
+    parts = Path(filename).parts
+    home = next((index for index, part in enumerate(parts) if part.startswith("mega_")), None)
+    return "/".join(parts[home:] if home is not None else parts[-2:])

@@ -1,0 +1,123 @@
+"""Attention masks in a few numbers; a mask of queries by keys is only materialised for some rows at a time.
+
+Legend: B batch, S queries, T keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mega_trainer.distributed.device import to_device
+
+
+@dataclass(frozen=True)
+class BandMask:
+    """Band mask along the diagonal that ends in the last query and the last key, as in flash-attn's `window_size`.
+
+    Query i of S sees key j of T when, with d = i + T - S,  d - left <= j <= d + right. None is no bound.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    def visible_keys(self, rows: range, queries: int, keys: int) -> range:
+        """Return the keys of T = `keys` that some rows of S = `queries` attend to."""
+        ahead = keys - queries
+        first = 0 if self.left is None else max(0, rows[0] + ahead - self.left)
+        return range(first, keys if self.right is None else min(keys, rows[-1] + ahead + self.right + 1))
+
+    def materialize_mask(self, rows: range, columns: range, ahead: int, device: torch.device) -> Tensor | None:
+        """Return the mask as bool [rows, columns], True where attended; None if all is. `ahead` is T - S."""
+        sees_all = (self.left is None or columns[0] >= rows[-1] + ahead - self.left) and (
+            self.right is None or columns[-1] <= rows[0] + ahead + self.right
+        )
+        if sees_all:
+            return None
+        query = torch.arange(rows.start, rows.stop, device=device)[:, None] + ahead
+        distance = query - torch.arange(columns.start, columns.stop, device=device)
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.left is not None:
+            seen &= distance <= self.left
+        if self.right is not None:
+            seen &= distance >= -self.right
+        return seen
+
+
+ALL, CAUSAL = BandMask(), BandMask(right=0)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMask:
+    """Mask of packed documents, none of which attends to another.
+
+    Attributes:
+        lengths: tokens of each, those of a batch's rows one after another; none crosses from one row to the next.
+        band: what a query sees of its own document.
+        cu_seqlens: int32 [documents + 1], where each begins, and the end, on the device of the tokens.
+    """
+
+    lengths: tuple[int, ...]
+    band: BandMask
+    cu_seqlens: Tensor
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], band: BandMask, device: torch.device) -> PackedMask:
+        """Return the mask from the number of tokens of each document, without waiting for the device."""
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        return cls(tuple(lengths), band, to_device(starts, device))
+
+
+AttentionMaskSpec = BandMask | PackedMask
+
+
+def materialize_dense_mask(mask: AttentionMaskSpec, shape: Sequence[int], keys: int, device: torch.device) -> Tensor:
+    """Return a mask as boolean [B or 1, 1, S, T] for queries of `shape` [B, S, ..], for unfused attention."""
+    rows, queries = shape[:2]
+    band = mask if isinstance(mask, BandMask) else mask.band
+    seen = band.materialize_mask(range(queries), range(keys), keys - queries, device)
+    if seen is None:
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if isinstance(mask, BandMask):
+        return seen[None, None]
+    document = torch.repeat_interleave(torch.tensor(mask.lengths)).view(rows, queries).to(device)
+    return (seen & (document[:, :, None] == document[:, None, :]))[:, None]
+
+
+@dataclass(frozen=True)
+class MaskPart:
+    """Mask of a range of queries and a range of keys, before or after them or equal.
+
+    Attributes:
+        rows: of the batch.
+        queries, keys: their places in the sequence.
+        mask: of these queries and these keys.
+    """
+
+    rows: slice
+    queries: range
+    keys: range
+    mask: AttentionMaskSpec
+
+
+def rectangle_mask_part(rows: slice, queries: range, keys: range, band: BandMask) -> MaskPart | None:
+    """Return the mask of queries and keys that are all before or all after them, where a query at position i attends to
+    i - left to i + right: cut to the attending queries and attended keys; None if there are none.
+    """
+    apart = len(queries) + len(keys) + abs(queries.start - keys.start)  # more than any two of them are
+    left, right = (apart if side is None else side for side in (band.left, band.right))
+    queries = range(max(queries.start, keys.start - right), min(queries.stop, keys.stop + left))
+    if not queries:
+        return None
+    keys = range(max(keys.start, queries.start - left), min(keys.stop, queries.stop + right))
+    ahead = queries.stop - keys.stop  # a band is counted from where the last query stands at the last key
+    return MaskPart(
+        rows, queries, keys,
+        BandMask(
+            left=None if queries[-1] - keys.start <= left else left - ahead,
+            right=None if keys[-1] - queries.start <= right else right + ahead,
+        ),
+    )  # fmt: skip

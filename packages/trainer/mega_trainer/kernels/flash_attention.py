@@ -1,0 +1,259 @@
+"""Flash attention (arXiv:2205.14135, arXiv:2307.08691), one kernel each way: torch's own, or that of the library flash-
+attn.
+
+All of them take documents and windows, return the logarithm of the sum of exponentiated scores, and go backward from one of
+further keys, too. flash-attn knows soft caps besides; its third version (arXiv:2407.08608) is for Hopper.
+
+Legend: B batch, S queries, T keys, N = B S tokens of documents one after another, H query heads, K key/value heads, d size of
+queries and keys, e of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedMask
+from mega_trainer.kernels.kernel_interface import ScoreTransform
+
+WIDEST_HEAD = 256
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class FlashCall:
+    """Arguments of a flash attention kernel besides its operands.
+
+    Attributes:
+        scale, softcap: as in `ScoreTransform`.
+        band: what a query sees, of its document where there are documents.
+        cu_seqlens: int32 [documents + 1], where each begins, and the end: operands then are [N, heads, size].
+        longest: the most queries and the most keys of one sequence or document.
+    """
+
+    scale: float
+    softcap: float | None
+    band: BandMask
+    cu_seqlens: Tensor | None
+    longest: tuple[int, int]
+
+    @classmethod
+    def from_mask(cls, mask: AttentionMaskSpec, how: ScoreTransform, queries: int, keys: int) -> FlashCall:
+        """Return the arguments for S = `queries` and T = `keys`."""
+        if isinstance(mask, PackedMask):
+            return cls(how.scale, how.softcap, mask.band, mask.cu_seqlens, (max(mask.lengths),) * 2)
+        return cls(how.scale, how.softcap, mask, None, (queries, keys))
+
+    @property
+    def is_causal(self) -> bool:
+        """True if a query attends to all keys up to its own position."""
+        return self.band == CAUSAL
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """Band in flash-attn's convention, where -1 is no bound."""
+        return tuple(-1 if side is None else side for side in (self.band.left, self.band.right))  # type: ignore[return-value]
+
+
+class FlashKernel(Protocol):
+    """Interface of flash attention, one kernel each way. Operands are [B, S, H, d], [B, T, K, d] and [B, T, K, e], or
+    with documents [N, H, d] and so on.
+    """
+
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+        """Return whether there is a kernel for these operands and scores; sinks are handled by the caller."""
+
+    def supports_uneven_heads(self, d: int, e: int) -> bool:
+        """Return whether value heads may have another size than key heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+        """Return y [B, S, H, e] and the log-sum-exp, fp32 [B, H, S]; with documents [N, H, e] and [H, N]."""
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv from these keys, where y and lse, shaped as in `forward`, are those of all keys."""
+
+
+class TorchFlashKernel:
+    """Torch's flash attention on GPUs, and its CPU counterpart, which supports every precision, and one document
+    without a window.
+    """
+
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+        """Return whether torch has a kernel; see `FlashKernel.supports_call`."""
+        if how.softcap is not None:
+            return False
+        # on a CPU `causal` is the diagonal from the first query and the first key
+        return fits_gpu_kernels(q, v) if _on_gpu(q) else mask == ALL or (mask == CAUSAL and q.shape[1] == v.shape[1])
+
+    def supports_uneven_heads(self, d: int, e: int) -> bool:
+        """Return False; see `FlashKernel.supports_uneven_heads`."""
+        return False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+        """Attend; see `FlashKernel.forward`."""
+        if not _on_gpu(q):
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            y, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.is_causal, scale=call.scale)
+            return y.transpose(1, 2), lse
+        y, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, *_varlen_arguments(call), 0.0, call.is_causal, False, **_window_arguments(call)
+        )
+        return y, lse
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients; see `FlashKernel.backward`."""
+        if not _on_gpu(q):
+            dy, q, k, v, y = (t.transpose(1, 2) for t in (dy, q, k, v, y))
+            grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dy, q, k, v, y, lse, 0.0, call.is_causal, scale=call.scale
+            )
+            dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+            return dq, dk, dv
+        generator = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+        dq, dk, dv = _aten._flash_attention_backward(
+            dy,
+            q,
+            k,
+            v,
+            y,
+            lse,
+            *_varlen_arguments(call),
+            0.0,
+            call.is_causal,
+            generator,
+            generator,
+            **_window_arguments(call),
+        )
+        return dq, dk, dv
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _varlen_arguments(call: FlashCall) -> tuple[Tensor | int | None, ...]:
+    return call.cu_seqlens, call.cu_seqlens, *call.longest
+
+
+def _window_arguments(call: FlashCall) -> dict[str, Any]:
+    return {"scale": call.scale, "window_size_left": call.band.left, "window_size_right": call.band.right}
+
+
+def fits_gpu_kernels(q: Tensor, v: Tensor) -> bool:
+    """Return whether operands are on a GPU, in a precision and a width that its kernels support."""
+    width = max(q.shape[-1], v.shape[-1])
+    return _on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD
+
+
+class FlashAttention2:
+    """Kernel of flash-attn 2, on Ampere and later."""
+
+    def __init__(self) -> None:
+        from flash_attn import flash_attn_interface
+
+        self.library = flash_attn_interface
+
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+        """Return whether the operands fit; see `FlashKernel.supports_call`."""
+        return fits_gpu_kernels(q, v)
+
+    def supports_uneven_heads(self, d: int, e: int) -> bool:
+        """Return False; see `FlashKernel.supports_uneven_heads`."""
+        return False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+        """Attend; see `FlashKernel.forward`."""
+        starts, (queries, keys), (left, right), cap = (
+            call.cu_seqlens,
+            call.longest,
+            call.window_size,
+            call.softcap or 0.0,
+        )
+        if starts is None:
+            y, lse, *_ = self.library._flash_attn_forward(
+                q, k, v, dropout_p=0.0, softmax_scale=call.scale, causal=call.is_causal,
+                window_size_left=left, window_size_right=right, softcap=cap, alibi_slopes=None, return_softmax=False,
+            )  # fmt: skip
+        else:
+            y, lse, *_ = self.library._flash_attn_varlen_forward(
+                q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=queries, max_seqlen_k=keys,
+                dropout_p=0.0, softmax_scale=call.scale, causal=call.is_causal,
+                window_size_left=left, window_size_right=right, softcap=cap,
+            )  # fmt: skip
+        return y, lse
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients; see `FlashKernel.backward`."""
+        starts, (queries, keys), (left, right), cap = (
+            call.cu_seqlens,
+            call.longest,
+            call.window_size,
+            call.softcap or 0.0,
+        )
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        same_bits = torch.are_deterministic_algorithms_enabled()
+        if starts is None:
+            self.library._flash_attn_backward(
+                dy, q, k, v, y, lse, dq, dk, dv, dropout_p=0.0, softmax_scale=call.scale, causal=call.is_causal,
+                window_size_left=left, window_size_right=right, softcap=cap, alibi_slopes=None, deterministic=same_bits,
+            )  # fmt: skip
+        else:
+            self.library._flash_attn_varlen_backward(
+                dy, q, k, v, y, lse, dq, dk, dv, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=queries,
+                max_seqlen_k=keys, dropout_p=0.0, softmax_scale=call.scale, causal=call.is_causal,
+                window_size_left=left, window_size_right=right, softcap=cap, alibi_slopes=None, deterministic=same_bits,
+            )  # fmt: skip
+        return dq, dk, dv
+
+
+class FlashAttention3:
+    """Kernel of flash-attn 3, on Hopper: its operators, whose arguments are stable, rather than the Python code around
+    them.
+    """
+
+    def __init__(self) -> None:
+        import flash_attn_interface  # noqa: F401  registers them
+
+        self.library = torch.ops.flash_attn_3
+
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+        """Return whether the operands fit; see `FlashKernel.supports_call`."""
+        return fits_gpu_kernels(q, v)
+
+    def supports_uneven_heads(self, d: int, e: int) -> bool:
+        """Return whether the sizes are DeepSeek's; see `FlashKernel.supports_uneven_heads`."""
+        return 128 < d <= 192 and 96 < e <= 128
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+        """Attend; see `FlashKernel.forward`."""
+        starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
+        y, lse, *_ = self.library.fwd(
+            q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts,
+            max_seqlen_q=None if starts is None else queries, max_seqlen_k=None if starts is None else keys,
+            softmax_scale=call.scale, is_causal=call.is_causal, window_size_left=left, window_size_right=right,
+            softcap=call.softcap or 0.0, num_splits=1,
+        )  # fmt: skip
+        return y, lse
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients; see `FlashKernel.backward`."""
+        starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        self.library.bwd(
+            dy, q, k, v, y, lse, dq, dk, dv, cu_seqlens_q=starts, cu_seqlens_k=starts,
+            max_seqlen_q=None if starts is None else queries, max_seqlen_k=None if starts is None else keys,
+            softmax_scale=call.scale, is_causal=call.is_causal, window_size_left=left, window_size_right=right,
+            softcap=call.softcap or 0.0, deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return dq, dk, dv

@@ -1,0 +1,279 @@
+"""FP8 linear layers: quantisation of GEMM operands, and the back end that multiplies them; all other operations are
+torch's.
+
+    Y  = X W^T     X by rows, W by rows           summed over D
+    dX = dY W      dY by rows, W by columns       summed over N
+    dW = dY^T X    dY by columns, X by columns    summed over M
+
+Each factor is quantised along the axis that its product sums over, so X, W and dY each have two forms. Those of dY are
+made together, and so are those of a weight that is the same for all micro-batches of a step; those of X are made each from
+what a layer keeps in bf16. No scale of X or dY goes from one micro-batch to the next ("current scaling").
+
+Legend: M tokens in any number of axes, D input width, N output width, G groups.
+
+kind               scales               by
+    TensorWise         one                  arXiv:2209.05433, of the tensor at hand (current scaling)
+    RowWise            one a row
+    BlockWise1x128     one a row and 128 columns, for activations and gradients     arXiv:2412.19437
+    BlockWise128x128   one for 128 rows and 128 columns, for weights                arXiv:2412.19437
+    BlockWise1x32      one a row and 32 columns, of eight bits: MXFP8               arXiv:2310.10537
+
+A scale is a power of two. As these are floats, such a scale moves their range and rounds nothing else: a tensor or row that
+a layout cuts into parts with scales of their own stands for the same numbers, but for those that leave the range below,
+2^13 times (e4m3) or 2^28 times (e5m2) smaller than the largest. Blocks no layout cuts at all.
+
+Legend: M, N rows of two factors, K columns, over which they are multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import ScalingType, SwizzleType
+
+from mega_trainer.kernels import gemm_accumulation, grouped_gemm
+from mega_trainer.kernels.grouped_gemm import GroupedRows
+from mega_trainer.kernels.kernel_interface import GemmOperand
+from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.torch_kernels import TorchKernels
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# rows and columns of a block; 0 for all
+BLOCKS = {
+    ScalingType.TensorWise: (0, 0),
+    ScalingType.RowWise: (1, 0),
+    ScalingType.BlockWise1x128: (1, 128),
+    ScalingType.BlockWise128x128: (128, 128),
+    ScalingType.BlockWise1x32: (1, 32),
+}
+MX = ScalingType.BlockWise1x32
+_TINY = 2.0**-100  # a block of zeros has a scale too
+
+
+class QuantizedMatrix(NamedTuple):
+    """Matrix, or a stack of matrices, as `values` times the scale of each block.
+
+    Attributes:
+        values: fp8 [.., M, K], contiguous.
+        scale: fp32 [.., rows of blocks, columns of blocks].
+        kind: what a block is.
+    """
+
+    values: Tensor
+    scale: Tensor
+    kind: ScalingType
+
+
+class QuantizedPair(NamedTuple):
+    """Matrix [.., M, K] in fp8, and its transpose [.., K, M]."""
+
+    plain: QuantizedMatrix
+    turned: QuantizedMatrix
+
+
+def quantize_matrix(
+    x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: LeafCompiler | None = None
+) -> QuantizedMatrix:
+    """Quantise a matrix [.., M, K], which may be transposed; its sizes are multiples of the block sizes."""
+    values, scale = (leaves or LeafCompiler())(quantize_leaf, x, *BLOCKS[kind], dtype)
+    return QuantizedMatrix(values, scale, kind)
+
+
+def quantize_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return values and scales in blocks of `rows` x `columns`. A leaf: one kernel, or two for a scale of the whole
+    tensor.
+    """
+    blocks = _view_blocks(x, rows, columns)
+    largest = blocks.abs().amax((-3, -1), keepdim=True).float()
+    scale = ceil_power_of_two(largest / torch.finfo(dtype).max)
+    values = (blocks / scale).to(dtype, memory_format=torch.contiguous_format)
+    return values.view(x.shape), scale[..., 0, :, 0]
+
+
+def quantize_pair(
+    x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: LeafCompiler | None = None
+) -> QuantizedPair:
+    """Quantise a matrix [.., M, K] and its transpose, as in `quantize_matrix`, for two GEMMs that sum over different
+    axes.
+    """
+    values, scale, turned, turned_scale = (leaves or LeafCompiler())(quantize_pair_leaf, x, *BLOCKS[kind], dtype)
+    return QuantizedPair(QuantizedMatrix(values, scale, kind), QuantizedMatrix(turned, turned_scale, kind))
+
+
+def quantize_pair_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `quantize_leaf` of a matrix and of its transpose. A leaf that reads the matrix once for both, except to
+    find the scales.
+    """
+    return *quantize_leaf(x, rows, columns, dtype), *quantize_leaf(x.mT, rows, columns, dtype)
+
+
+def _view_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
+    """View [.., M, K] as [.., M / rows, rows, K / columns, columns]."""
+    *stack, m, k = x.shape
+    rows, columns = rows or m, columns or k
+    return x.reshape(*stack, m // rows, rows, k // columns, columns)
+
+
+def ceil_power_of_two(x: Tensor) -> Tensor:
+    """Return the smallest power of two that is at least x, for positive fp32; for zeros a small one."""
+    # one less than the next exponent is added, and what then stands below the exponent is dropped
+    bits = x.clamp(min=_TINY).view(torch.int32) + 0x7FFFFF
+    return (bits & -0x800000).view(torch.float32)
+
+
+def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    """Return the matrix [.., M, K] that the values represent."""
+    blocks = _view_blocks(q.values, *BLOCKS[q.kind]).to(dtype)
+    return (blocks * q.scale.to(dtype)[..., :, None, :, None]).view(q.values.shape)
+
+
+def scaled_gemm(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """Multiply [M, K] x [N, K] -> [M, N] in `dtype`, summed in fp32; `fast`: with the fewer bits that Hopper's tensor
+    cores keep.
+
+    A CPU multiplies what is scaled by blocks, and fp64, as the numbers they stand for.
+    """
+    by_block = a.kind not in (ScalingType.TensorWise, ScalingType.RowWise)
+    if a.values.device.type == "cpu" and (by_block or dtype == torch.float64):
+        wide = torch.promote_types(dtype, torch.float32)
+        return (dequantize_matrix(a, wide) @ dequantize_matrix(b, wide).t()).to(dtype)
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if a.kind == MX else SwizzleType.NO_SWIZZLE
+    y: Tensor = F.scaled_mm(
+        a.values, b.values.t(), _left_scale(a), a.kind, _right_scale(b), b.kind, swizzle, swizzle,
+        output_dtype=dtype, use_fast_accum=fast,
+    )  # fmt: skip
+    return y
+
+
+def _left_scale(q: QuantizedMatrix) -> Tensor:
+    """Return the scales in the layout of torch's first factor."""
+    if q.kind == ScalingType.BlockWise1x128:
+        return q.scale.t().contiguous().t()  # the rows' scales of one block side by side
+    return swizzle_mx_scales(q.scale) if q.kind == MX else q.scale
+
+
+def _right_scale(q: QuantizedMatrix) -> Tensor:
+    """Return the scales in the layout of torch's second factor, which is passed transposed."""
+    if q.kind == ScalingType.BlockWise128x128:
+        return F.pad(q.scale, (0, -q.scale.shape[1] % 4)).t()  # in fours
+    return q.scale.t() if q.kind == ScalingType.RowWise else _left_scale(q)
+
+
+def swizzle_mx_scales(scale: Tensor) -> Tensor:
+    """Return MXFP8's scales [M, K/32] as e8m0 in the order in which Blackwell reads them, flat.
+
+    Tiles of 128 x 4, filled up with zeros; within one, row r and column c stand at 16 (r mod 32) + 4 (r div 32) + c.
+    """
+    rows, columns = scale.shape
+    bytes_ = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
+    bytes_ = F.pad(bytes_, (0, -columns % 4, 0, -rows % 128))
+    tiles = bytes_.view(-1, 4, 32, bytes_.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(torch.float8_e8m0fnu)
+
+
+KINDS = {  # of activations and gradients, and of weights
+    "tensorwise": (ScalingType.TensorWise, ScalingType.TensorWise),
+    "rowwise": (ScalingType.RowWise, ScalingType.RowWise),
+    "blockwise": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
+    "mxfp8": (ScalingType.BlockWise1x32, ScalingType.BlockWise1x32),
+}
+
+
+class QuantizedGradient(NamedTuple):
+    """Quantised dY of `shape` [.., N] and `dtype`: `forms` of [M, N] in fp8."""
+
+    forms: QuantizedPair
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Fp8Kernels(TorchKernels):
+    """`Kernels` whose linear layers multiply in fp8; every M, D and N is a multiple of the recipe's in `fp8.MULTIPLES`.
+
+    Args:
+        recipe: the kinds of scales, of `KINDS`.
+        gradients: the format of dY: e4m3, or e5m2 of a wider range; all else is e4m3.
+        leaves: quantises.
+    """
+
+    def __init__(self, recipe: str, gradients: torch.dtype = E4M3, leaves: LeafCompiler | None = None) -> None:
+        super().__init__(leaves)
+        self.recipe, self.gradients = recipe, gradients
+
+    def prepare_weight(self, weight: Tensor) -> GemmOperand:
+        """Quantise the weight; see `Kernels.prepare_weight`."""
+        return quantize_pair(weight, KINDS[self.recipe][1], leaves=self.leaves)
+
+    def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
+        """Quantise the grouped weight; see `Kernels.prepare_grouped_weight`."""
+        return quantize_pair(weight, self._grouped_kinds[1], leaves=self.leaves)
+
+    def prepare_gradient(self, dy: Tensor) -> GemmOperand:
+        """Quantise the gradient; see `Kernels.prepare_gradient`."""
+        forms = quantize_pair(dy.flatten(0, -2), KINDS[self.recipe][0], self.gradients, self.leaves)
+        return QuantizedGradient(forms, dy.shape, dy.dtype)
+
+    def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
+        """Multiply in fp8; see `Kernels.linear_forward`."""
+        w = weight.plain if isinstance(weight, QuantizedPair) else self._weight(weight)
+        y = scaled_gemm(self._tokens(x.flatten(0, -2)), w, x.dtype, fast=True)
+        y = y.view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+    def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
+        """Return the input gradient; see `Kernels.linear_dgrad`."""
+        w = weight.turned if isinstance(weight, QuantizedPair) else self._weight(weight.t())
+        dx = scaled_gemm(dy.forms.plain, w, dy.dtype)
+        return dx.view(*dy.shape[:-1], -1)
+
+    def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """Return the weight gradient, see `Kernels.linear_wgrad`; the product is rounded to the factors' precision
+        before it is written to a wider `out`.
+        """
+        dw = scaled_gemm(dy.forms.turned, self._tokens(x.flatten(0, -2).t()), x.dtype)
+        if out is None:
+            return dw
+        gemm_accumulation.write_values(out, dw, add=add)
+        return out
+
+    def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
+        """Multiply in fp8, see `Kernels.grouped_linear`; tensorwise scales are rowwise here, the kind that torch
+        supports.
+
+        The product for dW is left in bf16: it sums over the rows of a group, which may be any number of them.
+        """
+        return self._grouped(x, weight.plain if isinstance(weight, QuantizedPair) else weight, rows)
+
+    def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
+        """Return the input gradient, see `Kernels.grouped_dgrad`; dY in e4m3, the one format of torch's grouped GEMM."""
+        return self._grouped(dy, weight.turned if isinstance(weight, QuantizedPair) else weight.mT, rows)
+
+    def _grouped(self, x: Tensor, weight: Tensor | QuantizedMatrix, rows: GroupedRows) -> Tensor:
+        kind, fixed = self._grouped_kinds
+        w = weight if isinstance(weight, QuantizedMatrix) else quantize_matrix(weight, fixed, leaves=self.leaves)
+        return _grouped_scaled_gemm(quantize_matrix(x, kind, leaves=self.leaves), w, rows, x.dtype)
+
+    @property
+    def _grouped_kinds(self) -> tuple[ScalingType, ScalingType]:
+        return KINDS["rowwise" if self.recipe == "tensorwise" else self.recipe]
+
+    def _tokens(self, x: Tensor) -> QuantizedMatrix:
+        return quantize_matrix(x, KINDS[self.recipe][0], leaves=self.leaves)
+
+    def _weight(self, weight: Tensor) -> QuantizedMatrix:
+        return quantize_matrix(weight, KINDS[self.recipe][1], leaves=self.leaves)
+
+
+def _grouped_scaled_gemm(x: QuantizedMatrix, weight: QuantizedMatrix, rows: GroupedRows, dtype: torch.dtype) -> Tensor:
+    """Multiply rows [M, D] by their group's matrix of [G, N, D]: [M, N]. A CPU multiplies the dequantised numbers."""
+    if x.values.device.type == "cpu":
+        wide = torch.promote_types(dtype, torch.float32)
+        return grouped_gemm.grouped_gemm(dequantize_matrix(x, wide), dequantize_matrix(weight, wide).mT, rows).to(dtype)
+    y: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+        x.values, weight.values.mT, x.scale.flatten(), x.kind, weight.scale.flatten(1), weight.kind,
+        offs=rows.ends, output_dtype=dtype, use_fast_accum=True,
+    )  # fmt: skip
+    return y

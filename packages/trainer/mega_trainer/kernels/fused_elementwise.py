@@ -1,0 +1,276 @@
+"""Fused elementwise and row-wise operations with hand-written gradients: each is one leaf forward and one backward.
+
+Nothing is kept for a backward but what a neighbouring product keeps anyway: a gate's input, the residual stream, and a number
+a row. Legend: N tokens in any number of axes, D model width, F feed-forward width, H heads, d head size, r its rotated part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from mega_trainer.kernels.kernel_interface import RotaryAngles
+from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_function
+
+SLOPE = 1.702  # of the gate in GPT-OSS, where its sigmoid is near gelu's
+APPROXIMATE = {"geglu": "tanh", "geglu_erf": "none"}
+
+
+# ------------------------------------------------------------------------------------------------------ gated activations
+
+
+def gated_activation_leaf(gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
+    """Map [N, 2F] to [N, F]; see `Kernels.gated_activation`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return torch.sigmoid(SLOPE * gate).mul_(gate).mul_(up + 1)
+    return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate=APPROXIMATE[activation])).mul_(up)
+
+
+def gated_activation_backward_leaf(dy: Tensor, gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
+    """Map dy [N, F] to the gradients of gate and up side by side [N, 2F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if limit is not None:
+        inside = gate <= limit, up.abs() <= limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        share = torch.sigmoid(SLOPE * gate)
+        dgate = dy * (up + 1) * share * (1 + SLOPE * gate * (1 - share))
+        return torch.cat([dgate * inside[0], dy * gate * share * inside[1]], -1)
+    if activation == "swiglu":
+        return torch.cat([torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)], -1)
+    dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate=APPROXIMATE[activation])
+    return torch.cat([dgate, F.gelu(gate, approximate=APPROXIMATE[activation]).mul_(dy)], -1)
+
+
+def weighted_activation_leaf(gate_up: Tensor, weights: Tensor, activation: str, limit: float | None) -> Tensor:
+    """Return `gated_activation_leaf` with each row multiplied by its weight, [N] in at least fp32."""
+    y = gated_activation_leaf(gate_up, activation, limit)
+    return y.mul_(weights.to(y.dtype).unsqueeze(-1))
+
+
+def weighted_activation_backward_leaf(
+    dy: Tensor, gate_up: Tensor, weights: Tensor, activation: str, limit: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient as `gated_activation_backward_leaf`, and that of the weights [N]."""
+    dweights = (dy * gated_activation_leaf(gate_up, activation, limit)).sum(-1, dtype=weights.dtype)
+    return gated_activation_backward_leaf(dy * weights.to(dy.dtype).unsqueeze(-1), gate_up, activation, limit), dweights
+
+
+class _GatedActivation(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate_up: Tensor, weights: Tensor | None, activation: str, limit: float | None, leaves: LeafCompiler
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        ctx.how, ctx.leaves = (activation, limit), leaves
+        if weights is None:
+            return leaves(gated_activation_leaf, gate_up, activation, limit)
+        return leaves(weighted_activation_leaf, gate_up, weights, activation, limit)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, weights = ctx.saved_tensors
+        if weights is None:
+            return ctx.leaves(gated_activation_backward_leaf, dy, gate_up, *ctx.how), None, None, None, None
+        return *ctx.leaves(weighted_activation_backward_leaf, dy, gate_up, weights, *ctx.how), None, None, None
+
+
+def gated_activation(
+    gate_up: Tensor, weights: Tensor | None, activation: str, limit: float | None, leaves: LeafCompiler
+) -> Tensor:
+    """Apply a gated activation; see `Kernels.gated_activation`."""
+    y: Tensor = apply_function(_GatedActivation, gate_up, weights, activation, limit, leaves)
+    return y
+
+
+# ------------------------------------------------------------------------------------------------------ residual and norm
+
+
+def upcast_to_fp32(x: Tensor) -> Tensor:
+    """Return x in at least fp32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def inverse_rms(x: Tensor, count: int | Tensor, eps: float | Tensor) -> Tensor:
+    """Return the inverse RMS [N, 1] of x [N, D = count]. Pass tensors where rows are few: torch makes a tensor of a
+    number at each call, which takes as long as the operation.
+    """
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length.mul_(length).div_(count).add_(eps).rsqrt_()
+
+
+def rms_norm_leaf(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    """Return the norm of x [N, D], and the factor of each row, [N, 1] in at least fp32."""
+    values = upcast_to_fp32(x)
+    scale = inverse_rms(values, x.shape[-1], eps)
+    normed = (values * scale).mul_(_factor(weight, zero_centered))
+    return normed if values is x else normed.to(x.dtype), scale
+
+
+def add_rms_norm_leaf(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x + y, and `rms_norm_leaf` of the sum."""
+    total = x + y
+    return total, *rms_norm_leaf(total, weight, eps, zero_centered)
+
+
+def rms_norm_backward_leaf(
+    dy: Tensor, dx: Tensor | None, x: Tensor, scale: Tensor, weight: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [N, D], including `dx` from its other uses, and of the weight [D]."""
+    dvalues, values, factor = upcast_to_fp32(dy), upcast_to_fp32(x), _factor(weight, zero_centered)
+    product = dvalues * values
+    dweight = (product * scale).sum(tuple(range(x.dim() - 1)))
+    along = torch.linalg.vecdot(product, factor).unsqueeze(-1) * scale.pow(3)
+    out = (dvalues * factor).mul_(scale).addcmul_(values, along, value=-1 / x.shape[-1])
+    if dx is not None:
+        out = out.add_(dx)
+    return out.to(x.dtype), dweight.to(weight.dtype)
+
+
+def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
+    return 1 + upcast_to_fp32(weight) if zero_centered else upcast_to_fp32(weight)
+
+
+class _AddRmsNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, leaves: LeafCompiler
+    ) -> tuple[Tensor, Tensor]:
+        if y is None:
+            normed, scale = leaves(rms_norm_leaf, x, weight, eps, zero_centered)
+        else:
+            x, normed, scale = leaves(add_rms_norm_leaf, x, y, weight, eps, zero_centered)
+        ctx.save_for_backward(x, scale, weight)
+        ctx.zero_centered, ctx.leaves, ctx.added = zero_centered, leaves, y is not None
+        ctx.set_materialize_grads(False)
+        return x, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return dx, dx if ctx.added else None, None, None, None, None
+        out, dweight = ctx.leaves(rms_norm_backward_leaf, dy, dx, *ctx.saved_tensors, ctx.zero_centered)
+        return out, out if ctx.added else None, dweight, None, None, None
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, leaves: LeafCompiler
+) -> tuple[Tensor, Tensor]:
+    """Add and normalise; see `Kernels.add_rms_norm`."""
+    stream, normed = apply_function(_AddRmsNorm, x, y, weight, eps, zero_centered, leaves)
+    return stream, normed
+
+
+# -------------------------------------------------------------------------------------------------------- rotary embedding
+
+
+def rotary_leaf(cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, *parts: Tensor) -> Tensor:
+    """Return heads [B, S, H_i, d] in one tensor [B, S, sum H_i, d], the first `turning` of them rotated, or rotated
+    `back`.
+
+    Interleaved, rotation takes pairs of neighbours to halves, and the way back halves to pairs.
+    """
+    sin, size = -sin if back else sin, 2 * cos.shape[-1]
+    if torch.compiler.is_compiling():  # makes this one kernel, and would not the writing into parts of a tensor
+        return torch.cat(list(_rotate_parts(cos, sin, interleaved, back, turning, parts)), -2)
+    x = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x1, x2 = _halves_or_pairs(x[..., :turning, :size], interleaved and not back)
+    y1, y2 = _halves_or_pairs(y[..., :turning, :size], interleaved and back)
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1)
+    torch.mul(x2, cos, out=y2).addcmul_(x1, sin)
+    if size < x.shape[-1]:
+        y[..., :turning, size:] = x[..., :turning, size:]
+    if turning < x.shape[-2]:
+        y[..., turning:, :] = x[..., turning:, :]
+    return y
+
+
+def _rotate_parts(
+    cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, parts: Sequence[Tensor]
+) -> Iterator[Tensor]:
+    """Yield the parts of `rotary_leaf`, rotated where they turn; a partly rotated part comes as two."""
+    for part in parts:
+        own = min(turning, part.shape[-2])
+        if own:
+            yield _rotate_heads(part[..., :own, :], cos, sin, interleaved, back)
+        if own < part.shape[-2]:
+            yield part[..., own:, :]
+        turning -= own
+
+
+def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    size = 2 * cos.shape[-1]
+    x1, x2 = _halves_or_pairs(x[..., :size], interleaved and not back)
+    sides = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    turned = torch.stack(sides, -1).flatten(-2) if interleaved and back else torch.cat(sides, -1)
+    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
+
+
+def _halves_or_pairs(x: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
+    """Return two views of x [.., r], each [.., r/2]: the firsts and the seconds of its pairs, or its halves."""
+    if pairs:
+        return x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+class _ApplyRotary(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        heads: Sequence[int],
+        turning: int,
+        leaves: LeafCompiler,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.leaves = interleaved, leaves
+        ctx.turning = sum(heads[:turning])
+        out = leaves(rotary_leaf, cos, sin, interleaved, False, ctx.turning, x)
+        return torch.split(out, list(heads), -2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dparts: Tensor) -> tuple[Tensor | None, ...]:
+        dx = ctx.leaves(rotary_leaf, *ctx.saved_tensors, ctx.interleaved, True, ctx.turning, *dparts)
+        return dx, None, None, None, None, None, None
+
+
+def apply_rotary(
+    x: Tensor, rotation: RotaryAngles, heads: Sequence[int], turning: int, leaves: LeafCompiler
+) -> tuple[Tensor, ...]:
+    """Split x [B, S, H, d] into parts of `heads` heads each, of which the first `turning` are rotated.
+
+    For a backward all parts are written anew: x need not be kept for the sake of one that does not turn.
+    """
+    if (
+        not torch.is_grad_enabled()
+        and not leaves.compiled
+        and not rotation.interleaved
+        and 2 * rotation.cos.shape[-1] == x.shape[-1]
+    ):
+        # in fewer operations, whose start takes longer than they do where there are few tokens
+        cos, sin = rotation.duplicated_halves
+        turns, stays = torch.tensor_split(x, [sum(heads[:turning])], -2)
+        turned = torch.addcmul(turns * cos, turns.roll(x.shape[-1] // 2, -1), sin)
+        kept = [stays] if turning + 1 == len(heads) else stays.split_with_sizes(list(heads[turning:]), -2)
+        return *turned.split_with_sizes(list(heads[:turning]), -2), *kept
+    parts: tuple[Tensor, ...] = apply_function(
+        _ApplyRotary, x, rotation.cos, rotation.sin, rotation.interleaved, heads, turning, leaves
+    )
+    return parts

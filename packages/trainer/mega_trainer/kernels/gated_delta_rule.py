@@ -1,0 +1,97 @@
+"""Gated delta rule (arXiv:2412.06464): a recurrence of states, computed chunk by chunk with a triangular solve in each.
+
+Each value head has a state S [K, V], which a token changes and reads:
+
+    S = exp(g) (I - beta k k^T) S + beta k v^T          y = S^T q,   with k / |k| and q / (|q| sqrt(K)) in k's and q's place
+
+Within a chunk, c the running sum of g, and L the strictly lower part of beta_i (k_i . k_j) exp(c_i - c_j):
+
+    U = (I + L)^-1 (beta v)     W = (I + L)^-1 (beta exp(c) k)     R = U - W S     (what the tokens add to what is known)
+    y = exp(c) q S + [(q_i . k_j) exp(c_i - c_j), i >= j] R          S' = exp(c_Q) S + (exp(c_Q - c) k)^T R
+
+So a chunk acts on the state as an affine map, S' = M S + Z with M a matrix [K, K]. What is computed of the chunks alone, and
+what brings states from one to the next (`parallel.state`), are apart.
+
+Legend: B batch, S tokens, n chunks of Q tokens, G key heads, H value heads, r = H/G of one key head, K and V widths of keys and
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mega_trainer.kernels.sequence_chunks import SequenceChunks
+
+EPS = 1e-6  # under the roots of |k|^2 and |q|^2
+# M [B, n, H, K, K] and Z [B, n, H, K, V] of each chunk to the states before each [B, n, H, K, V].
+DeltaRulePass = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class DeltaRuleInputs:
+    """Inputs of the delta rule for each token.
+
+    Attributes:
+        q, k: [B, S, G, K], of any length.
+        v: [B, S, H, V].
+        g: the logarithm of how much of a state stays, [B, S, H] in at least fp32, none above zero.
+        beta: how much of what a key stands for is written anew, [B, S, H], as wide, between 0 and 1.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+def gated_delta_rule(updates: DeltaRuleInputs, chunks: SequenceChunks, pass_states: DeltaRulePass) -> Tensor:
+    """Return y [B, S, H, V], computed and returned in the dtype of g; no state leaves its document."""
+    dtype, groups = updates.g.dtype, updates.k.shape[2]
+    parts = (updates.q, updates.k, updates.v, updates.g, updates.beta)
+    q, k, v, g, beta = (_by_group(chunks.split_chunks(part.to(dtype)), groups) for part in parts)
+    q, k, beta = _l2_normalize(q) * k.shape[-1] ** -0.5, _l2_normalize(k), beta.unsqueeze(-1)
+    between, since_start, to_end, through = _decays(g, chunks)
+    right = torch.cat([beta * v, beta * since_start * k], -1)
+    lower = k @ k.mT * beta * between
+    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
+    ends, unit = (to_end * k).mT, torch.eye(k.shape[-1], dtype=dtype, device=k.device)
+    before = pass_states((through * unit - ends @ w).flatten(2, 3), (ends @ u).flatten(2, 3))
+    before = torch.unflatten(before, 2, (groups, -1))
+    y = since_start * (q @ before) + (q @ k.mT * between) @ (u - w @ before)
+    return chunks.join_chunks(y.flatten(2, 3).movedim(2, 3), updates.v.shape[1])
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """Reshape [B, n, Q, H, ..] to [B, n, G, r, Q, ..]."""
+    return torch.unflatten(x.movedim(3, 2), 2, (groups, -1))
+
+
+def _l2_normalize(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+def _decays(g: Tensor, chunks: SequenceChunks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the remaining shares: at a token of an earlier token's write [.., Q, Q], at a token of the state before
+    its chunk [.., Q, 1], at the chunk's end of a token's write [.., Q, 1], and of the state before the chunk [.., 1,
+    1].
+    """
+    sums, size = g.cumsum(-1), g.shape[-1]
+    last = sums[..., -1:]
+    hidden = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
+    since_start, to_end, through = sums.exp(), (last - sums).exp(), last.exp()
+    if chunks.same_document is not None and chunks.started_before is not None:
+        together, continued = chunks.same_document[:, :, None, None], chunks.started_before[:, :, None, None]
+        hidden = hidden | ~together
+        since_start, to_end, through = (
+            since_start * continued,
+            to_end * together[..., -1, :],
+            through * continued[..., -1:],
+        )
+    between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(hidden, float("-inf")).exp()
+    return between, since_start.unsqueeze(-1), to_end.unsqueeze(-1), through.unsqueeze(-1)

@@ -1,0 +1,90 @@
+"""Grouped GEMM: consecutive rows multiplied by one matrix per group, as for experts.
+
+Legend: M rows, G groups, D input width, N output width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mega_trainer.kernels import gemm_accumulation
+
+
+@dataclass(frozen=True)
+class GroupedRows:
+    """Assignment of M rows to groups: the first rows to group 0, and so on; a group may be empty.
+
+    Rows behind the last group's belong to none: they are in no product, and what a product has there is anything.
+
+    Attributes:
+        ends: int32 [G], where each group's rows end, on the device of the rows.
+    """
+
+    ends: Tensor
+
+    @classmethod
+    def from_counts(cls, counts: Sequence[int], device: torch.device) -> GroupedRows:
+        """Return the assignment from the number of rows of each group."""
+        return cls(torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device))
+
+    @cached_property
+    def group_slices(self) -> list[slice]:
+        """Slice of each group's rows. The host waits for the device."""
+        return [slice(first, stop) for first, stop in pairwise([0, *self.ends.tolist()])]
+
+    def group_of_rows(self, count: int) -> Tensor:
+        """Return the group of each of `count` rows, int64 [M]; an arbitrary group for rows without one."""
+        every = torch.arange(count, dtype=torch.int32, device=self.ends.device)
+        return torch.searchsorted(self.ends, every, right=True).clamp(max=len(self.ends) - 1)
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows) -> Tensor:
+    """Multiply each row by its group's matrix: [M, D] x [G, D, N] -> [M, N]."""
+    if _has_grouped_kernel(x, weight.shape[-1]):
+        y: Tensor = F.grouped_mm(x, weight, offs=rows.ends)
+        return y
+    y = x.new_empty(x.shape[0], weight.shape[-1])
+    for matrix, own in zip(weight, rows.group_slices, strict=True):
+        torch.mm(x[own], matrix, out=y[own])
+    return y
+
+
+def grouped_outer_gemm(
+    y: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
+) -> Tensor:
+    """Return the sum of outer products of each group's rows, zero for an empty group: [M, N] x [M, D] -> [G, N, D].
+
+    `out` and `add` as for `products.product`.
+    """
+    if _has_grouped_kernel(x, y.shape[-1]):
+        sums: Tensor = F.grouped_mm(y.t(), x, offs=rows.ends)
+        if not _zeroes_empty_groups(x.device):
+            empty = rows.ends.diff(prepend=rows.ends.new_zeros(1)) == 0
+            sums.masked_fill_(empty.view(-1, 1, 1), 0.0)
+        return sums if out is None else gemm_accumulation.write_values(out, sums, add=add)
+    if out is None:
+        out = x.new_empty(len(rows.ends), y.shape[-1], x.shape[-1])
+    if x.is_meta:  # the planner's, which wants shapes alone: no rows are there to be counted
+        return out
+    for matrix, own in zip(out, rows.group_slices, strict=True):
+        gemm_accumulation.gemm_into(y[own].t(), x[own], matrix, add=add)
+    return out
+
+
+def _has_grouped_kernel(x: Tensor, width: int) -> bool:
+    """Return whether torch has one kernel for all groups: for bf16 on a GPU, where rows are multiples of 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and width % 8 == 0
+
+
+def _zeroes_empty_groups(device: torch.device) -> bool:
+    """Return whether the kernel's sum of no rows is zero: on Hopper it is; on Blackwell it is undefined (pytorch issue
+    172439).
+    """
+    return torch.cuda.get_device_capability(device)[0] == 9

@@ -1,0 +1,242 @@
+"""Interface of kernel back ends. The reference is plain torch, on any device; the others must agree with it.
+
+Legend: B batch, S query length, T key length, H query heads, K key/value heads, d head size, D model width.
+
+Legend: H heads, S queries, T keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mega_trainer.kernels.attention_masks import AttentionMaskSpec
+from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs
+from mega_trainer.kernels.grouped_gemm import GroupedRows
+from mega_trainer.kernels.selective_scan import ScanInputs
+from mega_trainer.kernels.sequence_chunks import SequenceChunks
+
+
+@dataclass(frozen=True)
+class DistanceBias:
+    """Attention bias by the distance of key and query.
+
+    Attributes:
+        values: [H, n]; a key r places behind its query (negative: before it) adds `values[:, zero + r]`.
+        zero: of a key at its query's own place. Query i of S stands at place i + T - S, as `masks.BandMask` has it.
+    """
+
+    values: Tensor
+    zero: int
+
+    def value_indices(self, queries: range, keys: range, ahead: int) -> Tensor:
+        """Return the indices into `values` for a range of queries and keys: int64 [queries, keys]. `ahead` is T - S."""
+        at = torch.arange(queries.start, queries.stop, device=self.values.device) + (ahead - self.zero)
+        return torch.arange(keys.start, keys.stop, device=self.values.device) - at[:, None]
+
+    def materialize_bias(self, queries: int, keys: int) -> Tensor:
+        """Return the whole bias, [H, S, T]."""
+        return self.values[:, self.value_indices(range(queries), range(keys), keys - queries)]
+
+    def select_heads(self, heads: slice) -> DistanceBias:
+        """Return the bias of some of the heads."""
+        return DistanceBias(self.values[heads], self.zero)
+
+
+@dataclass(frozen=True)
+class ScoreTransform:
+    """Transform of attention scores, the products of queries and keys, before the softmax.
+
+    Attributes:
+        scale: a factor on it.
+        softcap: the score then becomes cap tanh(score / cap).
+        sinks: [H], a further score of each head in its softmax, which takes no value (arXiv:2309.17453).
+        bias: of this rank's heads, added to it; there is no soft cap then.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    bias: DistanceBias | None = None
+
+    @property
+    def has_unfused_terms(self) -> bool:
+        """True if scores have terms that fused kernels do not support: soft cap, sinks or bias."""
+        return any(each is not None for each in (self.softcap, self.sinks, self.bias))
+
+
+class FullAttentionKernel(Protocol):
+    """Differentiable attention kernel for whole sequences, for the calls that it supports."""
+
+    def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+        """Return whether the kernel supports this call."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
+        """Attend; see `Kernels.attention`."""
+
+
+@dataclass(frozen=True)
+class RotaryAngles:
+    """Cosine and sine of the rotary angles: [B or 1, S, 1, r/2] for r rotated elements per head."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    @cached_property
+    def duplicated_halves(self) -> tuple[Tensor, Tensor]:
+        """Cosine for both halves of the rotated elements, and sine, negated for the first half: [B or 1, S, 1, r] both."""
+        return torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
+
+
+# A factor of two products, as a tensor or as what the back end has prepared of it for both.
+GemmOperand = Any
+
+
+class Kernels(Protocol):
+    """Operations that transformer layers consist of."""
+
+    def prepare_weight(self, weight: Tensor) -> GemmOperand:
+        """Prepare W [N, D] for `linear_forward` and `linear_dgrad`, which also take it unprepared; valid until W
+        changes.
+        """
+
+    def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
+        """Prepare W [G, N, D] for `grouped_linear` and `grouped_dgrad`."""
+
+    def prepare_gradient(self, dy: Tensor) -> GemmOperand:
+        """Prepare dY [.., N] for `linear_dgrad` and `linear_wgrad`."""
+
+    def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
+        """Return Y = X W^T + b: [.., D] x [N, D] -> [.., N]. This and its gradients are differentiated by
+        `parallel.linear`.
+        """
+
+    def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
+        """Return dX = dY W: [.., N] x [N, D] -> [.., D]; dY prepared."""
+
+    def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """Return dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D]; dY prepared.
+
+        Into `out` where that is given, which may be of a wider dtype; with `add` to what is there. Returns it.
+        """
+
+    def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
+        """Multiply each row by its group's matrix (grouped GEMM): [M, D] x [G, N, D] -> [M, N]."""
+
+    def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
+        """Return the input gradient of `grouped_linear`: [M, N] x [G, N, D] -> [M, D]."""
+
+    def grouped_wgrad(
+        self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
+    ) -> Tensor:
+        """Return the sum of each group's outer products, zero for a group without rows: [M, N] x [M, D] -> [G, N, D].
+
+        `out` and `add` as for `linear_dw`.
+        """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+        """Return x / rms(x) * weight over the last axis (arXiv:1910.07467), statistics in at least fp32.
+
+        With `zero_centered` the factor is 1 + weight, and the product too is in at least fp32, as in Gemma.
+        """
+
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residual stream x, or x + y, and its `rms_norm`; one kernel computes the gradient of both."""
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
+    ) -> Tensor:
+        """Return (x - mean) / std * weight + bias over the last axis (arXiv:1607.06450); `zero_centered` as for
+        `rms_norm`.
+        """
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: ScoreTransform
+    ) -> Tensor:
+        """Compute scaled dot-product attention with grouped queries.
+
+        q [B, S, H, d], k [B, T, K, d] and v [B, T, K, e] with H a multiple of K -> [B, S, H, e]. Where `mask` is a
+        tensor it is boolean, broadcastable to [B, H, S, T], True where a query sees a key.
+        """
+
+    def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+        """Attend with one query per row to all keys of that row: q [N, H, d], keys [1, K, T_i, d], values [1, K, T_i,
+        e] -> [N, H, e]. Not differentiable; for generation, where the host overhead of a call counts.
+        """
+
+    def attend_block(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to some of the keys, for a caller that merges blocks; without sinks, which belong to the whole.
+
+        Shapes as for `attention`. Returns y [B, S, H, e], in at least the precision of q, and the logarithm of the sum of
+        exponentiated scores [B, S, H], in at least fp32. Every query must see a key. Not differentiable.
+        """
+
+    def attend_block_backward(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        y: Tensor,
+        lse: Tensor,
+        mask: AttentionMaskSpec,
+        how: ScoreTransform,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the part of (dq, dk, dv) that comes from one block, each shaped as its operand.
+
+        y [B, S, H, e] and `lse` [B, S, H] are those of all blocks together, sinks included: with p = exp(score - lse) and
+        delta the sum of y dy over each head, the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
+        """
+
+    def gated_activation(
+        self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """Return act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu, geglu or geglu_erf (arXiv:2002.05202).
+
+        With a `limit` it is swiglu as in GPT-OSS: gate sigmoid(1.702 gate) (up + 1), with gate <= limit, |up| <= limit.
+        `weights` [..] in at least fp32 are factors of the rows.
+        """
+
+    def short_convolution(
+        self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
+    ) -> Tensor:
+        """Return silu(b + sum_j w[j] x[t - k + 1 + j]) for each channel: x [B, S, c], weight [c, k], bias [c] -> [B, S,
+        c].
+
+        `before` are the k - 1 tokens before x [B, k - 1, c], zeros by default; `preceding_tokens` int64 [B, S] says how many tokens of
+        its document stand before each token, of which alone it sees any.
+        """
+
+    def selective_scan(
+        self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Return Mamba-2's recurrence, [B, S, H, P] in at least the precision of x; `states` is the `Pass` of the scan
+        module.
+        """
+
+    def gated_delta_rule(
+        self, updates: DeltaRuleInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Return the gated delta rule, [B, S, H, V] in at least the precision of v; `states` is the `Pass` of the delta
+        rule module.
+        """
+
+    def apply_rotary(self, x: Tensor, rotation: RotaryAngles) -> Tensor:
+        """Rotate the first r elements of each head of x [B, S, H, d]."""
+
+    def apply_rotary_qkv(
+        self, qkv: Tensor, rotation: RotaryAngles, heads: int, kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Split a fused [B, S, H + 2K, d] into rotated queries and keys, and values; the fused tensor is not kept for
+        the backward.
+        """

@@ -1,0 +1,96 @@
+"""Libraries for recurrent mixers on GPUs: causal-conv1d, mamba-ssm and flash-linear-attention.
+
+They differentiate what they compute, and know documents. Where states come from other context ranks, or are kept for generation,
+the torch forms compute (`scan`, `delta_rule`), which hand on what a stretch of tokens does to a state.
+
+Legend: B batch, S tokens, c channels, k taps, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs
+from mega_trainer.kernels.selective_scan import ScanInputs
+from mega_trainer.kernels.sequence_chunks import SequenceChunks
+
+LEAST_CHUNK = 16  # tokens that a product of a GPU takes at least
+
+
+class CausalConvKernel:
+    """`Kernels.short_convolution` by causal-conv1d, of two to four taps."""
+
+    def __init__(self) -> None:
+        from causal_conv1d import causal_conv1d_fn
+
+        self.convolve = causal_conv1d_fn
+
+    def __call__(
+        self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
+    ) -> Tensor:
+        """Convolve; see `Kernels.short_convolution`."""
+        taps = 0 if before is None else before.shape[1]
+        numbers = None if preceding_tokens is None else _document_numbers(preceding_tokens, taps)
+        # what is before goes through as tokens, for of which document the library takes it depends on its version
+        tokens = x.contiguous() if before is None else torch.cat([before, x], 1)
+        y: Tensor = self.convolve(tokens.transpose(1, 2), weight, bias, seq_idx=numbers, activation="silu")
+        return y.transpose(1, 2)[:, taps:]
+
+
+def _document_numbers(preceding_tokens: Tensor, before: int = 0) -> Tensor:
+    """Return equal numbers for tokens of one document: int32 [B, before + S]; -1 for an earlier token outside all
+    documents.
+    """
+    begins = torch.arange(preceding_tokens.shape[1], device=preceding_tokens.device) - preceding_tokens
+    numbers = begins.clamp(min=-1) + 1  # of what began before the first token, zero
+    back = torch.arange(before, 0, -1, device=preceding_tokens.device)
+    known = torch.where(preceding_tokens[:, :1] >= back, numbers[:, :1], -1)
+    return torch.cat([known, numbers], 1).int()
+
+
+class MambaScanKernel:
+    """`Kernels.selective_scan` of whole sequences by mamba-ssm."""
+
+    def __init__(self) -> None:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        self.scan = mamba_chunk_scan_combined
+
+    def __call__(self, steps: ScanInputs, chunks: SequenceChunks) -> Tensor:
+        """Scan; see `Kernels.selective_scan`."""
+        size = max(LEAST_CHUNK, 1 << (chunks.size.bit_length() - 1))  # a power of two
+        numbers = None if chunks.preceding_tokens is None else _document_numbers(chunks.preceding_tokens)
+        y: Tensor = self.scan(steps.x, steps.d, steps.decay, steps.b, steps.c, chunk_size=size, seq_idx=numbers)
+        return y
+
+
+class FlaDeltaRuleKernel:
+    """`Kernels.gated_delta_rule` of whole sequences by flash-linear-attention, which takes documents as one row."""
+
+    def __init__(self) -> None:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        self.rule = chunk_gated_delta_rule
+
+    def __call__(self, updates: DeltaRuleInputs, chunks: SequenceChunks) -> Tensor:
+        """Apply the delta rule; see `Kernels.gated_delta_rule`."""
+        parts = [updates.q, updates.k, updates.v, updates.g, updates.beta]
+        device, host = chunks.cu_seqlens or (None, None)
+        if device is not None:
+            parts = [part.flatten(0, 1).unsqueeze(0) for part in parts]
+        q, k, v, g, beta = parts
+        y, _ = self.rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=device, cu_seqlens_cpu=host)
+        out: Tensor = y.view_as(updates.v)
+        return out
+
+
+@dataclass(frozen=True)
+class RecurrentLibraries:
+    """Library kernels that replace the torch implementations of parts of recurrent mixers."""
+
+    conv: CausalConvKernel | None = None
+    scan: MambaScanKernel | None = None
+    delta: FlaDeltaRuleKernel | None = None

@@ -1,0 +1,108 @@
+"""Mamba-2's selective scan over tokens (arXiv:2405.21060): a recurrence of states, computed chunk by chunk as GEMMs.
+
+    S[t] = exp(a[t]) S[t-1] + d[t] x[t] B[t]^T       a[t] = d[t] A       y[t] = S[t] C[t]
+
+With c the running sum of a within a chunk, a token sees those of its chunk by (C[t] . B[s]) exp(c[t] - c[s]), and those
+before by the state that the chunk begins with. What is computed of the chunks alone, and what brings states from one to
+the next (`parallel.state`), are apart.
+
+Legend: B batch, S tokens, n chunks of Q tokens, H heads of P channels, G groups of r heads with the same B and C, N states of
+a channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mega_trainer.kernels.leaf_compiler import apply_function
+from mega_trainer.kernels.sequence_chunks import SequenceChunks, mask_or_keep
+
+# M [B, n, H] and Z [B, n, H, P, N] of each chunk to the states before each [B, n, H, P, N].
+ScanPass = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ScanInputs:
+    """Inputs of the scan for each token.
+
+    Attributes:
+        x: [B, S, H, P].
+        d: how long each step is, [B, S, H] in at least fp32.
+        decay: A, how fast a state decays, [H], as wide, below zero.
+        b, c: [B, S, G, N].
+    """
+
+    x: Tensor
+    d: Tensor
+    decay: Tensor
+    b: Tensor
+    c: Tensor
+
+
+def selective_scan(steps: ScanInputs, chunks: SequenceChunks, pass_states: ScanPass) -> Tensor:
+    """Return y [B, S, H, P], computed and returned in the dtype of d; no state leaves its document."""
+    dtype, groups = steps.d.dtype, steps.b.shape[2]
+    x, d, b, c = (chunks.split_chunks(part.to(dtype)) for part in (steps.x, steps.d, steps.b, steps.c))
+    b, c = b.movedim(3, 2), c.movedim(3, 2)  # [B, n, G, Q, N]
+    x = torch.unflatten((x * d.unsqueeze(-1)).movedim(3, 2), 2, (groups, -1))  # [B, n, G, r, Q, P]
+    total = (d * steps.decay).cumsum(2)
+    inside = _within_chunks(total, x, b, c, chunks.same_document)
+    last = None if chunks.same_document is None else chunks.same_document[:, :, -1]  # of the document that goes on
+    kept = _by_group(mask_or_keep((total[:, :, -1:] - total).exp(), last), groups)
+    added = (x * kept.unsqueeze(-1)).mT @ b.unsqueeze(3)
+    carried = None if chunks.started_before is None else chunks.started_before[:, :, -1]
+    before = pass_states(mask_or_keep(total[:, :, -1].exp(), carried), added.flatten(2, 3)).view_as(added)
+    reach = _by_group(mask_or_keep(total.exp(), chunks.started_before), groups)
+    y = inside + (c.unsqueeze(3) @ before.mT) * reach.unsqueeze(-1)
+    return chunks.join_chunks(y.flatten(2, 3).movedim(2, 3), steps.x.shape[1])
+
+
+def _within_chunks(total: Tensor, x: Tensor, b: Tensor, c: Tensor, same_document: Tensor | None) -> Tensor:
+    """Return the contribution of each chunk's tokens to its own outputs: [B, n, G, r, Q, P]."""
+    y: Tensor = apply_function(_WithinChunks, _by_group(total, b.shape[2]), x, b, c, same_document)
+    return y
+
+
+class _WithinChunks(Function):
+    """Product y = W x with W[t, s] = (c[t] . b[s]) exp(total[t] - total[s]): keeps its factors, and nothing of size Q x
+    Q.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, x: Tensor, b: Tensor, c: Tensor, same_document: Tensor | None) -> Tensor:
+        ctx.save_for_backward(total, x, b, c, same_document)
+        return ((c @ b.mT).unsqueeze(3) * _decays(total, same_document)) @ x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        total, x, b, c, together = ctx.saved_tensors
+        scores, decays = (c @ b.mT).unsqueeze(3), _decays(total, together)
+        weights = scores * decays
+        dweights = dy @ x.mT
+        dscores = (dweights * decays).sum(3)
+        dbetween = dweights.mul_(weights)
+        dtotal = dbetween.sum(-1) - dbetween.sum(-2)
+        return dtotal, weights.mT @ dy, dscores.mT @ c, dscores @ b, None
+
+
+def _decays(total: Tensor, same_document: Tensor | None) -> Tensor:
+    """Return the share of a token's write that a later token of its chunk and document reads: [B, n, G, r, Q, Q], zero
+    for others.
+    """
+    size = total.shape[-1]
+    hidden = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
+    hidden = hidden if same_document is None else (hidden | ~same_document)[:, :, None, None]
+    return (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(hidden, float("-inf")).exp_()
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """Reshape [B, n, Q, H] to [B, n, G, r, Q]."""
+    return torch.unflatten(x.movedim(3, 2), 2, (groups, -1))

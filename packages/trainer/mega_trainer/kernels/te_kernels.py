@@ -1,0 +1,163 @@
+"""Transformer Engine: its GEMMs for linear layers, also in its fp8 recipes, and its attention, which is cuDNN's.
+
+Its own modules own their weights, and know nothing of what else is done with them; so linear layers call its product, as
+these modules do, and attention, which has no weights, is the module. It is imported where it is used alone.
+
+Legend: M tokens in any number of axes, D input width, N output width; B batch, S sequence, H query heads, K key/value heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mega_trainer.kernels.attention_masks import AttentionMaskSpec, PackedMask
+from mega_trainer.kernels.flash_attention import FlashKernel, fits_gpu_kernels
+from mega_trainer.kernels.kernel_interface import FullAttentionKernel, GemmOperand, ScoreTransform
+from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.recurrent_libraries import RecurrentLibraries
+from mega_trainer.kernels.torch_kernels import TorchKernels
+
+
+class TeLinearKernels(TorchKernels):
+    """`Kernels` whose linear layers multiply by Transformer Engine; in fp8 all of M, D and N are multiples of 16
+    (MXFP8: 32).
+
+    Args:
+        recipe: tensorwise, blockwise or mxfp8, by which both factors of each product are quantised as it comes ("current
+            scaling"); None leaves them as they are.
+        wide_gradients: those of outputs are in e5m2, all else in e4m3.
+    """
+
+    def __init__(
+        self,
+        leaves: LeafCompiler | None = None,
+        flash: FlashKernel | None = None,
+        whole: FullAttentionKernel | None = None,
+        recurrent: RecurrentLibraries | None = None,
+        *,
+        recipe: str | None = None,
+        wide_gradients: bool = False,
+    ) -> None:
+        from transformer_engine.pytorch import cpp_extensions
+
+        super().__init__(leaves, flash, whole, recurrent)
+        self.library = cpp_extensions
+        self.x: Any
+        self.weight: Any
+        self.dy: Any
+        self.x, self.weight, self.dy = _make_quantizers(recipe, wide_gradients) if recipe else (None, None, None)
+        self.precise = recipe == "blockwise"  # its scales are applied as the product is summed
+
+    def prepare_weight(self, weight: Tensor) -> GemmOperand:
+        """Quantise the weight; see `Kernels.prepare_weight`."""
+        return _prepare(self.weight, weight)
+
+    def prepare_gradient(self, dy: Tensor) -> GemmOperand:
+        """Quantise the gradient; see `Kernels.prepare_gradient`."""
+        return _prepare(self.dy, dy)
+
+    def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
+        """Multiply; see `Kernels.linear_forward`."""
+        a, b = _operand(self.weight, weight, rowwise=True), _operand(self.x, x, rowwise=True)
+        y, *_ = self.library.general_gemm(
+            a, b, out_dtype=x.dtype, layout="TN", bias=bias, use_split_accumulator=self.precise
+        )
+        return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+
+    def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
+        """Return the input gradient; see `Kernels.linear_dgrad`."""
+        a, b = _operand(self.weight, weight, rowwise=False), dy.matrix
+        dx, *_ = self.library.general_gemm(a, b, out_dtype=dy.dtype, layout="NN", grad=True, use_split_accumulator=True)
+        return dx.view(*dy.shape[:-1], -1)  # type: ignore[no-any-return]
+
+    def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """Return the weight gradient; see `Kernels.linear_wgrad`."""
+        a, b = _operand(self.x, x, rowwise=False), dy.matrix
+        dw: Tensor
+        dw, *_ = self.library.general_gemm(
+            a, b, out_dtype=x.dtype if out is None else out.dtype, layout="NT", out=out, accumulate=add, grad=True,
+            use_split_accumulator=True,
+        )  # fmt: skip
+        return dw
+
+
+class PreparedOperand(NamedTuple):
+    """GEMM operand of `shape` [.., K] and `dtype` for two products: `matrix` [M, K], in fp8 in both forms."""
+
+    matrix: Any
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _make_quantizers(recipe: str, wide_gradients: bool) -> tuple[Any, Any, Any]:
+    """Return the quantizers of activations, weights and output gradients."""
+    from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+    from transformer_engine.pytorch.quantization import RecipeState
+
+    given = Format.HYBRID if wide_gradients else Format.E4M3
+    if recipe == "tensorwise":
+        asked = Float8CurrentScaling(fp8_format=given)
+    elif recipe == "blockwise":
+        asked = Float8BlockScaling(fp8_format=given)
+    else:
+        asked = MXFP8BlockScaling(fp8_format=given)
+    forward = RecipeState.create(asked, mode="forward", num_quantizers=3)  # the third is of the output
+    backward = RecipeState.create(asked, mode="backward", num_quantizers=2)
+    return (*forward.make_quantizers()[:2], backward.make_quantizers()[0])
+
+
+def _operand(quantizer: Any, x: GemmOperand, *, rowwise: bool) -> Any:
+    """Return a GEMM operand that is summed over its last axis (rowwise), or its first."""
+    return (
+        x.matrix if isinstance(x, PreparedOperand) else _matrix(quantizer, x, rowwise=rowwise, columnwise=not rowwise)
+    )
+
+
+def _prepare(quantizer: Any, x: Tensor) -> PreparedOperand:
+    return PreparedOperand(_matrix(quantizer, x, rowwise=True, columnwise=True), x.shape, x.dtype)
+
+
+def _matrix(quantizer: Any, x: Tensor, **usage: bool) -> Any:
+    matrix = x.flatten(0, -2).contiguous()
+    if quantizer is None:
+        return matrix
+    quantizer.set_usage(**usage)
+    return quantizer(matrix)
+
+
+class TeAttention:
+    """`FullAttentionKernel` by Transformer Engine's module, one cached per shape."""
+
+    def __init__(self) -> None:
+        import transformer_engine.pytorch as te
+
+        self.library = te
+        self.modules: dict[tuple[object, ...], Any] = {}
+
+    def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+        """Return whether the module supports the call; see `FullAttentionKernel.supports_call`."""
+        band = mask.band if isinstance(mask, PackedMask) else mask
+        return fits_gpu_kernels(q, v) and band.right == 0 and q.shape[1] == k.shape[1] and not how.has_unfused_terms
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
+        """Attend; see `FullAttentionKernel.__call__`."""
+        band = mask.band if isinstance(mask, PackedMask) else mask
+        documents = isinstance(mask, PackedMask)
+        key = (q.shape[2:], k.shape[2:], v.shape[2:], band, how.scale, documents)
+        module = self.modules.get(key)
+        if module is None:
+            module = self.modules[key] = self.library.DotProductAttention(
+                q.shape[2], (q.shape[3], v.shape[3]), num_gqa_groups=k.shape[2],
+                qkv_format="thd" if documents else "bshd", attn_mask_type="padding_causal" if documents else "causal",
+                window_size=(-1 if band.left is None else band.left, 0), softmax_scale=how.scale,
+            )  # fmt: skip
+        shape = (*q.shape[:3], v.shape[-1])
+        if not isinstance(mask, PackedMask):
+            return module(q, k, v).view(shape)  # type: ignore[no-any-return]
+        starts, longest = mask.cu_seqlens, max(mask.lengths)
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        y = module(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest)
+        return y.view(shape)  # type: ignore[no-any-return]

@@ -1,0 +1,272 @@
+"""Reference back end: plain torch, on any device and in any precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mega_trainer.kernels import (
+    blockwise_attention,
+    fused_elementwise,
+    gemm_accumulation,
+    grouped_gemm,
+    short_convolution,
+)
+from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, materialize_dense_mask
+from mega_trainer.kernels.flash_attention import FlashKernel, TorchFlashKernel
+from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
+from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs, gated_delta_rule
+from mega_trainer.kernels.grouped_gemm import GroupedRows
+from mega_trainer.kernels.kernel_interface import FullAttentionKernel, GemmOperand, RotaryAngles, ScoreTransform
+from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.recurrent_libraries import RecurrentLibraries
+from mega_trainer.kernels.selective_scan import ScanInputs, selective_scan
+from mega_trainer.kernels.sequence_chunks import SequenceChunks
+
+FEW_QUERIES = 16  # whose mask is small beside their keys
+
+
+class TorchKernels:
+    """`Kernels` by torch's own operations.
+
+    Args:
+        leaves: computes what is no product and no attention.
+        flash: attention's kernel; by default torch's.
+        whole: goes before it where it can, for whole sequences; by default torch's choice, but with a `flash` nothing.
+        recurrent: libraries for recurrent mixers.
+    """
+
+    def __init__(
+        self,
+        leaves: LeafCompiler | None = None,
+        flash: FlashKernel | None = None,
+        whole: FullAttentionKernel | None = None,
+        recurrent: RecurrentLibraries | None = None,
+    ) -> None:
+        self.recurrent = recurrent or RecurrentLibraries()
+        self.leaves, self.flash = leaves or LeafCompiler(), flash or TorchFlashKernel()
+        self.whole = whole or (SdpaAttention() if flash is None else None)
+
+    def prepare_weight(self, weight: Tensor) -> GemmOperand:
+        """Return the weight as it is; see `Kernels.prepare_weight`."""
+        return weight
+
+    def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
+        """Return the weight as it is; see `Kernels.prepare_grouped_weight`."""
+        return weight
+
+    def prepare_gradient(self, dy: Tensor) -> GemmOperand:
+        """Return the gradient as it is; see `Kernels.prepare_gradient`."""
+        return dy
+
+    def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
+        """Multiply; see `Kernels.linear_forward`."""
+        return F.linear(x, weight, bias)
+
+    def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
+        """Return the input gradient; see `Kernels.linear_dgrad`."""
+        dx: Tensor = dy.matmul(weight)
+        return dx
+
+    def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """Return the weight gradient; see `Kernels.linear_wgrad`."""
+        return gemm_accumulation.gemm_into(dy.flatten(0, -2).t(), x.flatten(0, -2), out, add=add)
+
+    def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
+        """Multiply by groups; see `Kernels.grouped_linear`."""
+        return grouped_gemm.grouped_gemm(x, weight.mT, rows)
+
+    def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
+        """Return the input gradient; see `Kernels.grouped_dgrad`."""
+        return grouped_gemm.grouped_gemm(dy, weight, rows)
+
+    def grouped_wgrad(
+        self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
+    ) -> Tensor:
+        """Return the weight gradient; see `Kernels.grouped_wgrad`."""
+        return grouped_gemm.grouped_outer_gemm(dy, x, rows, out, add=add)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
+        """Normalise; see `Kernels.rms_norm`."""
+        return self.add_rms_norm(x, None, weight, eps, zero_centered=zero_centered)[1]
+
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Add and normalise; see `Kernels.add_rms_norm`."""
+        return fused_elementwise.add_rms_norm(x, y, weight, eps, zero_centered, self.leaves)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
+    ) -> Tensor:
+        """Normalise; see `Kernels.layer_norm`."""
+        if zero_centered:
+            offset = None if bias is None else upcast_to_fp32(bias)
+            return F.layer_norm(upcast_to_fp32(x), (x.shape[-1],), 1 + upcast_to_fp32(weight), offset, eps).to(x.dtype)
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: ScoreTransform
+    ) -> Tensor:
+        """Attend; see `Kernels.attention`."""
+        if isinstance(mask, Tensor):
+            return reference_attention(q, k, v, mask, how) if how.has_unfused_terms else _sdpa(q, k, v, mask, how.scale)
+        if self.whole is not None and self.whole.supports_call(q, k, v, mask, how):
+            return self.whole(q, k, v, mask, how)
+        return blockwise_attention.blockwise_attention(self.flash, q, k, v, mask, how)
+
+    def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+        """Attend with one query per row, see `Kernels.decode_attention`; heads that share a key become queries of it,
+        so that it is read once.
+        """
+        rows = q.view(len(q), keys[0].shape[1], -1, q.shape[-1])
+        attend = partial(F.scaled_dot_product_attention, scale=scale)
+        if len(keys) == 1:
+            return attend(rows, keys[0], values[0]).flatten(1, 2)
+        return torch.cat(list(map(attend, torch.split(rows, 1), keys, values))).flatten(1, 2)
+
+    def attend_block(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to one block; see `Kernels.attend_block`."""
+        return blockwise_attention.attend_block(self.flash, q, k, v, mask, how)
+
+    def attend_block_backward(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        y: Tensor,
+        lse: Tensor,
+        mask: AttentionMaskSpec,
+        how: ScoreTransform,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of one block; see `Kernels.attend_block_backward`."""
+        return blockwise_attention.attend_block_backward(self.flash, dy, q, k, v, y, lse, mask, how)
+
+    def gated_activation(
+        self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """Apply a gated activation; see `Kernels.gated_activation`."""
+        return fused_elementwise.gated_activation(gate_up, weights, activation, limit, self.leaves)
+
+    def short_convolution(
+        self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
+    ) -> Tensor:
+        """Convolve; see `Kernels.short_convolution`."""
+        if self.recurrent.conv is not None:
+            return self.recurrent.conv(x, before, weight, bias, preceding_tokens)
+        return short_convolution.short_convolution(x, before, weight, bias, preceding_tokens, self.leaves)
+
+    def selective_scan(
+        self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Scan; see `Kernels.selective_scan`."""
+        if chunks.whole and self.recurrent.scan is not None:
+            return self.recurrent.scan(steps, chunks)
+        return selective_scan(steps, chunks, states)
+
+    def gated_delta_rule(
+        self, updates: DeltaRuleInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Apply the delta rule; see `Kernels.gated_delta_rule`."""
+        if chunks.whole and self.recurrent.delta is not None:
+            return self.recurrent.delta(updates, chunks)
+        return gated_delta_rule(updates, chunks, states)
+
+    def apply_rotary(self, x: Tensor, rotation: RotaryAngles) -> Tensor:
+        """Rotate heads; see `Kernels.apply_rotary`."""
+        return fused_elementwise.apply_rotary(x, rotation, [x.shape[-2]], 1, self.leaves)[0]
+
+    def apply_rotary_qkv(
+        self, qkv: Tensor, rotation: RotaryAngles, heads: int, kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Split and rotate; see `Kernels.apply_rotary_qkv`."""
+        q, k, v = fused_elementwise.apply_rotary(qkv, rotation, [heads, kv_heads, kv_heads], 2, self.leaves)
+        return q, k, v
+
+
+class SdpaAttention:
+    """Torch's scaled dot-product attention of whole sequences, causal or full, by the kernel that torch chooses; also
+    of a few queries to cached keys, as in generation on a CPU.
+    """
+
+    def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+        """Return whether torch supports the call; see `FullAttentionKernel.supports_call`."""
+        few = q.shape[1] <= FEW_QUERIES and not torch.is_grad_enabled() and q.device.type == "cpu"
+        return not how.has_unfused_terms and (_is_full_or_causal(q, k, mask) or (few and isinstance(mask, BandMask)))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
+        """Attend; see `FullAttentionKernel.__call__`."""
+        if _is_full_or_causal(q, k, mask):
+            return _sdpa(q, k, v, None, how.scale, causal=mask == CAUSAL)
+        assert isinstance(mask, BandMask)
+        return _attend_few_queries(q, k, v, mask, how.scale)
+
+
+def _is_full_or_causal(q: Tensor, k: Tensor, mask: AttentionMaskSpec) -> bool:
+    """Return whether the mask is full or causal, which torch has an argument for."""
+    return mask == ALL or (mask == CAUSAL and q.shape[1] == k.shape[1])
+
+
+def _attend_few_queries(q: Tensor, k: Tensor, v: Tensor, band: BandMask, scale: float) -> Tensor:
+    """Attend as `_sdpa`, with heads that share a key as queries of it, so that the key is read once."""
+    batch, queries, heads, size = q.shape
+    keys, kv_heads = k.shape[1:3]
+    rows = q.view(batch, queries, kv_heads, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    unseen = _additive_mask(band, queries, keys, heads // kv_heads, q.dtype)
+    y = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=unseen, scale=scale)
+    return y.view(batch, kv_heads, -1, queries, y.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+@lru_cache(8)
+def _additive_mask(band: BandMask, queries: int, keys: int, times: int, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask, minus infinity where a key is masked: [1, 1, times * queries, keys], cached since all
+    layers use it.
+    """
+    seen = materialize_dense_mask(band, (1, queries), keys, torch.device("cpu")).repeat(1, 1, times, 1)
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool = False) -> Tensor:
+    """Attend: [B, S, H, d], [B, T, K, d] and [B, T, K, e] -> [B, S, H, e]."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return y.transpose(1, 2)
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | AttentionMaskSpec,
+    how: ScoreTransform,
+    drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
+) -> Tensor:
+    """Compute `Kernels.attention` unfused, for cases that fused kernels lack; `drop` is applied to the probabilities
+    [B, H, S, T].
+    """
+    heads, keys = q.shape[2], k.shape[2]
+    if not isinstance(mask, Tensor):
+        mask = materialize_dense_mask(mask, q.shape, k.shape[1], q.device)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(heads // keys, dim=1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * how.scale
+    if how.bias is not None:
+        scores = scores + how.bias.materialize_bias(scores.shape[-2], scores.shape[-1])
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if how.sinks is not None:
+        sinks = how.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        p = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        p = scores.softmax(-1)
+    return (drop(p) @ v).transpose(1, 2)

@@ -1,0 +1,104 @@
+"""torchrun with exit statuses that a scheduler can act on: run `python -m mega_trainer.launch.elastic` with torchrun's
+arguments.
+
+torchrun itself ends with 1 whatever its ranks ended with. This ends as they did: 75 when they saved and stopped before
+the end, 2 for a mistake of the user's, 128 + the number of a signal. And it ends when it is cut off from the other machines,
+where torchrun waits for as long as TCP does, a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+
+from mega_trainer.job.environment import STATUS_NOTE
+
+# How ranks end that did nothing wrong themselves: interrupted after a save, or stopped because another had ended.
+STOPPED = (os.EX_TEMPFAIL, -signal.SIGTERM)
+
+
+UNSEEN_SECONDS = 30.0  # after its end, that an agent may leave a rank unseen; it looks ten times a second
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run torchrun with `arguments` and return the exit status."""
+    with tempfile.TemporaryDirectory(prefix="mega-") as folder:
+        note = Path(folder) / "status"
+        os.environ[STATUS_NOTE] = str(note)  # which ranks inherit
+        done = threading.Event()
+        threading.Thread(target=_exit_when_stuck, args=(done,), daemon=True).start()
+        try:
+            return _run_torchrun(arguments, note)
+        finally:
+            done.set()
+            del os.environ[STATUS_NOTE]
+
+
+def _run_torchrun(arguments: Sequence[str], note: Path) -> int:
+    try:
+        torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        status = exit_status_of(failure.exitcode for failure in failures)
+        if status != os.EX_TEMPFAIL:
+            print(error, file=sys.stderr)
+        return status
+    except RendezvousTimeoutError:
+        return _print_failure("fewer machines came than --nnodes asks for, within --rdzv-conf join_timeout")
+    except RendezvousConnectionError as error:
+        return _print_failure(
+            f"the machine at --rdzv-endpoint, where all meet, cannot be reached ({error.__cause__ or error})"
+        )
+    except SignalException as error:
+        return int(note.read_text()) if note.exists() else 128 + error.sigval
+    return 0
+
+
+def _print_failure(what: str) -> int:
+    hint = "the same command, on enough machines, goes on from the last checkpoint"
+    print(f"error: {what}\n  {hint}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _exit_when_stuck(done: threading.Event) -> None:
+    """End this process when its agent does not notice that a rank has ended, because the rendezvous store does not
+    answer.
+    """
+    pid, since = 0, time.monotonic()
+    while not done.wait(1):
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # there are none
+            found = None
+        if found is None or found.si_pid != pid:
+            pid, since = found.si_pid if found else 0, time.monotonic()
+        elif time.monotonic() - since > UNSEEN_SECONDS:
+            os._exit(
+                _print_failure("a rank has ended, and the machine at --rdzv-endpoint, where all meet, does not answer")
+            )
+
+
+def exit_status_of(exit_codes: Iterable[int]) -> int:
+    """Return the exit status for ranks that ended with these codes, in order of failure; negative codes are signals.
+
+    >>> status_of([75, -15, 75]), status_of([75, 2, 1]), status_of([-9, 75])
+    (75, 2, 137)
+    """
+    codes = list(exit_codes)
+    first = next((code for code in codes if code not in STOPPED), max(codes))
+    return first if first >= 0 else 128 - first
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,253 @@
+"""Ranks of a run: those of an existing launcher (torchrun, Slurm, Kubernetes), or local ones that this module starts.
+
+Ours starts the local ranks by what torchrun starts them with, watches them, and when one dies ends the others. Each
+rank's output goes to `<output>/logs/`; the first one's is shown as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.rendezvous import rendezvous
+
+from mega_common.errors import INTERRUPTED_STATUS, ConfigError, MegaError, TrainingError
+from mega_common.progress_logging import logger
+from mega_trainer.job.environment import STATUS_NOTE
+from mega_trainer.job.error_log import record_error
+from mega_trainer.job.training_guard import KEYBOARD_STATUS, STOP_SIGNALS, StopSignalHandler
+
+POLL_SECONDS = 0.1
+LAST_WORDS_SECONDS = 5.0  # after the first failure, for the others to find out and to say so
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Rank and world size of this process in the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+
+def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
+    """Return this process's rank from torchrun's variables; None outside of a launched job.
+
+    Raises:
+        ConfigError: when only some of the variables are there.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in environment]
+    if "RANK" in missing and "WORLD_SIZE" in missing:
+        return None
+    if missing:
+        raise ConfigError(
+            f"a launcher set some of {', '.join(names)}, but not {', '.join(missing)}", hint="use torchrun"
+        )
+    return RankInfo(*(int(environment[name]) for name in names[:3]))
+
+
+def warn_unsafe_restarts(environment: Mapping[str, str]) -> None:
+    """Warn when restarted ranks of several machines may not find each other.
+
+    With a store that torchrun shares with its ranks, an attempt is known by torchrun's restart count (`select_attempt_store`),
+    which may differ between the machines.
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts != "0" and shared and environment.get("GROUP_WORLD_SIZE", "1") != "1":
+        logger.warning(
+            "torchrun --max-restarts=%s on several machines requires --rdzv-backend=c10d and "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun; otherwise restarted ranks may not find "
+            "each other, and hang or fail",
+            restarts,
+        )
+
+
+def select_attempt_store(store: Store, environment: Mapping[str, str]) -> Store:
+    """Return the part of `store` for this attempt: a store that torchrun shares still has the keys of earlier ones."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    return PrefixStore(f"attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def write_exit_status_note(environment: Mapping[str, str], status: int) -> None:
+    """Write the exit status to use if a signal ends torchrun, for `launch.elastic` to read."""
+    if (note := environment.get(STATUS_NOTE)) and environment.get("LOCAL_RANK") == "0":
+        Path(note).write_text(str(status))
+
+
+def terminate_torchrun(environment: Mapping[str, str], status: int) -> None:
+    """Terminate torchrun with a status, where it would otherwise restart a rank that was asked to end or that no
+    restart would help.
+    """
+    write_exit_status_note(environment, status)
+    if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environment.get("LOCAL_RANK") == "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun passes it on, and this rank has its last words to say
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> Iterator[Store | None]:
+    """Join the job's process group while the block runs, and yield the job's store; a single rank needs neither and
+    gets None.
+
+    Args:
+        ranks: this process's place.
+        device: as in the configuration: auto, cpu or cuda.
+        timeout_seconds: how long a collective may wait for another rank before the job is ended.
+    """
+    if ranks.world_size == 1:
+        yield None
+        return
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(ranks.local_rank)
+    store = select_attempt_store(next(rendezvous("env://"))[0], os.environ)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=PrefixStore("groups", store),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(seconds=2 * timeout_seconds),  # the watch, which knows whom to blame, comes first
+    )
+    try:
+        yield store.clone()  # type: ignore[attr-defined]
+    finally:
+        dist.destroy_process_group()
+
+
+def default_rank_count(layout_ranks: int, device: str) -> int:
+    """Return the default number of local ranks: one per GPU, or on CPU the number the layout asks for."""
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    return torch.cuda.device_count() if on_gpu else layout_ranks
+
+
+def run_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
+    """Run `command` on `count` ranks of this machine and wait for them; signals to end are passed on to them.
+
+    Returns:
+        0, or `INTERRUPTED_STATUS` when they have saved before their end.
+
+    Raises:
+        TrainingError: when a rank failed, with its rank, host, exit status and last words; its `exit_status` is the
+            rank's. Also when a signal ended the ranks before they trained.
+        KeyboardInterrupt: at a second Ctrl-C; the ranks are killed.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it tells of ends that we tell of
+    logs = output / "logs"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    threads = max(1, torch.get_num_threads() // count)  # those of ranks that share cores would wait for each other
+    everyone = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": uuid4().hex[:8],
+    }  # fmt: skip
+    stop = StopSignalHandler(lambda number: _signal_all(ranks, number), again=_interrupt)
+    ranks = start_processes(
+        name="",
+        entrypoint=command[0],
+        args=dict.fromkeys(range(count), tuple(command[1:])),
+        envs={rank: {**everyone, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)},
+        logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ALL, tee=Std.ALL, local_ranks_filter={0}),
+        log_line_prefixes=dict.fromkeys(range(count), ""),  # one rank is shown, and its lines are its own
+    )
+    try:
+        with stop:  # in place of the handlers that starting them has set, which would end them
+            ended = _wait_for_ranks(ranks)
+    finally:
+        ranks.close(signal.SIGKILL)
+    try:
+        return _interpret_exit_codes(ended, stop, logs)
+    except TrainingError as error:
+        record_error(output, None, error.message.splitlines()[0])
+        raise
+
+
+def _wait_for_ranks(ranks: PContext) -> dict[int, int]:
+    """Wait for the ranks and return {rank: exit status} in the order of their ends; ranks that outlive a failed one for
+    long are terminated.
+    """
+    assert isinstance(ranks, SubprocessContext)
+    processes = {rank: handler.proc for rank, handler in ranks.subprocess_handlers.items()}
+    ended: dict[int, int] = {}
+    deadline = math.inf
+    while len(ended) < len(processes) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        new = {rank: process.poll() for rank, process in processes.items() if rank not in ended}
+        ended |= {rank: status for rank, status in new.items() if status is not None}
+        if any(ended.values()):
+            deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+    ranks.close(signal.SIGTERM)
+    return ended | {rank: process.wait() for rank, process in processes.items() if rank not in ended}
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _signal_all(ranks: PContext, number: int) -> None:
+    for pid in ranks.pids().values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _interpret_exit_codes(ended: Mapping[int, int], stop: StopSignalHandler, logs: Path) -> int:
+    """Interpret the exit codes of the ranks."""
+    failures = {rank: status for rank, status in ended.items() if status}
+    statuses = set(failures.values()) - {-signal.SIGTERM}
+    if statuses == {INTERRUPTED_STATUS}:
+        return INTERRUPTED_STATUS
+    if stop.name is not None and failures and statuses <= {KEYBOARD_STATUS, *(-number for number in STOP_SIGNALS)}:
+        raise TrainingError(f"{stop.name}: the run ended before it began to train")
+    if not failures:
+        return 0
+    rank = next((rank for rank, status in failures.items() if status == -signal.SIGKILL), next(iter(failures)))
+    shown = rank == 0 or failures[rank] == failures.get(0) == MegaError.exit_status  # a user's mistake is told by all
+    if shown and failures[rank] > 0:
+        return failures[rank]
+    raise _rank_failure(rank, failures, logs)
+
+
+def _rank_failure(rank: int, failures: Mapping[int, int], logs: Path) -> TrainingError:
+    """Return an error that names the rank that failed first, with its last output; for a killed rank the output is
+    another's.
+    """
+    exitcode = failures[rank]
+    lines, hint = (
+        [f"rank {rank} on {socket.gethostname()} ended with {_format_exit_code(exitcode)}"],
+        f"all output is in {logs}",
+    )
+    if exitcode == -signal.SIGKILL:
+        hint = f"so the kernel ends what takes too much memory (see dmesg), and mega what does not answer; {hint}"
+        rank = next((other for other, status in failures.items() if status > 0), rank)
+    if rank and (words := _last_stderr_lines(logs, rank)):  # those of rank 0 were shown
+        lines += [f"last words of rank {rank}:", *(f"  | {line}" for line in words)]
+    told = TrainingError("\n".join(lines), hint=hint)
+    told.exit_status = exitcode if exitcode > 0 else 1  # type: ignore[misc]
+    return told
+
+
+def _format_exit_code(exitcode: int) -> str:
+    return f"signal {-exitcode}" if exitcode < 0 else f"exit status {exitcode}"
+
+
+def _last_stderr_lines(logs: Path, rank: int) -> list[str]:
+    found = sorted(logs.glob(f"*/attempt_0/{rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
+    return found[-1].read_text(errors="replace").strip().splitlines()[-12:] if found else []

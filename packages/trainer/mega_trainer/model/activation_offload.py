@@ -1,0 +1,143 @@
+"""Activation offload: activations in host memory between a forward and its backward (arXiv:2101.06840 does so for other
+state).
+
+A tensor that autograd saves in an offloaded layer is copied to pinned memory beside the forward's work. In the backward, a
+layer's tensors are asked for while the layer after it is at work. On a CPU the same copies are made, at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mega_ckpt.host_staging import allocate_host_memory
+
+
+class ActivationOffload:
+    """Host memory for the activations of the first `layers` layers of a stage, reused after each backward.
+
+    Args:
+        layers: how many of a stage's layers.
+        min_bytes: smaller tensors stay where they are.
+    """
+
+    def __init__(self, layers: int, min_bytes: int) -> None:
+        self.layers, self.min_bytes = layers, min_bytes
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def begin_layer(self, index: int, before: OffloadedLayer | None) -> OffloadedLayer:
+        """Return the offload state of one forward of the stage's layer `index`, given that of the layer before."""
+        return OffloadedLayer(self, before, here=index >= self.layers)
+
+    def acquire_buffer(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return host memory to copy to, uint8 [nbytes]."""
+        free = self._free[nbytes]
+        return free.pop() if free else allocate_host_memory(nbytes, pinned=device.type == "cuda")
+
+    def release_buffer(self, memory: Tensor) -> None:
+        """Return host memory to the pool; all copies from and to it run on one stream, so in order."""
+        self._free[memory.numel()].append(memory)
+
+    def sync_copy_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the copy stream, made to wait for the work enqueued on the device so far."""
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._streams[device].wait_stream(torch.cuda.current_stream(device))
+        return self._streams[device]
+
+
+class OffloadedLayer:
+    """Offloaded tensors of one layer's forward. With `here` none is offloaded, but those of the layer before may be."""
+
+    def __init__(self, offload: ActivationOffload, before: OffloadedLayer | None, *, here: bool) -> None:
+        self._offload, self._before, self._here = offload, before, here
+        self._copies: weakref.WeakValueDictionary[int, _HostCopy] = weakref.WeakValueDictionary()
+
+    def pack_saved_tensor(self, tensor: Tensor) -> Any:
+        """Return the object that autograd keeps in place of a saved tensor."""
+        storage = tensor.untyped_storage()
+        weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+        if self._here or weight or storage.nbytes() < self._offload.min_bytes:
+            return _Kept(tensor)
+        copy = self._copies.get(storage._cdata)
+        if copy is None or copy.source() is not storage:  # that memory has been freed, and used again
+            copy = self._copies[storage._cdata] = _HostCopy(self._offload, storage)
+        return _View(copy, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def unpack_saved_tensor(self, packed: _Kept | _View) -> Tensor:
+        """Return the saved tensor, and start to prefetch those of the layer before, whose backward is next."""
+        if self._before is not None:
+            self._before.prefetch_copies()
+        if isinstance(packed, _Kept):
+            return packed.tensor
+        made = torch.empty(0, dtype=packed.dtype, device=packed.copy.device)
+        return made.set_(packed.copy.wait_for_storage(), packed.offset, packed.shape, packed.stride)
+
+    def prefetch_copies(self) -> None:
+        """Start to copy all offloaded tensors that are still in use back to the device."""
+        for copy in list(self._copies.values()):
+            copy.start_copy_back()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class _View:
+    copy: _HostCopy
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _HostCopy:
+    """Copy of a storage in host memory, alive as long as a view of it is kept."""
+
+    def __init__(self, offload: ActivationOffload, storage: torch.UntypedStorage) -> None:
+        self._offload, self.device, self.source = offload, storage.device, weakref.ref(storage)
+        self._host = offload.acquire_buffer(storage.nbytes(), self.device)
+        self._back: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        weakref.finalize(self, offload.release_buffer, self._host).atexit = False
+        source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        stream = offload.sync_copy_stream(self.device)
+        with _on_stream(stream):
+            self._host.copy_(source, non_blocking=True)
+        if stream is not None:
+            source.record_stream(stream)
+
+    def start_copy_back(self) -> None:
+        """Start to copy the storage back to the device."""
+        if self._back is not None:
+            return
+        self._back = torch.empty(self._host.numel(), dtype=torch.uint8, device=self.device)
+        stream = self._offload.sync_copy_stream(self.device)
+        with _on_stream(stream):
+            self._back.copy_(self._host, non_blocking=True)
+        if stream is not None:
+            self._back.record_stream(stream)
+            self._arrived = stream.record_event()
+
+    def wait_for_storage(self) -> torch.UntypedStorage:
+        """Return the storage, ready for work enqueued on the device from now on."""
+        self.start_copy_back()
+        assert self._back is not None
+        if self._arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._arrived)
+        return self._back.untyped_storage()
+
+
+def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -1,0 +1,70 @@
+"""Decoders with other outputs than next-token losses: reward model, whose head [1, D] scores the text up to each token,
+and distillation teacher.
+
+Legend: B batch, S sequence, D model width, T tensor-parallel ranks.
+
+Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel ranks, K tokens that are told.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mega_trainer.data.micro_batch import MicroBatch
+from mega_trainer.distributed.comm import all_gather
+from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.vocab_parallel_loss import topk_log_probs
+from mega_trainer.parallel.tensor_parallel import local_sequence_slice
+
+
+class RewardModel(Decoder):
+    """Decoder that gives an objective scores in place of log-probabilities; the token losses are minus the scores."""
+
+    def compute_objective(
+        self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the objective from the residual stream [B, S or S/T, D], as in `Decoder.compute_objective`; without
+        `weigh` it is zero.
+        """
+        own = upcast_to_fp32(nn.functional.linear(self.head.norm(x), self.output_weight)).squeeze(-1)
+        scores = all_gather(own.detach(), self.groups.tp, 1) if self.sp else own.detach()
+        weights = torch.zeros_like(scores) if batch.weight_fn is None else batch.weight_fn(scores)
+        # the head is whole on every tensor rank: each makes the gradient of its part of the sequence, or all of it
+        total = -(own * weights[:, local_sequence_slice(scores.shape[1], self.groups.tp, sp=self.sp)]).sum()
+        return total, torch.stack([total.detach(), total.new_zeros(())]), -scores
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Return scores [B, S, 1] of the residual stream."""
+        own = upcast_to_fp32(nn.functional.linear(self.head.norm(x), self.output_weight))
+        return all_gather(own, self.groups.tp, 1) if self.sp else own
+
+
+class DistillationTeacher(Decoder):
+    """Decoder that returns, in place of each token's loss, its top-k: [B, S, 2 K], log-probabilities and then ids,
+    which fp32 has exactly up to 2^24.
+
+    Attributes:
+        count: K.
+    """
+
+    count = 1
+
+    def compute_objective(
+        self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a zero objective and the top-k of each token, from the residual stream [B, S or S/T, D]; see
+        `Decoder.compute_objective`.
+        """
+        hidden, output = (
+            self.head.prepare_hidden(self.head.norm(x)).flatten(0, 1),
+            self.get_output_projection(tied_weight),
+        )
+        ids, log_probs = topk_log_probs(
+            hidden, *output, self.groups.tp, self.config.vocab_size, self.config.logit_softcap, self.count
+        )
+        told = torch.cat([log_probs, ids.to(log_probs.dtype)], -1).view(*batch.labels.shape, -1)
+        zero = told.new_zeros(())
+        return zero, torch.stack([zero, zero]), told

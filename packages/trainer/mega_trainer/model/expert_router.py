@@ -1,0 +1,299 @@
+"""MoE router: expert choice per token, capacity, auxiliary losses, and load balance by bias update or Sinkhorn
+iteration.
+
+Two losses, each a sum over the layers and a mean over the sequences of a step, so that neither micro-batches nor ranks
+change them. Of one sequence with T tokens that matter, K experts each of E, and n_e choices of expert e:
+
+    load balancing   E / (K T^2) sum_e n_e sum_t p_te   (arXiv:2101.03961, for K = 1), p normalised to a sum of one
+    z                1 / T sum_t logsumexp(logits_t)^2  (arXiv:2202.08906)
+
+With the scope `batch` the first one's sums are over a micro-batch of all data ranks, and the mean over micro-batches.
+
+A token matters when a label at or behind it in its sequence counts in the loss: those after the last such label, as
+padding is, influence nothing, take no part in these sums, and are sent to no expert.
+
+Legend: B sequences, N tokens of this rank, K experts of a token, E experts, D model width.
+
+The positive matrix exp(logits) of a sequence's T tokens and E experts is scaled by rows and columns until each token has
+1 / T of it and each expert 1 / E; a token then goes to the experts that have most of its row. Over each sequence by
+itself, so that neither micro-batches nor ranks change it; Megatron's, over all tokens that a rank has of a micro-batch,
+is the same where these are one sequence.
+
+Legend: B sequences, S positions of each, N tokens of this rank, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mega_common.model_config import MoeConfig
+from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce
+from mega_trainer.kernels.gemm_accumulation import gemm_in_fp32
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.parallel.expert_routing import RoutedTokens, RoutingReplay, StepRouting
+from mega_trainer.parallel.parameter_info import NonTrainableBuffer
+
+TOLERANCE = 1e-4  # mean change of the columns' factors in a round, after which it ends
+ROUNDS = 100  # and at the latest: far more than it takes, but rounding alone can move a large factor for ever
+EPSILON = 1e-8
+
+
+def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequence[CommGroup]) -> Tensor:
+    """Return the Sinkhorn-scaled matrix rows of this rank's tokens, [N, E], from their logits; zero for masked tokens.
+
+    `groups` share the sequence's tokens: all of these are gathered.
+    """
+    nowhere = tokens.sequences * tokens.length
+    own = torch.where(tokens.affects_loss_mask, tokens.row * tokens.length + tokens.position, nowhere)
+    cells = own
+    for group in groups:
+        logits, cells = all_gather(logits, group), all_gather(cells, group)
+    table = logits.new_full((nowhere + 1, logits.shape[-1]), float("-inf"))
+    table[cells] = logits
+    table[-1] = float("-inf")
+    scaled = sinkhorn_normalize(table[:-1].view(tokens.sequences, tokens.length, -1)).flatten(0, 1)
+    return torch.cat([scaled, scaled.new_zeros(1, scaled.shape[-1])])[own]
+
+
+def sinkhorn_normalize(logits: Tensor) -> Tensor:
+    """Scale exp(logits) of each sequence by rows and columns: [B, S, E] -> [B, S, E]. A row of -inf is not a token."""
+    top = logits.amax(-1, keepdim=True)
+    there = top > float("-inf")
+    matrix = (logits - top.masked_fill(~there, 0.0)).exp()  # a factor of a row changes nothing else
+    count = there.sum(1).clamp(min=1)
+    columns, rows = logits.new_ones(len(logits), logits.shape[-1]), logits.new_ones(logits.shape[:2])
+    moving = torch.ones(len(logits), 1, dtype=torch.bool, device=logits.device)
+    for _ in range(ROUNDS):
+        next_rows = 1 / (count * ((matrix * columns.unsqueeze(1)).sum(-1) + EPSILON))
+        next_columns = 1 / (matrix.shape[-1] * ((matrix * next_rows.unsqueeze(-1)).sum(1) + EPSILON))
+        change = (next_columns - columns).abs().mean(-1, keepdim=True)
+        rows, columns = torch.where(moving, next_rows, rows), torch.where(moving, next_columns, columns)
+        moving = moving & (change > TOLERANCE)
+        if not moving.any():
+            break
+    return columns.unsqueeze(1) * matrix * rows.unsqueeze(-1)
+
+
+class ExpertRouter(nn.Module):
+    """Scores, choice and weights of the experts; see `MoeConfig` for the kinds.
+
+    Its logits are in at least fp32. Every tensor rank has tokens of its own, so the gradients of its weights are parts.
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__()
+        moe, name, groups = build.config.moe, f"model.layers.{layer}.mlp.gate", build.groups
+        assert moe is not None
+        self.moe, self.layer = moe, layer
+        shape, std = (moe.num_experts, build.config.hidden_size), build.config.init_std
+        self.weight = build.build_replicated(f"{name}.weight", shape, std=std, partial_grad=True)
+        self.bias = (
+            build.build_replicated(f"{name}.bias", (moe.num_experts,), partial_grad=True) if moe.router_bias else None
+        )
+        wide = torch.promote_types(build.dtype, torch.float32)
+        self.selection = (
+            NonTrainableBuffer(f"{name}.e_score_correction_bias", (moe.num_experts,), dtype=wide, device=build.device)
+            if moe.selection_bias
+            else None
+        )
+        self.sequence_groups, self.data_group = (groups.tp, groups.cp), groups.dp
+
+    def forward(
+        self, x: Tensor, tokens: RoutedTokens, routing: StepRouting | None, routes: RoutingReplay | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Route x [N, D]: return the experts of each token, int64 [N, K] with -1 for none, their weights [N, K], and x
+        for the experts.
+
+        Where the choice is given by `routes`, the weights are those of this router's scores all the same.
+
+        The losses' gradients, if there are any, come into the backward with that of the weights.
+        """
+        logits, x = compute_router_logits(x, self.weight)
+        logits = logits if self.bias is None else logits + self.bias
+        scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
+        bias = None if self.selection is None else self.selection.values
+        chosen = select_experts(self._choice_scores(logits.detach(), scores.detach(), tokens, routing), self.moe, bias)
+        if routes is not None:
+            chosen = routes.apply_replay(self.layer, chosen, tokens)
+        weights = scores.gather(1, chosen)
+        if self.moe.normalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        weights = weights * self.moe.scaling
+        chosen = chosen.masked_fill(~tokens.affects_loss_mask.unsqueeze(-1), -1)
+        if routing is None:
+            return chosen, weights, x
+        kept = chosen
+        if self.moe.capacity_factor is not None:
+            kept = drop_over_capacity(chosen, tokens, self.moe, self.sequence_groups)
+        return kept, self._attach_losses(weights, logits, scores, chosen, kept, tokens, routing), x
+
+    def _choice_scores(
+        self, logits: Tensor, scores: Tensor, tokens: RoutedTokens, routing: StepRouting | None
+    ) -> Tensor:
+        """Return the scores that experts are chosen by, [N, E]: the router's, or in training with Sinkhorn the balanced
+        ones.
+        """
+        if not self.moe.sinkhorn or routing is None:
+            return scores
+        return sinkhorn_choice_scores(logits, tokens, self.sequence_groups)
+
+    def _attach_losses(
+        self,
+        weights: Tensor,
+        logits: Tensor,
+        scores: Tensor,
+        expert_ids: Tensor,
+        kept: Tensor,
+        tokens: RoutedTokens,
+        routing: StepRouting,
+    ) -> Tensor:
+        """Return the weights with the auxiliary losses in their backward, and record the loads in `routing`."""
+        table, matter = count_expert_choices(expert_ids, tokens, self.moe.num_experts), tokens.affects_loss_mask
+        p = (scores / scores.sum(-1, keepdim=True)).masked_fill(~matter.unsqueeze(-1), 0.0)
+        squares = torch.logsumexp(logits, -1).square().masked_fill(~matter, 0.0)
+        aux, z = self._auxiliary_losses(p, squares, table, tokens, routing)
+        entropy, dropped = -torch.special.xlogy(p, p).sum(), (expert_ids >= 0).sum() - (kept >= 0).sum()
+        sums = torch.stack(
+            [value.detach().double() for value in (matter.sum(), dropped, entropy, aux, z, p.new_zeros(()))]
+        )
+        routing.loads[self.layer] = torch.cat([sums, table[:, :-1].sum(0).double()])
+        joined: Tensor = _AttachLoss.apply(weights, aux + z)  # type: ignore[no-untyped-call]
+        return joined
+
+    def _auxiliary_losses(
+        self, p: Tensor, squares: Tensor, table: Tensor, tokens: RoutedTokens, routing: StepRouting
+    ) -> tuple[Tensor, Tensor]:
+        """Return this rank's weighted load balancing loss and z-loss; only constants are summed over ranks."""
+        moe = self.moe
+        if not moe.aux_loss and not moe.z_loss:
+            return p.new_zeros(()), p.new_zeros(())
+        table, weight = all_reduce_over_groups(table.to(p.dtype), self.sequence_groups), routing.sequence_weight
+        z = (squares / table[:, -1].clamp(min=1)[tokens.row]).sum() * (weight * moe.z_loss)
+        if moe.aux_loss_scope == "batch":
+            whole, weight = all_reduce_over_groups(table.sum(0, keepdim=True), (self.data_group,)), routing.batch_weight
+            table = whole.expand_as(table)
+        shares = table[:, :-1] / table[:, -1:].clamp(min=1).square()  # n_e / T^2
+        aux = (p * shares[tokens.row]).sum() * (weight * moe.aux_loss * moe.num_experts / moe.top_k)
+        return aux, z
+
+
+class _Logits(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        return gemm_in_fp32(x, weight.t()), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        if x.dtype != torch.bfloat16:
+            dx = torch.addmm(dx.to(dy.dtype), dy, weight.to(dy.dtype))
+            return dx.to(x.dtype), dy.t().mm(x.to(dy.dtype)).to(weight.dtype)
+        high = dy.to(x.dtype)
+        both = torch.cat([high, (dy - high).to(x.dtype)], 1)
+        dweight = gemm_in_fp32(both.t(), x).view(2, *weight.shape).sum(0)
+        return torch.addmm(dx, both, weight.repeat(2, 1)), dweight.to(weight.dtype)
+
+
+def compute_router_logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x W^T in at least fp32, without a copy of x in fp32: [N, D] x [E, D] -> [N, E]; and x for its other users.
+
+    The gradient of that x is added within the product for this one's. Of bf16 the logits' gradient too is multiplied as
+    bf16, as a sum of two such numbers: it keeps 16 bits.
+    """
+    logits, same = _Logits.apply(x, weight)  # type: ignore[no-untyped-call]
+    return logits, same
+
+
+class _AttachLoss(Function):
+    """Identity on the weights, with a loss of weight one added to their backward."""
+
+    @staticmethod
+    def forward(ctx: object, weights: Tensor, loss: Tensor) -> Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: object, dweights: Tensor) -> tuple[Tensor, Tensor]:
+        return dweights, dweights.new_ones(())
+
+
+def update_selection_bias(routers: Sequence[ExpertRouter], loads: Tensor, layers: Sequence[int]) -> None:
+    """Update the selection biases towards an even load (arXiv:2408.15664): experts below the mean load get a higher
+    bias.
+
+    `loads` are the choices of each expert in a step, [layers, E].
+    """
+    for router in routers:
+        if router.selection is not None:
+            counts = loads[layers.index(router.layer)]
+            step = torch.sign(counts.mean() - counts) * router.moe.bias_rate
+            router.selection.values += step.to(router.selection.values)
+
+
+def select_experts(scores: Tensor, moe: MoeConfig, bias: Tensor | None) -> Tensor:
+    """Return the experts of each token, int64 [N, K], the best first, from scores [N, E] and the selection bias [E]."""
+    if bias is not None:
+        scores = scores + bias
+    if moe.groups > 1:
+        grouped = scores.view(len(scores), moe.groups, -1)
+        best = 1 if moe.group_score == "max" else min(2, grouped.shape[-1])
+        groups = grouped.topk(best, -1).values.sum(-1).topk(moe.top_groups, -1).indices
+        allowed = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, groups, True)
+        scores = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
+    return scores.topk(moe.top_k, -1).indices
+
+
+def count_expert_choices(expert_ids: Tensor, tokens: RoutedTokens, num_experts: int) -> Tensor:
+    """Count, for each sequence, this rank's choices of every expert and, last, its unmasked tokens: int64 [B, E + 1]."""
+    width = num_experts + 1
+    cell = torch.where(expert_ids < 0, tokens.sequences * width, tokens.row.unsqueeze(-1) * width + expert_ids)
+    token = torch.where(tokens.affects_loss_mask, tokens.row * width + num_experts, tokens.sequences * width)
+    cells = torch.cat([cell.flatten(), token])
+    sums = cells.new_zeros(tokens.sequences * width + 1).scatter_add_(0, cells, torch.ones_like(cells))
+    return sums[:-1].view(tokens.sequences, width)
+
+
+def drop_over_capacity(expert_ids: Tensor, tokens: RoutedTokens, moe: MoeConfig, groups: Sequence[CommGroup]) -> Tensor:
+    """Return `expert_ids` [N, K] with choices over capacity dropped: an expert takes ceil(capacity_factor K T / E) of a
+    sequence of T tokens.
+
+    Those that come first in the sequence, whichever ranks hold them (`groups` share the sequence's tokens).
+    """
+    assert moe.capacity_factor is not None
+    everyone = torch.cat([expert_ids, tokens.row.unsqueeze(-1), tokens.position.unsqueeze(-1)], 1)
+    for group in groups:
+        everyone = all_gather(everyone, group)
+    choices, row, place = everyone[:, :-2], everyone[:, -2], everyone[:, -1]
+    lengths = row.new_zeros(tokens.sequences).scatter_add_(0, row, (choices >= 0).any(-1).long())
+    capacity = torch.ceil(lengths.double() * (moe.capacity_factor * moe.top_k / moe.num_experts))
+    # all choices, sorted by sequence, expert and place; how many of its expert's come before each
+    size, k = tokens.length, moe.top_k
+    key = ((row * (moe.num_experts + 1)).unsqueeze(-1) + choices + 1) * size + place.unsqueeze(-1)
+    order = key.flatten().argsort()
+    expert = key.flatten()[order] // size
+    before = torch.arange(len(order), device=order.device) - torch.searchsorted(expert, expert)
+    rank = torch.empty_like(before).scatter_(0, order, before).view(-1, k)
+    full = rank >= capacity[row].unsqueeze(-1)
+    return expert_ids.masked_fill(_own_rows(full, groups), -1)
+
+
+def _own_rows(everyone: Tensor, groups: Sequence[CommGroup]) -> Tensor:
+    """Return this rank's rows of a tensor gathered over the groups one after the other."""
+    for group in reversed(groups):
+        everyone = everyone.chunk(group.size)[group.rank]
+    return everyone
+
+
+def all_reduce_over_groups(tensor: Tensor, groups: Sequence[CommGroup]) -> Tensor:
+    """Return the sum over all ranks of some groups, one group after the other."""
+    tensor = tensor.clone()
+    for group in groups:
+        all_reduce(tensor, group)
+    return tensor

@@ -1,0 +1,75 @@
+"""Feed-forward block (MLP), its width split over the tensor ranks, and activation functions.
+
+Legend: B batch, S sequence, D model width, F feed-forward width, T tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.kernels.kernel_interface import Kernels
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.parallel.tensor_parallel import SplitHeads
+
+
+def apply_activation(x: Tensor, weights: Tensor | None = None, *, config: ModelConfig, kernels: Kernels) -> Tensor:
+    """Apply the activation: [.., 2F] (gate, then up) -> [.., F] for a gated one, [.., F] -> [.., F] for the others.
+
+    Each row times its weight, where there are `weights` [..].
+    """
+    if config.has_gated_mlp:
+        return kernels.gated_activation(x, config.activation, config.activation_limit, weights)
+    y = apply_ungated_activation(x, config.activation)
+    return y if weights is None else y * weights.to(y.dtype).unsqueeze(-1)
+
+
+def apply_ungated_activation(x: Tensor, activation: str) -> Tensor:
+    """Apply an activation without a gate, element by element."""
+    if activation == "relu2":  # arXiv:2109.08668
+        return F.relu(x).square()
+    if activation == "quick_gelu":  # CLIP's
+        return x * torch.sigmoid(1.702 * x)
+    if activation == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def apply_sigmoid_gate(y: Tensor, gate: Tensor) -> Tensor:
+    """Multiply y by the sigmoid of a gate of the same shape (arXiv:2505.06708)."""
+    return y * torch.sigmoid(gate)
+
+
+class FeedForward(nn.Module):
+    """MLP down(act(gate x) * up x), or down(act(up x)) without a gate.
+
+    Args:
+        build: of the model.
+        name: of its tensors.
+        width: F.
+    """
+
+    def __init__(self, build: LayerBuilder, name: str, width: int) -> None:
+        super().__init__()
+        config = build.config
+        parts = ["gate_proj", "up_proj"] if config.has_gated_mlp else ["up_proj"]
+        self.config, self.saved = config, build.saved
+        self.activate = partial(apply_activation, config=config, kernels=build.kernels)
+        self.up = build.build_column_linear(
+            [SplitHeads(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias
+        )
+        self.down = build.build_row_linear(f"{name}.down_proj", width, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
+        """Map [B, S or S/T, D] to the same shape. Tokens are independent; the context is only used for the dropout of
+        an adapter.
+        """
+        dropout = None if context is None else context.dropout
+        h = self.saved.recompute_output("activation", self.activate, self.up(x, dropout))
+        y: Tensor = self.down(h, dropout)
+        return y

@@ -1,0 +1,62 @@
+"""KV cache interface of generation, and a layer's attention to cached keys and values.
+
+Legend: B batch, S queries, T keys, H query heads, K key/value heads, d size of queries and keys, e of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_trainer.kernels.attention_masks import ALL, AttentionMaskSpec
+from mega_trainer.kernels.kernel_interface import Kernels, ScoreTransform
+from mega_trainer.model.relative_position_bias import RelativePositionBias
+
+# Queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e] and the mask to [B, S, H, e], by a layer's rule.
+AttendFunction = Callable[[Tensor, Tensor, Tensor, AttentionMaskSpec], Tensor]
+# The next tokens of some sequences [R, S, c], and what earlier ones left, tensors [R, ..], or None: to [R, S, e] and the same.
+RecurrenceFunction = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, Sequence[Tensor]]]
+
+
+@dataclass(frozen=True)
+class CachedAttention:
+    """Attention rule that a layer hands to the KV cache: the score transform and the relative position bias."""
+
+    kernels: Kernels
+    how: ScoreTransform
+    relative: RelativePositionBias | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec) -> Tensor:
+        """Attend with the layer's rule; see `AttendFunction`."""
+        how = self.how if self.relative is None else self.relative.add_to_scores(self.how, q.shape[1], k.shape[1])
+        return self.kernels.attention(q, k, v, mask, how)
+
+    def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """Attend with one query per row; see `Kernels.decode_attention`."""
+        if self.relative is None and not self.how.has_unfused_terms:
+            return self.kernels.decode_attention(q, keys, values, self.how.scale)
+        ones = zip(q[:, None, None], keys, values, strict=True)
+        alone = [self(one, k.transpose(1, 2), v.transpose(1, 2), ALL) for one, k, v in ones]
+        return torch.cat(alone).squeeze(1)
+
+
+class KVCache(Protocol):
+    """Cache of earlier tokens for generation: keys and values, MLA latents, or recurrent states."""
+
+    def update_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CachedAttention
+    ) -> Tensor:
+        """Store this call's k and v and attend to them and the cached ones, with at most `window` keys.
+
+        q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are the values, too.
+        """
+
+    def cross_attend(self, layer: int, q: Tensor, attend: AttendFunction) -> Tensor:
+        """Attend from this call's queries [B, S, H, d] to the cached encoder keys and values: [B, S, H, d]."""
+
+    def update_and_recur(self, layer: int, x: Tensor, step: RecurrenceFunction) -> Tensor:
+        """Continue the cached recurrent states with this call's tokens x [B, S, c] and store the new ones: [B, S, e]."""

@@ -1,0 +1,155 @@
+"""Multi-head latent attention (MLA, arXiv:2405.04434), in DeepSeek's and transformers' conventions.
+
+Keys and values come from one narrow latent a token, and a rotated part of the key that all heads share:
+
+    c = norm(x A)   [B, S, c]      k_rot = rotate(x A')   [B, S, r]      (A and A' are `kv_a_proj_with_mqa`)
+    k_h = [c K_h, k_rot]           v_h = c V_h                           (K_h and V_h are `kv_b_proj`)
+    q_h = [x Q_h, rotate(x Q'_h)], or with norm(x A'') in x's place      (`q_proj`, or `q_b_proj` after `q_a_proj`)
+
+The products that widen a latent are split over the tensor ranks by heads; those into latents are narrow, and whole on
+every rank. Under sequence parallelism each rank makes the latents of its part of the sequence, and these are gathered
+rather than x, which is several times wider; the gradients of all ranks' heads are summed where they come back.
+
+A cache holds c and k_rot alone. With it, attention happens in the latent space, for (q_h, c K_h) = (q_h K_h^T, c): one
+key [c, k_rot] and one value c serve all heads, and V_h comes after.
+
+Legend: B batch, S queries, T keys, D model width, H this rank's heads, n and r the parts of queries and keys without and
+with rotation, e size of a value, c of the latent, q of the queries' latent.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.distributed.rng import SeededDropout
+from mega_trainer.model.attention import AttentionCore
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.kv_cache import KVCache
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.lora_adapters import build_replicated_adapter
+from mega_trainer.model.norms import Norm
+from mega_trainer.model.rotary_embedding import yarn_mscale_factor
+from mega_trainer.parallel.parallel_linear import LinearFunction
+from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
+
+
+class MultiLatentAttention(nn.Module):
+    """Multi-head latent attention: queries, latent, attention and output projection."""
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__()
+        config, mla, tp = build.config, build.config.mla, build.groups.tp
+        assert mla is not None
+        name, heads = f"model.layers.{layer}.self_attn", config.num_attention_heads
+        self.mla, self.size = mla, config.query_key_head_dim
+        self.linear, self.tp, self.sp = build.unsharded_linear, tp, build.sp
+        self.core = AttentionCore(build, layer, scale=mla_score_scale(config))
+        if mla.q_lora_rank is None:
+            self.query = build.build_column_linear([SplitHeads(f"{name}.q_proj", heads, self.size)], bias=False)
+        else:
+            self.query_latent = LatentProjection(build, f"{name}.q_a_proj", mla.q_lora_rank, f"{name}.q_a_layernorm")
+            self.query_heads = build.build_column_weight(f"{name}.q_b_proj", heads * self.size, mla.q_lora_rank)
+            self.query_adapter = build.build_column_weight_adapter(
+                f"{name}.q_b_proj", heads * self.size, mla.q_lora_rank
+            )
+        self.latent = LatentProjection(
+            build, f"{name}.kv_a_proj_with_mqa", mla.kv_lora_rank, f"{name}.kv_a_layernorm", mla.qk_rope_head_dim
+        )
+        rows = mla.qk_nope_head_dim + mla.v_head_dim
+        self.key_value_heads = build.build_column_weight(f"{name}.kv_b_proj", heads * rows, mla.kv_lora_rank)
+        self.key_value_adapter = build.build_column_weight_adapter(f"{name}.kv_b_proj", heads * rows, mla.kv_lora_rank)
+        self.out = build.build_row_linear(f"{name}.o_proj", heads * mla.v_head_dim, bias=config.attention_out_bias)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Map [B, S or S/T, D] to the same shape."""
+        rotation = context.rotation_for_window(self.core.window)
+        assert rotation is not None
+        q, latent, k_rot = self._project_latents(x, context.dropout)
+        parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
+        q, q_rot = torch.split(torch.unflatten(q, -1, (-1, self.size)), parts, -1)
+        q_rot, k_rot = (self.core.kernels.apply_rotary(x, rotation) for x in (q_rot, k_rot.unsqueeze(-2)))
+        if context.cache is None:
+            y = self._attend(q, q_rot, latent, k_rot, context)
+        else:
+            y = self._attend_cached(q, q_rot, latent.unsqueeze(-2), k_rot, context.cache)
+        out: Tensor = self.out(y.flatten(-2), context.dropout)
+        return out
+
+    def _project_latents(self, x: Tensor, dropout: SeededDropout | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, S, H (n + r)], latent [B, S, c] and the shared part of the key [B, S, r], of the whole
+        sequence.
+        """
+        widths = [self.mla.kv_lora_rank, self.mla.qk_rope_head_dim]
+        if self.mla.q_lora_rank is None:
+            latent, k_rot = torch.split(gather_sequence(self.latent(x, dropout), self.tp, sp=self.sp), widths, -1)
+            return self.query(x, dropout), latent, k_rot
+        pair = [latent(x, dropout) for latent in (self.query_latent, self.latent)]
+        joined = gather_sequence(torch.cat(pair, -1), self.tp, sp=self.sp)
+        q, latent, k_rot = torch.split(joined, [self.mla.q_lora_rank, *widths], -1)
+        y = self.linear(q, self.query_heads)
+        return (
+            y if self.query_adapter is None else self.query_adapter(q, y, self.query_heads, None, dropout),
+            latent,
+            k_rot,
+        )
+
+    def _attend(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, context: ForwardContext) -> Tensor:
+        """Attend with keys and values of every head: [B, S, H, e]."""
+        heads, widths = q.shape[-2], [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
+        key_value = self.linear(latent, self.key_value_heads)
+        if self.key_value_adapter is not None:
+            key_value = self.key_value_adapter(latent, key_value, self.key_value_heads, None, context.dropout)
+        k, v = torch.split(torch.unflatten(key_value, -1, (heads, -1)), widths, -1)
+        k = torch.cat([k, k_rot.expand(-1, -1, heads, -1)], -1)
+        y: Tensor = self.core(torch.cat([q, q_rot], -1), k, v, context)
+        return y
+
+    def _attend_cached(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, cache: KVCache) -> Tensor:
+        """Attend in the latent space over the whole cache: [B, S, H, e]."""
+        widths = [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
+        to_key, to_value = torch.split(torch.unflatten(self.key_value_heads, 0, (-1, sum(widths))), widths, 1)
+        q = torch.cat([torch.einsum("bshn,hnc->bshc", q, to_key), q_rot], -1)
+        # values as wide as keys, which fused kernels want: what comes of k_rot is dropped
+        y = self.core.attend_with_cache(q, torch.cat([latent, k_rot], -1), None, cache)[..., : self.mla.kv_lora_rank]
+        return torch.einsum("bshc,hec->bshe", y, to_value)
+
+
+class LatentProjection(nn.Module):
+    """Projection x A whose first `width` columns are normalised and `extra` further ones are not. Whole on every tensor
+    rank.
+    """
+
+    def __init__(self, build: LayerBuilder, projection: str, width: int, norm: str, extra: int = 0) -> None:
+        super().__init__()
+        config, mla = build.config, build.config.mla
+        assert mla is not None
+        # small, and of widths such as 576: not in fp8
+        self.linear, self.width = LinearFunction(build.kernels, build.deferred), width
+        rows = width + extra
+        self.weight = build.build_replicated(f"{projection}.weight", (rows, config.hidden_size), std=config.init_std)
+        self.bias = build.build_replicated(f"{projection}.bias", (rows,)) if config.qkv_bias else None
+        self.adapter = build_replicated_adapter(build, projection)
+        self.norm = Norm(
+            build.kernels, build.build_replicated(f"{norm}.weight", (width,), fill=1.0), None, mla.norm_eps
+        )
+
+    def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
+        """Map [B, S or S/T, D] to [B, S or S/T, width + extra]."""
+        y = self.linear(x, self.weight, self.bias)
+        y = y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
+        normed: Tensor = self.norm(y[..., : self.width])
+        return normed if y.shape[-1] == self.width else torch.cat([normed, y[..., self.width :]], -1)
+
+
+def mla_score_scale(config: ModelConfig) -> float:
+    """Return the factor on scores: 1 / sqrt(n + r), times the square of YaRN's mscale where `rope.mscale_all_dim` is
+    given.
+    """
+    scale = config.attention_scale or 1 / math.sqrt(config.query_key_head_dim)
+    if config.rope.scaling == "yarn" and config.rope.mscale_all_dim:
+        scale *= yarn_mscale_factor(config.rope, config.rope.mscale_all_dim) ** 2
+    return scale

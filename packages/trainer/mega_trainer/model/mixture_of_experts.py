@@ -1,0 +1,138 @@
+"""Mixture-of-experts (MoE) feed-forward (arXiv:1701.06538, arXiv:2401.06066).
+
+Legend: B batch, S sequence, D model width, F width of an expert, E experts, M rows of this rank's experts, Q = expert_tp,
+P = ep, T tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from mega_trainer.kernels.grouped_gemm import GroupedRows
+from mega_trainer.model.expert_router import ExpertRouter
+from mega_trainer.model.feed_forward import FeedForward, apply_activation
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.lora_adapters import build_expert_adapter
+from mega_trainer.parallel.expert_parallel import (
+    AllToAllDispatcher,
+    add_grouped_bias,
+    gather_token_shares,
+    run_through_experts,
+    take_token_share,
+)
+from mega_trainer.parallel.expert_routing import RoutedTokens
+from mega_trainer.parallel.parallel_linear import apply_grouped_linear
+
+
+class MixtureOfExperts(nn.Module):
+    """Weighted sum of each token's experts, plus the shared expert that all tokens pass, if the model has one.
+
+    With `latent_size` the experts' tokens are [N, L], by a projection before they are sent and one behind their sum.
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__()
+        moe, name, groups = build.config.moe, f"model.layers.{layer}.mlp", build.groups
+        assert moe is not None
+        self.tp, self.sp = groups.tp, build.sp
+        self.sharers = groups.cp.size * (groups.tp.size if build.sp else 1)  # ranks that share a sequence's positions
+        self.router = ExpertRouter(build, layer)
+        self.experts = GroupedExperts(build, f"{name}.experts")
+        self.dispatch = build.dispatcher or AllToAllDispatcher(
+            moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound
+        )
+        self.linear, self.into_latent, self.out_of_latent = build.unsharded_linear, None, None
+        if moe.latent_size:
+            width, config = moe.latent_size, build.config
+            # every tensor rank has tokens of its own
+            whole = partial(build.build_replicated, partial_grad=True)
+            self.into_latent = whole(f"{name}.fc1_latent_proj.weight", (width, config.hidden_size), std=config.init_std)
+            self.out_of_latent = whole(
+                f"{name}.fc2_latent_proj.weight", (config.hidden_size, width), std=build.residual_init_std
+            )
+        self.shared = self.shared_gate = None
+        if moe.shared_ffn_hidden_size:
+            self.shared = FeedForward(build, f"{name}.shared_expert", moe.shared_ffn_hidden_size)
+        if moe.shared_gate:
+            shape = (1, build.config.hidden_size)
+            self.shared_gate = build.build_replicated(
+                f"{name}.shared_expert_gate.weight", shape, std=build.config.init_std
+            )
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Map [B, S or S/T, D] to the same shape."""
+        flat = x.flatten(0, 1)
+        # every tensor rank has tokens of its own, so that no expert computes anything twice
+        own = flat if self.sp else take_token_share(flat, self.tp)
+        chosen, weights, own = self.router(own, self._describe_tokens(x, context), context.routing, context.routes)
+        own = own if self.into_latent is None else self.linear(own, self.into_latent)
+        delivery = self.dispatch.dispatch_tokens(own, chosen, weights)
+        shared = (
+            None if self.shared is None else self._run_shared_expert(x, self.shared, context)
+        )  # beside the exchange
+        y, lost = run_through_experts(delivery, self.experts)
+        if context.routing is not None:
+            context.routing.record_dropped_choices(self.router.layer, lost)
+        y = y if self.out_of_latent is None else self.linear(y, self.out_of_latent)
+        y = (y if self.sp else gather_token_shares(y, self.tp, flat.shape[0])).view_as(x)
+        return y if shared is None else y + shared
+
+    def _run_shared_expert(self, x: Tensor, expert: FeedForward, context: ForwardContext) -> Tensor:
+        y: Tensor = expert(x, context)
+        return y if self.shared_gate is None else y * torch.sigmoid(nn.functional.linear(x, self.shared_gate))
+
+    def _describe_tokens(self, x: Tensor, context: ForwardContext) -> RoutedTokens:
+        """Return rows, positions and loss mask of this rank's tokens."""
+        rows, length = x.shape[:2]
+        first = self.tp.rank * length if self.sp else 0
+        part = slice(first, first + length)
+        places = torch.arange(part.start, part.stop, device=x.device)
+        matter = torch.ones(rows, length, dtype=torch.bool, device=x.device)
+        if context.routing is not None:
+            matter = matter if context.routing.affects_loss_mask is None else context.routing.affects_loss_mask[:, part]
+        shared = context.routing or context.routes
+        if shared is not None and shared.token_indices is not None:
+            places = shared.token_indices[part]
+        row = torch.arange(rows, device=x.device).repeat_interleave(length)
+        fields = [row, places.repeat(rows), matter.flatten()]
+        row, place, matter = fields if self.sp else [take_token_share(field, self.tp) for field in fields]
+        return RoutedTokens(row, place, matter, rows, length * self.sharers)
+
+
+class GroupedExperts(nn.Module):
+    """This rank's E/P experts, each with F/Q of the expert width: the sum over the parts is the expert's output.
+
+    Their gradients are summed over the ranks that hold the same, wherever those stand.
+    """
+
+    def __init__(self, build: LayerBuilder, name: str) -> None:
+        super().__init__()
+        config = build.config
+        self.activate, self.saved = partial(apply_activation, config=config, kernels=build.kernels), build.saved
+        self.linear = partial(apply_grouped_linear, kernels=build.linear_kernels, deferred=build.deferred)
+        self.first_part = build.groups.expert_tp.rank == 0
+        parts = ["gate_proj", "up_proj"] if config.has_gated_mlp else ["up_proj"]
+        self.up, self.up_bias = build.build_expert_rows([f"{name}.{part}" for part in parts], bias=config.mlp_bias)
+        self.down, self.down_bias = build.build_expert_columns(f"{name}.down_proj", bias=config.mlp_bias)
+        fused = f"{name}.gate_up_proj" if config.has_gated_mlp else f"{name}.up_proj"
+        self.up_adapter = build_expert_adapter(build, fused, parts=len(parts))
+        self.down_adapter = build_expert_adapter(build, f"{name}.down_proj", columns=True)
+
+    def forward(self, x: Tensor, weights: Tensor, rows: GroupedRows) -> Tensor:
+        """Map rows sorted by expert and their weights, [M, D] and [M], to the weighted outputs [M, D]."""
+        h = self.linear(x, self.up, rows)
+        h = h if self.up_adapter is None else self.up_adapter(x, h, rows)
+        h = h if self.up_bias is None else add_grouped_bias(h, self.up_bias, rows)
+        # weighted before the last product, which is linear: so a row's output is not needed for its weight's gradient
+        h = self.saved.recompute_output("activation", self.activate, h, weights)
+        y = self.linear(h, self.down, rows)
+        y = y if self.down_adapter is None else self.down_adapter(h, y, rows)
+        if self.down_bias is None:
+            return y
+        # once among the parts
+        bias = self.down_bias if self.first_part else self.down_bias * 0
+        return add_grouped_bias(y, bias, rows, weights)

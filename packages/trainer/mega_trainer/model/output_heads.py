@@ -1,0 +1,135 @@
+"""Output heads after a model's layers: final norm, logits and losses, masked language modelling, pooler.
+
+Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel ranks.
+
+Up to the output matrix all works on this rank's part of the sequence: under sequence parallelism the gradients are sums
+over the tensor ranks, else each of these has the whole.
+
+Legend: B batch, S sequence, D model width, T tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mega_trainer.data.micro_batch import HeadTargets, SegmentOrderTargets
+from mega_trainer.distributed.comm import all_gather
+from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.vocab_parallel_loss import TeacherTargets, fused_linear_cross_entropy
+from mega_trainer.parallel.tensor_parallel import gather_sequence
+
+
+class MaskedLanguageHead(nn.Module):
+    """Transform norm(act(W x + b)) before the output matrix."""
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__()
+        config, head = build.config, build.config.masked_lm
+        assert head is not None
+        self.weight, self.bias = build_dense_layer(build, "lm_head.dense", config.hidden_size, bias=head.dense_bias)
+        self.approximate = "tanh" if head.activation == "gelu_tanh" else "none"
+        self.linear, self.norm = build.unsharded_linear, build.build_residual_norm("lm_head.norm")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, S or S/T, D] to the same shape."""
+        y: Tensor = self.norm(F.gelu(self.linear(x, self.weight, self.bias), approximate=self.approximate))
+        return y
+
+
+class SequencePooler(nn.Module):
+    """Pooler tanh(W x + b) of the first token, with an optional classifier for swapped segments."""
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__()
+        width, groups = build.config.hidden_size, build.groups
+        self.weight, self.bias = build_dense_layer(build, "model.pooler", width, bias=True)
+        self.classes: nn.Parameter | None = None
+        self.offset: nn.Parameter | None = None
+        if build.config.sentence_pairs:
+            self.classes, self.offset = build_dense_layer(build, "pair_head", 2, bias=True)
+        self.linear = build.unsharded_linear
+        self.has_first = groups.cp.rank == 0 and (groups.tp.rank == 0 or not build.sp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, S or S/T, D] to [B, D], on a rank that has the first token."""
+        return self.linear(x[:, :1], self.weight, self.bias).tanh()[:, 0]
+
+    def segment_order_logits(self, x: Tensor) -> Tensor:
+        """Map [B, S or S/T, D] to logits [B, 2] of segments in order and swapped."""
+        assert self.classes is not None
+        return self.linear(self(x), self.classes, self.offset)
+
+    def segment_order_loss(self, x: Tensor, pairs: SegmentOrderTargets) -> Tensor:
+        """Return the weighted sum of the segment-order cross entropies, from the stream [B, S or S/T, D].
+
+        A rank without the first token computes it of another, times zero: all have the same operations and gradients.
+        """
+        losses = F.cross_entropy(upcast_to_fp32(self.segment_order_logits(x)), pairs.labels, reduction="none")
+        return (losses * (pairs.weights if self.has_first else 0 * pairs.weights)).sum()
+
+
+def build_dense_layer(
+    build: LayerBuilder, name: str, rows: int, *, bias: bool
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Build a weight [rows, D] and a bias [rows] that every tensor rank holds whole."""
+    config = build.config
+    weight = build.build_replicated(f"{name}.weight", (rows, config.hidden_size), std=config.init_std)
+    return weight, build.build_replicated(f"{name}.bias", (rows,)) if bias else None
+
+
+class OutputProjection(NamedTuple):
+    """Output matrix [V/T, D] and bias of the logits [V/T]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class OutputHead(nn.Module):
+    """Final norm, and logits and losses by an output matrix, which may be the embedding's or another stage's."""
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__()
+        config = build.config
+        self.config, self.tp, self.sp, self.leaves = config, build.groups.tp, build.sp, build.leaves
+        self.norm = build.build_residual_norm("model.norm") if config.norm_position != "sum" else nn.Identity()
+        self.transform = MaskedLanguageHead(build) if config.masked_lm else None
+        self.pooler = SequencePooler(build) if config.pooler else None
+
+    def prepare_hidden(self, hidden: Tensor) -> Tensor:
+        """Return the operand [B, S, D] of the output matrix from normalised hidden states [B, S or S/T, D].
+
+        `logit_scale` is on this side of it, where it is less to do.
+        """
+        x = hidden if self.transform is None else self.transform(hidden)
+        x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
+        return gather_sequence(x, self.tp, sp=self.sp)
+
+    def compute_logits(self, hidden: Tensor, output: OutputProjection) -> Tensor:
+        """Return logits [B, S, V] of normalised hidden states, whole on every tensor rank. Not for training."""
+        local = F.linear(self.prepare_hidden(hidden), *output)
+        logits, cap = all_gather(local, self.tp, -1)[..., : self.config.vocab_size], self.config.logit_softcap
+        return logits if cap is None else cap * (logits / cap).tanh()
+
+    def compute_token_loss(
+        self, hidden: Tensor, output: OutputProjection, targets: HeadTargets
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of the losses and each token's [B, S], from normalised hidden states [B, S or S/T,
+        D].
+        """
+        shape, cap, weigh, soft = (
+            targets.labels.shape,
+            self.config.logit_softcap,
+            targets.weight_fn,
+            targets.soft_labels,
+        )
+        flat = None if weigh is None else (lambda told: weigh(told.view(shape)).flatten())
+        against = None if soft is None else TeacherTargets(soft, output.weight.shape[0], self.tp, cap)
+        total, losses = fused_linear_cross_entropy(
+            self.prepare_hidden(hidden).flatten(0, 1), output.weight, targets.labels.flatten(), targets.weights.flatten(),
+            self.tp, self.config.vocab_size, cap, self.leaves, output.bias, flat, against,
+        )  # fmt: skip
+        return total, losses.view(shape)

@@ -1,0 +1,84 @@
+"""T5's relative position bias (arXiv:1910.10683, section 2.1): tables of addends to scores by distance bucket.
+
+Legend: H heads, T tensor-parallel ranks, S queries, K keys.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mega_ckpt.tensor_pieces import TensorPiece
+from mega_common.encoder_config import RelativePositionConfig
+from mega_trainer.distributed.device import to_device
+from mega_trainer.kernels.kernel_interface import DistanceBias, ScoreTransform
+
+if TYPE_CHECKING:
+    from mega_trainer.model.forward_context import ForwardContext
+    from mega_trainer.model.layer_builder import LayerBuilder
+
+
+@dataclass(frozen=True)
+class RelativePositionBias:
+    """Relative position bias table, and how distances index it.
+
+    Attributes:
+        table: this rank's heads of each bucket, [buckets, H/T].
+        causal: all buckets are for keys before the query; else half of them for those behind it.
+    """
+
+    table: Tensor
+    config: RelativePositionConfig
+    causal: bool
+    _made: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def make_distance_bias(self, queries: int, keys: int) -> DistanceBias:
+        """Return the bias of the scores of S queries at the end of K keys."""
+        if (queries, keys) not in self._made:
+            distances = torch.arange(1 - keys, queries)
+            places = bucket_distances(distances, self.config.buckets, self.config.max_distance, causal=self.causal)
+            self._made[queries, keys] = to_device(places, self.table.device)
+        return DistanceBias(nn.functional.embedding(self._made[queries, keys], self.table).t(), keys - 1)
+
+    def add_to_scores(self, how: ScoreTransform, queries: int, keys: int) -> ScoreTransform:
+        """Return the score transform with this bias."""
+        return replace(how, bias=self.make_distance_bias(queries, keys))
+
+
+class LayerBiasTable(nn.Module):
+    """Relative position bias table of a layer that does not share one."""
+
+    def __init__(self, build: LayerBuilder, name: str, *, causal: bool) -> None:
+        super().__init__()
+        self.config, self.causal, self.table = build.config.relative, causal, build_bias_table(build, name)
+
+    def add_to_context(self, context: ForwardContext) -> ForwardContext:
+        """Return the context with this layer's bias table."""
+        return replace(context, relative=RelativePositionBias(self.table, self.config, self.causal))
+
+
+def build_bias_table(build: LayerBuilder, name: str) -> nn.Parameter:
+    """Build this rank's columns [buckets, H/T] of a bias table, named without `.weight`."""
+    rows, heads, tp = build.config.relative.buckets, build.config.num_attention_heads, build.groups.tp
+    own = heads // tp.size
+    piece = TensorPiece(f"{name}.weight", (rows, heads), (0, tp.rank * own), (0, 0), (rows, own))
+    return build.build_parameter((rows, own), [piece], std=build.config.init_std)
+
+
+def bucket_distances(distances: Tensor, count: int, max_distance: int, *, causal: bool) -> Tensor:
+    """Return the bucket of each distance key - query, int64 of any shape; logarithms are in fp32, as in transformers
+    and Megatron.
+    """
+    base = torch.zeros_like(distances)
+    if causal:
+        away = (-distances).clamp(min=0)
+    else:
+        count //= 2
+        base, away = (distances > 0) * count, distances.abs()
+    exact = count // 2
+    wider = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (count - exact)
+    return base + torch.where(away < exact, away, (exact + wider.long()).clamp(max=count - 1))

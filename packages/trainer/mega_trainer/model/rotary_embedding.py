@@ -1,0 +1,154 @@
+"""Rotary position embedding (RoPE, arXiv:2104.09864) and its scaling variants, in transformers' conventions.
+
+The rotated part of a head is split in halves (x1, x2) and turned: (x1 cos - x2 sin, x2 cos + x1 sin). Interleaved, it
+comes as pairs of neighbours and is left in halves, as in transformers: only products of queries with keys count, which
+an order that they share does not change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mega_common.model_config import ModelConfig, RopeConfig
+from mega_trainer.kernels.kernel_interface import RotaryAngles
+
+
+@dataclass(frozen=True)
+class RotaryEmbedding:
+    """Rotary embedding of one model, or of its layers with a window.
+
+    Frequencies are brought to a device once, and stay there: a copy from host memory waits for all that the device has yet
+    to do.
+
+    Attributes:
+        size: width of a head, or of that part of it which may turn.
+        max_position: the longest sequence the model was made for.
+    """
+
+    rope: RopeConfig
+    size: int
+    max_position: int
+    _made: dict[tuple[int, torch.device], tuple[Tensor, float]] = field(default_factory=dict)
+
+    @classmethod
+    def from_model_config(cls, config: ModelConfig, rope: RopeConfig) -> RotaryEmbedding:
+        """Return the rotary embedding of a model, or of the layers that `rope` is for."""
+        return cls(rope, config.mla.qk_rope_head_dim if config.mla else config.query_key_head_dim, config.max_position)
+
+    def compute_rotation(
+        self, positions: Tensor, dtype: torch.dtype, lengths: Sequence[int] | None = None
+    ) -> RotaryAngles:
+        """Return the rotation at integer `positions` [B or 1, S], in `dtype`; angles are computed in fp32, as in
+        transformers.
+
+        With `sections` there may be three of a token, [3, B, S] (M-RoPE, arXiv:2409.12191): each turns its pairs of the head.
+
+        What depends on the length at hand depends on that of each row by itself, not on its neighbours'; `lengths` are
+        those of whole rows, where `positions` are only some of theirs.
+        """
+        if self.rope.scaling not in ("dynamic", "longrope"):
+            lengths = [0]
+        elif lengths is None:
+            lengths = (positions.amax(-1) + 1).tolist()
+        made = [self._frequencies(length, positions.device) for length in lengths]
+        frequency, scale = torch.stack([row for row, _ in made]).unsqueeze(1), made[0][1]
+        angles = positions.float().unsqueeze(-1) * frequency
+        if positions.dim() == 3:
+            assert self.rope.sections is not None
+            parts = torch.split(angles, list(self.rope.sections), -1)
+            angles = torch.cat([part[number] for number, part in enumerate(parts)], -1)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        return RotaryAngles(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype), self.rope.interleaved)
+
+    def _frequencies(self, length: int, device: torch.device) -> tuple[Tensor, float]:
+        if (length, device) not in self._made:
+            row, scale = rotary_frequencies(self.rope, self.size, self.max_position, length)
+            self._made[length, device] = row.to(device), scale
+        return self._made[length, device]
+
+
+def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:
+    """Return the angles per position [r/2] in fp32, and the factor on cos and sin (1 except for YaRN and LongRoPE).
+
+    Args:
+        rope: the kind and its parameters.
+        head_size: width of a head, or of that part of it which may turn; `rope.fraction` of it is rotated.
+        max_position: the longest sequence the model was made for.
+        length: the longest sequence at hand, for `dynamic` and `longrope`.
+    """
+    size = int(head_size * rope.fraction)
+    exponent = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    base = 1.0 / rope.theta**exponent
+    match rope.scaling:
+        case "none":
+            return base, 1.0
+        case "linear":
+            return base / rope.factor, 1.0
+        case "dynamic":  # NTK-aware: the base grows once the sequence is longer than the model was made for
+            original = rope.original_max_position or max_position
+            grown = (rope.factor * max(length, original) / original) - (rope.factor - 1)
+            return 1.0 / (rope.theta * grown ** (size / (size - 2))) ** exponent, 1.0
+        case "llama3":
+            return _scale_llama3(rope, base), 1.0
+        case "yarn":
+            return _scale_yarn(rope, base, size), _yarn_attention_factor(rope)
+        case "longrope":
+            return _scale_longrope(rope, base, max_position, length)
+
+
+def _scale_llama3(rope: RopeConfig, base: Tensor) -> Tensor:
+    """Scale frequencies as Llama 3: low ones are divided by the factor, high ones kept, those between blended."""
+    original = float(rope.original_max_position or 0)
+    wavelength = 2 * math.pi / base
+    low, high = original / rope.low_freq_factor, original / rope.high_freq_factor
+    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - smooth) * base / rope.factor + smooth * base
+    scaled = torch.where(wavelength > low, base / rope.factor, base)
+    between = (wavelength <= low) & (wavelength >= high)
+    return torch.where(between, blended, scaled)
+
+
+def _scale_yarn(rope: RopeConfig, base: Tensor, size: int) -> Tensor:
+    """Scale frequencies as YaRN (arXiv:2309.00071): interpolation below, extrapolation above, a ramp over dimensions
+    between.
+    """
+    original = rope.original_max_position or 0
+
+    def rotation_dimension(rotations: float) -> float:
+        return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = rotation_dimension(rope.beta_fast), rotation_dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    ramp = ((torch.arange(size // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    return base / rope.factor * ramp + base * (1 - ramp)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_mscale_factor(rope, rope.mscale) / yarn_mscale_factor(rope, rope.mscale_all_dim)
+    return yarn_mscale_factor(rope, 1.0)
+
+
+def yarn_mscale_factor(rope: RopeConfig, weight: float) -> float:
+    """Return YaRN's factor on queries and keys, which grows with the context extension."""
+    return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+
+def _scale_longrope(rope: RopeConfig, base: Tensor, max_position: int, length: int) -> tuple[Tensor, float]:
+    """Scale frequencies as LongRoPE (arXiv:2402.13753): a factor per angle, from one list within the original length
+    and from another beyond.
+    """
+    original = rope.original_max_position or max_position
+    factors = rope.long_factor if length > original else rope.short_factor
+    stretch = rope.factor if rope.factor > 1 else max_position / original
+    natural = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return base / torch.tensor(factors), natural if rope.attention_factor is None else rope.attention_factor

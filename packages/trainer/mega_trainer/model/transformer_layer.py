@@ -1,0 +1,139 @@
+"""Transformer layers: a token mixer and a feed-forward, or one of them, each with norms and a residual connection, and
+the registry of both.
+
+Each is a module made from a `LayerBuilder` and the layer's number, and makes of the normed stream [B, S or S/T, D] and the
+`Context` of the forward pass what is added to the stream, in the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+
+from mega_common.layer_kinds import FeedForwardKind, MixerKind
+from mega_trainer.model.attention import SelfAttention
+from mega_trainer.model.cross_attention import CrossAttention
+from mega_trainer.model.feed_forward import FeedForward
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.gated_delta_net import GatedDeltaNet
+from mega_trainer.model.latent_attention import MultiLatentAttention
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.mamba import MambaMixer
+from mega_trainer.model.mixture_of_experts import MixtureOfExperts
+
+
+def _build_attention(build: LayerBuilder, layer: int) -> nn.Module:
+    return MultiLatentAttention(build, layer) if build.config.mla else SelfAttention(build, layer)
+
+
+def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
+    return FeedForward(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
+
+
+LayerFactory = Callable[[LayerBuilder, int], nn.Module]
+MIXERS: Mapping[MixerKind, LayerFactory] = {"attention": _build_attention, "mamba": MambaMixer, "delta": GatedDeltaNet}
+FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
+
+
+class ResidualBranch(nn.Module):
+    """Residual branch norm(work(norm x)) of a mixer, a cross attention or a feed-forward; either norm may be missing."""
+
+    def __init__(self, build: LayerBuilder, layer: int, name: str, kind: LayerFactory, before: str, after: str) -> None:
+        super().__init__()
+        self.layer, self.saved, self.name = layer, build.saved, name
+        self.feed = next((feed for feed in FEEDS if feed == name), None)
+        self.dropout, self.multiplier = build.config.residual_dropout, build.config.residual_multiplier
+        self.before = build.build_residual_norm(f"model.layers.{layer}.{before}_layernorm") if before else None
+        self.work = kind(build, layer)
+        self.after = build.build_residual_norm(f"model.layers.{layer}.{after}_layernorm") if after else None
+
+    def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the stream x, or x + y, and its pre-norm, or itself where the branch has no pre-norm: [B, S or S/T, D]
+        all.
+        """
+        if self.before is None:
+            x = x if y is None else x + y
+            return x, x
+        x, normed = self.before.add_and_norm(x, y)
+        self.saved.drop_output("norm", normed, self.before, x)
+        return x, normed
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the addend to the residual stream, from the normalised stream."""
+        y: Tensor = (
+            self.saved.checkpoint_module(self.feed, self.work, x, context) if self.feed else self.work(x, context)
+        )
+        y = y if self.after is None else self.after(y)
+        if context.dropout is not None:
+            y = context.dropout.drop_residual(y, self.dropout, self.layer, "mlp" if self.feed else self.name)
+        return y if self.multiplier == 1 else y * self.multiplier
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm layer: x + mixer(norm x), then x + feed(norm x), with the branches that the layer has.
+
+    With `norm_position` post it is norm(mixer x) and norm(feed x) (arXiv:2501.00656), with both it is norm(mixer(norm x))
+    and so on (arXiv:2408.00118); with `parallel_residual` the feed-forward sees what the mixer sees (arXiv:2204.06745),
+    with `shared_norm` through the same norm. What they add is multiplied by `residual_multiplier`.
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__()
+        (mixer, feed), config, build = build.config.get_layer_kind(layer), build.config, build.builder_for_layer(layer)
+        before, after = config.norm_position in ("pre", "both"), config.norm_position in ("post", "both")
+        self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
+        self.mixer = self.feed = None
+        self.cross: ResidualBranch | None = None  # see `block_of`
+        if mixer:
+            first = "input" if before and (layer > 0 or config.first_norm) else ""
+            self.mixer = ResidualBranch(
+                build, layer, "attention", MIXERS[mixer], first, "post_attention" if after else ""
+            )
+        if feed:
+            second = ("pre_feedforward" if after else "post_attention") if before and not config.shared_norm else ""
+            self.feed = ResidualBranch(build, layer, feed, FEEDS[feed], second, "post_feedforward" if after else "")
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the residual stream [B, S or S/T, D] after this layer."""
+        added: list[Tensor] = []
+        for half in filter(None, (self.mixer, self.cross, self.feed)):
+            if not (added and self.shared_norm):
+                x, normed = half.add_and_norm(x, *(() if self.parallel else added[-1:]))
+            added.append(half(normed, context))
+        return sum(added if self.parallel else added[-1:], start=x)
+
+
+class PostNormLayer(TransformerLayer):
+    """Post-norm layer: x = norm(x + mixer x), then x = norm(x + feed x), as in the first transformers and BERT
+    (arXiv:1706.03762).
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__(build, layer)
+        names = (
+            *(["cross_attn"] if build.config.has_cross_attention(layer) else []),
+            "post_attention",
+            "post_feedforward",
+        )
+        self.norms = nn.ModuleList(
+            build.build_residual_norm(f"model.layers.{layer}.{name}_layernorm") for name in names
+        )
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the residual stream [B, S or S/T, D] after this layer."""
+        halves = [half for half in (self.mixer, self.cross, self.feed) if half is not None]
+        for half, norm in zip(halves, self.norms, strict=True):
+            x = norm.of_sum(x, half(x, context))[1]  # type: ignore[operator]
+        return x
+
+
+def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer:
+    """Build the layer of that number according to the configuration."""
+    last = build.config.norm_position == "sum"
+    block = (PostNormLayer if last else TransformerLayer)(build, layer)
+    if build.config.has_cross_attention(layer):
+        block.cross = ResidualBranch(
+            build.builder_for_layer(layer), layer, "cross", CrossAttention, "" if last else "cross_attn", ""
+        )
+    return block

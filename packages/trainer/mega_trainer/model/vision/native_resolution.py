@@ -1,0 +1,213 @@
+"""Vision encoder for images of any shape, and its patch merger: Qwen2.5-VL's (arXiv:2502.13923).
+
+An image is cut in patches, of which the projector makes one feature of each square of m x m. In most layers patches see those
+of their window alone, so a rank's patches stand window by window, images one after another, as documents do in a row.
+
+Legend: U features of this rank's images, P = m^2 U patches, C tower width, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mega_common.vision_config import PROJECTOR, TOWER, NativeResolutionConfig, VisionConfig
+from mega_trainer.distributed.device import to_device
+from mega_trainer.kernels.attention_masks import ALL, AttentionMaskSpec, PackedMask
+from mega_trainer.kernels.kernel_interface import RotaryAngles
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.norms import Norm
+from mega_trainer.model.rotary_embedding import RotaryEmbedding
+from mega_trainer.model.transformer_layer import TransformerLayer
+from mega_trainer.model.vision.vision_builder import VisionLayerBuilder
+
+PatchGrid = tuple[int, int]  # features of an image from top to bottom, and from left to right
+
+
+@dataclass(frozen=True)
+class ImagePartition:
+    """Partition of a micro-batch's images among ranks: contiguous, balanced by features as far as whole images allow.
+
+    Every rank has as many features, the last ones of nothing, and one at least: where one rank has a gradient of the tower,
+    all must have one.
+
+    Attributes:
+        images: fp32 [3, H, W] each, in host memory.
+        rank, ranks: this one, of those that share them.
+    """
+
+    images: Sequence[Tensor]
+    vision: VisionConfig
+    rank: int
+    ranks: int
+
+    @cached_property
+    def native_resolution(self) -> NativeResolutionConfig:
+        """Native-resolution settings of the vision encoder."""
+        assert self.vision.native is not None
+        return self.vision.native
+
+    @cached_property
+    def feature_grids(self) -> list[PatchGrid]:
+        """Feature grid of every image."""
+        return [self.vision.get_feature_grid(*image.shape[1:]) for image in self.images]
+
+    @cached_property
+    def images_of_ranks(self) -> list[range]:
+        """Range of images of each rank."""
+        sizes = np.array([high * wide for high, wide in self.feature_grids], np.int64)
+        middles = sizes.cumsum() - sizes / 2
+        owners = np.minimum(middles * self.ranks // max(1, sizes.sum()), self.ranks - 1)
+        return [range(*np.searchsorted(owners, [rank, rank + 1]).tolist()) for rank in range(self.ranks)]
+
+    @cached_property
+    def features_per_rank(self) -> int:
+        """Number U of features per rank."""
+        return max(
+            1,
+            *(
+                sum(high * wide for high, wide in self.feature_grids[part.start : part.stop])
+                for part in self.images_of_ranks
+            ),
+        )
+
+    @cached_property
+    def window_orders(self) -> list[tuple[np.ndarray, list[int]]]:
+        """Features of every image ordered window by window, int64 [h w], and the size of each window."""
+        side = self.native_resolution.window // (self.vision.patch_size * self.native_resolution.merge)
+        return [order_by_windows(grid, side) for grid in self.feature_grids]
+
+    @cached_property
+    def feature_rows(self) -> Tensor:
+        """Rows of all images' features, line by line and image by image, among the features of all ranks: int64 [n]."""
+        found = [np.zeros(0 if len(self.images) else 1, np.int64)]  # one at least, which nobody asks for
+        for rank, part in enumerate(self.images_of_ranks):
+            first = rank * self.features_per_rank
+            for order, _ in self.window_orders[part.start : part.stop]:
+                found.append(first + np.argsort(order))
+                first += len(order)
+        return torch.from_numpy(np.concatenate(found))
+
+    def extract_patches(self) -> Tensor:
+        """Return this rank's patches, window by window: fp32 [P, 3 frames size size]."""
+        part, each = self.images_of_ranks[self.rank], self.native_resolution.merge**2
+        own = [self._cut_patches(self.images[number])[self.window_orders[number][0]].flatten(0, 1) for number in part]
+        cut = torch.cat(own) if own else torch.empty(0, self.vision.values_per_patch)
+        return F.pad(cut, (0, 0, 0, self.features_per_rank * each - len(cut)))
+
+    def patch_coordinates(self) -> Tensor:
+        """Return line and column of each of this rank's patches in its image: int64 [P, 2]."""
+        part, merge = self.images_of_ranks[self.rank], self.native_resolution.merge
+        inner = np.indices((merge, merge)).reshape(2, -1).T
+        own = [np.zeros((0, 2), np.int64)]
+        for number in part:
+            units = np.stack(np.divmod(self.window_orders[number][0], self.feature_grids[number][1]), -1)
+            own.append((units[:, None] * merge + inner).reshape(-1, 2))
+        found = np.concatenate(own)
+        return torch.from_numpy(np.pad(found, ((0, self.features_per_rank * merge**2 - len(found)), (0, 0))))
+
+    def make_patch_mask(self, device: torch.device) -> PatchWindowMask:
+        """Return the attention mask of this rank's patches; padding patches have windows of their own."""
+        part, each = self.images_of_ranks[self.rank], self.native_resolution.merge**2
+        windows = [length * each for number in part for length in self.window_orders[number][1]]
+        images = [high * wide * each for high, wide in self.feature_grids[part.start : part.stop]]
+        most, left = (
+            (self.native_resolution.window // self.vision.patch_size) ** 2,
+            self.features_per_rank * each - sum(images),
+        )
+        filled = [most] * (left // most) + ([left % most] if left % most else [])
+        return PatchWindowMask(
+            *(PackedMask.from_lengths(lengths + filled, ALL, device) for lengths in (images, windows))
+        )
+
+    def _cut_patches(self, image: Tensor) -> Tensor:
+        """Cut an image [3, H, W] into patches, those of a feature together: [h w, m^2, 3 frames size size]."""
+        size, merge, frames = self.vision.patch_size, self.native_resolution.merge, self.native_resolution.frames
+        high, wide = self.vision.get_feature_grid(*image.shape[1:])
+        cut = image.reshape(3, high, merge, size, wide, merge, size).permute(1, 4, 2, 5, 0, 3, 6)
+        return cut.unsqueeze(-3).expand(*(-1,) * 5, frames, -1, -1).reshape(high * wide, merge**2, -1)
+
+
+@dataclass(frozen=True)
+class PatchWindowMask:
+    """`AttentionMask` of patches: within their window in layers that have one, else within their image."""
+
+    images: PackedMask
+    windows: PackedMask
+
+    def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
+        """Return the mask of windows or of images; see `AttentionMask`."""
+        return self.images if window is None else self.windows
+
+
+def order_by_windows(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]:
+    """Return the features of a grid by windows of side x side, smaller at the edges: int64 [h w], and the size of each
+    window.
+    """
+    numbers = np.arange(grid[0] * grid[1]).reshape(grid)
+    found = [
+        numbers[top : top + side, left : left + side].ravel()
+        for top in range(0, grid[0], side)
+        for left in range(0, grid[1], side)
+    ]
+    return np.concatenate(found), [len(window) for window in found]
+
+
+class NativeVisionEncoder(nn.Module):
+    """Vision encoder for native resolution: patches of images to the output of the last layer."""
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__()
+        vision = build.config.vision
+        assert vision is not None
+        own = VisionLayerBuilder.from_layer_builder(build, TOWER)
+        self.saved, self.dtype = own.saved, build.dtype
+        self.patches = own.build_linear_layer(
+            "embed_patches", (vision.hidden_size, vision.values_per_patch), bias=False
+        )
+        self.layers = nn.ModuleList(TransformerLayer(own, layer) for layer in range(vision.num_layers))
+        self.rotary = RotaryEmbedding(own.config.rope, own.config.query_key_head_dim // 2, 1)
+
+    def forward(self, deal: ImagePartition, device: torch.device) -> Tensor:
+        """Encode this rank's patches: [P, C]."""
+        turn = self._rotate_patches(to_device(deal.patch_coordinates(), device))
+        context = ForwardContext(deal.make_patch_mask(device), turn, turn)
+        x: Tensor = self.patches(deal.extract_patches().to(device, self.dtype).unsqueeze(0))
+        for index, layer in enumerate(self.layers):
+            x = self.saved.run_layer(index, layer, x, context)
+        return x.squeeze(0)
+
+    def _rotate_patches(self, coordinates: Tensor) -> RotaryAngles:
+        """Return the rotation of patches: half of a head's pairs by the patch's line, half by its column."""
+        turns = [self.rotary.compute_rotation(each[None], self.dtype) for each in coordinates.unbind(1)]
+        return RotaryAngles(torch.cat([turn.cos for turn in turns], -1), torch.cat([turn.sin for turn in turns], -1))
+
+
+class PatchMerger(nn.Module):
+    """Patch merger W2 gelu(W1 x + b1) + b2 of the m^2 normalised patches of a feature, concatenated."""
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__()
+        vision, width = build.config.vision, build.config.hidden_size
+        assert vision is not None
+        assert vision.native is not None
+        own, self.joined = (
+            VisionLayerBuilder.from_layer_builder(build, PROJECTOR),
+            vision.hidden_size * vision.native.merge**2,
+        )
+        weight = own.build_replicated("model.norm.weight", (vision.hidden_size,), fill=1.0)
+        self.norm = Norm(own.kernels, weight, None, vision.norm_eps)
+        self.into = own.build_linear_layer("linear_1", (self.joined, self.joined), bias=True)
+        self.out = own.build_linear_layer("linear_2", (width, self.joined), bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [P, C] to [U, D]."""
+        y: Tensor = self.out(F.gelu(self.into(self.norm(x).view(-1, self.joined))))
+        return y

@@ -1,0 +1,73 @@
+"""Builder of the parameters of a vision encoder and a projector, which every tensor rank holds whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from mega_ckpt.tensor_pieces import TensorPiece
+from mega_common.vision_config import TOWER
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.distributed.process_groups import ParallelGroups
+from mega_trainer.model.activation_checkpointing import SavedActivations
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.parallel.parameter_info import make_parameter
+
+
+@dataclass(frozen=True)
+class VisionLayerBuilder(LayerBuilder):
+    """Builder of parameters that every tensor rank holds whole with a part of the gradient.
+
+    Attributes:
+        prefix: what stands for `model.` in their names.
+        tp: the tensor ranks, who share no layer of it.
+    """
+
+    prefix: str = TOWER
+    tp: CommGroup = field(default_factory=lambda: CommGroup("tp"))
+
+    @classmethod
+    def from_layer_builder(cls, build: LayerBuilder, prefix: str) -> VisionLayerBuilder:
+        """Return the builder of the vision encoder of that builder's model."""
+        tower, groups = build.config.vision_encoder_config, build.groups
+        assert tower is not None
+        return cls(
+            tower, ParallelGroups(dp_cp=groups.dp_cp), build.kernels, build.leaves, dtype=build.dtype, device=build.device,
+            deferred=build.deferred, saved=SavedActivations(build.saved.recompute), prefix=prefix, tp=groups.tp,
+        )  # fmt: skip
+
+    def build_parameter(
+        self,
+        shape: Sequence[int],
+        pieces: Sequence[TensorPiece],
+        *,
+        grad_sync: Sequence[CommGroup] = (),
+        replicas: Sequence[CommGroup] = (),
+        **start: Any,
+    ) -> nn.Parameter:
+        """Build a parameter under the vision prefix; see `LayerBuilder.build_parameter`."""
+        own = [replace(piece, name=piece.name.replace("model.", self.prefix, 1)) for piece in pieces]
+        return make_parameter(
+            shape, own, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
+            grad_sync=(self.tp,), replicas=(self.tp,), parts=self.tp, **start,
+        )  # fmt: skip
+
+    def build_linear_layer(self, name: str, shape: tuple[int, int], *, bias: bool) -> ReplicatedLinear:
+        """Build a linear layer of `shape` (out, in), whole on every rank."""
+        weight = self.build_replicated(f"model.{name}.weight", shape, std=self.config.init_std)
+        return ReplicatedLinear(self, weight, self.build_replicated(f"model.{name}.bias", shape[:1]) if bias else None)
+
+
+class ReplicatedLinear(nn.Module):
+    """Linear layer Y = X W^T + b with all of W [N, K] on every rank."""
+
+    def __init__(self, build: LayerBuilder, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.linear, self.weight, self.bias = build.unsharded_linear, weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [.., K] to [.., N]."""
+        return self.linear(x, self.weight, self.bias)

@@ -1,0 +1,170 @@
+"""Vision encoder of the decoder's own layers (arXiv:2010.11929), and its projector: LLaVA's (arXiv:2310.03744), Gemma
+3's.
+
+Both are whole on every tensor and context rank of the first stage; each of these computes its share of the images, and
+the features are gathered. So a weight's gradient is the sum over those ranks, and each image counts once in it.
+
+Legend: n images, P patches (and the class token), C tower width, D model width, B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import torch
+from torch import Tensor, nn
+
+from mega_common.vision_config import PROJECTOR, TOWER
+from mega_trainer.data.batch_images import BatchImages, all_gather_features, combined_rank, insert_image_features
+from mega_trainer.distributed.device import to_device
+from mega_trainer.kernels.attention_masks import ALL, AttentionMaskSpec
+from mega_trainer.model.feed_forward import apply_ungated_activation
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.norms import Norm
+from mega_trainer.model.transformer_layer import TransformerLayer
+from mega_trainer.model.vision.native_resolution import ImagePartition, NativeVisionEncoder, PatchMerger
+from mega_trainer.model.vision.vision_builder import VisionLayerBuilder
+from mega_trainer.parallel.tensor_parallel import local_sequence_slice
+
+
+class _FullAttention:
+    """`AttentionMask` in which every patch of an image attends to every other."""
+
+    def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
+        """Return the full mask; see `AttentionMask`."""
+        return ALL
+
+
+class VisionEncoder(nn.Module):
+    """Vision encoder: patches of images to the output of one layer. Later layers are held but not computed."""
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__()
+        vision = build.config.vision
+        assert vision is not None
+        own, width = VisionLayerBuilder.from_layer_builder(build, TOWER), vision.hidden_size
+        self.config, self.saved = vision, own.saved
+        self.patches = own.build_linear_layer(
+            "embed_patches", (width, 3 * vision.patch_size**2), bias=vision.patch_bias
+        )
+        std = own.config.init_std
+        self.first = own.build_replicated("model.class_embedding", (width,), std=std) if vision.class_token else None
+        places = (vision.patches_per_image + vision.class_token, width)
+        self.positions = own.build_replicated("model.embed_positions.weight", places, std=std)
+        self.pre_norm = own.build_residual_norm("model.pre_norm") if vision.pre_norm else nn.Identity()
+        self.layers = nn.ModuleList(TransformerLayer(own, layer) for layer in range(vision.num_layers))
+        self.norm = own.build_residual_norm("model.norm")
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Map [n, 3, H, W] to [n, P, C]."""
+        vision, context = self.config, ForwardContext(_FullAttention())
+        x: Tensor = self.patches(cut_patches(pixels, vision.patch_size))
+        if self.first is not None:
+            x = torch.cat([self.first.expand(len(x), 1, -1), x], 1)
+        x = self.pre_norm(x + self.positions)
+        for index in range(vision.num_used_layers):
+            x = self.saved.run_layer(index, self.layers[index], x, context)
+        x = self.norm(x) if vision.feature_norm else x
+        return x[:, 1:] if vision.class_token and not vision.feature_class else x
+
+
+class MlpProjector(nn.Module):
+    """MLP projector W2 act(W1 x + b1) + b2 of an encoder's features, or of their pooled means; for tiles followed by an
+    end-of-line feature.
+
+    That end, the same for all, is a row of each tile and so dealt and gathered with it, whose gradient then counts once.
+    """
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__()
+        vision, width = build.config.vision, build.config.hidden_size
+        assert vision is not None
+        own, bias = VisionLayerBuilder.from_layer_builder(build, PROJECTOR), vision.projector_bias
+        self.activation, self.pool = vision.projector_activation, vision.pool
+        self.into = own.build_linear_layer("linear_1", (width, vision.hidden_size), bias=bias)
+        self.out = own.build_linear_layer("linear_2", (width, width), bias=bias)
+        lines = vision.pinpoints is not None
+        self.newline = own.build_replicated("model.newline", (width,), std=width**-0.5) if lines else None
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map [n, P, C] to [n, P / pool^2, D], or of tiles to [n, P + 1, D]."""
+        y: Tensor = self.out(apply_ungated_activation(self.into(pool_features(features, self.pool)), self.activation))
+        return y if self.newline is None else torch.cat([y, self.newline.expand(len(y), 1, -1)], 1)
+
+
+class NormProjector(nn.Module):
+    """Projector W norm(x) of an encoder's features x, or of their pooled means; the norm multiplies by 1 + weight
+    (Gemma 3).
+    """
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__()
+        vision = build.config.vision
+        assert vision is not None
+        own, self.pool = VisionLayerBuilder.from_layer_builder(build, PROJECTOR), vision.pool
+        weight = own.build_replicated("model.norm.weight", (vision.hidden_size,))
+        self.norm = Norm(own.kernels, weight, None, vision.norm_eps, zero_centered=True)
+        self.out = own.build_linear_layer("linear", (build.config.hidden_size, vision.hidden_size), bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map [n, P, C] to [n, P / pool^2, D]."""
+        y: Tensor = self.out(self.norm(pool_features(features, self.pool)))
+        return y
+
+
+PROJECTORS = {"mlp": MlpProjector, "norm": NormProjector, "merger": PatchMerger}
+
+
+class ImageEmbedder(nn.Module):
+    """Vision encoder and projector, whose features replace the embeddings of image placeholders."""
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__()
+        self.groups, self.sp, self.dtype = build.groups, build.sp, build.dtype
+        vision = build.config.vision
+        assert vision is not None
+        self.config, self.projector = vision, PROJECTORS[vision.projector](build)
+        self.tower = NativeVisionEncoder(build) if vision.native else VisionEncoder(build)
+
+    @classmethod
+    def from_layer_builder(cls, build: LayerBuilder) -> ImageEmbedder | None:
+        """Return the image embedder of the builder's model, or None for text models."""
+        return None if build.config.vision is None else cls(build)
+
+    def forward(self, x: Tensor, images: BatchImages) -> Tensor:
+        """Map embeddings [B, S or S/T, D] to the same shape."""
+        features = self.encode_images(images, x.device) if images.features is None else images.features
+        part = local_sequence_slice(images.rows.shape[1], self.groups.tp, sp=self.sp)
+        return insert_image_features(x, features, images.rows[:, part])
+
+    def encode_images(self, images: BatchImages, device: torch.device) -> Tensor:
+        """Return the features of all images, one after another: [n P, D]. A collective call of the ranks that share
+        them.
+        """
+        rank, ranks = combined_rank((self.groups.cp, self.groups.tp))
+        if isinstance(self.tower, NativeVisionEncoder):
+            deal = ImagePartition(list(images.pixels), self.config, rank, ranks)
+            every = self._all_gather(self.projector(self.tower(deal, device)))
+            return every[to_device(deal.feature_rows, device)]
+        own = images.local_pixels(rank, ranks).to(device, self.dtype)
+        return self._all_gather(self.projector(self.tower(own))).flatten(0, 1)
+
+    def _all_gather(self, features: Tensor) -> Tensor:
+        features = all_gather_features(features, self.groups.tp, partial=self.sp)
+        return all_gather_features(features, self.groups.cp, partial=True)
+
+
+def pool_features(features: Tensor, pool: int) -> Tensor:
+    """Return the means of pool x pool squares of patches of square images: [n, P, C] -> [n, P / pool^2, C]."""
+    side = isqrt(features.shape[1])
+    if pool == 1:
+        return features
+    return torch.unflatten(features, 1, (side // pool, pool, side // pool, pool)).mean((2, 4)).flatten(1, 2)
+
+
+def cut_patches(pixels: Tensor, size: int) -> Tensor:
+    """Cut images [n, 3, H, W] into squares, row by row: [n, H/size W/size, 3 size size]."""
+    n, colours, height, width = pixels.shape
+    cut = pixels.view(n, colours, height // size, size, width // size, size)
+    return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

@@ -1,0 +1,77 @@
+"""Weight initialisation by tensor name: every layout of ranks starts from the same model, bit for bit.
+
+A tensor is drawn in fp32 in tiles, each from a stream of its own, and a rank draws only the tiles that its pieces touch:
+a rank of N that share the model draws about 1/N of it. Tiles are drawn where the parameter lives. A GPU draws billions of
+elements in seconds, but other numbers than a CPU: the layouts that start alike are those on one kind of device.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mega_ckpt.tensor_pieces import TensorBox, TensorPiece, TensorShape, copy_overlap
+from mega_trainer.distributed.rng import seeded_generator
+from mega_trainer.parallel.parameter_info import (
+    NormalInit,
+    ParameterInfo,
+    UniformInit,
+    get_local_values,
+    get_packed_weight,
+    get_parameter_info,
+)
+
+TILE_COLUMNS = 512
+TILE_ELEMENTS = 1 << 17  # few enough that a GPU has a block of threads for each: more are drawn in an order of its own
+
+
+def initialize_weights(model: nn.Module, seed: int) -> None:
+    """Fill every parameter from (seed, canonical name); padding becomes zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            packed = get_packed_weight(parameter)
+            with (
+                nullcontext(get_local_values(parameter).zero_())
+                if packed is None
+                else packed.writable_values() as values
+            ):
+                _fill_parameter(values, get_parameter_info(parameter), seed)
+
+
+def _fill_parameter(values: Tensor, info: ParameterInfo, seed: int) -> None:
+    for piece in info.pieces:
+        view = piece.local_view(values)
+        if info.initializer is None:
+            view.fill_(info.fill)
+        else:
+            _draw_tiles(view, piece, seed, info.initializer)
+
+
+def _draw_tiles(view: Tensor, piece: TensorPiece, seed: int, start: NormalInit | UniformInit) -> None:
+    tile = init_tile_shape(piece.global_shape)
+    counts = [-(-n // size) for n, size in zip(piece.global_shape, tile, strict=True)]
+    touched = [
+        range(offset // size, -(-(offset + n) // size))
+        for offset, n, size in zip(piece.global_offset, piece.shape, tile, strict=True)
+    ]
+    for place in product(*touched):
+        offset = tuple(at * size for at, size in zip(place, tile, strict=True))
+        shape = [min(size, n - o) for size, n, o in zip(tile, piece.global_shape, offset, strict=True)]
+        number = int(np.ravel_multi_index(place, counts))
+        stream = seeded_generator(view.device, seed, piece.name, number=number)
+        draw = start.draw_values(torch.empty(shape, device=view.device), stream)
+        copy_overlap(TensorBox(piece.global_offset, view), TensorBox(offset, draw))
+
+
+def init_tile_shape(shape: TensorShape) -> TensorShape:
+    """Return the tile shape of a tensor of that global shape: cut over its last two axes, so that a part of either is
+    drawn alone.
+    """
+    if len(shape) < 2:
+        return (TILE_ELEMENTS,) * len(shape)
+    columns = min(shape[-1], TILE_COLUMNS)
+    return (*(1 for _ in shape[:-2]), max(1, TILE_ELEMENTS // columns), columns)

@@ -1,0 +1,106 @@
+"""Distillation from a teacher's next tokens, precomputed before training into files or computed step by step.
+
+In the files each sample has `ids` int32 [S, K] and `log_probs` [S, K], fp32 in runs in fp32 or fp64 and else fp16: of each
+place the teacher's K likeliest next tokens, at temperature 1. So a file fits any layout and batch size, and any temperature.
+
+Legend: S sequence, s positions of a context rank, K tokens that a teacher tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mega_data.batch_loader import StepBatch
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import MicroBatch, TeacherSoftLabels, split_micro_batches
+from mega_trainer.distributed.comm import all_reduce
+from mega_trainer.objectives.sample_cache import SampleCache
+from mega_trainer.objectives.training_objective import TrainingObjective
+from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.pipeline.executor import PipelineExecutor
+
+
+class TeacherSource(Protocol):
+    """Interface of sources of a teacher's top-k tokens."""
+
+    def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
+        """Return each micro-batch's token ids int64 [B, s, K] and log-probabilities [B, s, K]; arbitrary except on the
+        last stage.
+        """
+
+
+class LiveTeacher:
+    """Teacher in memory, whose stages are `DistillationTeacher` models."""
+
+    def __init__(self, executor: PipelineExecutor) -> None:
+        self.executor = executor
+
+    @torch.no_grad()
+    def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
+        """Compute the top-k; see `TeacherSource`."""
+        with self.executor.evaluation_mode():
+            self.executor.run_operations(micro, 1.0)
+        if self.executor.last_stage_index not in self.executor.stages:
+            return [(one.tokens.unsqueeze(-1), one.weights.unsqueeze(-1)) for one in micro]
+        halves = (self.executor.losses[number].chunk(2, -1) for number in range(len(micro)))
+        return [(ids.long(), log_probs) for log_probs, ids in halves]
+
+
+class CachedTeacher:
+    """Teacher whose top-k tokens of each sample are in cache files."""
+
+    def __init__(self, files: SampleCache) -> None:
+        self._files = files
+
+    def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
+        """Read the top-k; see `TeacherSource`.
+
+        Raises:
+            DataError: for a sample that is not there.
+        """
+        return [(self._read("ids", one).long(), self._read("log_probs", one).to(one.weights.dtype)) for one in micro]
+
+    def _read(self, name: str, one: MicroBatch) -> Tensor:
+        held = torch.from_numpy(np.stack([self._files.read_array(name, sample) for sample in one.samples]))
+        own = held if one.token_indices is None else held[:, one.token_indices.cpu()]
+        return own.to(one.tokens.device)
+
+
+class DistillationObjective(TrainingObjective):
+    """Mean divergence of the model's next tokens from a teacher's, over the unmasked tokens."""
+
+    def __init__(self, config: RunConfig, executor: PipelineExecutor, source: TeacherSource) -> None:
+        super().__init__(executor.parallel_groups, config.model.mtp_layers)
+        self._source, self._temperature = source, config.objective.temperature
+
+    def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return the micro-batches with the teacher's soft labels; see `TrainingObjective`."""
+        told = self._source.get_top_k(micro)
+        return [
+            replace(one, soft_labels=TeacherSoftLabels(ids, log_probs, self._temperature))
+            for one, (ids, log_probs) in zip(micro, told, strict=True)
+        ]
+
+
+def collect_teacher_top_k(
+    teacher: LiveTeacher, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
+) -> dict[str, list[np.ndarray]]:
+    """Return the teacher's top-k of each sample of a step for the cache, on every rank. A collective call of all ranks."""
+    groups, count, length = teacher.executor.parallel_groups, config.objective.top_k, config.data.seq_length
+    micro = list(split_micro_batches(batch, config, device, groups.cp))
+    told, places = teacher.get_top_k(micro), rank_token_indices(length, groups.cp)
+    held = torch.zeros(2, len(samples), length, count, dtype=micro[0].weights.dtype)
+    tensor_and_last = groups.tp.rank == 0 and teacher.executor.last_stage_index in teacher.executor.stages
+    for one, (ids, log_probs) in zip(micro, told, strict=True) if tensor_and_last else ():
+        rows = torch.tensor(one.samples)[:, None] - samples.start
+        held[0, rows, places], held[1, rows, places] = ids.cpu().to(held.dtype), log_probs.cpu().to(held.dtype)
+    all_reduce(held, groups.world)
+    kept = np.float32 if config.precision in ("fp32", "fp64") else np.float16
+    ids, log_probs = held.numpy()
+    return {"ids": list(ids.astype(np.int32)), "log_probs": list(log_probs.astype(kept))}

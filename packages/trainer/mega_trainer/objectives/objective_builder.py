@@ -1,0 +1,185 @@
+"""Builder of a run's training objective from its configuration, with the reference model or teacher where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import xxhash
+
+from mega_ckpt.lora_adapter import fingerprint_base
+from mega_ckpt.source import load_weights, open_weight_source, read_model_config
+from mega_common.errors import ConfigError
+from mega_common.model_config import ModelConfig
+from mega_common.object_store import parse_location
+from mega_common.progress_logging import logger
+from mega_data.blended_dataset import BlendedDataset
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.data_check import extend_vocabulary, find_run_tokenizer
+from mega_trainer.distributed.process_groups import ParallelGroups
+from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
+from mega_trainer.model.auxiliary_models import DistillationTeacher
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.objectives.distillation_objective import (
+    CachedTeacher,
+    DistillationObjective,
+    LiveTeacher,
+    collect_teacher_top_k,
+)
+from mega_trainer.objectives.preference_objective import PreferenceObjective
+from mega_trainer.objectives.reference_model import CachedReference, LiveReference, collect_reference_sums
+from mega_trainer.objectives.sample_cache import SampleCache, precompute_samples
+from mega_trainer.objectives.training_objective import TrainingObjective
+from mega_trainer.pipeline.executor import PipelineExecutor
+from mega_trainer.run.build_components import build_schedule, build_stages, choose_kernels, make_layer_builder
+from mega_trainer.run.train_state import collect_weights
+
+REFERENCE_FILE = 512  # samples of a file of a reference's
+TEACHER_FILE = 1 << 23  # elements of a file of a teacher's
+
+
+def build_objectives(
+    config: RunConfig,
+    executor: PipelineExecutor,
+    device: torch.device,
+    consumed: int,
+    training: BlendedDataset,
+    valid: BlendedDataset | None,
+) -> tuple[TrainingObjective, TrainingObjective]:
+    """Build the objective of training and that of validation. A collective call of all ranks.
+
+    A reference model whose log-probabilities are cached is in memory in this call alone, and only where some are missing.
+
+    Args:
+        consumed: samples of the training set that are behind.
+
+    Raises:
+        CheckpointError: when the reference model cannot be used.
+    """
+    kind, usual = config.objective.kind, TrainingObjective(executor.parallel_groups, config.model.mtp_layers)
+    if kind == "cross_entropy":
+        return usual, usual
+    if kind == "distill":
+        return DistillationObjective(
+            config, executor, _build_teacher(config, executor.parallel_groups, device, training, consumed)
+        ), usual
+    if not config.objective.needs_reference:
+        alone = PreferenceObjective(config, executor, device, None)
+        return alone, alone
+    steps, batch = config.train.eval_steps, config.batch.global_
+    samples = range(consumed, config.samples_per_split["train"])
+    wanted = [(training, samples), (valid or training, range(valid is not None and steps * batch))]
+    model = cache(partial(load_reference_model, config, executor.parallel_groups, device))
+    if config.objective.reference == "live":
+        ours, others = (PreferenceObjective(config, executor, device, LiveReference(model())) for _ in wanted)
+        return ours, others
+    ours, others = (
+        PreferenceObjective(
+            config, executor, device, CachedReference(_cache_reference(config, model, device, data, own))
+        )
+        for data, own in wanted
+    )
+    return ours, others
+
+
+def _cache_reference(
+    config: RunConfig, model: Callable[[], PipelineExecutor], device: torch.device, data: BlendedDataset, samples: range
+) -> SampleCache:
+    """Return the reference model's cached answer sums of these samples, and compute the missing ones now."""
+    key = (config.precision, config.objective.kind == "kto")
+    files = _open_cache(Path(config.output) / "reference", _reference_path(config), data, *key)
+    if files.first_missing_sample(samples.start) < samples.stop:
+        asked = model()
+        precompute_samples(
+            files,
+            partial(collect_reference_sums, asked, config, device),
+            config,
+            asked.parallel_groups,
+            data,
+            samples,
+            REFERENCE_FILE,
+        )
+    return files
+
+
+def _build_teacher(
+    config: RunConfig, groups: ParallelGroups, device: torch.device, data: BlendedDataset, consumed: int
+) -> LiveTeacher | CachedTeacher:
+    """Return the live teacher, or its cached top-k of the run's samples, and compute the missing ones now."""
+    objective, samples = config.objective, range(consumed, config.samples_per_split["train"])
+    assert objective.teacher is not None
+    told = read_model_config(parse_location(objective.teacher))
+    if told.vocab_size != config.model.vocab_size:
+        raise ConfigError(
+            f"objective.teacher = {objective.teacher}: has {told.vocab_size} tokens in its vocabulary, and the model "
+            f"{config.model.vocab_size}",
+            hint="a student learns from a teacher with the same tokenizer",
+        )
+    if objective.teacher_logits == "live":
+        return LiveTeacher(load_teacher_model(config, groups, device, told))
+    folder = Path(objective.cache or Path(config.output) / "teacher")
+    files = _open_cache(folder, objective.teacher, data, config.precision, objective.top_k)
+    if files.first_missing_sample(samples.start) < samples.stop:
+        live = LiveTeacher(load_teacher_model(config, groups, device, told))
+        together = max(1, TEACHER_FILE // (config.data.seq_length * objective.top_k))
+        precompute_samples(
+            files, partial(collect_teacher_top_k, live, config, device), config, groups, data, samples, together
+        )
+    return CachedTeacher(files)
+
+
+def _open_cache(folder: Path, path: str, data: BlendedDataset, *more: object) -> SampleCache:
+    """Return the cache of a model's outputs for a data set, in a folder named by everything that they depend on."""
+    key = repr((fingerprint_base(path, open_weight_source(path))["digest"], data.fingerprint, *more))
+    return SampleCache(folder / xxhash.xxh3_64_hexdigest(key.encode()))
+
+
+def load_reference_model(config: RunConfig, groups: ParallelGroups, device: torch.device) -> PipelineExecutor:
+    """Load the reference model, frozen, in the run's layout."""
+    return _load_frozen_model(config, groups, device, _reference_path(config))
+
+
+def load_teacher_model(
+    config: RunConfig, groups: ParallelGroups, device: torch.device, model: ModelConfig
+) -> PipelineExecutor:
+    """Load the teacher, frozen, in the run's layout.
+
+    Raises:
+        ConfigError: when it does not fit that.
+    """
+    path, raw = config.objective.teacher, config.model_dump(mode="json", by_alias=True)
+    assert path is not None
+    its = {"model": model.model_dump(mode="json") | {"mtp_layers": 0}, "objective": {}, "lora": None}
+    layout = {"parallel": {**raw["parallel"], "pipeline_layout": None}}
+    made = RunConfig.parse({**raw, **its, **layout}, source=f"objective.teacher = {path}")
+    executor = _load_frozen_model(made, groups, device, path, DistillationTeacher)
+    for stage in executor.stages.values():
+        assert isinstance(stage, DistillationTeacher)
+        stage.count = config.objective.top_k
+    return executor
+
+
+def _load_frozen_model(
+    config: RunConfig, groups: ParallelGroups, device: torch.device, path: str, kind: type[Decoder] | None = None
+) -> PipelineExecutor:
+    """Load a model for inference in the run's layout, without training it."""
+    plain = config.model_copy(update={"lora": None, "train": config.train.model_copy(update={"freeze": []})})
+    leaves, schedule = LeafCompiler(compiled=should_compile(config.compile, device)), build_schedule(plain, groups)
+    builder = make_layer_builder(plain, groups, device, choose_kernels(plain, device), leaves)
+    stages = build_stages(plain, builder, schedule, kind)
+    for stage in stages.values():
+        stage.requires_grad_(False).eval()
+    source = open_weight_source(path)
+    if path == config.init_from:  # what the run started from
+        source = extend_vocabulary(plain, source, find_run_tokenizer(config.data, config.model.vocab_size))
+    load_weights(source, collect_weights(stages))
+    logger.info("asking the model of %s", path)
+    return PipelineExecutor(schedule, stages, groups.pp)
+
+
+def _reference_path(config: RunConfig) -> str:
+    path = config.objective.reference_model or config.init_from
+    assert path is not None
+    return path

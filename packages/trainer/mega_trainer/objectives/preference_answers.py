@@ -1,0 +1,182 @@
+"""Answers of preference pairs in packed rows, and sums over them for any split of a row among ranks.
+
+Legend: n rows, S positions, s those of a context rank, W documents that a row has room for, P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mega_data.batch_loader import StepBatch
+from mega_trainer.data.micro_batch import MicroBatch
+from mega_trainer.distributed.comm import CommGroup, all_reduce
+from mega_trainer.parallel.context_parallel import rank_token_indices
+from mega_trainer.pipeline.executor import PipelineExecutor
+
+
+@dataclass(frozen=True)
+class PreferenceAnswers:
+    """Answers in n rows: documents 2 i and 2 i + 1 of each row are a pair, and an odd last one is padding.
+
+    Attributes:
+        documents: int64 [n, s], of each token its document, numbered row after row, W for each.
+        weights: fp32 [n, s], of each label, 0 outside the answers.
+        pairs: int64 [P], where the pairs are among the n W / 2 that there could be.
+        tokens: fp64 [P, 2], how many labels count, by their weights.
+        width: W.
+        context: ranks that share the rows.
+    """
+
+    documents: Tensor
+    weights: Tensor
+    pairs: Tensor
+    tokens: Tensor
+    width: int
+    context: CommGroup
+
+    @classmethod
+    def from_step_batch(
+        cls,
+        batch: StepBatch,
+        rows: slice,
+        width: int,
+        device: torch.device,
+        context: CommGroup,
+        *,
+        scored: bool = False,
+    ) -> PreferenceAnswers:
+        """Return the answers in some rows of this data rank; a context rank has only its own tokens of them.
+
+        Where texts are `scored`, what counts of one is its last token.
+        """
+        assert batch.document_ids is not None
+        ids = batch.document_ids[rows].astype(np.int64)
+        weights, count = batch.loss_weights[rows], len(ids)
+        if scored:
+            weights = (np.diff(ids, axis=1, append=-1) != 0).astype(np.float32)
+        documents = ids + width * np.arange(count)[:, None]
+        there = np.arange(width // 2) < count_row_pairs(ids)[:, None]
+        tokens = np.bincount(documents.ravel(), weights.ravel(), count * width).reshape(-1, 2)[there.ravel()]
+        places = rank_token_indices(ids.shape[1], context)
+
+        def to_device_tensor(array: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        return cls(
+            to_device_tensor(documents[:, places]),
+            to_device_tensor(weights[:, places]),
+            to_device_tensor(np.flatnonzero(there)),
+            to_device_tensor(tokens),
+            width,
+            context,
+        )
+
+    def sum_log_probs(self, log_probs: Tensor) -> Tensor:
+        """Sum log-probabilities [n, s] over each answer: fp64 [P, 2]. A collective call of the context ranks."""
+        out = log_probs.new_zeros(len(log_probs) * self.width, dtype=torch.float64)
+        out.index_add_(0, self.documents.flatten(), (log_probs.double() * self.weights).flatten())
+        all_reduce(out, self.context)
+        return out.view(-1, 2)[self.pairs]
+
+    def spread_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the log-probabilities [n, s] from that of the answer sums [P, 2]."""
+        out = gradient.new_zeros(len(self.weights) * self.width // 2, 2)
+        out[self.pairs] = gradient
+        return out.flatten()[self.documents] * self.weights
+
+
+def count_row_pairs(documents: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the number of pairs in each row of documents [n, S]: int64 [n]."""
+    found: npt.NDArray[np.int64] = (documents.max(axis=1).astype(np.int64) + 1) // 2
+    return found
+
+
+def count_answers(batch: StepBatch) -> int:
+    """Return the number of answers in a batch, without those that are missing."""
+    assert batch.document_ids is not None
+    return sum(
+        len(np.unique(ids[(weights > 0) & (ids < 2 * pairs)]))
+        for ids, weights, pairs in zip(
+            batch.document_ids, batch.loss_weights, count_row_pairs(batch.document_ids), strict=True
+        )
+    )
+
+
+def row_document_bound(batch: StepBatch) -> int:
+    """Return W, an even number of documents that no row of the batch exceeds."""
+    assert batch.document_ids is not None
+    return 2 * (int(batch.document_ids.max()) // 2 + 1)
+
+
+def mismatch_answers(batch: StepBatch) -> StepBatch:
+    """Return the batch with each answer after the question of the next one, and the last answer of a row after its
+    first question.
+
+    Where an answer is missing, its document stays as it is. A row's questions and answers are all there still, so that it is as long.
+    """
+    assert batch.document_ids is not None
+    rows = [_cycle_row(batch, row) for row in range(len(batch.tokens))]
+    tokens, labels, weights, positions, documents = (np.stack(each) for each in zip(*rows, strict=True))
+    return replace(
+        batch, tokens=tokens, labels=labels, loss_weights=weights, position_ids=positions, document_ids=documents
+    )
+
+
+def _cycle_row(batch: StepBatch, row: int) -> tuple[npt.NDArray[np.generic], ...]:
+    assert batch.document_ids is not None
+    ids = batch.document_ids[row]
+    out = [each[row].copy() for each in (batch.tokens, batch.labels, batch.loss_weights, batch.position_ids)]
+    documents, parts = ids.copy(), []
+    for number in range(2 * int(count_row_pairs(ids[None])[0])):
+        own = np.flatnonzero(ids == number)
+        whole = np.append(batch.tokens[row, own], batch.labels[row, own[-1]])
+        counts = np.append(0, batch.loss_weights[row, own])
+        first = int(np.argmax(counts > 0)) if counts.any() else len(counts)
+        parts.append(((whole[:first], counts[:first]), (whole[first:], counts[first:])))
+    start = 0
+    there = [number for number, (_, (tokens, _)) in enumerate(parts) if len(tokens)]
+    before = dict(zip(there, [*there[-1:], *there[:-1]], strict=True))
+    for number, (question, _) in enumerate(parts):
+        answer = parts[before.get(number, number)][1]
+        whole, counts = (np.concatenate([a, b]) for a, b in zip(question, answer, strict=True))
+        here = slice(start, start := start + len(whole) - 1)
+        for place, value in zip(out, (whole[:-1], whole[1:], counts[1:], np.arange(len(whole) - 1)), strict=True):
+            place[here] = value
+        documents[here] = number
+    return (*out, documents)
+
+
+def split_answers(
+    batch: StepBatch, micro: Sequence[MicroBatch], context: CommGroup, *, scored: bool = False
+) -> list[PreferenceAnswers]:
+    """Return the answers of each micro-batch of a batch; `scored` as in `PreferenceAnswers.from_step_batch`."""
+    width, found, start = row_document_bound(batch), [], 0
+    for one in micro:
+        rows = slice(start, start := start + len(one.samples))
+        found.append(PreferenceAnswers.from_step_batch(batch, rows, width, one.tokens.device, context, scored=scored))
+    return found
+
+
+@torch.no_grad()
+def score_answers(
+    executor: PipelineExecutor, micro: Sequence[MicroBatch], answers: Sequence[PreferenceAnswers]
+) -> list[Tensor]:
+    """Return a model's answer sums of each micro-batch, fp64 [P, 2]; zero except on the last stage."""
+    with executor.evaluation_mode():
+        executor.run_operations(micro, 1.0)
+    if executor.last_stage_index not in executor.stages:
+        return [torch.zeros_like(each.tokens) for each in answers]
+    return [each.sum_log_probs(-executor.losses[number]) for number, each in enumerate(answers)]
+
+
+def is_reporting_rank(executor: PipelineExecutor) -> bool:
+    """Return whether this rank contributes answer sums to a sum over all ranks, of the ranks with equal ones."""
+    groups = executor.parallel_groups
+    return groups.tp.rank == 0 and groups.cp.rank == 0 and executor.last_stage_index in executor.stages

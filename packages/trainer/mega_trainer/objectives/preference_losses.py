@@ -1,0 +1,125 @@
+"""Losses of preference pairs, as functions of the log-probabilities of whole answers.
+
+Each is given what the model and a reference make of P pairs, and tells the loss of each pair and its rewards, whose
+difference between the answers is what it moves.
+
+Legend: P pairs; 2: the chosen answer, the rejected one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from mega_trainer.config.objective_config import ObjectiveConfig
+
+
+@dataclass(frozen=True)
+class PairLogProbs:
+    """Log-probabilities of the answers of P pairs, summed over the unmasked tokens.
+
+    Attributes:
+        policy: [P, 2], by the model that is trained.
+        reference: [P, 2], by the reference model; zero for a loss that has none.
+        tokens: [P, 2], how many count.
+        kl: how far the model is from the reference, a scalar: mean log ratio of answers to other questions. Of `kto`.
+    """
+
+    policy: Tensor
+    reference: Tensor
+    tokens: Tensor
+    kl: Tensor
+
+
+PreferenceLoss = Callable[[PairLogProbs], tuple[Tensor, Tensor]]
+"""Makes of pairs their losses [P] and rewards [P, 2]."""
+
+
+def dpo_loss(pairs: PairLogProbs, beta: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return -log sigmoid(r_chosen - r_rejected), rewards r = beta log(policy / reference) (arXiv:2305.18290)."""
+    rewards = beta * (pairs.policy - pairs.reference)
+    return _logistic_loss(rewards[:, 0] - rewards[:, 1], label_smoothing), rewards
+
+
+def ipo_loss(pairs: PairLogProbs, beta: float) -> tuple[Tensor, Tensor]:
+    """Return (h_chosen - h_rejected - 1 / (2 beta))^2, h the mean log ratio of a token (arXiv:2310.12036, equation 17)."""
+    ratios = pairs.policy - pairs.reference
+    means = ratios / pairs.tokens.clamp(min=1)
+    return (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square(), beta * ratios
+
+
+def simpo_loss(pairs: PairLogProbs, beta: float, gamma: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return -log sigmoid(r_chosen - r_rejected - gamma), r = beta times the mean log-probability (arXiv:2405.14734)."""
+    rewards = beta * pairs.policy / pairs.tokens.clamp(min=1)
+    return _logistic_loss(rewards[:, 0] - rewards[:, 1] - gamma, label_smoothing), rewards
+
+
+def kto_loss(
+    pairs: PairLogProbs, beta: float, desirable: float = 1.0, undesirable: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return half of w (1 - sigmoid(r - beta kl)) of the chosen and w' (1 - sigmoid(beta kl - r)) of the rejected answer.
+
+    The mean over pairs is that over answers (arXiv:2402.01306). An answer without tokens is missing, and has neither loss
+    nor reward.
+    """
+    there = pairs.tokens > 0
+    rewards = beta * (pairs.policy - pairs.reference)
+    gain = rewards - beta * pairs.kl
+    losses = torch.stack([desirable * (-gain[:, 0]).sigmoid(), undesirable * gain[:, 1].sigmoid()], 1)
+    return losses.where(there, 0).sum(1) / 2, rewards.where(there, 0)
+
+
+def reward_model_loss(pairs: PairLogProbs, margin: float = 0.0, center: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return -log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2, r the scores (Bradley and
+    Terry 1952).
+    """
+    scores = pairs.policy
+    loss = -logsigmoid(scores[:, 0] - scores[:, 1] - margin)
+    return loss + center * scores.sum(1).square(), scores
+
+
+def _logistic_loss(margin: Tensor, smoothing: float) -> Tensor:
+    return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+
+
+def select_pair_loss(config: ObjectiveConfig) -> PreferenceLoss:
+    """Return the pair loss of the configuration."""
+    smoothing = config.label_smoothing
+    losses: Mapping[str, PreferenceLoss] = {
+        "dpo": partial(dpo_loss, label_smoothing=smoothing, beta=config.effective_beta),
+        "ipo": partial(ipo_loss, beta=config.effective_beta),
+        "simpo": partial(simpo_loss, beta=config.effective_beta, gamma=config.gamma, label_smoothing=smoothing),
+        "kto": partial(
+            kto_loss,
+            beta=config.effective_beta,
+            desirable=config.desirable_weight,
+            undesirable=config.undesirable_weight,
+        ),
+        "reward": partial(reward_model_loss, margin=config.margin, center=config.center),
+    }
+    return losses[config.kind]
+
+
+NAMES = (
+    "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected", "kl",
+)  # fmt: skip
+
+
+SHARES = ("chosen", "rejected", "paired")  # share of pairs that have each answer, and both
+
+
+def compute_pair_metrics(pairs: PairLogProbs, rewards: Tensor) -> Tensor:
+    """Return the metrics of P pairs under TRL's names, in the order of `NAMES` and `SHARES`: [10, P]. Missing answers
+    have zeros.
+    """
+    there = (pairs.tokens > 0).to(rewards.dtype)
+    (good, bad), both = rewards.unbind(1), there.prod(1)
+    right = (good > bad).to(good.dtype) * both
+    return torch.stack([
+        good, bad, good - bad, right, *(pairs.policy * there).unbind(1), pairs.kl * there.mean(1), *there.unbind(1), both
+    ])  # fmt: skip

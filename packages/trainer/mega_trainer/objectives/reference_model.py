@@ -1,0 +1,121 @@
+"""Reference model's log-probabilities of preference answers, precomputed before training into files or computed step by
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mega_data.batch_loader import StepBatch
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
+from mega_trainer.distributed.comm import all_reduce
+from mega_trainer.objectives.preference_answers import (
+    PreferenceAnswers,
+    is_reporting_rank,
+    mismatch_answers,
+    score_answers,
+    split_answers,
+)
+from mega_trainer.objectives.sample_cache import SampleCache
+from mega_trainer.pipeline.executor import PipelineExecutor
+
+SampleHalf = Literal["answers", "mismatched"]
+
+
+class ReferenceModel(Protocol):
+    """Interface of the reference model's answer log-probabilities."""
+
+    def get_answer_sums(
+        self,
+        batch: StepBatch,
+        micro: Sequence[MicroBatch],
+        answers: Sequence[PreferenceAnswers],
+        what: SampleHalf = "answers",
+    ) -> list[Tensor]:
+        """Return the sums of log-probabilities over each micro-batch's answers, or over `mismatched` ones: fp64 [P, 2].
+
+        A collective call of the ranks of a model; what other ranks than the last stage's are told does not matter.
+        """
+
+
+class LiveReference:
+    """Reference model in memory."""
+
+    def __init__(self, executor: PipelineExecutor) -> None:
+        self._executor = executor
+
+    def get_answer_sums(
+        self,
+        batch: StepBatch,
+        micro: Sequence[MicroBatch],
+        answers: Sequence[PreferenceAnswers],
+        what: SampleHalf = "answers",
+    ) -> list[Tensor]:
+        """Compute the sums; see `ReferenceModel`."""
+        return score_answers(self._executor, micro, answers)
+
+
+class CachedReference:
+    """Reference model whose answer sums of each sample are in cache files."""
+
+    def __init__(self, files: SampleCache) -> None:
+        self._files = files
+
+    def get_answer_sums(
+        self,
+        batch: StepBatch,
+        micro: Sequence[MicroBatch],
+        answers: Sequence[PreferenceAnswers],
+        what: SampleHalf = "answers",
+    ) -> list[Tensor]:
+        """Read the sums; see `ReferenceModel`.
+
+        Raises:
+            DataError: for a sample that is not there.
+        """
+        out = []
+        for one, each in zip(micro, answers, strict=True):
+            held = np.concatenate([self._files.read_array(what, sample) for sample in one.samples])
+            out.append(torch.from_numpy(held).view(-1, 2).to(each.tokens))
+        return out
+
+
+def collect_reference_sums(
+    executor: PipelineExecutor, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
+) -> dict[str, list[np.ndarray]]:
+    """Return each sample's answer sums for the cache, and those of `mismatched` answers where the loss needs them.
+
+    fp64 [2 P] each, on every rank. A collective call of all ranks.
+    """
+    kinds: tuple[SampleHalf, ...] = ("answers", "mismatched") if config.objective.kind == "kto" else ("answers",)
+    return {str(what): _collect_answer_sums(executor, config, batch, what, samples, device) for what in kinds}
+
+
+def _collect_answer_sums(
+    executor: PipelineExecutor,
+    config: RunConfig,
+    batch: StepBatch,
+    what: SampleHalf,
+    samples: range,
+    device: torch.device,
+) -> list[np.ndarray]:
+    groups = executor.parallel_groups
+    batch = mismatch_answers(batch) if what == "mismatched" else batch
+    micro = list(split_micro_batches(batch, config, device, groups.cp))
+    answers = split_answers(batch, micro, groups.cp)
+    sums, width = score_answers(executor, micro, answers), torch.tensor(answers[0].width)
+    all_reduce(width, groups.world, "max")
+    held = torch.zeros(len(samples), 1 + int(width), dtype=torch.float64)  # how many, and what they are
+    for one, each, found in zip(micro, answers, sums, strict=True) if is_reporting_rank(executor) else ():
+        rows = each.pairs.cpu() // (each.width // 2)
+        for row, sample in enumerate(one.samples):
+            own = found.cpu()[rows == row].flatten()
+            held[sample - samples.start, : 1 + len(own)] = torch.cat([own.new_tensor([len(own)]), own])
+    all_reduce(held, groups.world)
+    return [row[1 : 1 + int(row[0])] for row in held.numpy()]

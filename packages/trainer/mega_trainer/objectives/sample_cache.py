@@ -1,0 +1,128 @@
+"""Cache files of another model's outputs per sample, indexed by sample number so that they fit any layout and batch
+size, and their precomputation.
+
+A folder has safetensors files of neighbouring samples, `samples-000000000512.safetensors` from sample 512 on. Of each array
+a file has the elements of all samples one after another, as `NAME`, and where each sample's begin and end, as `NAME.bounds`,
+int64 [samples + 1] (in elements of the first axis). A file appears whole, by a rename: a kill leaves those that are there,
+and what fills the folder goes on with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mega_ckpt.formats.safetensors_file import SafetensorsFile, SafetensorsHeader
+from mega_ckpt.shard_files import tensor_bytes
+from mega_common.atomic_files import open_atomic_file
+from mega_common.errors import DataError
+from mega_common.progress_logging import ProgressBar
+from mega_data.batch_loader import BatchLoader, LoadableDataset, StepBatch
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.comm import raise_on_all_ranks
+from mega_trainer.distributed.process_groups import ParallelGroups
+
+
+class SampleCache:
+    """Cache folder with the outputs of one model for the samples of one data set.
+
+    Args:
+        folder: of what is told of the samples of one data set by one model, and nothing else.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[range, Mapping[str, Tensor]] = {}
+
+    def first_missing_sample(self, start: int) -> int:
+        """Return the first sample from `start` on that is in no file."""
+        while (found := self._find_span(start)) is not None:
+            start = found.stop
+        return start
+
+    def write_samples(self, first: int, arrays: Mapping[str, Sequence[np.ndarray]]) -> None:
+        """Write a file of the samples from `first` on, with each sample's arrays by name; durable when this returns."""
+        tensors: dict[str, Tensor] = {}
+        for name, each in arrays.items():
+            bounds = np.cumsum([0, *map(len, each)])
+            tensors |= {name: torch.from_numpy(np.concatenate(each)), f"{name}.bounds": torch.from_numpy(bounds)}
+        header = SafetensorsHeader.make_header(
+            {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {"format": "pt"}
+        )
+        with open_atomic_file(self.folder / f"samples-{first:012d}.safetensors") as stream:
+            stream.write(header.file_prefix)
+            for name in header.entries:
+                stream.write(tensor_bytes(tensors[name].contiguous()))
+
+    def read_array(self, name: str, sample: int) -> np.ndarray:
+        """Return one array of a sample.
+
+        Raises:
+            DataError: when no file has it.
+        """
+        span = self._find_span(sample)
+        if span is None:
+            raise DataError(f"{self.folder}: has nothing of sample {sample}", hint="move it away: it is made anew")
+        held, place = self._files[span], sample - span.start
+        begin, end = held[f"{name}.bounds"][place : place + 2].tolist()
+        found: np.ndarray = held[name][begin:end].numpy()
+        return found
+
+    def _find_span(self, sample: int) -> range | None:
+        """Return the samples of the file that contains this one, or None."""
+        for span in self._files:
+            if sample in span:
+                return span
+        for path in self.folder.glob("samples-*.safetensors"):
+            first = int(path.stem.rpartition("-")[2])
+            if all(span.start != first for span in self._files):
+                file = SafetensorsFile.open_file(path)
+                held = {name: file.read_tensor(name) for name in file.header.entries}
+                count = next(len(bounds) for name, bounds in held.items() if name.endswith(".bounds")) - 1
+                self._files[range(first, first + count)] = held
+        return next((span for span in self._files if sample in span), None)
+
+
+# Of a step's samples and their numbers what is to be kept of each, by name; the same on every rank.
+TeacherOutputs = Callable[[StepBatch, range], Mapping[str, Sequence[np.ndarray]]]
+
+
+def precompute_samples(
+    files: SampleCache,
+    compute: TeacherOutputs,
+    config: RunConfig,
+    groups: ParallelGroups,
+    data: LoadableDataset,
+    samples: range,
+    samples_per_file: int,
+) -> None:
+    """Compute and write the samples that are missing from the cache, one file at a time, from its end on.
+
+    A collective call of all ranks, of which the first one writes.
+
+    Args:
+        samples_per_file: about how many samples to put in a file.
+    """
+    start, unit = files.first_missing_sample(samples.start), config.batch.micro * groups.dp.size * groups.pp.size
+
+    def next_file_size(at: int) -> int:  # of a file: so that every data rank has a share, and a pipeline is full
+        return unit * max(1, min(samples_per_file, samples.stop - at) // unit)
+
+    loader = BatchLoader(
+        data, global_batch=next_file_size, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size,
+        consumed_samples=start, prefetch=1,
+    )  # fmt: skip
+    with ProgressBar("asking the other model", total=max(0, samples.stop - start), unit="samples") as bar:
+        for batch in loader if start < samples.stop else ():
+            own = range(start, start := start + next_file_size(start))
+            told = compute(batch, own)
+            with raise_on_all_ranks(groups.world):
+                if groups.world.rank == 0:
+                    files.write_samples(own.start, told)
+            bar.advance(len(own))
+            if start >= samples.stop:
+                break

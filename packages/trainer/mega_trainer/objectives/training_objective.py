@@ -1,0 +1,55 @@
+"""Interface of training objectives, and the default one, the mean cross entropy of the unmasked tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from mega_data.batch_loader import StepBatch
+from mega_trainer.data.micro_batch import MicroBatch
+from mega_trainer.distributed.process_groups import ParallelGroups
+from mega_trainer.pipeline.executor import PipelineExecutor
+from mega_trainer.run.train_step import count_local_tokens, count_step_tokens
+from mega_trainer.run.validation import next_token_totals
+
+
+class TrainingObjective:
+    """Mean cross entropy, and base class of the other objectives.
+
+    Another objective is a function of the log-probabilities of a micro-batch's tokens: it gives its micro-batches a `weigh`,
+    by which their gradient becomes its own (`MicroBatch`), and adds up what it tells.
+
+    Args:
+        groups: this rank's.
+        mtp_layers: layers that predict further tokens.
+    """
+
+    metric_names: Sequence[str] = ()  # of what it tells beside the loss
+
+    def __init__(self, groups: ParallelGroups, mtp_layers: int) -> None:
+        self.groups, self.mtp_layers = groups, mtp_layers
+
+    def count_step_terms(self, batch: StepBatch) -> list[float]:
+        """Return the number of terms in a step's mean, and in that of each MTP layer, over all data ranks."""
+        return count_step_tokens(batch, self.mtp_layers, self.groups)
+
+    def count_local_terms(self, batch: StepBatch | None) -> list[float]:
+        """Return this rank's part of `count_step_terms`."""
+        return count_local_tokens(batch, self.mtp_layers, self.groups)
+
+    def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return this rank's micro-batches of a step or validation, with objective-specific targets."""
+        return micro
+
+    def measure_losses(self, sums: Tensor) -> Tensor:
+        """Return the sums of a step's losses and metrics; see `train_step`."""
+        return sums
+
+    def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:
+        """Return the sums of a validation's losses and metrics, and their count."""
+        return next_token_totals(executor, sums, micro)
+
+    def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
+        """Return the metrics of metrics.jsonl from a step's means over `count` terms, or from a validation's."""
+        return dict(zip(self.metric_names, figures, strict=True))

@@ -1,0 +1,37 @@
+"""Loss scaling, without which fp16 loses small gradients (arXiv:1710.03740)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class LossScale:
+    """Factor on the loss before it is differentiated, chosen as large as the gradients allow.
+
+    It halves when a gradient overflows and doubles after `growth_interval` steps in a row without that. As a power of
+    two it changes no bits but those that fp16 would lose.
+
+    Attributes:
+        value: the factor of the next step.
+        growth_interval: steps without overflow before it doubles.
+        minimum: it never gets smaller.
+        good_steps: steps since it last changed.
+    """
+
+    value: float = 65536.0
+    growth_interval: int = 1000
+    minimum: float = 1.0
+    good_steps: int = 0
+
+    def can_fix_overflow(self, *, loss_finite: bool, norm_finite: bool) -> bool:
+        """Return whether a smaller scale may fix the numbers: the gradient is not finite and the loss is."""
+        return loss_finite and not norm_finite and self.value > self.minimum
+
+    def update_scale(self, *, overflowed: bool) -> None:
+        """Adapt the scale after a step."""
+        self.good_steps = 0 if overflowed else self.good_steps + 1
+        if overflowed:
+            self.value = max(self.minimum, self.value / 2)
+        elif self.good_steps == self.growth_interval:
+            self.value, self.good_steps = self.value * 2, 0

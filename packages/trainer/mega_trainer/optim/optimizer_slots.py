@@ -1,0 +1,160 @@
+"""Optimizer slots: the weight shards that this rank owns, with main weights and gradients, for any kind of sharding."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.host_staging import allocate_host_memory
+from mega_ckpt.tensor_pieces import ShardedTensor, boxes_of_flat_range, merge_sharded
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
+from mega_trainer.parallel.parameter_shards import (
+    ParameterBuffer,
+    ParameterShard,
+    ParamGroupKey,
+    replica_groups,
+    split_replicas,
+)
+
+
+@dataclass(eq=False)
+class OptimizerSlot:
+    """Shard with the tensors that the optimizer works on.
+
+    Attributes:
+        kind, sharded, shard: as in `Buffer`.
+        main: what is updated: the shard's own weights, or a copy of them in fp32 or in host memory. Its length is a
+            multiple of `SLICE_ELEMENTS`, so that no element is updated in a remainder of vectors; what is past the
+            shard's end means nothing.
+        grads: the gradient, where `main` is, as long: the shard's own, or a copy.
+    """
+
+    kind: ParamGroupKey
+    sharded: bool
+    shard: ParameterShard
+    main: Tensor
+    grads: Tensor
+
+    @classmethod
+    def from_shard(cls, buffer: ParameterBuffer, shard: ParameterShard, *, offload: bool = False) -> OptimizerSlot:
+        """Return the slot of a shard: low-precision weights get fp32 main weights; with `offload` all get copies in
+        host memory.
+
+        So do, where they are, those whose length needs it: rows of ZeRO-3, as a rule of no more than norms and biases.
+        """
+        weights, grads = shard.weights.detach(), shard.grads
+        main = weights if weights.dtype == grads.dtype else weights.to(grads.dtype)
+        if offload or len(main) % SLICE_ELEMENTS:
+            main, grads = _padded_copy(main, to_host=offload), _padded_copy(grads, to_host=offload)
+        return cls(buffer.kind, buffer.sharded, shard, main, grads)
+
+    @property
+    def has_higher_precision(self) -> bool:
+        """True if the main weights are more precise than the weights that the model computes with."""
+        return self.main.dtype != self.kind.dtype
+
+    def copy_grad_to_main(self) -> None:
+        """Copy the gradient to the device of the main weights."""
+        if self.grads is not self.shard.grads:
+            self._own(self.grads).copy_(self.shard.grads, non_blocking=True)
+
+    def copy_main_to_model(self) -> None:
+        """Copy the updated main weights to the model."""
+        if self.main.data_ptr() != self.shard.weights.data_ptr():
+            self.shard.weights.copy_(self._own(self.main), non_blocking=True)
+
+    def load_main_from_model(self) -> None:
+        """Set the main weights to those that the model computes with."""
+        self._own(self.main).copy_(self.shard.weights.to(self.kind.dtype))
+
+    def _own(self, values: Tensor) -> Tensor:
+        return values[: len(self.shard.weights)]
+
+
+def _padded_copy(tensor: Tensor, *, to_host: bool) -> Tensor:
+    """Return a copy padded to a multiple of `SLICE_ELEMENTS`; in host memory pinned, if it is copied from and to a
+    device.
+    """
+    length = -(-len(tensor) // SLICE_ELEMENTS) * SLICE_ELEMENTS
+    if to_host:
+        copy = allocate_host_memory(length * tensor.element_size(), pinned=tensor.is_cuda).view(tensor.dtype).zero_()
+    else:
+        copy = torch.zeros(length, dtype=tensor.dtype, device=tensor.device)
+    copy[: len(tensor)].copy_(tensor)
+    return copy
+
+
+class SlotTransfers:
+    """Transfers of gradients to the main weights, and of new weights back to the model.
+
+    With main weights in host memory, `offloaded` from a device, slots are updated one by one, on a GPU with the copies on a
+    stream beside: an update waits for its own gradient, and its weights leave while the next ones are computed.
+    """
+
+    def __init__(self, offloaded: torch.device | None = None) -> None:
+        self.one_by_one = offloaded is not None
+        on_gpu = offloaded is not None and offloaded.type == "cuda"
+        self._stream = torch.cuda.Stream(offloaded) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._arrivals: dict[OptimizerSlot, torch.cuda.Event] = {}
+
+    def start_gradients(self, slots: Iterable[OptimizerSlot]) -> None:
+        """Start to transfer all gradients, in the order of the slots."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for slot in slots:
+                slot.copy_grad_to_main()
+                if self._stream is not None:
+                    self._arrivals[slot] = self._stream.record_event()
+
+    @contextmanager
+    def update_context(self, slots: Sequence[OptimizerSlot]) -> Iterator[None]:
+        """Wrap the update of some slots: wait for their gradients before, send their weights after."""
+        for slot in slots:
+            if slot in self._arrivals:
+                self._arrivals.pop(slot).synchronize()
+        yield
+        with torch.cuda.stream(self._stream):
+            for slot in slots:
+                slot.copy_main_to_model()
+
+    def wait_for_weights(self) -> None:
+        """Make later work on the device wait for the new weights."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+class UpdateRule(Protocol):
+    """Interface of the update of some slots."""
+
+    slots: list[OptimizerSlot]
+
+    def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
+        """Update the main weights of the slots from their gradients; decoupled param groups have their own rate."""
+
+    def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
+        """Return, by kind of state, each slot's tensor, as long as its main weights."""
+
+
+def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
+    """Return slot tensors, each at least as long as its shard, by canonical name."""
+    return merge_sharded(
+        boxes_of_flat_range(values[part.shard_slice], part.pieces, part.shape, part.start)
+        for slot, values in pairs
+        for part in slot.shard.parts
+    )
+
+
+def checkpoint_boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
+    """Return slot tensors by canonical name, and of replicated ones only the part that this rank saves."""
+    alike: dict[tuple[CommGroup, ...], list[tuple[OptimizerSlot, Tensor]]] = defaultdict(list)
+    for slot, values in pairs:
+        alike[replica_groups(slot.kind, sharded=slot.sharded)].append((slot, values))
+    return merge_sharded(split_replicas(boxes_by_name(held), groups) for groups, held in alike.items())

@@ -1,0 +1,154 @@
+"""ZeRO optimizer over this rank's weight shards: gradient norm, update, all-gather (ZeRO-0 to ZeRO-2,
+arXiv:1910.02054).
+
+In low precision every shard has fp32 main weights of its own; otherwise the weights are updated in place. What is done
+with a shard is a rule's business: AdamW for all, or Muon for hidden matrices and AdamW for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.tensor_pieces import ShardedTensor
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.optim.adamw import AdamWUpdateRule
+from mega_trainer.optim.gradient_clipping import compute_grad_norm
+from mega_trainer.optim.optimizer_slots import (
+    OptimizerSlot,
+    SlotTransfers,
+    UpdateRule,
+    boxes_by_name,
+    checkpoint_boxes_by_name,
+)
+from mega_trainer.parallel.parameter_shards import ShardedStage
+
+
+class ShardedOptimizer:
+    """Optimizer of the weights of this rank's stages.
+
+    Args:
+        stages: all of this rank's stages.
+        adamw: makes the rule for ordinary slots.
+        apart: makes the rule for those of buffers that are kept apart, where there are any.
+        model_groups: the groups over which different ranks hold different layers, for the norm.
+        offload: main weights and the rules' state live in host memory (arXiv:2101.06840).
+        leaves: calls what the norm is added up by.
+        ema: keep a moving average of the main weights, of which each update leaves this share.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[ShardedStage],
+        *,
+        adamw: Callable[[list[OptimizerSlot]], AdamWUpdateRule],
+        separate: Callable[[list[OptimizerSlot]], UpdateRule] | None = None,
+        model_groups: Sequence[CommGroup] = (),
+        offload: bool = False,
+        leaves: LeafCompiler | None = None,
+        ema: float | None = None,
+    ) -> None:
+        self._leaves = leaves or LeafCompiler()
+        self.stages, self.model_groups = list(stages), list(model_groups)
+        self.buffers = [buffer for stage in stages for buffer in stage.buffers]
+        self.slots = [
+            OptimizerSlot.from_shard(buffer, shard, offload=offload)
+            for buffer in self.buffers
+            for shard in buffer.shards
+            if shard.weights.numel()
+        ]
+        self._share = ema
+        self._averages = [] if ema is None else [slot.main.clone() for slot in self.slots]
+        self._transfers = SlotTransfers(self.slots[0].shard.weights.device if offload else None)
+        self._adamw = adamw([slot for slot in self.slots if separate is None or not slot.kind.separate])
+        self._rules: list[UpdateRule] = [self._adamw]
+        if separate is not None:
+            self._rules.append(separate([slot for slot in self.slots if slot.kind.separate]))
+
+    def compute_grad_norm(self) -> Tensor:
+        """Return the L2 norm of the gradient over the whole model; fp64 scalar."""
+        return compute_grad_norm(self.buffers, self.model_groups, self._leaves)
+
+    def apply_update(self, lr: float, scale: float, decoupled_lr: float | None = None) -> None:
+        """Run one update with the gradients times `scale`, and start to all-gather the new weights.
+
+        `decoupled_lr` is the rate of the input embedding and the output layer, where they are kinds of their own.
+        """
+        self.wait_for_params()
+        if scale != 1.0:
+            torch._foreach_mul_([slot.shard.grads for slot in self.slots], scale)
+        self._transfers.start_gradients(slot for rule in self._rules for slot in rule.slots)
+        for rule in self._rules:
+            rule.update_slots(self._transfers, lr, decoupled_lr)
+        if self._share is not None:
+            torch._foreach_lerp_(self._averages, [slot.main for slot in self.slots], 1 - self._share)
+        self._transfers.wait_for_weights()
+        for stage in self.stages:
+            stage.all_gather_params()
+
+    def wait_for_params(self) -> None:
+        """Wait until the weights of the last update are in place, before any access to them other than a forward."""
+        for stage in self.stages:
+            stage.wait_for_params()
+
+    def persistent_tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors kept from step to step: weights, gradients, main weights and the rules' state, as flat
+        stretches.
+        """
+        for slot in self.slots:
+            yield from (slot.shard.weights.detach(), slot.shard.grads, slot.main, slot.grads)
+        yield from self._averages
+        for rule in self._rules:
+            yield from (tensor for pairs in rule.state_tensors().values() for _, tensor in pairs)
+
+    def gradients_by_name(self) -> dict[str, ShardedTensor]:
+        """Return the reduced gradients by canonical name, after an update times its scale. The boxes are views."""
+        return boxes_by_name((slot, slot.shard.grads) for slot in self.slots)
+
+    @property
+    def update_count(self) -> int:
+        """Number of updates so far."""
+        return self._adamw.update_count
+
+    @update_count.setter
+    def update_count(self, value: int) -> None:
+        """Number of updates so far."""
+        self._adamw.update_count = value
+
+    def checkpoint_tensors(self, *, to_save: bool = False) -> dict[str, ShardedTensor]:
+        """Return the state by canonical name: `optimizer/<kind>/<name>` for each kind of the rules' state and, where
+        the main weights are more precise than the model's, `optimizer/main/<name>`; averages are
+        `optimizer/ema/<name>`. The boxes are views, to be filled; with `to_save` only this rank's share of replicated
+        ones.
+        """
+        boxes = checkpoint_boxes_by_name if to_save else boxes_by_name
+        return {
+            f"optimizer/{kind}/{name}": held
+            for kind, pairs in self.state_tensors()
+            for name, held in boxes(pairs).items()
+        }
+
+    def state_tensors(self) -> list[tuple[str, list[tuple[OptimizerSlot, Tensor]]]]:
+        """Return, by kind and `main` weights last, the tensor of each slot: flat, and at least as long as its shard."""
+        kinds = [kind for rule in self._rules for kind in rule.state_tensors().items()]
+        if self._averages:
+            kinds.append(("ema", list(zip(self.slots, self._averages, strict=True))))
+        return [*kinds, ("main", [(slot, slot.main) for slot in self.slots if slot.has_higher_precision])]
+
+    def start_weight_average(self) -> None:
+        """Initialise the moving average (EMA) with the main weights, if the run has one."""
+        for slot, average in zip(self.slots, self._averages, strict=bool(self._averages)):
+            average.copy_(slot.main)
+
+    def load_main_from_model(self) -> None:
+        """Set the main weights to the model's, after these were loaded without main weights."""
+        for slot in self.slots:
+            slot.load_main_from_model()
+
+    def copy_main_to_model(self) -> None:
+        """Copy the main weights to the model, after they were loaded: under ZeRO-3 the model has no others."""
+        for slot in self.slots:
+            slot.copy_main_to_model()

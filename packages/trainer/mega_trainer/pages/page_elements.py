@@ -1,0 +1,404 @@
+"""SVG figures for a page: lines, areas, bars and scatter plots. Colours come from `page.css`, for dark and light mode.
+
+A figure is as wide as its column, which on a narrow screen is the screen: its text is large enough to be made smaller by a
+quarter. Of many points those are drawn that show the same: the extremes of each piece of the axis, and its mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from importlib.resources import files
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+
+from mega_common.atomic_files import open_atomic_file
+from mega_common.errors import ConfigError
+from mega_trainer.pages.axis_scale import AxisScale, format_compact
+
+WIDTH, HEIGHT = 480, 240
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 26
+PIECES = 240  # of the axis, a figure's lines together have as many times `SHARED`
+SHARED = 6
+COLOURS = 10
+MARKED = 60  # points of a line that may have marks
+CurvePoint = tuple[float, float | None]
+AxisLimits = tuple[float, float]
+_Y = itemgetter(1)
+FormatNumber = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class LineSeries:
+    """Line of y over x, in the colour of that number or of its position; None is a gap.
+
+    Attributes:
+        marks: draw its points, too, as of a few measurements.
+        dashed: as what is expected, beside what is.
+    """
+
+    name: str
+    points: Sequence[CurvePoint]
+    colour: int | None = None
+    marks: bool = False
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class FigureEvent:
+    """Event at x."""
+
+    x: float
+    what: str
+
+
+def draw_line_figure(
+    title: str,
+    series: Sequence[LineSeries],
+    *,
+    write: FormatNumber = format_compact,
+    zero: bool = False,
+    log_from: float = math.inf,
+    events: Sequence[FigureEvent] = (),
+) -> str:
+    """Draw lines over a common axis; events are dashed vertical lines. Empty without a point."""
+    kept = [(one, drawn) for one in series if (drawn := _finite_points(one.points))]
+    if not kept:
+        return ""
+    pieces = min(PIECES, PIECES * SHARED // len(kept))
+    outlines = [downsample_extremes(drawn, pieces) for _, drawn in kept]
+    x = _axis_x([at for outline in outlines for at, _ in outline])
+    y = _axis_y([value for outline in outlines for _, value in outline], zero=zero, log_from=log_from)
+    body = [*_draw_grid(x, y, write), *_draw_events(events, x)]
+    names = []
+    for place, ((one, drawn), outline) in enumerate(zip(kept, outlines, strict=True)):
+        colour = (place if one.colour is None else one.colour) % COLOURS
+        body += _draw_line(one, drawn, outline, (x, y), colour, pieces)
+        names.append((one.name, colour, one.dashed))
+    if events:
+        names.append((events[0].what.split(":")[0], -1, True))
+    return format_figure(title, format_svg(title, body, axes=(x, y)), format_legend(names) if len(names) > 1 else "")
+
+
+def draw_area_figure(
+    title: str,
+    series: Sequence[LineSeries],
+    *,
+    write: FormatNumber = format_compact,
+    events: Sequence[FigureEvent] = (),
+) -> str:
+    """Draw stacked areas of series with equal x, as means over pieces of the axis. Empty without a point."""
+    if not series or not series[0].points:
+        return ""
+    thin = [_piece_means([(x, y or 0.0) for x, y in one.points], PIECES) for one in series]
+    sums = [0.0] * len(thin[0])
+    axes = (
+        _axis_x([x for x, _ in thin[0]]),
+        _axis_y([sum(map(_Y, column)) for column in zip(*thin, strict=True)], zero=True),
+    )
+    body = [*_draw_grid(*axes, write)]
+    names = []
+    for place, (one, points) in enumerate(zip(series, thin, strict=True)):
+        colour = (place if one.colour is None else one.colour) % COLOURS
+        lower = [(x, below) for below, (x, _) in zip(sums, points, strict=True)]
+        sums = [below + value for below, (_, value) in zip(sums, points, strict=True)]
+        upper = [(x, above) for above, (x, _) in zip(sums, points, strict=True)]
+        body.append(f'<path class="area f{colour}" d="{_svg_path([*upper, *reversed(lower)], axes)}Z"/>')
+        names.append((one.name, colour, False))
+    return format_figure(title, format_svg(title, [*body, *_draw_events(events, axes[0])]), format_legend(names))
+
+
+@dataclass(frozen=True)
+class StackedBar:
+    """Bar of parts (kind, size) with a label before it and a `note` after it."""
+
+    label: str
+    parts: Sequence[tuple[str, float]]
+    note: str = ""
+
+
+def draw_bar_figure(
+    title: str,
+    rows: Sequence[StackedBar],
+    *,
+    write: FormatNumber = format_compact,
+    limit: float | None = None,
+    limit_name: str = "limit",
+) -> str:
+    """Draw horizontal bars of stacked parts, one colour for each kind; a dashed line at the limit."""
+    kinds = list(dict.fromkeys(kind for row in rows for kind, _ in row.parts))
+    totals = [sum(size for _, size in row.parts) for row in rows]
+    left = 10 + 7.2 * max((len(row.label) for row in rows), default=0)
+    high = max([*totals, limit or 0.0]) or 1.0
+    x = AxisScale(0.0, high * 1.02, left, WIDTH - left - 8)
+    height = 24 * len(rows) + 12
+    body = []
+    for place, (row, total) in enumerate(zip(rows, totals, strict=True)):
+        top, at = 8 + 24 * place, 0.0
+        body.append(_svg_text(left - 6, top + 13, row.label, "end"))
+        for kind, size in row.parts:
+            wide, colour = x.to_position(at + size) - x.to_position(at), kinds.index(kind) % COLOURS
+            body.append(
+                f'<rect class="f{colour}" x="{x.to_position(at):.1f}" y="{top}" width="{max(wide, 0):.1f}" height="18">'
+                f"<title>{escape(f'{row.label}, {kind}: {write(size)} of {write(total)}')}</title></rect>"
+            )
+            at += size
+        if row.note:
+            inside = x.to_position(total) + 6 + 7 * len(row.note) > WIDTH
+            place_x = x.to_position(total) - 6 if inside else x.to_position(total) + 6
+            body.append(
+                _svg_text(place_x, top + 13, row.note, "end" if inside else "start", "inside" if inside else "quiet")
+            )
+    alike = all([kind for kind, _ in row.parts] == [row.label] for row in rows)  # a legend would say it again
+    names = [] if alike else [(kind, index % COLOURS, False) for index, kind in enumerate(kinds)]
+    if limit is not None:
+        at = x.to_position(limit)
+        body.append(f'<path class="event" d="M{at:.1f},2V{height - 2}"/>')
+        names.append((f"{limit_name} {write(limit)}", -1, True))
+    return format_figure(title, format_svg(title, body, height), format_legend(names) if names else "")
+
+
+@dataclass(frozen=True)
+class ScatterPoint:
+    """Point at (x, y): `name` is its legend entry, `what` its tooltip."""
+
+    x: float
+    y: float
+    name: str
+    what: str
+    large: bool = False
+
+
+def draw_scatter_figure(
+    title: str, found: Sequence[ScatterPoint], *, x_name: str, y_name: str, write_x: FormatNumber = format_compact, write_y: FormatNumber = format_compact,
+    limit: float | None = None,
+) -> str:  # fmt: skip
+    """Draw points, one colour for each name; a dashed line at `limit` on the x axis."""
+    x = AxisScale.from_values([dot.x for dot in found] + ([] if limit is None else [limit]), LEFT, WIDTH - LEFT - RIGHT)
+    bottom = BOTTOM + 14
+    y = AxisScale.from_values([dot.y for dot in found], HEIGHT - bottom, TOP + bottom - HEIGHT)
+    names = list(dict.fromkeys(dot.name for dot in found))
+    body = [*_draw_grid(x, y, write_y, write_x)]
+    body += [
+        _svg_text(WIDTH - RIGHT, HEIGHT - 6, x_name, "end", "quiet"),
+        _svg_text(LEFT + 6, TOP + 10, y_name, "start", "quiet"),
+    ]
+    if limit is not None:
+        body.append(f'<path class="event" d="M{x.to_position(limit):.1f},{TOP}V{HEIGHT - bottom}"/>')
+    for dot in sorted(found, key=lambda dot: dot.large):
+        colour = names.index(dot.name) % COLOURS
+        body.append(
+            f'<circle class="f{colour} dot" cx="{x.to_position(dot.x):.1f}" cy="{y.to_position(dot.y):.1f}" r="{7 if dot.large else 4}">'
+            f"<title>{escape(dot.what)}</title></circle>"
+        )
+    return format_figure(
+        title, format_svg(title, body), format_legend([(name, i % COLOURS, False) for i, name in enumerate(names)])
+    )
+
+
+def format_figure(title: str, picture: str, below: str = "") -> str:
+    """Return a picture with its title, and content below it."""
+    return f"<figure><figcaption>{escape(title)}</figcaption>{picture}{below}</figure>"
+
+
+def format_svg(title: str, body: Iterable[str], height: float = HEIGHT, axes: Sequence[AxisScale] = ()) -> str:
+    """Return the SVG of a picture; with its axes, the page shows the values of its lines at the pointer."""
+    told = " ".join(f"{n:.9g}" for axis in axes for n in (axis.low, axis.high, axis.start, axis.length))
+    data = f' data-axes="{told} {axes[-1].log:d}"' if axes else ""
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}"{data}>'
+        f"{''.join(body)}</svg>"
+    )
+
+
+def format_legend(names: Iterable[tuple[str, int, bool]]) -> str:
+    """Return the legend of the colours; -1 is the colour of events."""
+    items = (
+        f'<span><i class="{f"b{colour}" if colour >= 0 else "b-event"}{" dashed" * dashed}"></i>{escape(name)}</span>'
+        for name, colour, dashed in names
+    )
+    return f'<p class="legend">{"".join(items)}</p>'
+
+
+def downsample_extremes(points: Sequence[AxisLimits], pieces: int) -> Sequence[AxisLimits]:
+    """Return the lowest and the highest point of each piece of the sequence, in order."""
+    if len(points) <= 2 * pieces:
+        return points
+    found: list[AxisLimits] = []
+    for piece in _split_pieces(points, pieces):
+        low, high = min(piece, key=_Y), max(piece, key=_Y)
+        found += [low] if low == high else sorted((low, high))
+    return found
+
+
+def _finite_points(points: Sequence[CurvePoint]) -> list[AxisLimits]:
+    """Return the points with a finite y."""
+    return [(x, y) for x, y in points if y is not None and -math.inf < y < math.inf]
+
+
+def _piece_means(points: Sequence[AxisLimits], pieces: int) -> list[AxisLimits]:
+    """Return the mean point of each piece of the sequence."""
+    return [
+        (sum(x for x, _ in piece) / len(piece), sum(map(_Y, piece)) / len(piece))
+        for piece in _split_pieces(points, min(pieces, len(points)))
+    ]
+
+
+def _split_pieces(points: Sequence[AxisLimits], count: int) -> Iterator[Sequence[AxisLimits]]:
+    """Return the sequence in `count` pieces."""
+    edges = [len(points) * place // count for place in range(count + 1)]
+    return (points[begin:end] for begin, end in pairwise(edges))
+
+
+def _draw_line(
+    one: LineSeries,
+    drawn: Sequence[AxisLimits],
+    outline: Sequence[AxisLimits],
+    axes: tuple[AxisScale, AxisScale],
+    colour: int,
+    pieces: int,
+) -> Iterator[str]:
+    """Yield the SVG of a line; if points were left out, extremes in the background and means in front. A non-finite
+    number is a gap.
+    """
+    kind = f'class="line s{colour}{" dashed" * one.dashed}" data-name="{escape(one.name)}"'
+    if len(drawn) > len(outline):
+        yield f'<path class="line faint s{colour}" d="{_svg_path(outline, axes)}"/>'
+        yield f'<path {kind} d="{_svg_path(_piece_means(drawn, pieces), axes)}"/>'
+        return
+    for there, piece in groupby(one.points, key=lambda point: bool(_finite_points([point]))):
+        if there:
+            known = _finite_points([*piece])
+            yield f'<path {kind} d="{_svg_path(known, axes)}"/>'
+            if (one.marks and len(drawn) <= MARKED) or len(known) == 1:
+                yield from (
+                    f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
+                    for x, y in _point_positions(known, axes)
+                )
+
+
+def _point_positions(points: Iterable[AxisLimits], axes: tuple[AxisScale, AxisScale]) -> Iterator[AxisLimits]:
+    """Return the positions of points in the picture."""
+    return ((axes[0].to_position(x), axes[1].to_position(y)) for x, y in points)
+
+
+def _svg_path(points: Iterable[AxisLimits], axes: tuple[AxisScale, AxisScale]) -> str:
+    """Return an SVG path through points."""
+    return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in _point_positions(points, axes))
+
+
+def _axis_x(values: Sequence[float]) -> AxisScale:
+    """Return the x axis of these values."""
+    low, high = min(values), max(values)
+    return AxisScale(low, high if high > low else low + 1, LEFT, WIDTH - LEFT - RIGHT)
+
+
+def _axis_y(values: Sequence[float], *, zero: bool, log_from: float = math.inf) -> AxisScale:
+    """Return the y axis of these values."""
+    return AxisScale.from_values(values, HEIGHT - BOTTOM, TOP + BOTTOM - HEIGHT, zero=zero, log_from=log_from)
+
+
+def _draw_grid(
+    x: AxisScale, y: AxisScale, write_y: FormatNumber, write_x: FormatNumber = format_compact
+) -> Iterator[str]:
+    """Yield the grid lines and tick labels of both axes."""
+    for value in y.compute_ticks(5):
+        at = y.to_position(value)
+        yield f'<path class="grid" d="M{LEFT},{at:.1f}H{WIDTH - RIGHT}"/>' + _svg_text(
+            LEFT - 6, at + 4, write_y(value), "end"
+        )
+    yield from _draw_x_ticks(x, y.start, write_x, 6)
+
+
+def _draw_x_ticks(x: AxisScale, bottom: float, write: FormatNumber, most: int) -> Iterator[str]:
+    """Yield the grid lines and tick labels of the x axis."""
+    for value in x.compute_ticks(most):
+        at = x.to_position(value)
+        anchor = "middle" if at < WIDTH - 2 * RIGHT else "end"
+        place = at if anchor == "middle" else WIDTH - 2
+        yield f'<path class="grid" d="M{at:.1f},{TOP}V{bottom:.1f}"/>' + _svg_text(
+            place, bottom + 17, write(value), anchor
+        )
+
+
+def _draw_events(events: Sequence[FigureEvent], x: AxisScale) -> Iterator[str]:
+    """Yield the lines of events."""
+    for event in events:
+        at = x.to_position(event.x)
+        yield f'<path class="event" d="M{at:.1f},{TOP}V{HEIGHT - BOTTOM}"><title>{escape(event.what)}</title></path>'
+
+
+def _svg_text(x: float, y: float, content: str, anchor: str, name: str = "") -> str:
+    """Return an SVG text element."""
+    kind = f' class="{name}"' if name else ""
+    return f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """Section of a page: heading, text, and figures or tables in HTML; empty ones are left out."""
+
+    title: str
+    parts: Sequence[str]
+    text: str = ""
+    wide: bool = False
+
+    def render_html(self) -> str:
+        """Return the section as HTML; "" without a part."""
+        parts = [part for part in self.parts if part]
+        if not parts:
+            return ""
+        said = f'<p class="quiet">{escape(self.text)}</p>' if self.text else ""
+        body = "".join(parts) if self.wide else f'<div class="grid">{"".join(parts)}</div>'
+        return f"<section><h2>{escape(self.title)}</h2>{said}{body}</section>\n"
+
+
+def render_page(title: str, subtitle: str, tiles: Iterable[tuple[str, str]], sections: Iterable[PageSection]) -> str:
+    """Return the whole page as HTML; `tiles` are (name, value) pairs shown first."""
+    here = files(__package__ or "mega_trainer.pages")
+    css, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    first = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in tiles)
+    made = datetime.now().astimezone().isoformat(" ", "minutes")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n"
+        f'<header><h1>{escape(title)}</h1><p class="quiet">{escape(subtitle)}</p></header>\n'
+        f'<div class="tiles">{first}</div>\n{"".join(section.render_html() for section in sections)}'
+        f"<footer>made by mega, {escape(made)}</footer>\n<script>\n{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def render_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """Return a table as HTML, with right-aligned columns `numbers`; "" without a row."""
+
+    def render_row(cells: Sequence[str], tag: str) -> str:
+        marked = (
+            f"<{tag}{' class=number' * (place in numbers)}>{escape(cell)}</{tag}>" for place, cell in enumerate(cells)
+        )
+        return f"<tr>{''.join(marked)}</tr>"
+
+    body = "".join(render_row(cells, "td") for cells in rows)
+    return f'<div class="scroll"><table>{render_row(head, "th") if head else ""}{body}</table></div>' if body else ""
+
+
+def wrap_wide_picture(picture: str) -> str:
+    """Return a picture in a container that scrolls horizontally."""
+    return f'<div class="scroll wide">{picture}</div>'
+
+
+def write_html_page(path: Path, text: str, option: str) -> None:
+    """Write the page atomically.
+
+    Raises:
+        ConfigError: when the file cannot be written, by the name of the `option` that named it.
+    """
+    try:
+        with open_atomic_file(path, text=True) as stream:
+            stream.write(text)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written ({error.strerror})", hint="give another file") from error

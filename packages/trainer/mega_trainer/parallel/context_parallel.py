@@ -1,0 +1,450 @@
+"""Context parallelism: the tokens of a sequence split over the ranks of a group, by ring, all-gather or all-to-all.
+
+Under causal attention a token has the more to do the later it stands. So a sequence is cut in 2 N chunks, and rank r
+holds the chunks r and 2 N - 1 - r: of the chunks' N (2 N + 1) visible pairs each rank computes as many. Where all see
+all, each has as many in any order, and this one stays.
+
+    ring        k and v go from rank to rank while each computes with those at hand; results are merged by their
+                log-sum-exp, and dK and dV go around with k and v in the backward (arXiv:2310.01889)
+    allgather   k and v of all ranks are gathered, dK and dV reduce-scattered; the backward gathers again
+    alltoall    each rank gets all tokens of its share of the heads, and gives its results back (arXiv:2309.14509)
+
+Legend: B batch, S sequence, N context ranks, s = S/N tokens of a rank, C = s/2 of a chunk, H query heads, K key/value
+heads, d size of queries and keys, e of values; heads are those of one tensor rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from mega_trainer.distributed.comm import (
+    CommGroup,
+    RingTransfer,
+    all_gather_into,
+    all_to_all,
+    reduce_scatter_into,
+    start_ring_transfer,
+)
+from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, MaskPart
+from mega_trainer.kernels.blockwise_attention import apply_attention_sinks, attention_sinks_grad
+from mega_trainer.kernels.kernel_interface import Kernels, ScoreTransform
+from mega_trainer.parallel.tensor_parallel import gather_sequence, local_sequence_slice
+
+ContextParallelKind = Literal["ring", "allgather", "alltoall"]
+# Which keys at some places in the sequence the queries at others see.
+VisibleRanges = Callable[[range, range], Sequence[MaskPart]]
+# Attention of whole sequences by some of a tensor rank's heads: q, k, v, what becomes of scores, number of the first head.
+FullAttention = Callable[[Tensor, Tensor, Tensor, ScoreTransform, int], Tensor]
+
+
+class ContextParallelAttention(Protocol):
+    """Interface of attention of a rank's tokens to those of all context ranks."""
+
+    def compute_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        how: ScoreTransform,
+        visible_parts: VisibleRanges,
+        attend_whole: FullAttention,
+    ) -> Tensor:
+        """Compute attention: q [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
+
+        Kinds that work block by block ask `visible_parts`; one that has whole sequences leaves the attention to `attend_whole`.
+        """
+
+
+def make_context_parallel(
+    kind: ContextParallelKind, group: CommGroup, kernels: Kernels
+) -> ContextParallelAttention | None:
+    """Return the attention of that kind over `group`; None if each rank has whole sequences."""
+    if group.size == 1:
+        return None
+    if kind == "alltoall":
+        return AllToAllAttention(group)
+    return BlockwiseAttention(RingExchange(group) if kind == "ring" else AllGatherExchange(group), group, kernels)
+
+
+def rank_chunks(rank: int, length: int, ranks: int) -> tuple[range, range]:
+    """Return the index ranges of the two chunks that a rank holds of a sequence of `length` tokens."""
+    chunk = length // (2 * ranks)
+    first, second = rank * chunk, (2 * ranks - 1 - rank) * chunk
+    return range(first, first + chunk), range(second, second + chunk)
+
+
+def rank_token_indices(length: int, group: CommGroup) -> Tensor:
+    """Return the index in the sequence of each token that this rank holds: int64 [s]."""
+    return torch.cat([torch.arange(places.start, places.stop) for places in _rank_ranges(length, group)])
+
+
+def residual_token_ranges(length: int, cp: CommGroup, tp: CommGroup, *, sp: bool) -> list[range]:
+    """Return the index ranges of the tokens in a rank's residual stream, in order; under `sp` a part of the rank's
+    tokens.
+    """
+    part, before, out = range(length // cp.size)[local_sequence_slice(length // cp.size, tp, sp=sp)], 0, []
+    for places in _rank_ranges(length, cp):
+        out.append(places[max(0, part.start - before) : max(0, part.stop - before)])
+        before += len(places)
+    return [places for places in out if places]
+
+
+def _rank_ranges(length: int, group: CommGroup) -> tuple[range, ...]:
+    return (range(length),) if group.size == 1 else rank_chunks(group.rank, length, group.size)
+
+
+def gather_preceding_tokens(x: Tensor, count: int, group: CommGroup) -> Tensor:
+    """Return the tokens before each of a rank's two chunks, zeros before the sequence: [B, s, w] -> [B, 2, count, w].
+
+    The ends of all chunks are gathered, for a chunk may be shorter than `count`; their gradients are summed back.
+    """
+    ends = torch.unflatten(x, 1, (2, -1))[:, :, -count:].flatten(1, 2)
+    gathered = torch.unflatten(gather_sequence(ends, group, sp=True), 1, (group.size, -1)).movedim(1, 0)
+    padded = functional.pad(_sequence_order(gathered), (0, 0, count, 0))
+    chunks = rank_chunks(group.rank, gathered.shape[2] * group.size, group.size)
+    return torch.stack([padded[:, chunk.start : chunk.start + count] for chunk in chunks], 1)
+
+
+class KeyValueExchange(Protocol):
+    """Exchange that brings keys and values, packed in one flat tensor, to the queries of all ranks."""
+
+    def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+        """Call `work` with each rank's number and keys and values, this rank's first."""
+
+    def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Call `work` as in `visit_all_ranks`, to return partial gradients in at least fp32; return the summed gradient
+        of this rank's keys and values.
+        """
+
+
+@dataclass(frozen=True)
+class RingExchange:
+    """Exchange from rank to rank: the next part travels while `work` runs, and no rank holds more than two parts."""
+
+    group: CommGroup
+
+    def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+        """See `KeyValueExchange.visit_all_ranks`."""
+        for rank, coming in self._ring_steps():
+            passing = start_ring_transfer(mine, self.group) if coming else None
+            work(rank, mine)
+            mine = passing.wait() if passing is not None else mine
+
+    def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """See `KeyValueExchange.collect_gradients`: the sum follows its keys one step behind, and takes one more step
+        to return to its rank.
+        """
+        following: RingTransfer | None = None
+        for rank, coming in self._ring_steps():
+            passing = start_ring_transfer(mine, self.group) if coming else None
+            gradient = work(rank, mine)
+            if following is not None:
+                gradient += following.wait()
+            following = start_ring_transfer(gradient, self.group)
+            mine = passing.wait() if passing is not None else mine
+        assert following is not None
+        return following.wait()
+
+    def _ring_steps(self) -> Iterator[tuple[int, bool]]:
+        """Yield the rank whose keys and values are present, and whether more follow."""
+        size = self.group.size
+        for step in range(size):
+            yield (self.group.rank - step) % size, step < size - 1
+
+
+@dataclass(frozen=True)
+class AllGatherExchange:
+    """Exchange by all-gather while `work` runs on the local part: in the forward and again in the backward, so that
+    only a rank's own keys and values are kept between them.
+    """
+
+    group: CommGroup
+
+    def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+        """See `KeyValueExchange.visit_all_ranks`."""
+        for rank, part in self._gather_parts(mine):
+            work(rank, part)
+
+    def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """See `KeyValueExchange.collect_gradients`."""
+        wide = torch.promote_types(mine.dtype, torch.float32)
+        gradients = mine.new_empty(self.group.size, mine.numel(), dtype=wide)
+        for rank, part in self._gather_parts(mine):
+            gradients[rank] = work(rank, part)
+        reduce_scatter_into(out := torch.empty_like(mine, dtype=wide), gradients.view(-1), self.group)
+        return out
+
+    def _gather_parts(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield each rank's part, this rank's first."""
+        parts = mine.new_empty(self.group.size, mine.numel())
+        gathering = all_gather_into(parts.view(-1), mine, self.group, async_op=True)
+        yield self.group.rank, mine
+        if gathering is not None:
+            gathering.wait()
+        yield from ((rank, part) for rank, part in enumerate(parts) if rank != self.group.rank)
+
+
+@dataclass(frozen=True)
+class BlockwiseAttention:
+    """Attention block by block of a chunk's queries and a chunk's keys; blocks without visible pairs are skipped."""
+
+    passage: KeyValueExchange
+    group: CommGroup
+    kernels: Kernels
+
+    def compute_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        how: ScoreTransform,
+        visible_parts: VisibleRanges,
+        attend_whole: FullAttention | None = None,
+    ) -> Tensor:
+        """See `ContextParallelAttention.compute_attention`."""
+        y: Tensor = _BlockwiseFunction.apply(q, k, v, how.sinks, how, visible_parts, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def visible_blocks(self, length: int, rank: int, visible_parts: VisibleRanges) -> Iterator[AttentionBlock]:
+        """Yield the blocks of this rank's queries and the keys of `rank` that have visible pairs. Blocks of this rank's
+        own chunks come first, so that every query has a key from then on. Under causal attention a first chunk never
+        attends to a second one. Adjacent chunks are one block where possible.
+        """
+        mine = rank_chunks(self.group.rank, length, self.group.size)
+        theirs = rank_chunks(rank, length, self.group.size)
+        seen = {(i, j): list(visible_parts(mine[i], theirs[j])) for i, j in ((0, 0), (1, 1), (1, 0), (0, 1))}
+        both, half = slice(0, 2 * len(mine[0])), len(mine[0])
+        whole = tuple(_single_mask(parts, mine[i], theirs[j]) for (i, j), parts in seen.items())
+        if whole == (CAUSAL, CAUSAL, ALL, None):
+            yield AttentionBlock(slice(None), both, both, CAUSAL, first=True)
+        elif whole == (ALL, None, ALL, None):
+            yield AttentionBlock(slice(None), both, slice(0, half), ALL)
+        elif whole == (None, ALL, ALL, None):
+            yield AttentionBlock(slice(None), slice(half, 2 * half), both, ALL)
+        elif whole == (ALL, ALL, ALL, ALL):
+            yield AttentionBlock(slice(None), both, both, ALL, first=mine == theirs)
+        else:
+            for (i, j), parts in seen.items():
+                for part in parts:
+                    here, there = (
+                        _chunk_slice(part.queries, mine[i], i * half),
+                        _chunk_slice(part.keys, theirs[j], j * half),
+                    )
+                    yield AttentionBlock(part.rows, here, there, part.mask, first=part.queries == part.keys)
+
+
+@dataclass(frozen=True)
+class LocalExchange:
+    """Exchange of keys and values that are all on this rank."""
+
+    def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+        """See `KeyValueExchange.visit_all_ranks`."""
+        work(0, mine)
+
+    def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """See `KeyValueExchange.collect_gradients`."""
+        return work(0, mine)
+
+
+@dataclass(frozen=True)
+class PartwiseAttention(BlockwiseAttention):
+    """Attention of whole sequences whose mask is not a single `AttentionMaskSpec`."""
+
+    @classmethod
+    def on_one_rank(cls, kernels: Kernels) -> PartwiseAttention:
+        """Return the attention for one rank."""
+        return cls(LocalExchange(), CommGroup("alone"), kernels)
+
+    def visible_blocks(self, length: int, rank: int, visible_parts: VisibleRanges) -> Iterator[AttentionBlock]:
+        """Yield the visible blocks, part by part."""
+        for part in visible_parts(range(length), range(length)):
+            here, there = (_chunk_slice(places, range(length), 0) for places in (part.queries, part.keys))
+            yield AttentionBlock(part.rows, here, there, part.mask, first=part.queries == part.keys)
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Queries and keys of some batch rows, as slices of the ranks' tokens; `first` means both are the same tokens, none
+    of which has attended to a key before.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    mask: AttentionMaskSpec
+    first: bool = False
+
+
+def _single_mask(parts: Sequence[MaskPart], queries: range, keys: range) -> AttentionMaskSpec | Literal["parts"] | None:
+    """Return the one mask of all queries and keys, "parts" if there are several, None if no pair is visible."""
+    if not parts:
+        return None
+    part = parts[0]
+    at_once = len(parts) == 1 and part.rows == slice(None) and (part.queries, part.keys) == (queries, keys)
+    return part.mask if at_once else "parts"
+
+
+def _chunk_slice(indices: range, chunk: range, start: int) -> slice:
+    """Return the slice of indices of a chunk among a rank's tokens; the chunk's tokens begin at `start`."""
+    first = indices.start - chunk.start + start
+    return slice(first, first + len(indices))
+
+
+class _BlockwiseFunction(Function):
+    """Autograd function of blockwise attention; keeps q, k, v, y and a log-sum-exp per query between forward and
+    backward, and no tensor of another rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        how: ScoreTransform,
+        visible_parts: VisibleRanges,
+        kind: BlockwiseAttention,
+    ) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        y = q.new_empty(*q.shape[:3], v.shape[-1], dtype=wide)
+        lse = q.new_empty(q.shape[:3], dtype=wide)
+        length, split = q.shape[1] * kind.group.size, _KeyValuePacking(k, v)
+
+        def attend_to_rank(rank: int, packed: Tensor) -> None:
+            keys, values = split.view_key_value(packed)
+            for block in kind.visible_blocks(length, rank, visible_parts):
+                here, there = (block.rows, block.queries), (block.rows, block.keys)
+                part, part_lse = kind.kernels.attend_block(q[here], keys[there], values[there], block.mask, how)
+                if block.first:
+                    y[here], lse[here] = part, part_lse
+                else:
+                    _merge_block(y[here], lse[here], part.to(wide), part_lse)
+
+        kind.passage.visit_all_ranks(split.pack_key_value(k, v), attend_to_rank)
+        if sinks is not None:
+            y, lse = apply_attention_sinks(y, lse, sinks)
+        out = y.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.how, ctx.see, ctx.kind = how, visible_parts, kind
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, lse, sinks = ctx.saved_tensors
+        kind: BlockwiseAttention = ctx.kind
+        length, split = q.shape[1] * kind.group.size, _KeyValuePacking(k, v)
+        dq = torch.empty_like(q, dtype=lse.dtype)
+
+        def backward_of_rank(rank: int, packed: Tensor) -> Tensor:
+            keys, values = split.view_key_value(packed)
+            own = rank == kind.group.rank
+            gradient = (torch.empty_like if own else torch.zeros_like)(packed, dtype=lse.dtype)
+            dk, dv = split.view_key_value(gradient)
+            for block in kind.visible_blocks(length, rank, ctx.see):
+                here, there = (block.rows, block.queries), (block.rows, block.keys)
+                parts = kind.kernels.attend_block_backward(
+                    dy[here], q[here], keys[there], values[there], y[here], lse[here], block.mask, ctx.how
+                )
+                for whole, part in zip((dq[here], dk[there], dv[there]), parts, strict=True):
+                    (whole.copy_ if block.first else whole.add_)(part)
+            return gradient
+
+        dk, dv = split.view_key_value(kind.passage.collect_gradients(split.pack_key_value(k, v), backward_of_rank))
+        d_sinks = None if sinks is None else attention_sinks_grad(sinks, dy, y, lse)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
+
+
+def _merge_block(y: Tensor, lse: Tensor, block_y: Tensor, block_lse: Tensor) -> None:
+    """Merge a block's result into the result of earlier blocks, in place: both become shares of the sum of
+    exponentials.
+    """
+    y.lerp_(block_y, torch.sigmoid(block_lse - lse).unsqueeze(-1))
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+class _KeyValuePacking:
+    """Packs k and v of any sizes as one flat tensor, which is one message, and views them back without a copy."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.shapes = (k.shape, v.shape)
+
+    def pack_key_value(self, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([k.flatten(), v.flatten()])
+
+    def view_key_value(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = torch.split(packed, [shape.numel() for shape in self.shapes])
+        return k.view(self.shapes[0]), v.view(self.shapes[1])
+
+
+@dataclass(frozen=True)
+class AllToAllAttention:
+    """Attention by exchanging sequence for heads: between two exchanges each rank has all S tokens of H/N heads.
+
+    With K < N every key/value head is sent to the N/K ranks that have its query heads.
+    """
+
+    group: CommGroup
+
+    def compute_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        how: ScoreTransform,
+        visible_parts: VisibleRanges,
+        attend_whole: FullAttention,
+    ) -> Tensor:
+        """See `ContextParallelAttention.compute_attention`."""
+        own = self.local_head_slice(q.shape[2])
+        if how.sinks is not None:
+            how = replace(how, sinks=how.sinks[own])
+        if how.bias is not None:
+            how = replace(how, bias=how.bias.select_heads(own))
+        q, k, v = self.exchange_to_heads([q, k, v])
+        return self.exchange_to_tokens(attend_whole(q, k, v, how, own.start))
+
+    def local_head_slice(self, heads: int) -> slice:
+        """Return the slice of `heads` heads that this rank has between the exchanges."""
+        first = self.group.rank * heads // self.group.size
+        return slice(first, first + max(1, heads // self.group.size))
+
+    def exchange_to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange several [B, s, H_i, d_i] of this rank's tokens -> [B, S, H_i/N or 1, d_i] of all tokens, in order."""
+        size, (rows, tokens) = self.group.size, parts[0].shape[:2]
+        parts = [t.repeat_interleave(size // t.shape[2], dim=2) if t.shape[2] < size else t for t in parts]
+        shares = [t.reshape(rows, tokens, size, -1) for t in parts]
+        received = _sequence_order(self._exchange_ranks(torch.cat(shares, -1).movedim(2, 0)))
+        split = torch.split(received, [share.shape[-1] for share in shares], -1)
+        return [part.reshape(rows, size * tokens, -1, t.shape[-1]) for part, t in zip(split, parts, strict=True)]
+
+    def exchange_to_tokens(self, y: Tensor) -> Tensor:
+        """Exchange [B, S, H/N, d] of all tokens -> [B, s, H, d] of this rank's."""
+        mine = self._exchange_ranks(_rank_order(y.flatten(-2), self.group.size))
+        return mine.movedim(0, 2).reshape(len(y), -1, self.group.size * y.shape[2], y.shape[3])
+
+    def _exchange_ranks(self, x: Tensor) -> Tensor:
+        """Exchange [N, ..]: x[r] goes to rank r, and the tensor of rank r comes to y[r]."""
+        one_each = [1] * self.group.size
+        return all_to_all(x, self.group, one_each, one_each)
+
+
+def _sequence_order(parts: Tensor) -> Tensor:
+    """Reorder [N, B, s, w] of the ranks' tokens -> [B, S, w] in sequence order."""
+    first, second = parts.chunk(2, 2)
+    return torch.cat([first, second.flip(0)]).movedim(0, 1).flatten(1, 2)
+
+
+def _rank_order(x: Tensor, ranks: int) -> Tensor:
+    """Reorder [B, S, w] -> [N, B, s, w], the inverse of `_sequence_order`."""
+    first, second = x.view(x.shape[0], 2 * ranks, -1, x.shape[-1]).movedim(1, 0).chunk(2)
+    return torch.cat([first, second.flip(0)], 2)

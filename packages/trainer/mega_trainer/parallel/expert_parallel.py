@@ -1,0 +1,324 @@
+"""Expert parallelism: tokens travel to the ranks that hold their experts, and back (arXiv:2006.16668).
+
+Each rank brings tokens of its own: under sequence parallelism its part of the sequence, without it a share of those that
+all tensor ranks hold alike. The ranks of a stage, of all data, context and tensor ranks, are cut into groups of
+ep x expert_tp neighbours that hold all experts between them; so ep need not divide dp.
+
+    rank of a group   p q, p < ep, q < expert_tp: part q of the experts p E/ep to (p + 1) E/ep
+    there             each token once to every rank that holds a part of an expert of its, with its choice and weights
+    back              the weighted sum of what that rank's experts made of it; the token's ranks are summed
+
+Legend: N tokens of this rank, K experts of a token, E experts, R ranks of a group, T tokens that came, M rows (a row is a
+token for one expert), D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mega_trainer.distributed.comm import CommGroup, all_gather, all_to_all
+from mega_trainer.kernels.grouped_gemm import GroupedRows, grouped_outer_gemm
+from mega_trainer.parallel.async_all_to_all import AsyncAllToAll, HostSplitWire, start_exchange, start_host_copy
+from mega_trainer.parallel.token_rows import (
+    RowAssignment,
+    gather_token_rows,
+    pick_choice_values,
+    sum_choice_rows,
+    sum_token_rows,
+)
+
+# rows of this rank's experts, sorted by expert [M, D], and their weights [M] -> what is to be summed [M, D]
+ExpertFunction = Callable[[Tensor, Tensor, GroupedRows], Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Tokens for this rank's experts, sorted by expert, a row for each token and expert.
+
+    Attributes:
+        x: [M, D], sorted by expert.
+        weights: [M].
+        rows: which are whose; there may be others behind them.
+        sum_outputs: takes what the experts made of them, [M, D].
+        dropped: int64, choices that found no row.
+    """
+
+    x: Tensor
+    weights: Tensor
+    rows: GroupedRows
+    sum_outputs: Callable[[Tensor], Tensor]
+    dropped: Tensor
+
+
+def sort_rows_by_expert(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: int,
+    rows: int,
+    sum_rows: Callable[..., Tensor] = sum_choice_rows,
+) -> ExpertRows:
+    """Return rows for T tokens sorted by expert, built and summed on this rank.
+
+    Args:
+        x: [T, D].
+        chosen: int64 [T, K], which of this rank's experts; -1 for others' and none.
+        weights: [T, K].
+        experts: of this rank.
+        rows: M - 1, at least as many as there are choices of this rank's experts.
+        sum_rows: makes sums of rows; see `RowAssignment.sum_rows`.
+    """
+    slots = replace(RowAssignment.assign_rows(chosen, experts, rows), sum_rows=sum_rows)
+    return ExpertRows(
+        gather_token_rows(x, slots),
+        pick_choice_values(weights, slots),
+        GroupedRows(slots.ends),
+        lambda y: sum_token_rows(y, slots),
+        slots.dropped,
+    )
+
+
+@dataclass(frozen=True)
+class TokenDispatch:
+    """Tokens on their way to experts on other ranks.
+
+    Attributes:
+        wait_for_rows: waits for those that come here.
+        combine_outputs: takes what these became, and returns the sums of this rank's tokens, [N, D].
+        dropped: int64, choices that did not fit; always none where nothing bounds them.
+    """
+
+    wait_for_rows: Callable[[], ExpertRows]
+    combine_outputs: Callable[[Tensor], Tensor]
+    dropped: Tensor
+
+
+class ExpertDispatcher(Protocol):
+    """Interface of expert-parallel dispatch and combine. The order of the collectives must not depend on the tokens."""
+
+    def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
+        """Start to send tokens to their experts.
+
+        Args:
+            x: [N, D].
+            chosen: int64 [N, K], the experts of each token; -1 for none.
+            weights: [N, K], in at least fp32.
+        """
+
+
+def run_through_experts(delivery: TokenDispatch, experts: ExpertFunction) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of each token's experts, [N, D], zero for tokens without any, and the number of dropped
+    choices.
+    """
+    here = delivery.wait_for_rows()
+    y = experts(here.x, here.weights, here.rows)
+    return delivery.combine_outputs(here.sum_outputs(y)), delivery.dropped + here.dropped
+
+
+@dataclass(frozen=True)
+class AllToAllDispatcher:
+    """`ExpertDispatcher` by one all-to-all each way, after a small one for the counts.
+
+    Alone it moves nothing. Among several ranks as many rows travel as there are, which the host must know: it reads the
+    counts once a layer, behind work that the device has to do meanwhile. With a `bound` it reads nothing: to each rank
+    goes a fixed number of rows, and what does not fit is told as lost.
+
+    Attributes:
+        num_experts: E.
+        group: the ep x expert_tp ranks that hold all experts.
+        parts: expert_tp, the ranks that share an expert.
+        bound: rows to a rank, and of its experts, as a multiple of an even load. All ranks must bring as many tokens.
+    """
+
+    num_experts: int
+    group: CommGroup
+    parts: int = 1
+    bound: float | None = None
+
+    def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
+        """See `ExpertDispatcher.dispatch_tokens`."""
+        if self.group.size == 1:
+            alone = sort_rows_by_expert(x, chosen, weights, self.experts_per_rank, chosen.numel())
+            return TokenDispatch(lambda: alone, lambda y: y, chosen.new_zeros(()))
+        capacity, wire = self._rank_capacity(*chosen.shape), HostSplitWire(self.group)
+        ranks = target_ranks(chosen, self.experts_per_rank, self.parts)
+        size = ranks.numel() if capacity is None else capacity * self.group.size
+        slots = RowAssignment.assign_rows(ranks, self.group.size, size, capacity)
+        splits = (
+            self._count_splits(chosen, slots)
+            if capacity is None
+            else partial(self._bounded_splits, capacity, chosen.numel())
+        )
+        ticket = pack_routing(chosen, weights, slots)
+        sent, received, count = splits()
+        slots = slots.truncate_rows(sum(sent))
+        choices = start_exchange(ticket, AsyncAllToAll(wire, sent, received, sum(received) + 1))
+        tokens = start_exchange(gather_token_rows(x, slots), AsyncAllToAll(wire, sent, received, sum(received) + 1))
+
+        def wait_for_rows() -> ExpertRows:
+            came, theirs = unpack_routing(choices(), chosen.shape[1])
+            theirs = local_expert_ids(theirs, self.group.rank // self.parts, self.experts_per_rank)
+            return sort_rows_by_expert(tokens(), theirs, came, self.experts_per_rank, count)
+
+        def combine_outputs(y: Tensor) -> Tensor:
+            return sum_token_rows(start_exchange(y, AsyncAllToAll(wire, received, sent, slots.row_count + 1))(), slots)
+
+        return TokenDispatch(wait_for_rows, combine_outputs, slots.dropped)
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Number of experts of a rank."""
+        return self.num_experts * self.parts // self.group.size
+
+    def _rank_capacity(self, tokens: int, choices: int) -> int | None:
+        """Return the bound of rows to each rank, at most the number of tokens; None without a bound."""
+        if self.bound is None:
+            return None
+        holders = self.group.size // self.parts
+        return min(tokens, math.ceil(self.bound * tokens * min(choices, holders) / holders))
+
+    def _bounded_splits(self, capacity: int, choices: int) -> tuple[list[int], list[int], int]:
+        """Return the rows to and from each rank, and those of this rank's experts, from the bound."""
+        splits = [capacity] * self.group.size
+        assert self.bound is not None
+        return splits, splits, math.ceil(self.bound * choices * self.parts)
+
+    def _count_splits(self, chosen: Tensor, slots: RowAssignment) -> Callable[[], tuple[list[int], list[int], int]]:
+        """Return a function that waits for the real counts, in the form of `_bounded_splits`."""
+        ranks, ends = self.group.size, slots.ends.long()
+        holder = chosen.flatten() // self.experts_per_rank + 1
+        choices = holder.new_zeros(ranks // self.parts + 1).scatter_add_(0, holder, torch.ones_like(holder))[1:]
+        sent = torch.stack([ends.diff(prepend=ends.new_zeros(1)), choices.repeat_interleave(self.parts)], 1)
+        received = all_to_all(sent, self.group, [1] * ranks, [1] * ranks)
+        read = start_host_copy(torch.stack([sent, received]))
+
+        def wait_for_splits() -> tuple[list[int], list[int], int]:
+            leaving, coming = read()
+            return [row for row, _ in leaving], [row for row, _ in coming], sum(choice for _, choice in coming)
+
+        return wait_for_splits
+
+
+def target_ranks(chosen: Tensor, experts_per_rank: int, parts: int) -> Tensor:
+    """Return the ranks that each token goes to, each once: int64 [N, K parts], -1 for none; a rank has
+    `experts_per_rank` experts.
+    """
+    holder = chosen // experts_per_rank
+    again = (holder.unsqueeze(-1) == holder.unsqueeze(-2)).tril(-1).any(-1)
+    holder = holder.masked_fill(again, -1).unsqueeze(-1)
+    each = holder * parts + torch.arange(parts, device=chosen.device)
+    return each.masked_fill(holder < 0, -1).flatten(1)
+
+
+def local_expert_ids(chosen: Tensor, holder: int, experts_per_rank: int) -> Tensor:
+    """Return the local ids of this rank's `experts_per_rank` experts, -1 for others; the rank is the `holder`-th of
+    those that hold different experts.
+    """
+    local = chosen - holder * experts_per_rank
+    return local.masked_fill((local < 0) | (local >= experts_per_rank), -1)
+
+
+def pack_routing(chosen: Tensor, weights: Tensor, slots: RowAssignment) -> Tensor:
+    """Return for each row its token's weights and choices as one tensor [M + 1, 2 K], the choices as bits; -1 for
+    unused rows.
+    """
+    theirs = chosen[slots.token_of_row].masked_fill(slots.choice.unsqueeze(-1) < 0, -1)
+    bits = theirs.to(torch.int64 if weights.dtype == torch.float64 else torch.int32)
+    return torch.cat([gather_token_rows(weights, slots), bits.view(weights.dtype)], 1)
+
+
+def unpack_routing(ticket: Tensor, choices: int, received_rows: Tensor | int = -1) -> tuple[Tensor, Tensor]:
+    """Return the weights and choices of `pack_routing`; rows from number `received_rows` on, which were not sent,
+    choose none.
+    """
+    weights, bits = ticket[:, :choices], ticket[:, choices:].detach().clone(memory_format=torch.contiguous_format)
+    chosen = bits.view(torch.int64 if ticket.dtype == torch.float64 else torch.int32).long()
+    if isinstance(received_rows, Tensor):
+        return weights, chosen.masked_fill(
+            (torch.arange(len(chosen), device=received_rows.device) >= received_rows).unsqueeze(-1), -1
+        )
+    chosen[received_rows:] = -1
+    return weights, chosen
+
+
+class _GroupedBias(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, weights: Tensor | None, rows: GroupedRows) -> Tensor:
+        ctx.save_for_backward(bias, weights)
+        ctx.rows = rows
+        own = bias[rows.group_of_rows(len(x))]
+        return x + (own if weights is None else own * weights.to(own.dtype).unsqueeze(-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        bias, weights = ctx.saved_tensors
+        dbias = None
+        if ctx.needs_input_grad[1]:
+            # a product with ones: a scattered sum would add in any order on a GPU. Eight columns suit the grouped kernel
+            ones = dy.new_ones(dy.shape[0], 8) if weights is None else weights.to(dy.dtype).unsqueeze(-1).repeat(1, 8)
+            dbias = grouped_outer_gemm(dy, ones, ctx.rows)[..., 0].contiguous()
+        if weights is None:
+            return dy, dbias, None, None
+        dweights = torch.linalg.vecdot(dy, bias[ctx.rows.group(len(dy))])
+        return dy, dbias, dweights.to(weights.dtype), None
+
+
+def add_grouped_bias(x: Tensor, bias: Tensor, rows: GroupedRows, weights: Tensor | None = None) -> Tensor:
+    """Add to each row its group's bias, times the row's weight [M] if weights are given: [M, N] + [G, N] -> [M, N]."""
+    y: Tensor = _GroupedBias.apply(x, bias, weights, rows)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _TakeShare(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: CommGroup) -> Tensor:
+        ctx.group, ctx.tokens = group, x.shape[0]
+        return _padded_share(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return all_gather(dy, ctx.group)[: ctx.tokens], None
+
+
+class _GatherShares(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: CommGroup, tokens: int) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)[:tokens]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _padded_share(dy, ctx.group), None, None
+
+
+def _padded_share(x: Tensor, group: CommGroup) -> Tensor:
+    size = -(-x.shape[0] // group.size)
+    own = x[group.rank * size : (group.rank + 1) * size]
+    return torch.cat([own, own.new_zeros(size - own.shape[0], *x.shape[1:])])
+
+
+def take_token_share(x: Tensor, group: CommGroup) -> Tensor:
+    """Return this rank's share of tokens [N, ..] that all ranks hold: [ceil(N / ranks), ..], padded with zeros.
+
+    The gradients of all ranks make up the whole one, which each gets.
+    """
+    return x if group.size == 1 else _TakeShare.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def gather_token_shares(x: Tensor, group: CommGroup, tokens: int) -> Tensor:
+    """Gather all ranks' shares [ceil(N / ranks), ..] to the N = `tokens` tokens; each rank takes its gradient from its
+    own share.
+    """
+    return x if group.size == 1 else _GatherShares.apply(x, group, tokens)  # type: ignore[no-untyped-call]

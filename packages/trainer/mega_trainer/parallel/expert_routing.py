@@ -1,0 +1,160 @@
+"""Routing state of a training step: loss mask, loads and metrics of the routers, rollout routing replay (R3).
+
+Legend: B sequences, S positions of each, N tokens of this rank, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mega_common.errors import TrainingError
+from mega_common.model_config import ModelConfig, MoeConfig
+from mega_trainer.distributed.comm import CommGroup
+
+if TYPE_CHECKING:
+    from mega_trainer.data.micro_batch import MicroBatch
+
+SUMS = 6  # numbers of a layer before those of its experts
+
+
+@dataclass(frozen=True)
+class StepRouting:
+    """Router inputs and load counters of all layers for one micro-batch of a training step.
+
+    Attributes:
+        affects_loss_mask: bool [B, S], the tokens that count; None: all.
+        token_indices: int64 [S], where they stand in their sequences, where context ranks have others; None: all are here.
+        sequence_weight: of one sequence in the losses: (loss scale) / sequences of the step, over all ranks.
+        batch_weight: of one micro-batch: (loss scale) / micro-batches of the step.
+        loads: by layer, what its router did with this rank's tokens. Set, not added to: a forward may be repeated.
+            For a layer fp64 [6 + E]: tokens, dropped choices, entropies, the two losses as weighted, choices that the
+            dispatch lost, and then the choices of each expert.
+    """
+
+    affects_loss_mask: Tensor | None
+    token_indices: Tensor | None
+    sequence_weight: float
+    batch_weight: float
+    loads: dict[int, Tensor] = field(default_factory=dict)
+
+    def record_dropped_choices(self, layer: int, choices: Tensor) -> None:
+        """Record the number of expert choices that the dispatch dropped."""
+        self.loads[layer][SUMS - 1] = choices
+
+
+@dataclass(frozen=True)
+class RoutingReplay:
+    """Experts of a micro-batch's tokens for rollout routing replay (R3): given from elsewhere, or recorded; for L
+    layers with experts, K each.
+
+    Attributes:
+        layers: numbers of those layers.
+        token_indices: as in `Routing`.
+        given: int64 [B, S, L, K], of whole sequences, -1 where the model is to choose; None: everywhere.
+        recorded: int64 [B, S, L, K], one more than what is chosen for this rank's tokens in its layers, 0 for others.
+    """
+
+    layers: Sequence[int]
+    token_indices: Tensor | None
+    given: Tensor | None
+    recorded: Tensor
+
+    def apply_replay(self, layer: int, expert_ids: Tensor, tokens: RoutedTokens) -> Tensor:
+        """Return the experts of this rank's tokens, int64 [N, K], replayed or the router's own `expert_ids`, and record
+        them.
+        """
+        if layer not in self.layers:  # one that predicts further tokens
+            return expert_ids
+        number = self.layers.index(layer)
+        if self.given is not None:
+            given = self.given[tokens.row, tokens.position, number]
+            expert_ids = torch.where(given >= 0, given, expert_ids)
+        here = tokens.affects_loss_mask  # rows that fill up a rank's share are no tokens
+        self.recorded[tokens.row[here], tokens.position[here], number] = expert_ids[here] + 1
+        return expert_ids
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """This rank's N tokens of a micro-batch.
+
+    Attributes:
+        row, place: int64 [N], sequence in the micro-batch, and position in it.
+        affects_loss_mask: bool [N].
+        sequences, length: B, and the positions of a sequence.
+    """
+
+    row: Tensor
+    position: Tensor
+    affects_loss_mask: Tensor
+    sequences: int
+    length: int
+
+
+def make_step_routings(batches: Sequence[MicroBatch], data: CommGroup, loss_scale: float) -> list[StepRouting]:
+    """Return the router inputs of each of a rank's micro-batches of a step; `data` are the ranks with other micro-
+    batches.
+    """
+    sequences = sum(len(batch.tokens) for batch in batches) * data.size
+    return [
+        StepRouting(batch.affects_loss_mask, batch.token_indices, loss_scale / sequences, loss_scale / len(batches))
+        for batch in batches
+    ]
+
+
+def sum_expert_loads(routings: Sequence[StepRouting]) -> dict[int, Tensor]:
+    """Return the loads of all micro-batches, by layer."""
+    layers = routings[0].loads if routings else {}
+    return {layer: torch.stack([one.loads[layer] for one in routings]).sum(0) for layer in layers}
+
+
+def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
+    """Return this rank's loads with zeros for layers of other ranks: fp64 [layers, 6 + E], each row as in
+    `StepRouting.loads`.
+    """
+    if config.moe is None:
+        return torch.zeros(0, SUMS, dtype=torch.float64, device=device)
+    none = torch.zeros(SUMS + config.moe.num_experts, dtype=torch.float64, device=device)
+    return torch.stack([loads.get(layer, none) for layer in list_expert_layers(config)])
+
+
+def list_expert_layers(config: ModelConfig) -> list[int]:
+    """Return the numbers of the layers with experts, MTP layers included."""
+    return [layer for layer in range(config.num_layers + config.mtp_layers) if config.is_moe_layer(layer)]
+
+
+def compute_routing_metrics(moe: MoeConfig | None, table: Tensor, loss_scale: float) -> dict[str, float]:
+    """Return the routing metrics of a step, from the sum of all ranks' `tabulate_expert_loads`, in host memory; empty
+    without experts.
+
+    `aux_loss` and `z_loss` as they are in what training makes small; `expert_load_max` and `expert_load_min`: most and
+    fewest choices of an expert, in multiples of the mean of its layer; `drop_rate`: of the choices; `router_entropy`: of
+    a token's distribution over the experts, in nats, the mean of tokens and layers.
+
+    Raises:
+        TrainingError: when the dispatch lost choices.
+    """
+    if moe is None:
+        return {}
+    tokens, dropped, entropy, aux, z, lost = table[:, :SUMS].sum(0).tolist()
+    if lost:
+        raise TrainingError(
+            f"parallel.dispatch_bound: {lost:.0f} choices of experts found no room on their way, so the step is not what "
+            "it should be; nothing of it is saved",
+            hint="set a larger bound, or leave it out: all then travel. The same command goes on from the last checkpoint",
+        )
+    counts = table[:, SUMS:]
+    relative = counts / counts.mean(-1, keepdim=True).clamp(min=1)
+    return {
+        "aux_loss": aux / loss_scale,
+        "z_loss": z / loss_scale,
+        "expert_load_max": relative.max().item(),
+        "expert_load_min": relative.min().item(),
+        "drop_rate": dropped / max(tokens * moe.top_k, 1.0),
+        "router_entropy": entropy / max(tokens, 1.0),
+    }

@@ -1,0 +1,186 @@
+"""LoRA adapters of parallel layers (arXiv:2106.09685): Y += s (X A^T) B^T.
+
+With magnitudes m (DoRA, arXiv:2402.09353) each output of that, its bias left out, is multiplied by m / |W + s B A|, the length
+of its row, which counts as a constant in the backward (section 4.3 there).
+
+What lies between the two products is narrow, so that is what ranks exchange; A and B are split as the layer beside them is:
+
+    column   X [B, S or S/T, D]   A [r, D] whole   U = X A^T, gathered over S under sequence parallelism   B [N/T, r]
+    row      X [B, S, D/T]        A [r, D/T]       U = sum_T X A^T, to [B, S or S/T, r]                    B [N, r] whole
+
+Where one model serves several adapters, each batch row has one of them or none (`Selected`): those of an adapter are computed
+together, beside one product of all rows with W.
+
+Legend: B batch, S sequence, D input width, N output width, T tensor ranks, M rows of experts, G experts, r rank, R the sum
+of the ranks of projections side by side, which share one product X A^T.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mega_trainer.distributed.rng import SeededDropout
+from mega_trainer.kernels.grouped_gemm import GroupedRows
+from mega_trainer.parallel.parallel_linear import LinearFunction
+
+
+@dataclass(frozen=True)
+class LoraUpdate:
+    """Columns [first, first + rows) of a layer's output to which an adapter of `rank` adds, times `scale`."""
+
+    first: int
+    rows: int
+    rank: int
+    scale: float
+
+
+class LoraAdapterLayer(nn.Module):
+    """LoRA adapters of the projections that one GEMM computes.
+
+    Args:
+        linear: for both products.
+        a: [R, D], or a part of its columns.
+        b: of each adapter [rows, r].
+        updates: what each adds to, in the order of a layer's columns.
+        meet: makes of this rank's U what its B are to be multiplied with.
+        drop: drops elements of the layer's input, one mask for all projections side by side.
+        magnitudes: of each adapter [rows], or none.
+        sum_squares: makes whole sums over a row [rows] of what this rank's columns give.
+    """
+
+    def __init__(
+        self,
+        linear: LinearFunction,
+        a: nn.Parameter,
+        b: Sequence[nn.Parameter],
+        updates: Sequence[LoraUpdate],
+        meet: Callable[[Tensor], Tensor],
+        drop: Callable[[SeededDropout, Tensor], Tensor],
+        magnitudes: Sequence[nn.Parameter],
+        sum_squares: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self.linear, self.updates, self.meet, self.drop = linear, tuple(updates), meet, drop
+        self._ranks = [update.rank for update in updates]
+        self.a, self.b, self.magnitudes = a, nn.ParameterList(b), nn.ParameterList(magnitudes)
+        self.sum_squares = sum_squares
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        dropout: SeededDropout | None = None,
+        factors: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Return a layer's output `y`, computed from input `x` by `weight` and `bias`, with the updates added.
+
+        `factors` are those of this weight where the caller has them, from `self.factors`.
+        """
+        x = x if dropout is None else self.drop(dropout, x)
+        narrow = torch.split(self.meet(self.linear(x, self.a)), self._ranks, -1)
+        found: Sequence[Tensor | None] = (self.magnitude_factors(weight) if factors is None else factors) or [
+            None
+        ] * len(narrow)
+        parts, done = [], 0
+        for update, u, b, factor in zip(self.updates, narrow, self.b, found, strict=True):
+            end = update.first + update.rows
+            own, more = y[..., update.first : end], self.linear(u * update.scale, b)
+            if factor is not None:
+                plain = own if bias is None else own - bias[update.first : end]
+                more = (factor - 1).to(y.dtype) * plain + factor.to(y.dtype) * more
+            parts += [y[..., done : update.first], own + more]
+            done = end
+        return torch.cat([*parts, y[..., done:]], -1)
+
+    def magnitude_factors(self, weight: Tensor) -> list[Tensor]:
+        """Return m / |W + s B A| of each adapter [rows], in at least fp32; only m gets a gradient. Empty without
+        magnitudes.
+        """
+        if not self.magnitudes:
+            return []
+        wide, out = torch.promote_types(weight.dtype, torch.float32), []
+        with torch.no_grad():
+            for update, a, b in zip(self.updates, torch.split(self.a, self._ranks), self.b, strict=True):
+                held = weight[update.first : update.first + update.rows].to(wide)
+                squares = torch.addmm(held, b.to(wide), a.to(wide), alpha=update.scale).square().sum(1)
+                out.append(self.sum_squares(squares).sqrt())
+        return [m.to(wide) / length for m, length in zip(self.magnitudes, out, strict=True)]
+
+
+class ExpertLoraAdapter(nn.Module):
+    """LoRA adapter of each of this rank's experts: A [G, r, D] and B [G, N, r], or a part of D or N.
+
+    A part of D makes a part of the sum over the ranks that share the experts, as the layer's own output is.
+    """
+
+    def __init__(self, linear: Callable[..., Tensor], a: nn.Parameter, b: nn.Parameter, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = linear, scale
+        self.a, self.b = a, b
+
+    def forward(self, x: Tensor, y: Tensor, rows: GroupedRows) -> Tensor:
+        """Return the layer's output [M, N] for rows sorted by expert [M, D], with the updates added."""
+        return y + self.linear(self.linear(x, self.a, rows) * self.scale, self.b, rows)
+
+
+class AdapterSelection:
+    """LoRA adapter of each batch row of a forward pass: set before the pass, read by the layers.
+
+    Attributes:
+        names: of the adapters.
+        rows: of each adapter that any row has the places of these rows, int64 [R].
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.rows: Mapping[str, Tensor] = {}
+
+    def select_adapters(self, chosen: Sequence[str | None], device: torch.device) -> None:
+        """Set the adapter name of each batch row of the next pass, None for no adapter."""
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for row, name in enumerate(chosen):
+            if name is not None:
+                found[name].append(row)
+        self.rows = {name: torch.tensor(rows, device=device) for name, rows in found.items()}
+
+
+class PerRowAdapters(nn.Module):
+    """Several adapters of one layer, for inference; an adapter missing in `adapters` does not change this layer.
+
+    Neither they nor the layer's weight change once a pass has been made: what a magnitude multiplies is worked out then.
+    """
+
+    def __init__(self, selection: AdapterSelection, adapters: Mapping[str, LoraAdapterLayer]) -> None:
+        super().__init__()
+        self._factors: dict[str, list[Tensor]] = {}
+        self.selection, self.names = selection, {name: place for place, name in enumerate(adapters)}
+        self.adapters = nn.ModuleList(adapters.values())
+
+    def find_adapter(self, name: str) -> LoraAdapterLayer | None:
+        """Return the adapter of that name, or None."""
+        place = self.names.get(name)
+        if place is None:
+            return None
+        adapter = self.adapters[place]
+        assert isinstance(adapter, LoraAdapterLayer)
+        return adapter
+
+    def forward(
+        self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, dropout: SeededDropout | None = None
+    ) -> Tensor:
+        """Return the layer's output with the update of each batch row's adapter; rows without an adapter are unchanged."""
+        assert dropout is None
+        for name, rows in self.selection.rows.items():
+            adapter = self.find_adapter(name)
+            if adapter is not None:
+                if name not in self._factors:
+                    self._factors[name] = adapter.magnitude_factors(weight)
+                y = y.index_copy(0, rows, adapter(x[rows], y[rows], weight, bias, factors=self._factors[name]))
+        return y

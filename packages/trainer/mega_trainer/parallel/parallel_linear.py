@@ -1,0 +1,184 @@
+"""Linear layers: one autograd Function over the three GEMMs of a back end, whichever way a layer is split.
+
+    Y  = X W^T + b    `linear`
+    dX = dY W         `linear_dx`
+    dW = dY^T X       `linear_dw`
+
+Column-parallel layers (arXiv:1909.08053) see all of X on every rank and sum dX over them, beside the product for dW;
+under sequence parallelism (arXiv:2205.05198) X is gathered first, in the backward beside the product for dX, and the sum
+is a reduce-scatter. The sum of a row-parallel layer's Y is a step of its own: `parallel.tensor.sum_over`.
+
+Where the weight is a parameter with a place for its gradient in a flat buffer, the product for dW is added there, and
+autograd gets none. A weight made from several parameters, or a sharded one (ZeRO-3), gets its gradient by autograd.
+A back end may prepare factors for two products at once: dY, and a weight that stays for all micro-batches of a step.
+
+Legend: B batch, S sequence, D input width, N output width, T ranks, M rows of experts, G experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce, start_all_gather, start_reduce_scatter
+from mega_trainer.kernels.grouped_gemm import GroupedRows
+from mega_trainer.kernels.kernel_interface import GemmOperand, Kernels
+from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
+from mega_trainer.parallel.parameter_info import (
+    MainGrad,
+    PackedWeight,
+    PreparedWeight,
+    get_main_grad,
+    get_weight_preparer,
+)
+
+SEQUENCE = 1  # the axis of [B, S, D] that sequence parallelism splits
+ALONE = CommGroup("alone")
+
+
+class LinearGemms(Protocol):
+    """Interface of the GEMMs of a linear layer: `Kernels`, or a replacement for some of them."""
+
+    def prepare_weight(self, weight: Tensor) -> GemmOperand:
+        """See `Kernels.prepare_weight`."""
+
+    def prepare_gradient(self, dy: Tensor) -> GemmOperand:
+        """See `Kernels.prepare_gradient`."""
+
+    def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
+        """See `Kernels.linear_forward`."""
+
+    def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
+        """See `Kernels.linear_dgrad`."""
+
+    def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """See `Kernels.linear_wgrad`."""
+
+
+@dataclass(frozen=True)
+class LinearFunction:
+    """Y = X W^T + b, differentiable.
+
+    Attributes:
+        gemms: of the back end.
+        deferred: takes the product for dW, and the gathering of X for it, where a backward puts them off.
+        group: the ranks that each have some rows of W, and all of X.
+        sp: X is split over them by the sequence.
+    """
+
+    gemms: LinearGemms
+    deferred: DeferredWgradQueue | None = None
+    group: CommGroup = ALONE
+    sp: bool = False
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply the layer: [B, S or S/T, D], [N/T, D] and [N/T] -> [B, S, N/T]."""
+        if not torch.is_grad_enabled():
+            return self.gemms.linear_forward(
+                self.gather_input(x), self.weight_operand(weight, get_weight_preparer(weight)), bias
+            )
+        y: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def weight_operand(self, weight: Tensor, preparer: PreparedWeight | PackedWeight | None) -> GemmOperand:
+        """Return the GEMM operand of the weight. Each pass asks for it, so that unpacked values of a packed weight are
+        not kept between passes.
+        """
+        return weight if preparer is None else preparer.gemm_operand(weight, self.gemms.prepare_weight)
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Return all of X: [B, S, D]."""
+        return all_gather(x, self.group, SEQUENCE) if self.sp else x
+
+    def compute_wgrad(self, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> Tensor | None:
+        """Return dW from all of X and the prepared dY; None if it is written to the main gradient."""
+        if main is None:
+            return self.gemms.linear_wgrad(dy, x)
+        out, add = main()
+        self.gemms.linear_wgrad(dy, x, out, add=add)
+        return None
+
+    def defer_wgrad(self, weight: Tensor, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> None:
+        """Queue dW for later, with X as the layer keeps it: with `sp` this rank's part."""
+        assert self.deferred is not None
+        self.deferred.defer_wgrad(weight, lambda: self.compute_wgrad(self.gather_input(x), dy, main))
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearFunction) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        # the weight that a backward sees may be a copy, made in recomputation
+        ctx.layer, ctx.main, ctx.keeper = layer, get_main_grad(weight), get_weight_preparer(weight)
+        return layer.gemms.linear_forward(layer.gather_input(x), layer.weight_operand(weight, ctx.keeper), bias)
+
+    # not once_differentiable: its check costs 5 us of host time, a third of what is here
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        layer: LinearFunction = ctx.layer
+        trains = ctx.needs_input_grad[1]
+        now = layer.deferred is None and trains
+        full, gathering = start_all_gather(x, layer.group, SEQUENCE) if layer.sp and now else (x, None)
+        dx = work = dweight = None
+        given = layer.gemms.prepare_gradient(dy)
+        if ctx.needs_input_grad[0]:
+            dx = layer.gemms.linear_dgrad(given, layer.weight_operand(weight, ctx.keeper))
+            if layer.sp:
+                dx, work = start_reduce_scatter(dx, layer.group, SEQUENCE)
+            elif layer.group.size > 1:
+                work = all_reduce(dx, layer.group, async_op=True)
+        if gathering is not None:
+            gathering.wait()
+        if now:
+            dweight = layer.compute_wgrad(full, given, ctx.main)
+        elif trains:
+            layer.defer_wgrad(weight, x, given, ctx.main)
+        dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        if work is not None:
+            work.wait()
+        return dx, dweight, dbias, None
+
+
+@dataclass(frozen=True)
+class _GroupedGemms:
+    """`LinearGemms` of rows with their groups' matrices: X [M, D], W [G, N, D], Y [M, N]."""
+
+    kernels: Kernels
+    rows: GroupedRows
+
+    def prepare_weight(self, weight: Tensor) -> GemmOperand:
+        """See `Kernels.prepare_grouped_weight`."""
+        return self.kernels.prepare_grouped_weight(weight)
+
+    def prepare_gradient(self, dy: Tensor) -> GemmOperand:
+        """Return the gradient unchanged."""
+        return dy
+
+    def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
+        """See `Kernels.grouped_linear`."""
+        assert bias is None
+        return self.kernels.grouped_linear(x, weight, self.rows)
+
+    def linear_dgrad(self, dy: Tensor, weight: GemmOperand) -> Tensor:
+        """See `Kernels.grouped_dgrad`."""
+        return self.kernels.grouped_dgrad(dy, weight, self.rows)
+
+    def linear_wgrad(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """See `Kernels.grouped_wgrad`."""
+        return self.kernels.grouped_wgrad(dy, x, self.rows, out, add=add)
+
+
+def apply_grouped_linear(
+    x: Tensor, weight: Tensor, rows: GroupedRows, kernels: Kernels, deferred: DeferredWgradQueue | None = None
+) -> Tensor:
+    """Multiply each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]; a group without rows has a gradient of
+    zero.
+
+    `deferred` takes the product for the weight's gradient, where a backward puts it off.
+    """
+    return LinearFunction(_GroupedGemms(kernels, rows), deferred)(x, weight)

@@ -1,0 +1,271 @@
+"""Description of a parameter: location of its elements, initialisation, and the groups its gradient is summed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mega_ckpt.tensor_pieces import TensorPiece
+from mega_common.errors import ConfigError
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.kernels.kernel_interface import GemmOperand
+from mega_trainer.kernels.nf4_quantizer import BLOCK, WeightQuantizer, unpacked_shape
+
+# Where the next part of a parameter's gradient belongs, and whether to add it to what is there or write over it. To be
+# called once for each part, which must then be put there.
+MainGrad = Callable[[], tuple[Tensor, bool]]
+
+
+@dataclass(frozen=True)
+class NormalInit:
+    """Initialisation from a normal distribution around zero."""
+
+    std: float
+
+    def draw_values(self, out: Tensor, stream: torch.Generator) -> Tensor:
+        """Fill `out` with random numbers and return it."""
+        return out.normal_(0.0, self.std, generator=stream)
+
+
+@dataclass(frozen=True)
+class UniformInit:
+    """Initialisation from a uniform distribution, with an optional function of each element."""
+
+    low: float
+    high: float
+    then: Callable[[Tensor], Tensor] | None = None
+
+    def draw_values(self, out: Tensor, stream: torch.Generator) -> Tensor:
+        """Fill `out` with random numbers and return it."""
+        out.uniform_(self.low, self.high, generator=stream)
+        return out if self.then is None else self.then(out)
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """Parameter attributes that the rest of the trainer needs.
+
+    Attributes:
+        pieces: where its elements live in the canonical tensors; padding belongs to no piece.
+        std: standard deviation of the normal distribution it starts from; None for a constant `fill`.
+        fill: the constant it starts from when `std` and `uniform` are None.
+        data: the group over which the data-parallel gradient is summed and ZeRO slices are cut.
+        grad_sync: further groups whose ranks each see a part of its gradient, to be summed.
+        replicas: groups whose ranks hold the same values, so that norms count it on the first rank alone.
+        parts: the ranks of a pipeline stage that hold the rest of such tensors, over which norms are summed.
+        split: the ranks that hold the rest of each of its matrices, where those are not the tensor ranks.
+        accumulate_in_place: a backward may add its gradient to the buffer right where it is made. Not where there are several uses
+            of it in a micro-batch, whose gradients are summed before that, whoever keeps it.
+        uniform: what it starts from instead, if that is no normal distribution.
+    """
+
+    pieces: tuple[TensorPiece, ...]
+    data: CommGroup
+    std: float | None = None
+    fill: float = 0.0
+    grad_sync: tuple[CommGroup, ...] = ()
+    replicas: tuple[CommGroup, ...] = ()
+    parts: CommGroup | None = None
+    split: CommGroup | None = None
+    accumulate_in_place: bool = True
+    uniform: UniformInit | None = None
+
+    @property
+    def initializer(self) -> NormalInit | UniformInit | None:
+        """Random initialisation, or None if all elements are `fill`."""
+        return self.uniform or (None if self.std is None else NormalInit(self.std))
+
+
+def make_parameter(
+    shape: Sequence[int],
+    pieces: Sequence[TensorPiece],
+    *,
+    data: CommGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    std: float | None = None,
+    fill: float = 0.0,
+    grad_sync: Sequence[CommGroup] = (),
+    replicas: Sequence[CommGroup] = (),
+    parts: CommGroup | None = None,
+    split: CommGroup | None = None,
+    accumulate_in_place: bool = True,
+    uniform: UniformInit | None = None,
+    packing: WeightQuantizer | None = None,
+) -> nn.Parameter:
+    """Return a parameter of the local `shape`, uninitialised, with its description attached.
+
+    One with a `packing` is kept in few bits (`PackedWeight`): the parameter itself has its shape and dtype, and one zero in memory.
+
+    Raises:
+        ConfigError: when a row of such a one is not cut evenly into blocks.
+    """
+    if packing is None:
+        parameter = nn.Parameter(torch.zeros(tuple(shape), dtype=dtype, device=device))
+    else:
+        parameter = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)))
+        parameter.prepared = PackedWeight(pieces[0].name, shape, dtype, device, packing)  # type: ignore[attr-defined]
+    sync = tuple(group for group in grad_sync if group.size > 1)
+    copies = tuple(group for group in replicas if group.size > 1)
+    parameter.mega = ParameterInfo(  # type: ignore[attr-defined]
+        tuple(pieces), data, std, fill, sync, copies, parts, split, accumulate_in_place, uniform
+    )
+    return parameter
+
+
+def get_local_values(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, as a view: all its elements, under ZeRO-3 its rows, for a packed one its
+    bits.
+    """
+    packed = get_packed_weight(parameter)
+    values = parameter.detach() if packed is None else packed.packed
+    return values.to_local() if isinstance(values, DTensor) else values
+
+
+def get_parameter_info(parameter: Tensor) -> ParameterInfo:
+    """Return the description that `make_parameter` attached."""
+    info: ParameterInfo = parameter.mega  # type: ignore[attr-defined]
+    return info
+
+
+def is_trainable(parameter: Tensor) -> bool:
+    """Return whether the parameter is trainable."""
+    return parameter.requires_grad
+
+
+def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> None:
+    """Freeze the parameters whose canonical tensors are not trainable.
+
+    Raises:
+        ConfigError: when tensors that lie in one parameter are not treated alike.
+    """
+    for parameter in model.parameters():
+        names = dict.fromkeys(piece.name for piece in get_parameter_info(parameter).pieces)
+        moving = [name for name in names if trainable(name)]
+        if moving and len(moving) < len(names):
+            still = next(name for name in names if name not in moving)
+            raise ConfigError(
+                f"{still} is frozen and {moving[0]} is not, and the two are one matrix in memory",
+                hint=f"train or freeze all of {', '.join(names)}",
+            )
+        parameter.requires_grad_(bool(moving) or not names)
+
+
+def is_weight_matrix(parameter: Tensor) -> bool:
+    """Return whether a parameter is a matrix (or a stack of them, as of experts and heads), and no bias or norm."""
+    names = [piece.name for piece in get_parameter_info(parameter).pieces]
+    return parameter.dim() > 1 and not any(name.endswith((".bias", "norm.weight")) for name in names)
+
+
+def get_main_grad(weight: Tensor) -> MainGrad | None:
+    """Return the main-gradient callback of a parameter in a flat buffer; None for others, whose gradient autograd
+    holds.
+    """
+    taker: MainGrad | None = getattr(weight, "main_grad", None)
+    return taker
+
+
+class PreparedWeight:
+    """GEMM operand that a back end has prepared of a parameter, kept until the weight changes."""
+
+    def __init__(self) -> None:
+        self._made: GemmOperand | None = None
+
+    def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
+        """Return the operand that `prepare` makes of the weight, computed once."""
+        if self._made is None:
+            self._made = prepare(weight.detach())
+        return self._made
+
+    def invalidate(self) -> None:
+        """Discard the operand after a change of the weight."""
+        self._made = None
+
+
+class PackedWeight:
+    """Quantised elements of a frozen parameter, unpacked again for each GEMM.
+
+    Args:
+        name: of the parameter, for a message.
+        shape, dtype: of those numbers.
+        device: of the bits.
+        packing: makes either of the other.
+
+    Raises:
+        ConfigError: when a row is not cut evenly into blocks.
+    """
+
+    def __init__(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, packing: WeightQuantizer
+    ) -> None:
+        *rows, width = shape
+        if width % BLOCK:
+            raise ConfigError(
+                f"lora.quantize: {name} has rows of {width} on a rank, and {BLOCK} neighbours in a row have one scale",
+                hint=f"choose parallel.tp (expert_tp for experts) so that {BLOCK} divides it, or leave lora.quantize out",
+            )
+        self.dtype, self.packing = dtype, packing
+        self.packed = torch.zeros(*rows, width // 2, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(*rows, width // BLOCK, dtype=torch.float32, device=device)
+
+    def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
+        """Return the operand that `prepare` makes of the unpacked values, each time."""
+        return prepare(self.unpack_values())
+
+    def unpack_values(self) -> Tensor:
+        """Return the unpacked values, in new memory."""
+        return self.packing.unpack_weight(self.packed, self.scales, self.dtype)
+
+    @contextmanager
+    def writable_values(self) -> Iterator[Tensor]:
+        """Yield zeros to be filled with values, and pack them at the end of the block."""
+        values = torch.zeros(unpacked_shape(self.packed.shape), dtype=self.dtype, device=self.packed.device)
+        yield values
+        packed, scales = self.packing.pack_weight(values)
+        self.packed.copy_(packed)
+        self.scales.copy_(scales)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of packed elements and scales."""
+        return self.packed.nbytes + self.scales.nbytes
+
+
+def get_packed_weight(parameter: Tensor) -> PackedWeight | None:
+    """Return the `PackedWeight` of a quantised parameter, else None."""
+    keeper = getattr(parameter, "prepared", None)
+    return keeper if isinstance(keeper, PackedWeight) else None
+
+
+def get_weight_preparer(weight: Tensor) -> PreparedWeight | PackedWeight | None:
+    """Return the object that prepares the GEMM operand of a parameter, or None."""
+    keeper: PreparedWeight | PackedWeight | None = getattr(weight, "prepared", None)
+    return keeper
+
+
+class NonTrainableBuffer(nn.Module):
+    """Non-trainable tensor of the model, whole on every rank of its stage. Zero until it is loaded.
+
+    Args:
+        name: canonical.
+        shape, dtype, device: of `values`.
+    """
+
+    values: Tensor
+
+    def __init__(self, name: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.pieces = (TensorPiece.whole_tensor(name, shape),)
+        self.register_buffer("values", torch.zeros(*shape, dtype=dtype, device=device))
+
+
+def non_trainable_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
+    """Yield the non-trainable tensors (`NonTrainableBuffer`) of a model with their pieces."""
+    for module in model.modules():
+        if isinstance(module, NonTrainableBuffer):
+            yield module.values, module.pieces

@@ -1,0 +1,176 @@
+"""Parameter groups and shards of a stage, in the form the optimizer and the training step use at every ZeRO level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorPiece, select_replica_share
+from mega_common.errors import ConfigError
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.parallel.gradient_buckets import GradientBucket
+from mega_trainer.parallel.parameter_info import ParameterInfo, get_parameter_info, is_trainable, is_weight_matrix
+
+LrFactor = Callable[[str], float]  # of a tensor, by its canonical name
+EMBEDDING_AND_OUTPUT = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
+
+
+@dataclass(frozen=True)
+class ParamGroupKey:
+    """Attributes shared by the parameters of one group.
+
+    Attributes:
+        data, grad_sync, replicas, parts: as in `ParameterInfo`.
+        decay: whether weight decay applies: to matrices, not to biases and norms.
+        separate: whether an optimizer beside AdamW is for them.
+        dtype: that they are computed with.
+        decoupled: whether they have a learning rate of their own: the input embedding and the output layer.
+        lr_factor: on their learning rate.
+    """
+
+    data: CommGroup
+    grad_sync: tuple[CommGroup, ...]
+    replicas: tuple[CommGroup, ...]
+    decay: bool
+    separate: bool
+    dtype: torch.dtype
+    parts: CommGroup | None = None
+    decoupled: bool = False
+    lr_factor: float = 1.0
+
+    @property
+    def counts_in_norms(self) -> bool:
+        """True if this rank is the one, of those that hold copies, whose part counts in a norm over the model."""
+        return all(group.rank == 0 for group in self.replicas)
+
+
+def replica_groups(group: ParamGroupKey | ParameterInfo, *, sharded: bool) -> tuple[CommGroup, ...]:
+    """Return the groups over whose ranks, in all combinations, equal values are replicated; `sharded` excludes the data
+    ranks.
+    """
+    groups = (*group.replicas, *group.grad_sync, *(() if sharded else (group.data,)))
+    return tuple(dict.fromkeys(groups))
+
+
+def split_replicas(tensors: Mapping[str, ShardedTensor], groups: Sequence[CommGroup]) -> dict[str, ShardedTensor]:
+    """Return this rank's part of a checkpoint, of tensors that several ranks hold."""
+    rank, size = 0, 1
+    for group in groups:
+        rank, size = rank * group.size + group.rank, size * group.size
+    return select_replica_share(tensors, rank, size)
+
+
+def group_parameters(
+    model: nn.Module,
+    dtype: torch.dtype,
+    separate: Callable[[nn.Parameter], bool] | None = None,
+    *,
+    decoupled: bool = False,
+    lr_factor: LrFactor = lambda name: 1.0,
+) -> dict[ParamGroupKey, list[nn.Parameter]]:
+    """Return the trainable parameters of a model (or of one pipeline stage), which computes with `dtype`, by parameter
+    group.
+
+    Frozen ones are of no kind. With `decoupled` the input embedding and the output layer are kinds of their own, and those of
+    each `lr_factor` are.
+
+    Raises:
+        ConfigError: when tensors that lie in one parameter have several factors.
+    """
+    kinds: dict[ParamGroupKey, list[nn.Parameter]] = {}
+    for parameter in filter(is_trainable, model.parameters()):
+        info = get_parameter_info(parameter)
+        special = separate is not None and separate(parameter)
+        own_lr = decoupled and any(piece.name in EMBEDDING_AND_OUTPUT for piece in info.pieces)
+        kind = ParamGroupKey(
+            info.data, info.grad_sync, info.replicas, is_weight_matrix(parameter), special, dtype, info.parts, own_lr,
+            _common_lr_factor(info, lr_factor),
+        )  # fmt: skip
+        kinds.setdefault(kind, []).append(parameter)
+    return kinds
+
+
+def _common_lr_factor(info: ParameterInfo, lr_factor: LrFactor) -> float:
+    factors = {lr_factor(piece.name): piece.name for piece in info.pieces} or {1.0: ""}
+    if len(factors) > 1:
+        names = list(factors.values())
+        raise ConfigError(
+            f"{names[0]} and {names[1]} have different optimizer.lr_factors, and the two are one matrix in memory",
+            hint="give both the same",
+        )
+    return next(iter(factors))
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """Elements of a parameter that lie in a shard.
+
+    Attributes:
+        pieces, shape: of the local tensor they are from.
+        start: the first of them, in that tensor flattened.
+        shard_slice: where they lie in the shard's tensors.
+    """
+
+    pieces: Sequence[TensorPiece]
+    shape: tuple[int, ...]
+    start: int
+    shard_slice: slice
+
+
+@dataclass(eq=False)
+class ParameterShard:
+    """Parameter elements that this rank updates and saves.
+
+    Attributes:
+        weights: flat, a view of what the model computes with, or gathers it from.
+        grads: the sum of their gradients over the data ranks, as long, fp32 or fp64.
+        parts: what they are.
+        bucket: what they are a slice of, in a flat buffer.
+    """
+
+    weights: Tensor
+    grads: Tensor
+    parts: list[ShardPart]
+    bucket: GradientBucket | None = None
+
+
+class ParameterBuffer:
+    """Parameters of one parameter group, as shards.
+
+    Attributes:
+        kind: how.
+        sharded: each data rank has other shards, not the same.
+        shards: as many on every data rank.
+    """
+
+    kind: ParamGroupKey
+    sharded: bool
+    shards: list[ParameterShard]
+
+
+class ShardedStage(Protocol):
+    """Interface of a stage's weights and gradients, sharded over its data ranks."""
+
+    @property
+    def buffers(self) -> Sequence[ParameterBuffer]:
+        """Buffers of the stage; every trainable parameter is in one."""
+
+    def begin_step(self) -> None:
+        """Discard the gradients of the previous step."""
+
+    def backward_context(self, last: bool) -> AbstractContextManager[None]:
+        """Wrap one micro-batch's backward through the stage; `last` marks the last backward of the step."""
+
+    def finish_gradients(self) -> None:
+        """Wait for the sums after the step's backwards, and sum over the further groups that share gradients."""
+
+    def all_gather_params(self) -> None:
+        """Start to give every rank the updated weights it needs."""
+
+    def wait_for_params(self) -> None:
+        """Wait until all weights are in place, before any access to them other than a forward."""

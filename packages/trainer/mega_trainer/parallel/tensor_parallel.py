@@ -1,0 +1,279 @@
+"""Tensor and sequence parallelism (arXiv:1909.08053, arXiv:2205.05198).
+
+Legend: B batch, S sequence, D model width, N width of a split layer, T tensor-parallel ranks.
+
+    column   X [B, S, D]    W [N/T, D]   Y = X W^T  [B, S, N/T]   every rank sees all of X; forward free, backward sums dX
+    row      X [B, S, N/T]  W [D, N/T]   Y = sum_T X W^T  [B, S, D]   forward sums Y, backward free
+
+With sequence parallelism the tensors outside a column-row pair are [B, S/T, D]: the sum of a row layer becomes a
+reduce-scatter over S and a column layer first gathers S; the traffic is the same, the memory T times smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mega_ckpt.tensor_pieces import TensorPiece
+from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce, reduce_scatter
+from mega_trainer.distributed.rng import SeededDropout
+from mega_trainer.kernels import gemm_accumulation
+from mega_trainer.kernels.kernel_interface import Kernels
+from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
+from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters
+from mega_trainer.parallel.parallel_linear import SEQUENCE, LinearFunction
+from mega_trainer.parallel.parameter_info import get_main_grad, make_parameter
+
+
+class _SumForward(Function):
+    """Y = sum over ranks of X, by all-reduce or (sequence parallel) reduce-scatter; the backward passes the gradient
+    on, gathered under sequence parallelism.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: CommGroup, sp: bool) -> Tensor:
+        ctx.group, ctx.sp = group, sp
+        if sp:
+            return reduce_scatter(x, group, SEQUENCE)
+        y = x.contiguous().clone()
+        all_reduce(y, group)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return (all_gather(dy, ctx.group, SEQUENCE) if ctx.sp else dy), None, None
+
+
+class _GatherSequence(Function):
+    """All-gather [B, S/T, D] -> [B, S, D]; the backward sums the gradients of all ranks back into their parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: CommGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group, SEQUENCE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(dy, ctx.group, SEQUENCE), None
+
+
+class _SumBackward(Function):
+    """Y = X; the backward sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: CommGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        dx = dy.contiguous().clone()
+        all_reduce(dx, ctx.group)
+        return dx, None
+
+
+def sum_partial_results(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
+    """Sum partial results [B, S, D] of all ranks: to [B, S, D], or with `sp` to this rank's [B, S/T, D]."""
+    return x if group.size == 1 else _SumForward.apply(x, group, sp)  # type: ignore[no-untyped-call]
+
+
+def gather_sequence(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
+    """Gather [B, S or, with `sp`, S/T, D] -> [B, S, D], for a consumer on each rank that contributes its own part of
+    the gradient.
+    """
+    if group.size == 1 or not sp:
+        return sum_input_gradient(x, group)
+    y: Tensor = _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
+
+
+def sum_input_gradient(x: Tensor, group: CommGroup) -> Tensor:
+    """Return X unchanged, for a consumer on each rank that contributes its own part of the gradient."""
+    return x if group.size == 1 else _SumBackward.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+def local_sequence_slice(length: int, group: CommGroup, *, sp: bool) -> slice:
+    """Return the tokens of a sequence of `length` that a rank's residual stream holds: its share under `sp`, else all."""
+    share = length // group.size
+    return slice(group.rank * share, (group.rank + 1) * share) if sp else slice(None)
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X W^T + b with the rows of W, and so the columns of Y, split over `group`.
+
+    Args:
+        kernels: the back end that multiplies.
+        weights: local parameters [N_i/T, D], used as one matrix. Usually one; parts whose gradients are summed over
+            different ranks (shared key/value heads) are parameters of their own.
+        biases: local parameters [N_i/T], as many, or none.
+        group: tensor-parallel ranks.
+        sp: X is [B, S/T, D] rather than [B, S, D].
+        deferred: takes the products for dW, where a backward puts them off.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weights: Sequence[nn.Parameter],
+        biases: Sequence[nn.Parameter],
+        group: CommGroup,
+        *,
+        sp: bool,
+        deferred: DeferredWgradQueue | None = None,
+    ) -> None:
+        super().__init__()
+        self.linear = LinearFunction(kernels, deferred, group, sp)
+        self.weights, self.biases = nn.ParameterList(weights), nn.ParameterList(biases)
+        self.adapter: LoraAdapterLayer | PerRowAdapters | None = None
+
+    def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
+        """Apply the layer: [B, S or S/T, D] -> [B, S, N/T]; `dropout` is for the adapter."""
+        weight, bias = concat_parameters(self.weights), concat_parameters(self.biases)
+        assert weight is not None
+        y = self.linear(x, weight, bias)
+        return y if self.adapter is None else self.adapter(x, y, weight, bias, dropout)
+
+
+def concat_parameters(parts: nn.ParameterList) -> Tensor | None:
+    """Return parameters [N_i, ..] as one tensor [N, ..], or None if there are none."""
+    if len(parts) < 2:
+        return parts[0] if len(parts) else None
+    return torch.cat(list(parts))
+
+
+class RowParallelLinear(nn.Module):
+    """Y = X W^T + b with the columns of W, and so those of X, split over `group`; the bias is added once, after the
+    sum.
+
+    Args as for `ColumnParallelLinear`; the local weight is [D, N/T] and the bias [D] is whole on every rank.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: CommGroup,
+        *,
+        sp: bool,
+        deferred: DeferredWgradQueue | None = None,
+    ) -> None:
+        super().__init__()
+        self.linear, self.group, self.sp = LinearFunction(kernels, deferred), group, sp
+        self.weight, self.bias = weight, bias
+        self.adapter: LoraAdapterLayer | PerRowAdapters | None = None
+
+    def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
+        """Apply the layer: [B, S, N/T] -> [B, S or S/T, D]; `dropout` is for the adapter."""
+        y = self._summed_output(x)
+        return y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
+
+    def _summed_output(self, x: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return self.linear(x, self.weight, self.bias)
+        y = sum_partial_results(self.linear(x, self.weight), self.group, sp=self.sp)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embedding with the rows split over `group`: each rank looks up its own tokens, zeros elsewhere, then the ranks
+    are summed.
+
+    The vocabulary is padded in memory to `rows` * T so that every rank holds as many rows; padding is in no piece.
+    """
+
+    def __init__(self, weight: nn.Parameter, group: CommGroup, *, sp: bool) -> None:
+        super().__init__()
+        self.weight, self.group, self.sp = weight, group, sp
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up token ids int64 [B, S] -> [B, S or S/T, D]."""
+        return embed_token_ids(tokens, self.weight, self.group, sp=self.sp)
+
+
+def embed_token_ids(tokens: Tensor, weight: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
+    """Return the rows of a matrix split over `group`, each rank's [R, D], for token ids int64 [B, S]: [B, S or S/T, D]."""
+    if group.size == 1:
+        return _lookup_rows(tokens, weight)
+    rows = weight.shape[0]
+    local = tokens - group.rank * rows
+    mine = (local >= 0) & (local < rows)
+    x = _lookup_rows(local.clamp(0, rows - 1), weight) * mine.unsqueeze(-1)
+    return sum_partial_results(x, group, sp=sp)
+
+
+def _lookup_rows(indices: Tensor, weight: Tensor) -> Tensor:
+    if get_main_grad(weight) is None:
+        return nn.functional.embedding(indices, weight)
+    x: Tensor = _MainGradEmbedding.apply(indices, weight)  # type: ignore[no-untyped-call]
+    return x
+
+
+class _MainGradEmbedding(Function):
+    """Embedding lookup whose gradient is added to the main gradient of the matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.main = get_main_grad(weight)
+        return nn.functional.embedding(indices, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
+        (places,) = ctx.saved_tensors
+        out, add = ctx.main()
+        gemm_accumulation.write_embedding_grad(dy, places, out, add=add)
+        return None, None
+
+
+def vocab_rows_per_rank(vocab_size: int, group: CommGroup) -> int:
+    """Return the rows of a vocabulary-parallel tensor on each rank, padding included."""
+    return -(-vocab_size // group.size)
+
+
+def make_vocab_parameter(name: str, vocab_size: int, *tail: int, group: CommGroup, **kwargs: Any) -> nn.Parameter:
+    """Return the local part of a [V, *tail] tensor split by rows; the last ranks' padding rows have no piece."""
+    rows = vocab_rows_per_rank(vocab_size, group)
+    first = min(group.rank * rows, vocab_size)
+    own = min(rows, vocab_size - first)
+    zeros = (0,) * len(tail)
+    pieces = [TensorPiece(name, (vocab_size, *tail), (first, *zeros), (0, *zeros), (own, *tail))] if own else []
+    return make_parameter((rows, *tail), pieces, **kwargs)
+
+
+@dataclass(frozen=True)
+class SplitHeads:
+    """Tensor whose first axis is `count` heads (or rows, or groups) of `size` rows each, split among tensor ranks."""
+
+    name: str
+    count: int
+    size: int = 1
+
+
+def split_fused_heads(
+    blocks: Sequence[SplitHeads], tail: tuple[int, ...], group: CommGroup
+) -> tuple[list[int], list[TensorPiece]]:
+    """Return shape and pieces of this rank's heads of several tensors [count * size, *tail], fused: one block after
+    another.
+
+    So a fused gate-up or query-key-value product gives whole heads, and matching gate and up columns, on each rank. Where
+    there are fewer heads than ranks, neighbours hold the same one.
+    """
+    pieces, row, zeros = [], 0, (0,) * len(tail)
+    for block in blocks:
+        own = max(1, block.count // group.size) * block.size
+        first = group.rank * block.count // group.size * block.size
+        whole = (block.count * block.size, *tail)
+        pieces.append(TensorPiece(block.name, whole, (first, *zeros), (row, *zeros), (own, *tail)))
+        row += own
+    return [row, *tail], pieces

@@ -1,0 +1,283 @@
+"""ZeRO-0 to ZeRO-2 (arXiv:1910.02054): flat buffers of a stage's weights and gradients, shared among data-parallel
+ranks.
+
+Parameters that are treated alike (same data group, same further sums, same weight decay) lie in one `FlatParameterBuffer`, cut in
+buckets that are summed over the ranks while the backward still runs. Gradients are fp32 (fp64 in an fp64 model); a sum
+over the data ranks may be in bf16, which loses bits: what a rank adds up by itself never is.
+
+    level   weights   gradients kept            summed over the data ranks
+    0       all       all                       all-reduce, once a step
+    1       all       all, the sum of a slice   reduce-scatter, once a step; then all-gather of the new weights
+    2       all       a slice                   reduce-scatter, each micro-batch; then all-gather of the new weights
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from mega_trainer.distributed.comm import CollectiveWork, all_gather_into, all_reduce
+from mega_trainer.parallel.gradient_buckets import GradientBucket, MicroBatchGradientBucket, StepGradientBucket
+from mega_trainer.parallel.parameter_info import PreparedWeight, get_parameter_info, is_trainable
+from mega_trainer.parallel.parameter_shards import (
+    LrFactor,
+    ParameterBuffer,
+    ParameterShard,
+    ParamGroupKey,
+    ShardPart,
+    group_parameters,
+)
+
+BUCKET_ELEMENTS = 40_000_000  # large enough for full bandwidth, small enough that the first starts early
+RANK_ELEMENTS = 1_000_000  # a rank's slice is at least so large: among many ranks smaller messages cost their latency
+IN_FLIGHT = 2  # sums under way at once where what they send is to be short-lived
+
+
+@dataclass(frozen=True)
+class ParameterSpan:
+    """Range of a parameter in its buffer: elements [start, start + numel)."""
+
+    parameter: nn.Parameter
+    start: int
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """Sharding and reduction settings of the data ranks.
+
+    Attributes:
+        shard_grads: each rank keeps, updates and saves its slice of every bucket (ZeRO-1 and up), rather than all of it.
+        reduce_every_microbatch: gradients are summed after every micro-batch and not kept whole (ZeRO-2).
+        separate: which parameters have buffers of their own, for an optimizer that treats them otherwise.
+        decoupled, lr_factor: so have the embedding and the output layer, or those of each factor, for their learning rates.
+        reduce_dtype: the type that gradients are sent and summed over the data ranks in; default: their own.
+        bucket_elements: a bucket is closed when it has so many; default: grows with the number of ranks.
+        cache_prepared_weights: what a back end prepares of a weight for its products is kept until the next update.
+    """
+
+    shard_grads: bool
+    reduce_every_microbatch: bool = False
+    separate: Callable[[nn.Parameter], bool] | None = None
+    decoupled: bool = False
+    lr_factor: LrFactor = lambda name: 1.0
+    reduce_dtype: torch.dtype | None = None
+    bucket_elements: int | None = None
+    cache_prepared_weights: bool = False
+
+    def min_bucket_elements(self, ranks: int) -> int:
+        """Return the elements of a bucket that `ranks` data ranks share."""
+        return self.bucket_elements or max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks)
+
+
+@dataclass(frozen=True)
+class ForwardUnit:
+    """Module whose forward is the first to need these parameters, its own or others."""
+
+    module: nn.Module
+    parameters: list[nn.Parameter]
+
+
+class FlatParameterBuffer(ParameterBuffer):
+    """Parameters of one parameter group, laid out one after another, last first (the order of the backward).
+
+    Args:
+        parameters: they become views of `weights`.
+        kind: what they have in common.
+        sharing: what each rank keeps.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], kind: ParamGroupKey, sharing: ZeroConfig) -> None:
+        self.kind, self.sharded = kind, sharing.shard_grads and kind.data.size > 1
+        self.spans: list[ParameterSpan] = []
+        self.buckets = list(self._make_buckets(parameters[::-1], sharing))
+        self.weights = torch.zeros(self.buckets[-1].stop, dtype=kind.dtype, device=parameters[0].device)
+        for span in self.spans:
+            self._move_to_buffer(span)
+        self.shards = [self._bucket_shard(bucket) for bucket in self.buckets]
+
+    def _make_buckets(self, parameters: Sequence[nn.Parameter], sharing: ZeroConfig) -> Iterator[GradientBucket]:
+        """Assign each parameter its span; a bucket is closed once it is large enough."""
+        kind = MicroBatchGradientBucket if sharing.reduce_every_microbatch else StepGradientBucket
+        dtype = torch.float64 if self.kind.dtype == torch.float64 else torch.float32
+        start, places, length = 0, {}, 0
+        for parameter in parameters:
+            self.spans.append(ParameterSpan(parameter, start + length))
+            places[parameter] = slice(length, length + parameter.numel())
+            length += parameter.numel()
+            if length >= sharing.min_bucket_elements(self.kind.data.size) or parameter is parameters[-1]:
+                bucket = kind(
+                    start, places, self.kind.data, sharded=self.sharded, dtype=dtype, device=parameter.device,
+                    reduce_dtype=sharing.reduce_dtype or dtype,
+                )  # fmt: skip
+                yield bucket
+                start, places, length = bucket.stop, {}, 0
+
+    def _move_to_buffer(self, span: ParameterSpan) -> None:
+        view = self.weights[span.start : span.start + span.parameter.numel()].view(span.parameter.shape)
+        view.copy_(span.parameter.detach())
+        span.parameter.data = view
+
+    def _bucket_shard(self, bucket: GradientBucket) -> ParameterShard:
+        share = bucket.grads.numel()
+        start = bucket.start + (share * self.kind.data.rank if self.sharded else 0)
+        parts = list(self._parameter_parts(start, start + share))
+        return ParameterShard(self.weights[start : start + share], bucket.grads, parts, bucket)
+
+    def _parameter_parts(self, start: int, stop: int) -> Iterator[ShardPart]:
+        """Yield the parameter parts at elements [start, stop)."""
+        for span in self.spans:
+            low, high = max(span.start, start), min(span.start + span.parameter.numel(), stop)
+            if low < high:
+                place = slice(low - start, high - start)
+                yield ShardPart(
+                    get_parameter_info(span.parameter).pieces, tuple(span.parameter.shape), low - span.start, place
+                )
+
+
+class FlatBufferStage:
+    """Flat buffers of one pipeline stage: accumulates gradients as they arrive and starts the sums over the ranks.
+
+    All ranks start their buckets in the same order, or they would wait for each other in vain: a bucket that is complete
+    on one rank may lack a gradient on another (an expert that got no token). The order is that in which a backward is
+    expected to complete them. Each starts when it and all before it are complete, the rest at the backward's end.
+
+    New weights are gathered in the background, and each unit's forward waits for its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buffers: Sequence[FlatParameterBuffer],
+        sharing: ZeroConfig,
+        units: Sequence[ForwardUnit],
+    ) -> None:
+        self.buffers = list(buffers)
+        self._in_flight_limit = IN_FLIGHT if sharing.reduce_every_microbatch or sharing.reduce_dtype else None
+        position = {parameter: index for index, parameter in enumerate(model.parameters())}
+        self._homes = {
+            bucket: (buffer, shard)
+            for buffer in buffers
+            for bucket, shard in zip(buffer.buckets, buffer.shards, strict=True)
+        }
+        self._buckets = sorted(self._homes, key=lambda bucket: -min(position[p] for p in bucket.param_slices))
+        self._arriving: dict[GradientBucket, tuple[CollectiveWork | None, Tensor]] = {}
+        self._register_gather_hooks(units)
+        # of frozen ones, too
+        self._prepared = (
+            {parameter: PreparedWeight() for parameter in position} if sharing.cache_prepared_weights else {}
+        )
+        for parameter, prepared in self._prepared.items():
+            parameter.prepared = prepared  # type: ignore[attr-defined]
+        self._waiting: deque[GradientBucket] = deque()
+        self._in_flight: deque[GradientBucket] = deque()
+        self._ends: list[Node] = []
+        for bucket in self._buckets:
+            for parameter in bucket.param_slices:
+                self._register_grad_hook(bucket, parameter)
+
+    def begin_step(self) -> None:
+        """Discard the gradients of the previous step."""
+        for bucket in self._buckets:
+            bucket.begin_step()
+
+    @contextmanager
+    def backward_context(self, last: bool) -> Iterator[None]:
+        """Wrap one micro-batch's backward through the stage; `last` marks the last backward of the step."""
+        self._waiting.extend(bucket for bucket in self._buckets if bucket.should_reduce(last))
+        for bucket in self._waiting:
+            bucket.begin_backward()
+        yield
+        while self._waiting:
+            self._start_reduce(self._waiting.popleft())
+
+    def _register_grad_hook(self, bucket: GradientBucket, parameter: nn.Parameter) -> None:
+        """Register a hook that fires when a parameter's gradient is complete, after all its uses.
+
+        By a hook of the graph's node, which is called whether autograd brings a gradient or it is in its place already;
+        of a parameter's own hook torch promises that only where one has come.
+        """
+        end = get_gradient_edge(parameter).node
+        end.register_hook(partial(self._grad_completed, bucket, parameter))
+        self._ends.append(end)  # it lives, and its hook with it, only as long as someone holds it
+
+    def _grad_completed(self, bucket: GradientBucket, parameter: nn.Parameter, *_: object) -> None:
+        bucket.accumulate_grad(parameter)
+        while self._waiting and self._waiting[0].is_complete:
+            self._start_reduce(self._waiting.popleft())
+
+    def _start_reduce(self, bucket: GradientBucket) -> None:
+        bucket.start_reduce()
+        self._in_flight.append(bucket)
+        if self._in_flight_limit is not None and len(self._in_flight) > self._in_flight_limit:
+            self._in_flight.popleft().wait_for_reduce()
+
+    def finish_gradients(self) -> None:
+        """Wait for the sums after the step's backwards, and sum over the further groups that share gradients."""
+        while self._in_flight:
+            self._in_flight.popleft().wait_for_reduce()
+        for buffer in self.buffers:
+            for group in buffer.kind.grad_sync:
+                for shard in buffer.shards:
+                    all_reduce(shard.grads, group)
+
+    def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield this rank's gradients of its micro-batches so far, before any sum over ranks: up to ZeRO-1, which keeps
+        them.
+        """
+        for bucket in self._buckets:
+            assert isinstance(bucket, StepGradientBucket)
+            yield from bucket.local_gradients()
+
+    def all_gather_params(self) -> None:
+        """Start to all-gather the updated weights, those needed first first."""
+        for parameter, prepared in self._prepared.items():
+            if is_trainable(parameter):
+                prepared.invalidate()
+        for bucket in reversed(self._buckets):
+            buffer, shard = self._homes[bucket]
+            if buffer.sharded:
+                mine, whole = shard.weights.clone(), buffer.weights[bucket.start : bucket.stop]
+                self._arriving[bucket] = (all_gather_into(whole, mine, buffer.kind.data, async_op=True), mine)
+
+    def wait_for_params(self) -> None:
+        """Wait until all weights are gathered, before any access to them other than a forward."""
+        self._wait_for_buckets(list(self._arriving))
+
+    def _wait_for_buckets(self, buckets: Sequence[GradientBucket]) -> None:
+        for bucket in buckets if self._arriving else ():
+            work, _ = self._arriving.pop(bucket, (None, None))
+            if work is not None:
+                work.wait()
+
+    def _register_gather_hooks(self, units: Sequence[ForwardUnit]) -> None:
+        """Make each unit's forward wait for its buckets, and the first one for those of no unit."""
+        needs = [[b for b in self._buckets if not b.param_slices.keys().isdisjoint(unit.parameters)] for unit in units]
+        needs[0] += [bucket for bucket in self._buckets if all(bucket not in needed for needed in needs)]
+        for unit, buckets in zip(units, needs, strict=True):
+            unit.module.register_forward_pre_hook(
+                lambda module, inputs, buckets=buckets: self._wait_for_buckets(buckets)
+            )
+
+
+def flatten_parameters(model: nn.Module, zero: ZeroConfig, units: Sequence[ForwardUnit] = ()) -> FlatBufferStage:
+    """Sort the parameters of a model (or of one pipeline stage) into flat buffers.
+
+    Weight decay applies to matrices, not to biases and norms. Call after initialisation or loading, or before: the
+    parameters keep their values and from then on are views of the buffers.
+
+    Args:
+        model: its parameters carry their descriptions.
+        zero: what each data rank keeps.
+        units: its parts in the order of a forward; by default the whole model is one.
+    """
+    dtype = next(model.parameters()).dtype
+    kinds = group_parameters(model, dtype, zero.separate, decoupled=zero.decoupled, lr_factor=zero.lr_factor)
+    buffers = [FlatParameterBuffer(parameters, kind, zero) for kind, parameters in kinds.items()]
+    return FlatBufferStage(model, buffers, zero, units or [ForwardUnit(model, list(model.parameters()))])

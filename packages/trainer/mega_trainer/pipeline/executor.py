@@ -1,0 +1,328 @@
+"""Executor of one rank's list of pipeline operations. A model on one rank is the case of one stage, by the same code.
+
+Legend: B micro-batch, S sequence, D model width.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.data.micro_batch import MicroBatch
+from mega_trainer.distributed.comm import CommGroup, PendingWork
+from mega_trainer.distributed.process_groups import ParallelGroups
+from mega_trainer.distributed.rng import SeededDropout
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.parallel.context_parallel import residual_token_ranges
+from mega_trainer.parallel.deferred_wgrad import DeferredWgrad, run_deferred_wgrads
+from mega_trainer.parallel.expert_routing import StepRouting, make_step_routings, sum_expert_loads
+from mega_trainer.parallel.parameter_info import is_trainable
+from mega_trainer.pipeline.schedules import PipelineOp, PipelineSchedule
+
+MicroBatchKey = tuple[int, int]  # (stage, microbatch)
+ReceivedTensors = list[tuple[Tensor, Tensor]]  # parameters and gradients of theirs
+IN_FLIGHT = 4  # messages of a rank that may be under way, in numbers of ranks: it runs ahead of others by about as many
+FORWARD_ONLY = frozenset({"F", "SEND_F", "RECV_F"})
+
+
+@dataclass
+class PipelineExecutor:
+    """Executes the operations of one rank for one step.
+
+    Attributes:
+        schedule: who does what, in order, for some number of micro-batches; for another one it is made again.
+        stages: this rank's parts of the model, by stage number.
+        group: the pipeline ranks.
+        dropout_seed: seed of the dropout masks; None when the model has no dropout.
+        around_backward: what each backward runs in, given the stage's number and whether it is the stage's last of the
+            step; it takes the gradients. Where a backward is cut in two, that is the half of the weights.
+        phase: what parts of a step run in, given their names.
+        loads: what the routers of each layer did with this rank's tokens in the last run, as in `Routing.loads`.
+        losses: of each token of each micro-batch of the last run, [B, S]; none but on the last stage.
+    """
+
+    schedule: PipelineSchedule
+    stages: Mapping[int, Decoder]
+    group: CommGroup
+    dropout_seed: int | None = None
+    around_backward: Callable[[int, bool], AbstractContextManager[None]] = lambda stage, last: nullcontext()
+    phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    loads: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
+    _routings: Sequence[StepRouting] = ()
+    _inputs: dict[MicroBatchKey, Tensor] = field(default_factory=dict)
+    _outputs: dict[MicroBatchKey, Tensor] = field(default_factory=dict)
+    _edges: dict[MicroBatchKey, GradientEdge] = field(default_factory=dict)
+    _tied_weights: dict[int, Tensor] = field(default_factory=dict)
+    _deferred_wgrads: dict[MicroBatchKey, tuple[list[DeferredWgrad], ReceivedTensors]] = field(default_factory=dict)
+    _recvs: dict[tuple[str, MicroBatchKey], tuple[Tensor, PendingWork]] = field(default_factory=dict)
+    _sends: deque[tuple[Tensor, PendingWork]] = field(default_factory=deque)
+    _contexts: dict[int, ForwardContext] = field(default_factory=dict)
+
+    def run_operations(self, batches: Sequence[MicroBatch], scale: float, loss_scale: float = 1.0) -> Tensor:
+        """Run all operations of a step; the parameters' hooks collect the gradients.
+
+        Where gradients are disabled only the forward operations run: any part of the common order of all ranks that
+        leaves out whole messages is as free of deadlock as the whole.
+
+        Args:
+            batches: this rank's micro-batches (every stage has them all: labels, positions, documents).
+            scale: factor on the sum of the losses before differentiation, usually 1 / tokens of the step.
+            loss_scale: factor on losses that are no sums over tokens.
+
+        Returns:
+            Sums of the weighted losses of this rank's micro-batches, fp64 [2], as `Decoder.objective` tells them; zero
+            but on the last stage.
+        """
+        total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
+        model = self.first_local_stage
+        self._routings = (
+            make_step_routings(batches, model.groups.dp, loss_scale) if model.config.moe and model.training else ()
+        )
+        left, self.losses = dict.fromkeys(self.stages, len(batches)), {}
+        for op in self._schedule_for(len(batches)).ranks[self.group.rank]:
+            key = (op.stage, op.microbatch)
+            if not torch.is_grad_enabled() and op.kind not in FORWARD_ONLY:
+                continue
+            match op.kind:
+                case "F":
+                    with self.phase("forward"):
+                        total += self._forward(key, batches[op.microbatch], scale)
+                case "I":
+                    with self.phase("backward"):
+                        self._backward_input(key)
+                case "B" | "W":
+                    left[op.stage] -= 1
+                    backward = self._backward if op.kind == "B" else self._backward_weights
+                    with self.phase("backward"), self.around_backward(op.stage, left[op.stage] == 0):
+                        backward(key)
+                case _:
+                    with self.phase("pipeline"):
+                        self._run_message(op, batches[op.microbatch])
+        with self.phase("pipeline"):
+            for _, work in self._sends:
+                work.wait()
+        self.loads = sum_expert_loads(self._routings)
+        for left_over in (self._sends, self._contexts, self._inputs, self._tied_weights):
+            left_over.clear()
+        return total
+
+    @property
+    def first_local_stage(self) -> Decoder:
+        """First of this rank's stages, for attributes that all stages share."""
+        return next(iter(self.stages.values()))
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Configuration of the model."""
+        return self.first_local_stage.config
+
+    @property
+    def parallel_groups(self) -> ParallelGroups:
+        """Process groups of this rank."""
+        return self.first_local_stage.groups
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Put this rank's stages in evaluation mode for the block."""
+        training = self.first_local_stage.training
+        for stage in self.stages.values():
+            stage.eval()
+        yield
+        for stage in self.stages.values():
+            stage.train(training)
+
+    @property
+    def last_stage_index(self) -> int:
+        """Number of the stage with the head."""
+        return len(self.schedule.owners) - 1
+
+    def _schedule_for(self, microbatches: int) -> PipelineSchedule:
+        if not self._schedules:
+            self._schedules[self.schedule.microbatches] = self.schedule
+        if microbatches not in self._schedules:
+            self._schedules[microbatches] = self.schedule.with_microbatches(microbatches)
+        return self._schedules[microbatches]
+
+    def _forward(self, key: MicroBatchKey, batch: MicroBatch, scale: float) -> Tensor | float:
+        stage, microbatch = key
+        model = self.stages[stage]
+        context = self._batch_context(microbatch, batch)
+        if self.last_stage_index == 0:
+            return self._finish_forward(key, *model.whole(batch, context), scale)
+        if stage == 0:
+            x = model.embed_micro_batch(batch, context)
+        else:
+            if ("F", key) in self._recvs:
+                self._inputs[key] = self._wait_for_recv("F", key)
+            x = self._inputs[key].requires_grad_(torch.is_grad_enabled())
+        y = model(x, context)
+        if stage < self.last_stage_index:
+            self._pass_output(key, y)
+            return 0.0
+        return self._finish_forward(
+            key, *model.compute_objective(y, batch, context, self._borrow_embedding(model, microbatch)), scale
+        )
+
+    def _finish_forward(self, key: MicroBatchKey, loss: Tensor, sums: Tensor, losses: Tensor, scale: float) -> Tensor:
+        """Keep the autograd root of a loss that requires a gradient, and the tokens' losses; return the sums."""
+        self.losses[key[1]] = losses
+        if loss.requires_grad:
+            self._edges[key] = get_gradient_edge(loss * scale)
+        return sums
+
+    def _pass_output(self, key: MicroBatchKey, y: Tensor) -> None:
+        """Keep the autograd edge of an output; pass its values to the next stage, on this rank or another."""
+        stage, microbatch = key
+        if y.requires_grad:
+            self._edges[key] = get_gradient_edge(y)
+        if self.schedule.owner_of_stage(stage + 1) == self.group.rank:
+            self._inputs[stage + 1, microbatch] = y.detach()
+        else:
+            self._outputs[key] = y.detach()
+
+    def _borrow_embedding(self, model: Decoder, microbatch: int) -> Tensor | None:
+        """Return the tied embedding for a last stage without one of its own, as a further input from the first stage.
+
+        Like other inputs, its gradient waits until the micro-batch's backward comes to the stage it is from.
+        """
+        if not model.borrows:
+            return None
+        weight = self.stages[0].embedding.weight
+        lent = weight.detach().requires_grad_(torch.is_grad_enabled() and weight.requires_grad)
+        if lent.requires_grad:
+            self._tied_weights[microbatch] = lent
+        return lent
+
+    def _backward(self, key: MicroBatchKey) -> None:
+        (edges, given), returned = self._autograd_roots(key), self._tied_grad(key)
+        edges = [*edges, *(get_gradient_edge(weight) for weight, _ in returned)]
+        if edges:
+            torch.autograd.backward(edges, [*given, *(gradient for _, gradient in returned)])
+
+    def _autograd_roots(self, key: MicroBatchKey) -> tuple[list[GradientEdge], list[Tensor | None]]:
+        """Return the autograd roots of a stage's backward and their gradients; empty for a frozen first stage."""
+        gradient = self._output_gradient(key)
+        return ([self._edges.pop(key)], [gradient]) if key in self._edges else ([], [])
+
+    def _backward_input(self, key: MicroBatchKey) -> None:
+        """Run a backward without the deferred weight gradients; no gradient reaches a parameter yet."""
+        model = self.stages[key[0]]
+        inputs, parameters = self._differentiable_inputs(key), list(filter(is_trainable, model.parameters()))
+        edges, given = self._autograd_roots(key)
+        gradients = torch.autograd.grad(edges, [*inputs, *parameters], given, allow_unused=True) if edges else ()
+        for tensor, gradient in zip(inputs, gradients, strict=False):
+            tensor.grad = gradient
+        rest = zip(parameters, gradients[len(inputs) :], strict=bool(edges))
+        assert model.deferred is not None
+        self._deferred_wgrads[key] = (
+            model.deferred.take_all_wgrads(),
+            [(p, gradient) for p, gradient in rest if gradient is not None],
+        )
+
+    def _backward_weights(self, key: MicroBatchKey) -> None:
+        products, known = self._deferred_wgrads.pop(key)
+        run_deferred_wgrads(products, [*known, *self._tied_grad(key)])
+
+    def _output_gradient(self, key: MicroBatchKey) -> Tensor | None:
+        stage, microbatch = key
+        if stage == self.last_stage_index:
+            return None
+        here = self.schedule.owner_of_stage(stage + 1) == self.group.rank
+        return self._input_gradient((stage + 1, microbatch)) if here else self._wait_for_recv("B", key)
+
+    def _differentiable_inputs(self, key: MicroBatchKey) -> list[Tensor]:
+        """Return the inputs of a stage that require a gradient."""
+        stage, microbatch = key
+        given = [self._inputs[key]] if key in self._inputs else []
+        return (
+            [*given, self._tied_weights[microbatch]]
+            if self.stages[stage].borrows and microbatch in self._tied_weights
+            else given
+        )
+
+    def _tied_grad(self, key: MicroBatchKey) -> ReceivedTensors:
+        """Return the tied embedding and the gradient of its use in the last stage, for the stage that holds it."""
+        stage, microbatch = key
+        if stage > 0 or microbatch not in self._tied_weights:
+            return []
+        gradient = self._tied_weights.pop(microbatch).grad
+        assert gradient is not None
+        return [(self.stages[0].embedding.weight, gradient)]
+
+    def _input_gradient(self, key: MicroBatchKey) -> Tensor:
+        gradient = self._inputs.pop(key).grad
+        assert gradient is not None
+        return gradient
+
+    def _run_message(self, op: PipelineOp, batch: MicroBatch) -> None:
+        key = (op.stage, op.microbatch)
+        match op.kind:
+            case "RECV_F":
+                self._receive("F", key, op.stage - 1, batch)
+            case "RECV_B":
+                self._receive("B", key, op.stage + 1, batch)
+            case "SEND_F":
+                self._send(self._outputs.pop(key), op.stage + 1)
+            case "SEND_B":
+                self._send(self._input_gradient(key), op.stage - 1)
+
+    def _receive(self, what: str, key: MicroBatchKey, from_stage: int, batch: MicroBatch) -> None:
+        model = self.stages[key[0]]
+        tensor = torch.empty(model.pipeline_message_shape(batch), dtype=model.dtype, device=batch.tokens.device)
+        self.group.record_call("receive", tensor)
+        # Unbatched, messages of two ranks have a communicator and a stream of their own, made by the first of them. So they
+        # must stay: `init_process_group` with a `device_id` would put those of all ranks on one stream, where one that
+        # waits for its sender holds up all behind it.
+        work = dist.irecv(
+            tensor, self.group.ranks[self.schedule.owner_of_stage(from_stage)], group=self.group.process_group
+        )
+        assert work is not None
+        self._recvs[what, key] = (tensor, PendingWork(work, self.group))
+
+    def _wait_for_recv(self, what: str, key: MicroBatchKey) -> Tensor:
+        tensor, work = self._recvs.pop((what, key))
+        with self.phase("pipeline"):
+            work.wait()
+        return tensor
+
+    def _send(self, tensor: Tensor, to_stage: int) -> None:
+        tensor = tensor.contiguous()
+        work = dist.isend(
+            tensor, self.group.ranks[self.schedule.owner_of_stage(to_stage)], group=self.group.process_group
+        )
+        assert work is not None
+        self._sends.append((tensor, PendingWork(work, self.group)))
+        if len(self._sends) > IN_FLIGHT * self.group.size:
+            self._sends.popleft()[1].wait()  # the common order of messages lets a send block anywhere
+
+    def _batch_context(self, microbatch: int, batch: MicroBatch) -> ForwardContext:
+        """Return positions, masks and dropout of a micro-batch, made once for all stages of this rank."""
+        if microbatch not in self._contexts:
+            routing = self._routings[microbatch] if self._routings else None
+            dropout = partial(self._make_dropout, batch.samples)
+            self._contexts[microbatch] = replace(
+                self.first_local_stage.make_batch_context(batch, dropout, routing), routes=batch.routes
+            )
+        return self._contexts[microbatch]
+
+    def _make_dropout(self, samples: Sequence[int], length: int, kind: int) -> SeededDropout | None:
+        """Return the dropout of this rank's part of sequences; each `kind` of sequence has its own masks."""
+        model, groups = self.first_local_stage, self.parallel_groups
+        if self.dropout_seed is None or not model.training:
+            return None
+        places, whole = (
+            residual_token_ranges(length * groups.cp.size, groups.cp, groups.tp, sp=sp) for sp in (model.sp, False)
+        )
+        return SeededDropout(self.dropout_seed + kind, samples, places, whole)

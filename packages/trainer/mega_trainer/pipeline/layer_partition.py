@@ -1,0 +1,104 @@
+"""Layers of each stage of a pipeline. Pure Python, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from mega_common.errors import ConfigError
+
+
+def split_stage_layers(
+    num_layers: int,
+    pp: int,
+    virtual_stages: int = 1,
+    layout: Sequence[int] | None = None,
+    *,
+    embed_cost: float = 0.0,
+    head_cost: float = 0.0,
+    layer_costs: Sequence[float] | None = None,
+) -> list[range]:
+    """Return the layers of each stage, in stage order, as half-open ranges of layer numbers.
+
+    Without `layout` the layers are spread so that the most work of a stage is least; `embed_cost` and `head_cost` are
+    the work of the embedding (in the first stage) and of the output head (in the last), in layers, as `layer_costs` are
+    that of each layer, where they differ. `layout` gives the number of layers of each stage itself; there, the first and
+    the last stage may have none.
+
+    Raises:
+        ConfigError: when there are fewer layers than stages, or `layout` does not fit the model or the stages.
+    """
+    stages = pp * virtual_stages
+    if layout is None:
+        _check_enough_layers(num_layers, pp, virtual_stages)
+        if layer_costs is None:
+            counts = _balance_by_count(num_layers, stages, embed_cost, head_cost)
+        else:
+            counts = _balance_by_cost(layer_costs, stages, embed_cost, head_cost)
+    else:
+        _check_layout(layout, num_layers, stages)
+        counts = list(layout)
+    firsts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+
+
+def _balance_by_count(num_layers: int, stages: int, embed_cost: float = 0.0, head_cost: float = 0.0) -> list[int]:
+    """Return the number of layers of each stage: one each, then one by one to the stage with the least work.
+
+    Between equals a later stage is preferred: earlier ones hold the activations of more microbatches.
+    """
+    counts, work = [1] * stages, [1.0] * stages
+    work[0] += embed_cost
+    work[-1] += head_cost
+    for _ in range(num_layers - stages):
+        least = min(range(stages), key=lambda stage: (work[stage], -stage))
+        counts[least] += 1
+        work[least] += 1.0
+    return counts
+
+
+def _balance_by_cost(costs: Sequence[float], stages: int, embed_cost: float, head_cost: float) -> list[int]:
+    """Return the number of layers of each stage, at least one, that minimises the most work of a stage, then the sum of
+    squares.
+    """
+    sums = [embed_cost + total for total in accumulate(costs, initial=0.0)]
+    sums[0], sums[-1] = 0.0, sums[-1] + head_cost
+    # of the first so many layers: the most work, the squares' sum and the counts of the best split in so many stages
+    best = {end: (work, work * work, [end]) for end, work in enumerate(sums) if end}
+    for _ in range(1, stages):
+        best = {
+            end: min(
+                (max(most, work), squares + work * work, [*counts, end - start])
+                for start, (most, squares, counts) in best.items()
+                if start < end
+                for work in [sums[end] - sums[start]]
+            )
+            for end in range(min(best) + 1, len(sums))
+        }
+    return best[len(costs)][2]
+
+
+def _check_enough_layers(num_layers: int, pp: int, virtual_stages: int) -> None:
+    if num_layers >= pp * virtual_stages:
+        return
+    fits = f"virtual_stages={num_layers // pp}" if num_layers >= pp else f"pp={num_layers}"
+    if num_layers < pp and virtual_stages > 1:
+        fits += " and parallel.virtual_stages=1"
+    raise ConfigError(
+        f"model.num_layers = {num_layers}: too few for parallel.pp = {pp} times parallel.virtual_stages = "
+        f"{virtual_stages}, which makes {pp * virtual_stages} stages of at least one layer",
+        hint=f"set parallel.{fits}",
+    )
+
+
+def _check_layout(layout: Sequence[int], num_layers: int, stages: int) -> None:
+    if len(layout) != stages:
+        problem = f"has {len(layout)} stages, but parallel.pp x parallel.virtual_stages = {stages}"
+    elif sum(layout) != num_layers:
+        problem = f"has {sum(layout)} layers, but model.num_layers = {num_layers}"
+    elif min(layout) < 0 or 0 in layout[1:-1]:
+        problem = "each stage needs at least one layer; only the first and the last may have none"
+    else:
+        return
+    hint = f"for example {_balance_by_count(num_layers, stages)}" if num_layers >= stages else None
+    raise ConfigError(f"parallel.pipeline_layout = {list(layout)}: {problem}", hint=hint)

@@ -1,0 +1,71 @@
+"""Automatic layout of a run without a `parallel` section: that of its checkpoint, or the best one found by the search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mega_common.errors import ConfigError
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.plan.layout_candidates import LayoutSettings
+from mega_trainer.plan.layout_search import NoLayoutFitsError, apply_settings, find_best_layouts, format_layout
+from mega_trainer.plan.machine import load_machine
+
+CHOSEN = (
+    "batch.micro",
+    "recompute",
+    "offload.activations",
+    "optimizer.offload",
+)  # besides `parallel`, where a run does not give them
+
+
+def choose_layout(
+    config: RunConfig, ranks: int, machine: str, saved: Mapping[str, Any] | None
+) -> tuple[LayoutSettings, str]:
+    """Return settings for a run without a `parallel` section on `ranks` ranks of a machine, and a line that describes
+    them.
+
+    A run that goes on keeps the layout of the configuration it was `saved` with, while that fits its ranks. Else it is what
+    `mega plan --search` finds first, the same on every rank and at any time. Where none fits as planned, nothing is set, and the
+    run may show that it does.
+
+    Raises:
+        ConfigError: when there is no such machine.
+    """
+    given = [path for path in CHOSEN if _is_given(config, path)]
+    if saved is not None:
+        kept = {path: value for path, value in _saved_layout(saved).items() if path not in given}
+        if _is_legal(config, kept, ranks):
+            return kept, f"run.yaml has no `parallel`: the layout stays the checkpoint's, {format_layout(kept)}"
+    try:
+        best = find_best_layouts(config, ranks, load_machine(machine), fixed=given)[0]
+    except NoLayoutFitsError as error:
+        return {}, f"run.yaml has no `parallel`, and {error.message}: the ranks share the batch alone"
+    return best.settings, (
+        f"run.yaml has no `parallel`: the fastest that fits {ranks} ranks of {machine} by `mega plan --search` is "
+        f"{format_layout(best.settings)}; {best.time.seconds:.3g} s a step predicted"
+    )
+
+
+def _is_given(config: RunConfig, path: str) -> bool:
+    """Return whether a run sets this path."""
+    section, _, key = path.partition(".")
+    return section in config.model_fields_set and (not key or key in getattr(config, section).model_fields_set)
+
+
+def _saved_layout(saved: Mapping[str, Any]) -> LayoutSettings:
+    """Return the layout settings of a saved configuration."""
+    parallel = {f"parallel.{key}": value for key, value in saved["parallel"].items()}
+    return {
+        **parallel, "batch.micro": saved["batch"]["micro"], "recompute": saved["recompute"],
+        "offload.activations": saved["offload"]["activations"],
+    }  # fmt: skip
+
+
+def _is_legal(config: RunConfig, settings: LayoutSettings, ranks: int) -> bool:
+    """Return whether the run with these settings is legal on `ranks` ranks."""
+    try:
+        apply_settings(config, settings).check_world_size(ranks)
+    except ConfigError:
+        return False
+    return True

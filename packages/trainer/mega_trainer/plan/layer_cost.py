@@ -1,0 +1,469 @@
+"""Predicted compute and communication time of a rank for one layer of one micro-batch, by kind.
+
+    product      FLOPs / (a share of the peak of its type) + its factors and result / bandwidth
+    attention    FLOPs of the scores that are seen / (a share of the peak)
+    elementwise  bytes / bandwidth, as the trainer's fused kernels move them: benchmarks/traffic.py counts the same
+    tensor       collectives of tensor parallelism, waited for or beside products
+    context      keys and values, or heads, of other context ranks
+    expert       tokens on their way to experts and back
+
+Legend: T tokens of a rank, D model width, F feed-forward width, E experts, V vocabulary. `benchmarks/predict.py` counts the
+trainer's real operations instead, of one model on H100s, to say what a change of the code gains; this says it of any model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from mega_common.layer_kinds import LayerKind, MixerKind
+from mega_common.model_config import ModelConfig
+from mega_trainer.plan.layer_flops import (
+    active_ffn_width,
+    max_active_ffn_width,
+    mixing_flops,
+    projection_shapes,
+    recurrent_state_elements,
+    saved_activation_elements,
+)
+from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec, RankPlacement
+from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.trainable_parameters import TrainableParameters
+
+TILE = 128  # rows that a kernel works on at once: a product of fewer costs as much, attention sees half of one too many
+HEAD_BYTES = 7  # that the loss moves for each logit, forward and backward, besides the products
+BETWEEN_AGAIN = 0.7  # of work element by element, what norms and activations are, about
+BLOCK_AGAIN = 0.6  # of a layer's products, what a feed-forward block's are that its backward computes again, about
+KERNELS = 6  # of a layer's work element by element, each way
+EXPERT_KERNELS = 20  # that route, sort and pack the rows of experts, each way
+
+
+@dataclass(frozen=True)
+class TrainerProfile:
+    """Properties of a trainer that its layout leaves open. The defaults describe this trainer; others describe
+    published runs.
+
+    Attributes:
+        attention: its kernel; `unfused` writes and reads all scores.
+        passes: bytes of work element by element, as a multiple of those of fused kernels.
+        tp_waited: of the ten collectives of a layer under tensor and sequence parallelism, those that nothing hides.
+        dispatch: how often a token travels: once to each expert of its, to each rank that has some, or to each node.
+        gradient_bytes: of an element of a gradient that is summed over data ranks.
+        host: seconds that the host takes to start what a layer with experts does, forward and backward, where it reads how
+            many rows each expert has, and so cannot run ahead; no layer takes less.
+    """
+
+    attention: Literal["fused", "flash2", "triton", "unfused"] = "fused"
+    passes: float = 1.0
+    tp_waited: int = 6
+    dispatch: Literal["expert", "rank", "node"] = "rank"
+    gradient_bytes: int = 4
+    host: float = 0.0
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of a forward, and of both halves of a backward: gradients of inputs, and of weights."""
+
+    forward: float = 0.0
+    inputs: float = 0.0
+    weights: float = 0.0
+
+    def add_seconds(self, other: PassSeconds) -> PassSeconds:
+        """Return the sum of two passes."""
+        return PassSeconds(self.forward + other.forward, self.inputs + other.inputs, self.weights + other.weights)
+
+    @property
+    def total(self) -> float:
+        """Sum of forward and backward."""
+        return self.forward + self.inputs + self.weights
+
+
+PassWork = dict[str, PassSeconds]  # by kind
+
+
+def combine_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
+    """Return the sum of several works."""
+    out: PassWork = {}
+    for work in works:
+        for kind, cost in work.items():
+            out[kind] = out[kind].add_seconds(cost) if kind in out else cost
+    return out
+
+
+def repeat_work(work: PassWork, count: float) -> PassWork:
+    """Return this work repeated `count` times."""
+    return {kind: PassSeconds(*(count * seconds for seconds in cost)) for kind, cost in work.items()}
+
+
+@dataclass(frozen=True)
+class GpuThroughput:
+    """Achieved throughput of a GPU: GEMMs and attention in FLOP/s, memory in bytes per second."""
+
+    product: Mapping[str, float]
+    grouped: float
+    attention: float
+    memory: float
+    kernel: float
+    contention: float
+
+    @classmethod
+    def from_machine(cls, machine: MachineSpec, efficiency: MachineEfficiency, habits: TrainerProfile) -> GpuThroughput:
+        """Return the throughput of a machine, with the attention kernel of a trainer."""
+        peak = machine.get_peak_flops("bf16")
+        eager = machine.get_peak_flops("fp32")
+        product = {
+            "bf16": efficiency.bf16 * peak, "fp16": efficiency.bf16 * peak, "fp8": efficiency.fp8 * machine.get_peak_flops("fp8"),
+            "fp32": eager, "fp64": eager / 2,
+        }  # fmt: skip
+        share = {"flash2": efficiency.flash2, "triton": efficiency.triton}.get(habits.attention, efficiency.attention)
+        return cls(
+            product,
+            efficiency.grouped,
+            share * peak,
+            efficiency.memory * machine.memory_gb_s * 1e9,
+            efficiency.kernel,
+            efficiency.contention,
+        )
+
+    def exposed_seconds(self, talk: float, room: float) -> float:
+        """Return the cost of communication that overlaps with `room` seconds of work: its exposed part, and the
+        slowdown of the work.
+        """
+        exposed = max(0.0, talk - room)
+        return exposed + self.contention * (talk - exposed)
+
+
+@dataclass(frozen=True)
+class LayerCostModel:
+    """Cost model of the work of one rank of a run on a machine."""
+
+    model: ModelConfig
+    run: RunShape
+    wires: Interconnect
+    rates: GpuThroughput
+    habits: TrainerProfile
+    trained: TrainableParameters
+
+    @property
+    def micro_batch_tokens(self) -> float:
+        """Tokens T of a micro-batch on a rank."""
+        return self.run.micro_batch * self.run.seq_length / self.run.cp
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of an activation."""
+        return {"fp64": 8, "fp32": 4}.get(self.run.precision, 2)
+
+    def compute_layer_work(self, index: int) -> PassWork:
+        """Return the work of one layer."""
+        kind = self.model.get_layer_kind(index)
+        products = combine_work([*self._dense_gemms(kind), *self._expert_work(index)])
+        forward, inputs, weights = products.get("products", PassSeconds())
+        products["products"] = PassSeconds(forward, inputs, self.trained.shares[index] * weights)
+        work = combine_work(
+            [products, self._mixer_work(kind.mixer, index), self._elementwise_work(kind), *self._adapter_work(index)]
+        )
+        again = self._recompute_work(work)
+        talk = combine_work(
+            [
+                self._tensor_parallel_work(work, halves=sum(map(bool, kind))),
+                self._context_parallel_work(work, kind.mixer),
+            ]
+        )
+        whole = combine_work([work, again, talk])
+        waits = self.habits.host - sum(cost.total for cost in whole.values()) if self.model.is_moe_layer(index) else 0.0
+        return combine_work([whole, {"host": PassSeconds(waits / 3, 2 * waits / 3)}]) if waits > 0 else whole
+
+    def _gemm(
+        self, rows: float, columns: float, inner: float, count: float = 1, precision: str | None = None
+    ) -> PassSeconds:
+        """Return the seconds of Y = X W^T of [rows, inner] and [columns, inner], and of its gradients; `count` such
+        GEMMs are grouped.
+        """
+        kind = precision or self.run.precision
+        flops = 2.0 * rows * columns * inner * count
+        if count > 1:
+            flops *= math.ceil(rows / TILE) * TILE / rows / self.rates.grouped
+        start = count * self.rates.kernel  # of a kernel, whose first tiles and last wave leave most of the GPU idle
+        size = 1 if kind == "fp8" else self.activation_bytes
+        x, w, y = rows * inner * count, columns * inner * count, rows * columns * count
+        out = self.activation_bytes
+
+        def gemm_seconds(read: float, written: float) -> float:
+            return start + flops / self.rates.product[kind] + (size * read + written) / self.rates.memory
+
+        quantised = [0.0, 0.0]
+        if kind == "fp8":  # X and dY are each read, and written in two orders; weights once a step
+            quantised = [4 * x / self.rates.memory, 4 * y / self.rates.memory]
+            if self.run.zero == 3:
+                quantised[0] += 4 * w / self.rates.memory
+        # what a weight's gradient is added to is read and written in fp32
+        return PassSeconds(
+            gemm_seconds(x + w, out * y) + quantised[0],
+            gemm_seconds(y + w, out * x) + quantised[1],
+            gemm_seconds(x + y, 8 * w),
+        )
+
+    def _dense_gemms(self, kind: LayerKind) -> Iterator[PassWork]:
+        """Yield the GEMMs of a mixer's projections and of a dense feed-forward block."""
+        model, run = self.model, self.run
+        split, latents = projection_shapes(model, kind.mixer)
+        widths: dict[int, int] = {}
+        for out, into in split[:-1]:
+            widths[into] = widths.get(into, 0) + out
+        for into, out in widths.items():
+            yield {"products": self._gemm(self.micro_batch_tokens, out / run.tp, into)}
+        for out, into in split[-1:]:
+            yield {"products": self._gemm(self.micro_batch_tokens, out, into / run.tp)}
+        for out, into in latents:
+            yield {"products": self._gemm(self.micro_batch_tokens / (run.tp if run.sp else 1), out, into)}
+        shared = model.moe.shared_ffn_hidden_size if model.moe else 0
+        width = shared if kind.feed_forward == "moe" else active_ffn_width(model, kind.feed_forward)
+        if width:
+            yield {
+                "products": self._gemm(
+                    self.micro_batch_tokens, (1 + model.has_gated_mlp) * width / run.tp, model.hidden_size
+                )
+            }
+            yield {"products": self._gemm(self.micro_batch_tokens, model.hidden_size, width / run.tp)}
+
+    def _mixer_work(self, mixer: MixerKind | None, index: int) -> PassWork:
+        """Return the work of attention scores, or approximately that of a recurrence: at the rate of attention, twice
+        in the backward.
+        """
+        if mixer == "attention":
+            return self._attention_work(index)
+        if mixer is None:
+            return {"attention": PassSeconds()}
+        one = self.micro_batch_tokens * mixing_flops(self.model, mixer, None, self.run.seq_length) / self.run.tp
+        return {"attention": PassSeconds(one / self.rates.attention, 2 * one / self.rates.attention)}
+
+    def _attention_work(self, index: int) -> PassWork:
+        """Return the work of attention scores."""
+        model, run = self.model, self.run
+        window = min(model.get_attention_window(index) or run.seq_length, run.seq_length)
+        seen = window - window * (window - 1) / (2 * run.seq_length) + TILE / 2
+        heads, q, v = model.num_attention_heads / run.tp, model.query_key_head_dim, model.attention_value_dim
+        unfused = self.habits.attention == "unfused"
+        pairs = 2.0 * self.micro_batch_tokens * heads * (run.seq_length if unfused else seen)
+        if unfused:  # a product for scores and one for values, and the softmax between them, all through memory
+            rate, moved = (
+                self.rates.product["bf16"],
+                self.micro_batch_tokens * heads * run.seq_length * self.activation_bytes / self.rates.memory,
+            )
+            return {
+                "attention": PassSeconds(pairs * (q + v) / rate + 6 * moved, pairs * 2 * (q + v) / rate + 8 * moved)
+            }
+        return {
+            "attention": PassSeconds(
+                pairs * (q + v) / self.rates.attention, pairs * (3 * q + 2 * v) / self.rates.attention
+            )
+        }
+
+    def _elementwise_work(self, kind: LayerKind) -> PassWork:
+        """Return the work of norms with residual sums, and of elementwise operations between projections."""
+        model, run, halves = self.model, self.run, sum(map(bool, kind))
+        width = active_ffn_width(model, kind.feed_forward)
+        residual = halves * 4 * model.hidden_size / (run.tp if run.sp else 1)
+        residual += halves * 2 * model.hidden_size / (run.tp if run.sp else 1) if model.residual_dropout else 0
+        there, back = self._mixer_elements(kind.mixer)
+        forward = residual + (there + (3 if model.has_gated_mlp else 2) * width) / run.tp
+        backward = residual + (back + (5 if model.has_gated_mlp else 3) * width) / run.tp
+        scale = self.micro_batch_tokens * self.activation_bytes * self.habits.passes / self.rates.memory
+        least = KERNELS * self.habits.passes * self.rates.kernel
+        return {"elementwise": PassSeconds(max(least, forward * scale), max(least, backward * scale))}
+
+    def _mixer_elements(self, mixer: MixerKind | None) -> tuple[int, int]:
+        """Return the elements per token that a mixer reads and writes around its scores or states, forward and
+        backward.
+        """
+        model = self.model
+        if mixer == "attention":
+            heads = model.num_attention_heads + model.key_value_heads
+            turned = 2 * heads * (model.query_key_head_dim if model.position == "rope" else 0)
+            gated = 3 * model.num_attention_heads * model.attention_value_dim if model.attention_gate else 0
+            both = (3 if model.qk_norm else 1) * turned
+            return both + gated, both + gated * 5 // 3
+        if mixer is None:
+            return 0, 0
+        (rows, _), (_, inner) = projection_shapes(model, mixer)[0]
+        convolved = rows - inner  # and a few numbers for each head
+        return 3 * convolved + 4 * inner, 5 * convolved + 7 * inner  # convolution and recurrence, gated norm
+
+    def _expert_work(self, index: int) -> Iterator[PassWork]:
+        """Yield the work of experts: router, grouped GEMMs under an even load, permutation of rows, dispatch and
+        combine.
+        """
+        model, run, moe = self.model, self.run, self.model.moe
+        if moe is None or not model.is_moe_layer(index):
+            return
+        width, mine = model.hidden_size, self.micro_batch_tokens / run.tp
+        rows = mine * moe.top_k * run.expert_tp
+        experts = moe.num_experts / run.ep
+        each = rows / experts
+        part = moe.ffn_hidden_size / run.expert_tp
+        yield {"products": self._gemm(mine, moe.num_experts, width, precision="bf16")}
+        yield {"products": self._gemm(each, (1 + model.has_gated_mlp) * part, width, experts)}
+        yield {"products": self._gemm(each, width, part, experts)}
+        ordered = 2 * (2 if run.ep > 1 else 1) * rows * width * self.activation_bytes + 4 * 8 * mine * moe.num_experts
+        ordered = max(ordered * self.habits.passes / self.rates.memory, EXPERT_KERNELS * self.rates.kernel)
+        yield {"elementwise": PassSeconds(ordered, ordered)}
+        block = self.wires.make_rank_group(run.ep * run.expert_tp, 1)
+        if block.size > 1:
+            way = 2 * self._dispatch_seconds(mine * width * self.activation_bytes, block)
+            yield {"expert": PassSeconds(way, way)}
+
+    def _adapter_work(self, index: int) -> Iterator[PassWork]:
+        """Yield the work of LoRA adapters: GEMMs, of which adapters with a common input share the first, and the
+        additions to the base outputs.
+        """
+        shared: dict[tuple[int, bool], int] = {}
+        for of in self.trained.adapters.get(index, ()):
+            key = of.in_features, of.num_experts is not None
+            rows = self._adapter_rows(of.num_experts is not None)
+            shared[key] = shared.get(key, 0) + of.rank
+            yield {"adapters": self._gemm(rows, of.out_features / self.run.tp, of.rank, precision="bf16")}
+            moved = (
+                self.habits.passes * rows * of.out_features / self.run.tp * self.activation_bytes / self.rates.memory
+            )
+            yield {"adapters": PassSeconds(4 * moved, 2 * moved)}
+        for (into, experts), rank in shared.items():
+            yield {"adapters": self._gemm(self._adapter_rows(experts), rank, into / self.run.tp, precision="bf16")}
+
+    def _adapter_rows(self, experts: bool) -> float:
+        """Return the rows of an adapter's input: tokens, or those of experts."""
+        return (
+            self.micro_batch_tokens * self.model.moe.top_k / self.run.tp
+            if experts and self.model.moe
+            else self.micro_batch_tokens
+        )
+
+    def _dispatch_seconds(self, size: float, block: RankPlacement) -> float:
+        """Return the seconds of dispatching a rank's tokens, of `size` bytes, to their experts, or of combining the
+        results.
+        """
+        moe, run = self.model.moe, self.run
+        assert moe is not None
+
+        def expected_hits(places: float) -> float:
+            """Return how many of these ranks or nodes are expected to hold an expert of a token."""
+            return places * (1 - (1 - 1 / places) ** moe.top_k)
+
+        if self.habits.dispatch == "node" and block.num_nodes > 1:  # over the network once to a node, and on from there
+            near = self.wires.all_to_all_seconds(
+                size * expected_hits(block.size), RankPlacement(block.local, block.local)
+            )
+            return max(near, size * expected_hits(block.num_nodes) * (1 - 1 / block.num_nodes) / self.wires.exchange)
+        times = moe.top_k if self.habits.dispatch == "expert" else expected_hits(run.ep)
+        return self.wires.all_to_all_seconds(size * times * run.expert_tp, block)
+
+    def _recompute_work(self, work: PassWork) -> PassWork:
+        """Return the work that the backward recomputes."""
+        run = self.run
+        if run.recompute == "full":
+            return {"recomputed": PassSeconds(0.0, sum(cost.forward for cost in work.values()))}
+        if run.recompute == "none":
+            return {}
+        seconds = work["attention"].forward if "attention" in run.modules else 0.0
+        if "norm" in run.modules or "activation" in run.modules:
+            seconds += BETWEEN_AGAIN * work["elementwise"].forward
+        if "mlp" in run.modules or "moe" in run.modules:
+            seconds += BLOCK_AGAIN * work["products"].forward + work.get("expert", PassSeconds()).forward
+        return {"recomputed": PassSeconds(0.0, seconds)}
+
+    def _tensor_parallel_work(self, work: PassWork, halves: int) -> PassWork:
+        """Return the tensor-parallel communication: four collectives forward and six backward for both halves of a
+        layer; without sequence parallelism four all-reduces, which are two each.
+        """
+        run = self.run
+        if run.tp == 1:
+            return {}
+        one = self.wires.all_gather_seconds(
+            self.micro_batch_tokens * self.model.hidden_size * self.activation_bytes,
+            self.wires.make_rank_group(run.tp, 1),
+        )
+        waited = self.habits.tp_waited if run.sp else max(self.habits.tp_waited, 6)
+        beside = self.rates.exposed_seconds((10 - waited) * one, work["products"].total * (10 - waited) / 10)
+        forward = min(waited, 4) + (2 if run.recompute == "full" else 0)
+        share = halves / 2
+        return {"tensor": PassSeconds(share * forward * one, share * max(0, waited - 4) * one + beside)}
+
+    def _context_parallel_work(self, work: PassWork, mixer: MixerKind | None) -> PassWork:
+        """Return the communication of context parallelism."""
+        model, run = self.model, self.run
+        if run.cp == 1 or mixer is None:
+            return {}
+        ranks = self.wires.make_rank_group(run.cp, run.tp)
+        if mixer != "attention":
+            way = self._state_exchange_seconds(mixer, ranks)
+            return {"context": PassSeconds(way, way)}
+        keys = (
+            model.key_value_heads
+            * (model.query_key_head_dim + model.attention_value_dim)
+            / min(run.tp, model.key_value_heads)
+        )
+        size = self.micro_batch_tokens * run.cp * keys * self.activation_bytes
+        if run.cp_kind == "alltoall":
+            rows = (
+                self.micro_batch_tokens
+                * self.activation_bytes
+                * (2 * model.num_attention_heads * model.query_key_head_dim / run.tp + keys)
+            )
+            way = self.wires.all_to_all_seconds(rows, ranks)
+            return {"context": PassSeconds(way, way)}
+        one = self.wires.all_gather_seconds(size, ranks)
+        if run.cp_kind == "allgather":
+            return {"context": PassSeconds(one, 2 * one)}
+        seen = work["attention"]  # a ring passes them on while attention works on those before
+        return {
+            "context": PassSeconds(
+                self.rates.exposed_seconds(one, seen.forward), self.rates.exposed_seconds(2 * one, seen.inputs)
+            )
+        }
+
+    def _state_exchange_seconds(self, mixer: MixerKind, ranks: RankPlacement) -> float:
+        """Return the seconds of passing recurrent states or exchanging heads, whichever is less, as `model.recurrence`
+        chooses.
+        """
+        model, run = self.model, self.run
+        (rows, _), _ = projection_shapes(model, mixer)[0]
+        passed = (
+            run.micro_batch
+            * 2
+            * run.cp
+            * max(4, self.activation_bytes)
+            * recurrent_state_elements(model, mixer)
+            / run.tp
+        )
+        exchanged = (
+            self.micro_batch_tokens * rows * self.activation_bytes / run.tp
+        )  # without z, and with y, which is as wide
+        if run.cp_kind == "alltoall" or exchanged < passed:
+            return self.wires.all_to_all_seconds(exchanged, ranks)
+        return self.wires.all_gather_seconds(passed, ranks)
+
+    def compute_offload_wait(self, layers: int, beside: PassWork) -> PassWork:
+        """Return the exposed time of offloading the activations of `layers` layers to host memory and back."""
+        if not layers:
+            return {}
+        kept = saved_activation_elements(self.model, self.run, max_active_ffn_width(self.model))
+        way = layers * self.micro_batch_tokens * self.activation_bytes * kept / self.wires.host
+        forward, backward = (sum(cost[part] for cost in beside.values()) for part in (0, 1))
+        return {"offload": PassSeconds(max(0.0, way - forward), max(0.0, way - backward))}
+
+    def compute_embedding_work(self) -> PassWork:
+        """Return the work of the embedding: rows read and written, and their gradients added to the table."""
+        moved = (
+            self.micro_batch_tokens * self.model.hidden_size / (self.run.tp if self.run.sp else 1) / self.rates.memory
+        )
+        return {"elementwise": PassSeconds(4 * moved, 18 * moved)}
+
+    def compute_head_work(self) -> PassWork:
+        """Return the work of the head: norm, logits and loss, whose forward computes the gradients too."""
+        rows = self.model.vocab_size / self.run.tp
+        forward, inputs, weights = self._gemm(self.micro_batch_tokens, rows, self.model.hidden_size, precision="bf16")
+        three = forward + inputs + (weights if self.trained.head else 0.0)
+        moved = HEAD_BYTES * self.habits.passes * self.micro_batch_tokens * rows / self.rates.memory
+        return {"head": PassSeconds(three + moved)}

@@ -1,0 +1,159 @@
+"""GEMM shapes and FLOPs of one layer, by the kinds of its mixer and feed-forward block.
+
+A product of [M, K] and [K, N] is 2 M K N operations; all are of the forward, and per token.
+
+Legend: D model width, H heads, N size of a state, Q tokens of a chunk, G groups or key heads, K and V widths of keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_common.layer_kinds import FeedForwardKind, MixerKind
+from mega_common.lora_config import LoraConfig, is_trainable_tensor
+from mega_common.model_config import ModelConfig
+from mega_common.vision_config import PROJECTOR, TOWER
+from mega_trainer.plan.run_shape import RunShape
+
+MatrixShape = tuple[int, int]  # (out, in)
+
+
+def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list[MatrixShape], list[MatrixShape]]:
+    """Return the shapes of a mixer's projections: those split by heads, the output projection last, and those into
+    latents.
+    """
+    width = model.hidden_size
+    if mixer == "mamba" and (mamba := model.mamba):
+        rows = 2 * mamba.inner_size + 2 * mamba.num_groups * mamba.state_size + mamba.num_heads
+        return [(rows, width), (width, mamba.inner_size)], []
+    if mixer == "delta" and (delta := model.delta):
+        values = delta.num_value_heads * delta.value_head_dim
+        rows = 2 * delta.num_key_heads * delta.key_head_dim + 2 * values + 2 * delta.num_value_heads
+        return [(rows, width), (width, values)], []
+    return _attention_shapes(model) if mixer else ([], [])
+
+
+def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[MatrixShape]]:
+    """Return the shapes of the projections of attention, or of multi-head latent attention (MLA)."""
+    width, mla, heads = model.hidden_size, model.mla, model.num_attention_heads
+    query, key_value = (
+        (heads * model.query_key_head_dim, width),
+        (model.key_value_heads * model.query_key_head_dim, width),
+    )
+    out = (width, heads * model.attention_value_dim)
+    if mla is None:
+        return [query, *([query] if model.attention_gate else []), key_value, key_value, out], []
+    unfolded = (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    latent = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
+    split = [(query[0], mla.q_lora_rank or width), unfolded, out]
+    return split, [(mla.q_lora_rank, width), latent] if mla.q_lora_rank else [latent]
+
+
+def mean_visible_keys(window: int | None, seq_length: int, *, causal: bool = True) -> float:
+    """Return the mean number of keys that a query attends to, within a window or in the whole sequence.
+
+    `causal` counts only keys that are not masked; without it, all that a dense product computes.
+    """
+    seen = min(window or seq_length, seq_length)
+    return seen - causal * seen * (seen - 1) / (2 * seq_length)
+
+
+def mixing_flops(
+    model: ModelConfig, mixer: MixerKind, window: int | None, seq_length: int, *, causal: bool = True
+) -> float:
+    """Return the FLOPs per token of a mixer between its projections; `causal` leaves out the masked half of token
+    pairs.
+
+    Of a recurrence those of its chunked form: scores and states (arXiv:2405.21060), of a delta rule the triangular solve too
+    (arXiv:2412.06464).
+    """
+    if mixer == "mamba" and (mamba := model.mamba):
+        pairs = mean_visible_keys(mamba.chunk_size, min(mamba.chunk_size, seq_length), causal=causal)
+        scores = mamba.num_groups * mamba.state_size + mamba.inner_size
+        return 2 * pairs * scores + 4.0 * mamba.state_size * mamba.inner_size
+    if mixer == "delta" and (delta := model.delta):
+        pairs = mean_visible_keys(delta.chunk_size, min(delta.chunk_size, seq_length), causal=causal)
+        key, value, heads = delta.key_head_dim, delta.value_head_dim, delta.num_value_heads
+        scores = 2 * key * delta.num_key_heads + heads * (key + 2 * value)
+        return 2 * pairs * scores + 6.0 * heads * key * value
+    pairs = mean_visible_keys(window, seq_length, causal=causal)
+    if not model.causal:  # as many behind a query as before it
+        pairs = min(2 * pairs - 1, seq_length)
+    return 2 * pairs * model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim)
+
+
+def recurrent_state_elements(model: ModelConfig, mixer: MixerKind) -> int:
+    """Return the elements of a recurrent state and of its transition over a chunk; 0 for attention."""
+    if mixer == "mamba" and (mamba := model.mamba):
+        return mamba.num_heads * (mamba.head_dim * mamba.state_size + 1)
+    if mixer == "delta" and (delta := model.delta):
+        return delta.num_value_heads * delta.key_head_dim * (delta.key_head_dim + delta.value_head_dim)
+    return 0
+
+
+def active_ffn_width(model: ModelConfig, feed: FeedForwardKind | None) -> int:
+    """Return the feed-forward width used for a token, summed over the experts that it is routed to."""
+    if feed == "moe" and (moe := model.moe):
+        return moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
+    return model.ffn_hidden_size if feed else 0
+
+
+def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int:
+    """Return the elements of all feed-forward matrices used for a token."""
+    width, matrices = model.hidden_size, 3 if model.has_gated_mlp else 2
+    moe = model.moe if feed == "moe" else None
+    if moe is None:
+        return matrices * width * active_ffn_width(model, feed)
+    routed = matrices * moe.top_k * moe.ffn_hidden_size * (moe.latent_size or width)
+    around = 2 * width * (moe.latent_size or 0) + width * (moe.num_experts + moe.shared_gate)
+    return routed + around + matrices * width * moe.shared_ffn_hidden_size
+
+
+def max_active_ffn_width(model: ModelConfig) -> int:
+    """Return the largest feed-forward width used for a token in any layer."""
+    return max(active_ffn_width(model, feed) for feed in {kind.feed_forward for kind in model.layer_kinds})
+
+
+def saved_activation_elements(model: ModelConfig, run: RunShape, wide: int) -> float:
+    """Return the approximate elements per token that a layer of this feed-forward width saves for its backward on a
+    rank: the inputs of its GEMMs.
+    """
+    width = model.hidden_size
+    residual = width / (run.tp if run.sp else 1)
+    if run.recompute == "full":
+        return residual
+    again = run.recompute == "selective"
+    heads = 2 * (model.num_attention_heads + model.key_value_heads) * model.query_key_head_dim
+    rows = width * (model.moe.top_k if model.moe else 0)
+    return (2 if again else 4) * residual + (heads + (2 if again else 3) * wide + rows) / run.tp
+
+
+def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConfig | None = None) -> dict[str, float]:
+    """Return the FLOPs of an image, forward and backward, by part: GEMMs with weights, and attention scores.
+
+    A product with a weight is 2 rows K N operations forward, as many for the weight's gradient where it is trained, and as
+    many for that of its input where something before it is: what is frozen up to its end counts forward only. Of a model
+    whose images keep their shape it is one of image_size x image_size.
+    """
+    vision, parts, behind = model.vision, {"products": 0.0, "scores": 0.0}, False
+    tower = model.vision_encoder_config
+    if vision is None or tower is None:
+        return parts
+    trained = partial(is_trainable_tensor, freeze=freeze, lora=lora)
+    patches = vision.patches_per_image + vision.class_token
+    for name, shape in canonical_tensors(model).items():  # in the order of the forward
+        if not name.startswith((TOWER, PROJECTOR)) or not vision.uses_tensor(name):
+            continue
+        moves = trained(name)
+        if len(shape) == 2 and "embed_positions" not in name:
+            rows = vision.tokens_per_image if name.startswith(PROJECTOR) else patches
+            rows = vision.patches_per_image if "embed_patches" in name else rows
+            parts["products"] += 2.0 * rows * math.prod(shape) * (1 + moves + behind)
+        if name.endswith("self_attn.o_proj.weight"):
+            window = tower.get_attention_window(int(name.removeprefix(f"{TOWER}layers.").partition(".")[0]))
+            seen = patches if window is None else min(window, patches)
+            parts["scores"] += 4.0 * patches * seen * vision.hidden_size * (1 + 2 * behind)
+        behind = behind or moves
+    return parts

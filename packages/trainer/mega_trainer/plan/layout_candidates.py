@@ -1,0 +1,136 @@
+"""Candidate layouts of a run for a number of GPUs, with a rough estimate of their memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.plan.flops import ParameterCounts
+from mega_trainer.plan.layer_flops import max_active_ffn_width, saved_activation_elements
+from mega_trainer.plan.machine import MachineSpec
+from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.run_shape import RecomputeKind, RunShape
+
+LEAST_CHUNK = 2048  # tokens of a context rank: with fewer, attention does not hide what travels
+LayoutSettings = dict[str, Any]  # by path, as `--set` takes them
+RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
+
+
+def generate_candidates(
+    config: RunConfig, ranks: int, machine: MachineSpec
+) -> Iterator[tuple[LayoutSettings, RunShape]]:
+    """Yield combinations of settings that divide the ranks, layers and batch evenly, with their run shapes; tensor
+    ranks share a node.
+    """
+    model, batch, length = config.model, config.batch.global_, config.data.seq_length
+    base = make_run_shape(config.model_copy(update={"parallel": type(config.parallel)()}), 1)
+    experts = model.moe.num_experts if model.moe else 1
+    degrees = [n for n in _divisors(ranks) if n <= max(model.num_layers, machine.ranks_per_node, length // LEAST_CHUNK)]
+    for tp, pp, cp in product(degrees, repeat=3):
+        fits = (
+            model.num_attention_heads % tp == 0
+            and length % (2 * cp * tp) == 0
+            and (cp == 1 or length // cp >= LEAST_CHUNK)
+        )
+        if tp > machine.ranks_per_node or pp > model.num_layers or ranks % (tp * pp * cp) or not fits:
+            continue
+        dp = ranks // (tp * pp * cp)
+        kinds: list[Literal["ring", "alltoall"]] = ["ring", "alltoall"] if cp > 1 else ["ring"]
+        micros = [n for n in sorted({1, 2, 4, 8, config.batch.micro}) if batch % (n * dp) == 0]
+        eps = _divisors(math.gcd(experts, dp * cp * tp))
+        choices = product(
+            micros,
+            eps,
+            list_pipeline_schedules(model.num_layers, pp),
+            [1, 2, 3] if pp == 1 else [1, 2],
+            RECOMPUTE,
+            kinds,
+        )
+        for micro, ep, (schedule, virtual), zero, recompute, kind in choices:
+            run = replace(
+                base, micro_batch=micro, microbatches=batch // (micro * dp), tp=tp, sp=tp > 1, pp=pp, virtual_stages=virtual,
+                schedule=schedule, pipeline_layout=None, cp=cp, cp_kind=kind, ep=ep, dp=dp, zero=zero, recompute=recompute,
+                recompute_layers=None, offload=0, expert_tp=1, modules=("norm", "activation"),
+            )  # fmt: skip
+            yield list_layout_settings(run), run
+
+
+def list_layout_settings(run: RunShape) -> LayoutSettings:
+    """Return the settings of a run of this shape, by path."""
+    return {
+        "parallel.tp": run.tp, "parallel.sp": run.sp, "parallel.pp": run.pp, "parallel.virtual_stages": run.virtual_stages,
+        "parallel.schedule": run.schedule, "parallel.pipeline_layout": None, "parallel.cp": run.cp, "parallel.cp_kind": run.cp_kind,
+        "parallel.ep": run.ep, "parallel.expert_tp": run.expert_tp, "parallel.dp": run.dp, "parallel.zero": run.zero,
+        "parallel.zero3_shard": None, "parallel.zero3_layers": None, "batch.micro": run.micro_batch,
+        "recompute": {"kind": run.recompute}, "offload.activations": 0,
+    }  # fmt: skip
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def list_pipeline_schedules(layers: int, pp: int) -> list[tuple[str, int]]:
+    """Return pipeline schedules and numbers of virtual stages for these layers, down to one layer a stage in steps of
+    two.
+    """
+    if pp == 1:
+        return [("1f1b", 1)]
+    most = layers // pp
+    virtual = sorted({1, *(most // part for part in (1, 2, 3, 4, 8) if most // part > 1)})
+    return [*(("1f1b", stages) for stages in virtual), ("zb-h1", 1), *([("zbv", 2)] if most >= 2 else [])]
+
+
+@dataclass(frozen=True)
+class RoughMemoryEstimate:
+    """Rough memory estimate of the first pipeline rank, to exclude layouts before `predict_memory` counts all saved
+    tensors.
+
+    Attributes:
+        model: which.
+        count: its parameters.
+        split, whole: those of all layers, as in `LayerParameterCounts`.
+        stack: experts of the layer that has most.
+        wide: the feed-forward width of the widest layer.
+    """
+
+    model: ModelConfig
+    count: ParameterCounts
+    split: int
+    whole: int
+    stack: int
+    wide: int
+
+    @classmethod
+    def from_parameters(cls, model: ModelConfig, count: ParameterCounts) -> RoughMemoryEstimate:
+        """Return the estimate's constants, which are equal in all layouts."""
+        layers = count.layers
+        split, whole = (sum(getattr(layer, name) for layer in layers) for name in ("split", "whole"))
+        return cls(model, count, split, whole, max(layer.experts for layer in layers), max_active_ffn_width(model))
+
+    def estimate_bytes(self, run: RunShape) -> float:
+        """Return the estimated bytes in this layout."""
+        model, count, block, alone = self.model, self.count, run.ep * run.expert_tp, run.pp == 1
+        dense = (self.split / run.tp + self.whole) / run.pp + (count.embedding + count.head * alone) / run.tp
+        experts = count.routed_experts / block / run.pp
+        apart = 0.0 if run.offload_optimizer else 12.0
+        shared = dense / run.zero3_shard_ranks + experts / max(1, run.dp * run.cp * run.tp // block)
+        sums = {2: 4 / run.zero3_shard_ranks, 3: 0.0}.get(run.zero, 4.0)
+        states = apart * shared + (6 * shared if run.zero == 3 else (2 + sums) * (dense + experts))
+        # the backward of a layer, which has its rows of experts thrice, and adds up the gradients of one of their stacks
+        rows = model.hidden_size * (model.moe.top_k if model.moe else 0) / run.tp
+        kept, every = (
+            saved_activation_elements(model, each, self.wide) for each in (run, replace(run, recompute="none"))
+        )
+        work = 2 * self.wide / run.tp + 3 * rows + (every if run.recompute == "full" else 0.0)
+        loss = 6 * model.vocab_size / run.tp * alone
+        flight = run.pp + (run.virtual_stages - 1) * run.pp / run.virtual_stages if run.pp > 1 else 1
+        held = 2 * kept * model.num_layers / run.pp * min(flight, run.microbatches)
+        tokens = run.micro_batch * run.seq_length / run.cp
+        return states + 4 / 3 * self.stack / block + tokens * (held + max(loss, 2 * work))

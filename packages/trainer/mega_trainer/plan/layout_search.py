@@ -1,0 +1,361 @@
+"""Search for the fastest layouts of a run on a number of GPUs that fit their memory.
+
+Every combination of degrees, schedule, micro-batch and recomputation is timed by its work alone; from the fastest on, they are
+then checked as `mega train --check` would, their memory is planned, and their schedule simulated, until enough fit.
+What does not fit is tried with activations in host memory, of as few layers as it takes; where nothing fits that keeps any, all is
+tried with the optimizer's state there. What a run computes stays: its batch, its model, and its precision unless others are asked for. Memory is what
+tensors can have of a GPU (`MachineSpec.room`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import yaml
+
+from mega_common.errors import ConfigError
+from mega_common.strict_config import apply_overrides
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.config.sections import ParallelConfig
+from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
+from mega_trainer.plan.layer_cost import TrainerProfile
+from mega_trainer.plan.layout_candidates import (
+    RECOMPUTE,
+    LayoutSettings,
+    RoughMemoryEstimate,
+    generate_candidates,
+    list_pipeline_schedules,
+)
+from mega_trainer.plan.machine import MachineSpec
+from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_prediction import predict_memory
+from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.step_time import PlannedRun, PredictedStepTime
+
+TRIES = 60  # layouts whose memory is planned and whose schedule is simulated, at most
+WORSE = 1.25  # as many times the best one's time: no more is looked for there
+GAIN = 0.01  # of a step's time that a change must gain to be worth telling
+LENIENT = 0.7  # of what the rough estimate was off by at least, where it was tried, when another is left out for it
+ROUGHLY = 1.15  # of a GPU's memory: what the rough estimate may exceed it by
+
+
+class NoLayoutFitsError(ConfigError):
+    """Error: no layout fits the memory of the GPUs, as predicted."""
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """Layout that fits, with its predicted step time and memory.
+
+    Attributes:
+        settings: what it sets, by path; a run with them is legal.
+        time: of a step, predicted.
+        memory: bytes of the rank that needs most.
+    """
+
+    settings: LayoutSettings
+    time: PredictedStepTime
+    memory: int
+
+
+def explain_layout_time(layout: PlannedLayout, best: PlannedLayout) -> str:
+    """Return the largest parts of the best layout's time, or the largest differences of another layout from it."""
+    whole, parts = layout.time.seconds, layout.time.parts
+    if layout is best:
+        return ", ".join(
+            f"{kind} {100 * parts[kind] / whole:.0f} %" for kind in sorted(parts, key=lambda k: -parts[k])[:4]
+        )
+    kinds = sorted({*parts, *best.time.parts})
+    changes = {kind: (parts.get(kind, 0.0) - best.time.parts.get(kind, 0.0)) / best.time.seconds for kind in kinds}
+    most = sorted(changes, key=lambda kind: -abs(changes[kind]))[:3]
+    return (
+        ", ".join(f"{kind} {100 * changes[kind]:+.1f} %" for kind in most if abs(changes[kind]) >= 5e-4)
+        or "the same work"
+    )
+
+
+def format_layout(settings: Mapping[str, Any]) -> str:
+    """Return the non-default settings of a layout in a few words."""
+    plain = {**ParallelConfig().model_dump(exclude={"tp", "pp", "zero"}), "activations": 0}
+    words = []
+    for path, value in settings.items():
+        key = path.rpartition(".")[2]
+        told = value["kind"] if isinstance(value, dict) else value
+        hidden = key == "cp_kind" and settings["parallel.cp"] == 1
+        if told is not None and told != plain.get(key) and not hidden:
+            words.append(key if told is True else f"{key} {told}")
+    return " ".join(words)
+
+
+def layout_to_yaml(layout: PlannedLayout) -> str:
+    """Return the sections of run.yaml that set a layout: `parallel`, `batch.micro` and `recompute`."""
+    given = {path: value for path, value in layout.settings.items() if value is not None}
+    nested = apply_overrides({}, format_overrides(given))
+    if not nested.get("offload", {}).get("activations"):
+        nested.pop("offload", None)
+    return yaml.safe_dump(nested, sort_keys=False)
+
+
+def make_trainer_profile(config: RunConfig) -> TrainerProfile:
+    """Return the profile of this trainer under a configuration."""
+    parallel = config.parallel
+    return TrainerProfile(
+        passes=1.0 if config.compile else 2.0,
+        dispatch="node" if parallel.dispatch == "deepep" else "rank",
+        gradient_bytes=2 if parallel.grad_reduce_dtype == "bf16" else 4,
+    )
+
+
+def make_planned_run(
+    config: RunConfig, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None
+) -> PlannedRun:
+    """Return a run on `ranks` ranks of a machine, for prediction.
+
+    Raises:
+        ConfigError: when the machine has no rate for the run's precision.
+    """
+    return PlannedRun.from_settings(
+        config.model,
+        make_run_shape(config, ranks),
+        machine,
+        machine.achieved_efficiency,
+        make_trainer_profile(config),
+        count,
+    )
+
+
+def apply_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
+    """Return the run with these settings.
+
+    Raises:
+        ConfigError: when that is no legal run.
+    """
+    raw = config.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return RunConfig.parse(apply_overrides(raw, format_overrides(settings)))
+
+
+def format_overrides(settings: Mapping[str, object]) -> Iterator[str]:
+    """Return settings as `--set` takes them."""
+    return (f"{path}={json.dumps(value)}" for path, value in settings.items())
+
+
+@dataclass(frozen=True)
+class _TimedCandidate:
+    """Candidate layout before its memory is predicted and its schedule simulated.
+
+    Attributes:
+        seconds: of a step, at least.
+        memory: bytes of a rank, about.
+        settings, run: as in `candidates`.
+    """
+
+    seconds: float
+    memory: float
+    settings: LayoutSettings
+    run: RunShape
+
+    @property
+    def estimate_kind(self) -> tuple[object, ...]:
+        """Kind of layout, within which errors of the rough memory estimate are similar."""
+        run = self.run
+        return run.recompute, run.zero, run.schedule, run.pp > 1, run.ep > 1
+
+
+def find_best_layouts(
+    config: RunConfig,
+    ranks: int,
+    machine: MachineSpec,
+    *,
+    keep: int = 8,
+    report: Callable[[str], object] = lambda text: None,
+    fixed: Collection[str] = (),
+    precisions: Collection[str] = (),
+) -> list[PlannedLayout]:
+    """Return the fastest layouts of the run that fit, fastest first, at most `keep`; `report` is called with progress
+    messages.
+
+    Settings whose paths are `fixed` stay as they are. Other `precisions` than the run's own are looked at where they are given.
+
+    Raises:
+        NoneFits: when none is legal and fits.
+    """
+    kinds: list[LayoutSettings] = [{}, *({"precision": name} for name in precisions if name != config.precision)]
+
+    def search_variants(more: LayoutSettings) -> list[PlannedLayout]:
+        return [
+            replace(layout, settings={**layout.settings, **kind, **more})
+            for kind in kinds
+            for layout in _search_layouts(apply_settings(config, {**kind, **more}), ranks, machine, keep, report, fixed)
+        ]
+
+    found = search_variants({})
+    best = min(found, key=lambda layout: layout.time.seconds, default=None)
+    short_of_memory = best is None or best.settings.get("recompute") == {"kind": "full"}
+    if short_of_memory and not config.optimizer.offload and "optimizer.offload" not in fixed:
+        found += search_variants({"optimizer.offload": True})
+    if not found:
+        raise NoLayoutFitsError(
+            f"no layout of this run fits {ranks} GPUs of {machine.memory_gb:g} GB",
+            hint="more GPUs, a batch.global that more data ranks divide, or a shorter data.seq_length",
+        )
+    return sorted(found, key=lambda layout: layout.time.seconds)[:keep]
+
+
+def _search_layouts(
+    config: RunConfig,
+    ranks: int,
+    machine: MachineSpec,
+    keep: int,
+    report: Callable[[str], object],
+    fixed: Collection[str],
+) -> list[PlannedLayout]:
+    """Return `find_best_layouts` for one precision and one placement of the optimizer states."""
+    count = count_parameters_by_layer(config.model)
+    rough = sorted(_time_candidates(config, ranks, machine, count, report, fixed), key=lambda layout: layout.seconds)
+    found: list[PlannedLayout] = []
+    tried, misjudged = 0, dict[tuple[object, ...], float]()  # what memory was at least, of what it was taken for
+    for candidate in rough:
+        best = min((layout.time.seconds for layout in found), default=math.inf)
+        enough = best if len(found) >= keep else WORSE * best  # no layout takes less than its rough time
+        if candidate.seconds > enough or tried == TRIES:
+            break
+        lenient = LENIENT if found or tried < TRIES / 2 else 1.0  # after so many in vain: the likely ones
+        if lenient * misjudged.get(candidate.estimate_kind, 0.0) * candidate.memory > machine.usable_memory_bytes:
+            continue
+        tried += 1
+        report(f"{tried} of the fastest of {len(rough)} layouts looked at, {len(found)} fit")
+        settings = {path: value for path, value in candidate.settings.items() if path not in fixed}
+        layout = _plan_layout(config, settings, ranks, machine, count)
+        if layout is None:
+            continue
+        share = layout.memory / candidate.memory
+        misjudged[candidate.estimate_kind] = min(share, misjudged.get(candidate.estimate_kind, share))
+        if layout.memory > machine.usable_memory_bytes:
+            layout = _offload_until_fit(config, settings, ranks, machine, count)
+        found += [layout] if layout is not None else []
+    return found
+
+
+def _offload_until_fit(
+    config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts
+) -> PlannedLayout | None:
+    """Return the layout with activations of as few layers as needed in host memory, or None if it does not fit."""
+    if settings.get("offload.activations") != 0 or settings.get("recompute", {}).get("kind") == "full":
+        return None
+    stages = settings["parallel.pp"] * settings["parallel.virtual_stages"]
+
+    def plan_with_offload(layers: int) -> PlannedLayout | None:
+        return _plan_layout(config, {**settings, "offload.activations": layers}, ranks, machine, count)
+
+    def fits_in_memory(layers: int) -> bool:
+        layout = plan_with_offload(layers)
+        return layout is not None and layout.memory <= machine.usable_memory_bytes
+
+    numbers = range(1, math.ceil(config.model.num_layers / stages) + 1)
+    least = bisect_left(numbers, True, key=fits_in_memory)
+    return plan_with_offload(numbers[least]) if least < len(numbers) else None
+
+
+def _time_candidates(
+    config: RunConfig,
+    ranks: int,
+    machine: MachineSpec,
+    count: ParameterCounts,
+    report: Callable[[str], object],
+    fixed: Collection[str],
+) -> Iterator[_TimedCandidate]:
+    """Yield the candidates that may fit, with their minimum time."""
+    efficiency, habits = machine.achieved_efficiency, make_trainer_profile(config)
+    given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
+    kept = {path: value for path, value in given.items() if path in fixed}
+    timed, rough = 0, RoughMemoryEstimate.from_parameters(config.model, count)
+    for settings, run in generate_candidates(config, ranks, machine):
+        needed = rough.estimate_bytes(run)
+        if (
+            any(settings[path] != value for path, value in kept.items())
+            or needed > ROUGHLY * machine.usable_memory_bytes
+        ):
+            continue
+        if run.zero == 2 and rough.estimate_bytes(replace(run, zero=1)) <= machine.usable_memory_bytes / ROUGHLY:
+            continue  # whole gradients fit, and are faster
+        timed += 1
+        if timed % 500 == 0:
+            report(f"{timed} layouts timed")
+        seconds = PlannedRun.from_settings(
+            config.model, run, machine, efficiency, habits, count
+        ).estimate_minimum_seconds()
+        yield _TimedCandidate(seconds, needed, settings, run)
+
+
+def _plan_layout(
+    config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts | None
+) -> PlannedLayout | None:
+    """Return the planned layout with these settings, or None if it is not legal."""
+    try:
+        changed = apply_settings(config, settings)
+        changed.check_world_size(ranks)
+    except ConfigError:
+        return None
+    most = max(sum(kinds.values()) for kinds in predict_memory(changed.model, make_run_shape(changed, ranks)))
+    return PlannedLayout(settings, make_planned_run(changed, ranks, machine, count).predict_step_time(), most)
+
+
+def plan_if_fitting(
+    config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None
+) -> PlannedLayout | None:
+    """Return the planned layout with these settings, or None if it is not legal or does not fit the machine's memory."""
+    layout = _plan_layout(config, settings, ranks, machine, count)
+    return layout if layout is not None and layout.memory <= machine.usable_memory_bytes else None
+
+
+def find_faster_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, keep: int = 3) -> list[PlannedLayout]:
+    """Return single changes that would make a run faster and still fit: those that gain most, at most `keep`."""
+    count, now = count_parameters_by_layer(config.model), make_planned_run(config, ranks, machine)
+    seconds, limit = now.predict_step_time().seconds, now.estimate_minimum_seconds()
+    gains: list[tuple[float, LayoutSettings]] = []
+    for settings in _iterate_changes(config, machine):
+        try:
+            changed = apply_settings(config, settings)
+            changed.check_world_size(ranks)
+        except ConfigError:
+            continue
+        gains.append((make_planned_run(changed, ranks, machine, count).estimate_minimum_seconds(), settings))
+    near = [settings for least, settings in sorted(gains, key=lambda gain: gain[0]) if least < limit]
+    found = (plan_if_fitting(config, settings, ranks, machine, count) for settings in near)
+    gained = (layout for layout in found if layout is not None and layout.time.seconds < (1 - GAIN) * seconds)
+    return sorted(islice(gained, keep), key=lambda layout: layout.time.seconds)
+
+
+def _iterate_changes(config: RunConfig, machine: MachineSpec) -> Iterator[LayoutSettings]:
+    """Yield single changes of a run's layout settings."""
+    parallel, kinds = config.parallel, list(RECOMPUTE)
+    if config.precision == "bf16" and machine.get_peak_flops("fp8") > machine.get_peak_flops("bf16"):
+        yield {"precision": "fp8"}  # which the search leaves alone: it changes what is computed
+    yield from ({"recompute": {"kind": kind}} for kind in kinds[: kinds.index(config.recompute.kind)])
+    yield {"batch.micro": 2 * config.batch.micro}
+    if config.batch.micro % 2 == 0:
+        yield {"batch.micro": config.batch.micro // 2}
+    if parallel.tp > 1:
+        yield {"parallel.tp": parallel.tp // 2, "parallel.sp": parallel.tp > 2, "parallel.dp": None}
+        if not parallel.sp:
+            yield {"parallel.sp": True}
+    if parallel.cp > 1:
+        yield {"parallel.cp": parallel.cp // 2, "parallel.dp": None}
+        yield from ({"parallel.cp_kind": kind} for kind in ("ring", "alltoall") if kind != parallel.cp_kind)
+    for schedule, virtual in list_pipeline_schedules(config.model.num_layers, parallel.pp):
+        if (schedule, virtual) != (parallel.schedule, parallel.virtual_stages):
+            yield {
+                "parallel.schedule": schedule, "parallel.virtual_stages": virtual, "parallel.pipeline_layout": None,
+            }  # fmt: skip
+    if parallel.pp > 1:
+        yield {"parallel.pp": parallel.pp // 2, "parallel.dp": None, "parallel.pipeline_layout": None}
+    if parallel.ep > 1:
+        yield {"parallel.ep": parallel.ep // 2}
+    if parallel.zero != 1:
+        yield {"parallel.zero": 1, "parallel.zero3_shard": None, "parallel.zero3_layers": None}

@@ -1,0 +1,115 @@
+"""Predicted memory savings of single changes of a run's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mega_common.errors import ConfigError
+from mega_trainer.config.fp8_config import cached_weight_layers
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.plan.memory_prediction import predict_memory
+from mega_trainer.plan.run_shape import RunShape
+
+
+def make_run_shape(config: RunConfig, world_size: int) -> RunShape:
+    """Return the shape of a run on `world_size` ranks."""
+    parallel, dp = config.parallel, config.data_parallel_size(world_size)
+    return RunShape(
+        seq_length=config.data.seq_length, target_length=config.sequence_lengths[1],
+        micro_batch=config.batch.micro, microbatches=config.micro_batches_per_step(dp), tp=parallel.tp,
+        sp=parallel.sp, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
+        pipeline_layout=tuple(parallel.pipeline_layout) if parallel.pipeline_layout else None,
+        cp=parallel.cp, cp_kind=parallel.cp_kind, ep=parallel.ep, expert_tp=parallel.expert_tp,
+        dispatch_bound=parallel.dispatch_bound, dp=dp, zero=parallel.zero, zero3_shard=parallel.zero3_shard,
+        zero3_layers=parallel.zero3_layers, bucket_elements=parallel.bucket_elements,
+        precision=config.precision, recompute=config.recompute.kind,
+        modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
+        offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
+        offload_optimizer=config.optimizer.offload, muon=config.optimizer.name == "muon", eight_bits=cached_weight_layers(config),
+        freeze=tuple(config.train.freeze), lora=None if config.lora is None else config.lora.model_dump_json(),
+        ema=config.train.ema is not None, device="cpu" if config.device == "cpu" else "gpu",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemoryAdvice:
+    """Change of settings, as for `--set`, and the bytes that it frees on the rank that needs most."""
+
+    settings: tuple[str, ...]
+    freed: int
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Predicted memory of a rank in bytes by kind, and changes of settings that would free some of it."""
+
+    predicted: Mapping[str, int]
+    advices: list[MemoryAdvice]
+
+    @classmethod
+    def predict_for_rank(cls, config: RunConfig, world_size: int, pipeline_rank: int) -> MemoryNeeds:
+        """Predict the memory of a rank of one pipeline rank."""
+        predicted = predict_memory(config.model, make_run_shape(config, world_size))[pipeline_rank]
+        return cls(predicted, find_memory_savings(config, world_size))
+
+
+def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice]:
+    """Return single changes that would free memory of a run, those that free most first."""
+    now = _peak_rank_bytes(config, world_size)
+    found = []
+    for changes in _iterate_changes(config):
+        raw = config.model_dump(mode="json", by_alias=True, exclude_none=True)
+        for path, value in changes.items():
+            _set_by_path(raw, path, value)
+        try:
+            changed = RunConfig.parse(raw)
+            changed.check_world_size(world_size)
+        except ConfigError:
+            continue
+        freed = now - _peak_rank_bytes(changed, world_size)
+        if freed > 0.02 * now:
+            found.append(
+                MemoryAdvice(tuple(f"{path}={_format_value(value)}" for path, value in changes.items()), freed)
+            )
+    return sorted(found, key=lambda advice: -advice.freed)
+
+
+def _peak_rank_bytes(config: RunConfig, world_size: int) -> int:
+    """Return the bytes of the rank that needs most."""
+    return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_run_shape(config, world_size)))
+
+
+def _iterate_changes(config: RunConfig) -> Iterator[Mapping[str, Any]]:
+    """Yield single changes of settings, by path."""
+    parallel, batch = config.parallel, config.batch
+    if batch.micro > 1:
+        yield {"batch.micro": max(n for n in range(1, batch.micro) if batch.micro % n == 0)}
+    if config.recompute.kind == "none":
+        yield {"recompute": {"kind": "selective"}}
+    if config.recompute.kind != "full":
+        yield {"recompute": {"kind": "full"}}
+    for level in range(parallel.zero + 1, 4):
+        yield {"parallel.zero": level}
+    yield {"parallel.tp": 2 * parallel.tp, "parallel.sp": True}
+    yield {"parallel.cp": 2 * parallel.cp}
+    if cached_weight_layers(config):
+        yield {"fp8.keep_weights": False}
+    if not config.optimizer.offload:
+        yield {"optimizer.offload": True}
+    if config.recompute.kind != "full":
+        yield {"offload.activations": config.model.num_layers // parallel.pp // parallel.virtual_stages}
+
+
+def _set_by_path(raw: dict[str, Any], path: str, value: object) -> None:
+    """Set a value in nested mappings by its dotted path."""
+    *sections, key = path.split(".")
+    for section in sections:
+        raw = raw[section]
+    raw[key] = value
+
+
+def _format_value(value: object) -> str:
+    """Return a value as `--set` takes it."""
+    return str(value["kind"]) if isinstance(value, dict) else str(value).lower()

@@ -1,0 +1,345 @@
+"""Predicted memory of each rank, and the moment of its peak, without using any device.
+
+What a layer keeps and makes is counted on the trainer's own modules (`plan.parts`); what a rank holds of them at a time
+follows from the list of operations that it runs. Legend: P elements of a rank's parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mega_common.model_config import ModelConfig
+from mega_trainer.pipeline.layer_partition import split_stage_layers
+from mega_trainer.pipeline.schedules import PipelineOp, PipelineSchedule
+from mega_trainer.plan.flops import count_parameters_by_layer, head_cost_in_layers, relative_layer_costs
+from mega_trainer.plan.pipeline_fill import IN_FLIGHT, make_planning_schedule
+from mega_trainer.plan.run_shape import RunShape
+
+if TYPE_CHECKING:
+    from mega_trainer.plan.part_memory import ModelPartMemory, PartMemory, WeightCounts
+
+UNIT_ELEMENTS = 350_000  # a gather among many ranks costs its latency: 1,024 take two layers of 8B, 8 take one
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak memory of a rank of one pipeline rank.
+
+    Attributes:
+        bytes: at its peak, by kind, as `memory` tells them.
+        moment: when that is.
+    """
+
+    bytes: dict[str, int]
+    moment: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum over all kinds."""
+        return sum(self.bytes.values())
+
+
+def split_layers_into_stages(model: ModelConfig, run: RunShape) -> list[range]:
+    """Return the layers of each stage, as the trainer splits them.
+
+    Raises:
+        ConfigError: when the layers do not fit the stages.
+    """
+    return split_stage_layers(
+        model.num_layers, run.pp, run.virtual_stages, run.pipeline_layout,
+        head_cost=head_cost_in_layers(model, run.seq_length, run.target_length),
+        layer_costs=relative_layer_costs(model, run.seq_length, run.target_length),
+    )  # fmt: skip
+
+
+def zero3_unit_layers(model: ModelConfig, run: RunShape) -> int:
+    """Return how many layers ZeRO-3 gathers together, without experts: enough that a rank's share has `UNIT_ELEMENTS`."""
+    layers = count_parameters_by_layer(model).layers
+    mean = sum(layer.split / run.tp + layer.whole for layer in layers) / len(layers)
+    return run.zero3_layers or math.ceil(UNIT_ELEMENTS * run.zero3_shard_ranks / mean)
+
+
+def predict_memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
+    """Return peak bytes by kind on a rank of each pipeline rank, in pipeline order.
+
+    Kinds: `weights`, `gradients`, `optimizer` (moments and, under a 16-bit precision, fp32 weights), `activations` (what is
+    kept from forwards to backwards, micro-batches and messages of the pipeline), `work` (what the operation at hand makes, gathered weights and
+    gradients on their way among them). Of fp8 the eight-bit factors of the product at hand are not counted.
+
+    Raises:
+        ConfigError: when the layers do not fit the stages, or the schedule is unknown.
+    """
+    return [rank.bytes for rank in predict_peak_memory(model, run)]
+
+
+def predict_peak_memory(model: ModelConfig, run: RunShape) -> list[RankMemory]:
+    """Return `predict_memory` with the moment of each peak."""
+    from mega_trainer.plan.part_memory import count_model_parts  # here: it needs torch
+
+    parts, stages = count_model_parts(model, run), split_layers_into_stages(model, run)
+    schedule = make_planning_schedule(
+        run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
+    )
+    chunks = [_StageMemory.from_stage(model, run, parts, stages, index) for index in range(len(stages))]
+    return [_rank_peak(model, run, parts, schedule, chunks, rank) for rank in range(run.pp)]
+
+
+@dataclass(frozen=True)
+class _StageMemory:
+    """Bytes that a stage holds of one micro-batch.
+
+    Attributes:
+        kept: from forward to backward.
+        forward, backward: when it holds most in each: what is kept then, and what the layer at hand makes besides.
+        put_off: between the halves of a backward.
+        weights: its parameters.
+        largest: elements of the largest parameter of a layer.
+    """
+
+    kept: int
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    put_off: int
+    weights: WeightCounts
+    largest: int
+    layers: range
+
+    @classmethod
+    def from_stage(
+        cls, model: ModelConfig, run: RunShape, parts: ModelPartMemory, stages: Sequence[range], stage: int
+    ) -> _StageMemory:
+        """Return the memory of stage number `stage`."""
+        from mega_trainer.plan.part_memory import WeightCounts
+
+        first, last = stage == 0, stage == len(stages) - 1
+        layers = [_layer_memory(run, parts, index, place) for place, index in enumerate(stages[stage])]
+        held = [*([parts.embedding] if first else []), *layers, *([parts.head] if last else [])]
+        away = [0 < place + (not first) <= run.offload for place in range(len(held))]
+        kept = [part.small if gone else part.kept for part, gone in zip(held, away, strict=True)]
+        back = [part.kept - part.small if gone else 0 for part, gone in zip(held, away, strict=True)]
+        before = [sum(kept[:place]) for place in range(len(held))]
+        arriving = [0, *back[:-1]]  # of the layer before, which is on its way there or back
+        put_off = [part.put_off for part in held]
+        more = _zero3_bytes(model, run, held, layers)
+        forward = [(before[i] + p.kept, p.forward - p.kept + arriving[i] + more[i][0]) for i, p in enumerate(held)]
+        backward = [
+            (before[i] + p.kept + sum(put_off[i + 1 :]), p.backward - p.kept + arriving[i] + more[i][1])
+            for i, p in enumerate(held)
+        ]
+        weights = sum((part.weights for part in held), WeightCounts())
+        largest = max((part.weights.largest for part in layers), default=0)
+        return cls(
+            sum(kept), max(forward, key=sum), max(backward, key=sum), sum(put_off), weights, largest, stages[stage]
+        )
+
+
+def _layer_memory(run: RunShape, parts: ModelPartMemory, index: int, place: int) -> PartMemory:
+    """Return the memory of a layer under the run's recompute setting."""
+    bound = run.recompute_layers
+    whole = run.recompute == "full" and (bound is None or place < bound)
+    return (parts.whole if whole else parts.layers)[index]
+
+
+@dataclass
+class _PeakTracker:
+    """Largest sum so far and its moment."""
+
+    kept: int = 0
+    work: int = 0
+    moment: str = ""
+
+    def record_if_larger(self, kept: int, work: int, moment: str) -> None:
+        """Record the sum if it is the largest so far."""
+        if kept + work > self.kept + self.work:
+            self.kept, self.work, self.moment = kept, work, moment
+
+
+@dataclass
+class _MessageBuffer:
+    """Hidden states that a rank has received or still has to send."""
+
+    size: int
+    limit: int
+    waiting: set[PipelineOp] = field(default_factory=set)
+    leaving: deque[PipelineOp] = field(default_factory=deque)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all held messages."""
+        return self.size * (len(self.waiting) + len(self.leaving))
+
+    def send_message(self, op: PipelineOp) -> None:
+        """Mark a message as being sent; the oldest one is freed when more than `limit` are in flight."""
+        self.waiting.discard(op)
+        self.leaving.append(op)
+        if len(self.leaving) > self.limit:
+            self.leaving.popleft()
+
+
+def _rank_peak(
+    model: ModelConfig,
+    run: RunShape,
+    parts: ModelPartMemory,
+    schedule: PipelineSchedule,
+    chunks: Sequence[_StageMemory],
+    rank: int,
+) -> RankMemory:
+    """Return the peak memory of a pipeline rank over its schedule."""
+    mine = [chunks[stage] for stage in schedule.stages_of_rank(rank)]
+    states = _state_bytes(run, [chunk.weights for chunk in mine])
+    states["weights"] += _quantised_bytes(model, run, mine)
+    in_forward, in_backward = _bucket_bytes(run, mine)
+    fed = run.microbatches * (parts.context + _batch_bytes(model, run))
+    most, held, last = _PeakTracker(), fed, len(chunks) - 1
+    messages = _MessageBuffer(_residual_bytes(model, run), IN_FLIGHT * run.pp)
+    for op in schedule.ranks[rank]:
+        kind, stage, micro = op
+        chunk, moment = chunks[stage], f"of micro-batch {micro}" + f" in stage {stage}" * (last > 0)
+        match kind:
+            case "RECV_F":
+                messages.waiting.add(PipelineOp("F", stage - 1, micro))
+            case "RECV_B":
+                messages.waiting.add(PipelineOp("B", stage + 1, micro))
+            case "SEND_F" | "SEND_B":
+                messages.send_message(op._replace(kind="F" if kind == "SEND_F" else "B"))
+            case "F":
+                messages.waiting.discard(PipelineOp("F", stage - 1, micro))
+                kept, work = chunk.forward
+                most.record_if_larger(held + messages.held_bytes + kept, work + in_forward, f"forward {moment}")
+                held += chunk.kept
+                if stage < last:
+                    messages.waiting.add(op)
+            case "B" | "I":
+                messages.waiting.discard(PipelineOp("B", stage + 1, micro))
+                kept, work = chunk.backward
+                most.record_if_larger(
+                    held + messages.held_bytes - chunk.kept + kept, work + in_backward, f"backward {moment}"
+                )
+                held += chunk.put_off * (kind == "I") - chunk.kept
+                if stage > 0:
+                    messages.waiting.add(PipelineOp("B", stage, micro))
+            case "W":
+                held -= chunk.put_off
+    most.record_if_larger(0, _update_bytes(run, [chunk.weights for chunk in mine]), "update")
+    return RankMemory({**states, "activations": most.kept, "work": most.work}, most.moment)
+
+
+def _shard_counts(run: RunShape) -> tuple[int, int]:
+    """Return over how many ranks ordinary weights and experts are sharded."""
+    return run.zero3_shard_ranks if run.zero == 3 else run.dp * run.cp, max(
+        1, run.dp * run.cp * run.tp // (run.ep * run.expert_tp)
+    )
+
+
+def _state_bytes(run: RunShape, stages: Sequence[WeightCounts]) -> dict[str, int]:
+    """Return the bytes of weights, gradients and optimizer states of some stages."""
+    dense, experts = sum(w.dense for w in stages), sum(w.experts for w in stages)
+    shared = _shard_counts(run)
+
+    def sharded_bytes(size: float, dense: float, experts: float, level: int) -> float:
+        ranks = shared if run.zero >= level else (1, 1)
+        return size * (dense / ranks[0] + experts / ranks[1])
+
+    copy = 4 if run.weight_bytes == 2 and not run.is_zero3_sharded else 0
+    moved = sum(w.moved for w in stages), sum(w.moved_experts for w in stages)
+    matrices = sum(w.dense_matrices for w in stages), sum(w.expert_matrices for w in stages)
+    moments = sharded_bytes((2 + run.ema) * run.gradient_bytes, *moved, 1) - run.muon * sharded_bytes(
+        run.gradient_bytes, *matrices, 1
+    )
+    gradients = sharded_bytes(run.gradient_bytes, *moved, 2)
+    if run.zero == 1:  # the sum of its slice, beside the whole, where there are several ranks
+        gradients += sum(run.gradient_bytes * n / ranks for n, ranks in zip(moved, shared, strict=True) if ranks > 1)
+    return {
+        "weights": round(sharded_bytes(run.gradient_bytes if run.is_zero3_sharded else run.weight_bytes, dense, experts, 3)) + sum(w.packed for w in stages),
+        "gradients": round(gradients),
+        "optimizer": 0 if run.offload_optimizer else round(moments + sharded_bytes(copy, *moved, 1)),
+    }  # fmt: skip
+
+
+def _quantised_bytes(model: ModelConfig, run: RunShape, mine: Sequence[_StageMemory]) -> int:
+    """Return the bytes of linear weights that are kept quantised, in two forms."""
+    if run.is_zero3_sharded or not run.eight_bits:
+        return 0
+    count = count_parameters_by_layer(model).layers
+    layers = [count[index] for chunk in mine for index in chunk.layers if index in run.eight_bits]
+    return round(2 * sum(layer.split / run.tp + layer.experts / (run.ep * run.expert_tp) for layer in layers))
+
+
+def _zero3_bytes(
+    model: ModelConfig, run: RunShape, held: Sequence[PartMemory], layers: Sequence[PartMemory]
+) -> list[tuple[int, int]]:
+    """Return the additional bytes of ZeRO-3 in the forward and the backward of each part of the model.
+
+    FSDP2 holds a unit's gathered weights and, beside them, the buffer that they or the next one's came in; embedding and head
+    stay from forward to backward. A backward holds the head's gradient to its end, those of the unit so far, and those of
+    the unit before in the buffer that they are summed from.
+    """
+    if not run.is_zero3_sharded:
+        return [(0, 0)] * len(held)
+    count = min(len(layers), zero3_unit_layers(model, run))
+    largest = max((part.weights.dense for part in layers), default=0)
+    unit = count * largest + max((part.weights.experts for part in layers), default=0)
+    ends = held[0].weights.dense + held[-1].weights.dense
+    head = held[-1].weights.moved
+    own = max((part.weights.moved for part in layers), default=0)
+    moved = count * own + max((part.weights.moved_experts for part in layers), default=0)
+    within = run.weight_bytes * (ends + 2 * unit), run.weight_bytes * (ends + 2 * unit + head + (count - 1) * own)
+    sums = run.gradient_bytes * moved * (len(layers) > count)
+    out = [(within[0], within[1] + sums)] * len(held)
+    out[0] = (
+        2 * run.weight_bytes * ends,
+        run.weight_bytes * (ends + head) + run.gradient_bytes * max(held[0].weights.moved + head, moved),
+    )
+    out[-1] = (run.weight_bytes * (ends + unit),) * 2
+    return out
+
+
+def _bucket_bytes(run: RunShape, mine: Sequence[_StageMemory]) -> tuple[int, int]:
+    """Return the bytes of gradient buckets in flight, in a forward and in a backward, if gradients are reduced after
+    each micro-batch.
+    """
+    if run.zero != 2 or run.dp * run.cp == 1:
+        return 0, 0
+    total = sum(chunk.weights.moved + chunk.weights.moved_experts for chunk in mine)
+    bucket = (
+        _bucket_elements(run) + max(chunk.largest for chunk in mine) // 2
+    )  # the last of its parameters passes the mark
+    most = max(bucket, *(chunk.weights.largest for chunk in mine))
+    each = run.gradient_bytes + run.gradient_bytes / (run.dp * run.cp)
+    # two sums are under way, one of embedding or head perhaps, and one more bucket is filled while a third is sent
+    return round(min(total, most + bucket) * each), round(min(total, most + 3 * bucket) * each)
+
+
+def _bucket_elements(run: RunShape) -> int:
+    """Return the elements of a gradient bucket."""
+    from mega_trainer.parallel.zero_buffers import ZeroConfig
+
+    return ZeroConfig(shard_grads=True, bucket_elements=run.bucket_elements).min_bucket_elements(run.dp * run.cp)
+
+
+def _update_bytes(run: RunShape, stages: Sequence[WeightCounts]) -> int:
+    """Return the additional bytes of an update: a copy of this rank's new weights, which is sent to others."""
+    if run.zero not in (1, 2):
+        return 0
+    elements = (sum(w.moved for w in stages), sum(w.moved_experts for w in stages))
+    shared = zip(elements, _shard_counts(run), strict=True)
+    return round(sum(run.weight_bytes * count / ranks for count, ranks in shared if ranks > 1))
+
+
+def _batch_bytes(model: ModelConfig, run: RunShape) -> int:
+    """Return the bytes of a micro-batch: tokens, labels and positions, and loss weights."""
+    each = 3 * 8 + 4 + (2 * 8 + 4) * model.mtp_layers + (model.moe is not None) + 8 * (model.token_types > 0)
+    source = 2 * 8 * run.seq_length if run.target_length else 0
+    each += 2 * 8 * model.retro.neighbors if model.retro else 0
+    return run.micro_batch * ((run.target_length or run.seq_length) * each + source) // run.cp
+
+
+def _residual_bytes(model: ModelConfig, run: RunShape) -> int:
+    """Return the bytes of a micro-batch's hidden states on a rank."""
+    tokens = run.micro_batch * run.sample_tokens // run.cp // (run.tp if run.sp else 1)
+    tokens *= 1 + 2 * model.retro.neighbors if model.retro else 1
+    return tokens * run.weight_bytes * model.hidden_size

@@ -1,0 +1,487 @@
+"""Memory of the parts of a model in training, counted on the trainer's own modules on the meta device.
+
+A part is one layer of each kind that a model has, the embedding, or the head with its loss and what predicts further tokens.
+It goes forward and backward on the meta device, under the run's recomputation and split as the run splits it, in groups where
+nobody is there, while the bytes of all tensors that it makes are counted. A part that is planned for a GPU goes as one does:
+a leaf is one kernel, attention keeps no scores, products are added into fp32 where they belong.
+
+Experts are given an even load.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.lora_tensors import AdaptedModule, adapted_modules, quantized_tensors
+from mega_common.lora_config import is_trainable_tensor
+from mega_common.model_config import ModelConfig
+from mega_trainer.config.parallel_layout import ParallelLayout
+from mega_trainer.data.batch_images import BatchImages
+from mega_trainer.data.micro_batch import (
+    EncoderBatch,
+    MicroBatch,
+    MtpTargets,
+    RetrievedNeighbors,
+    SegmentOrderTargets,
+    SequenceBounds,
+)
+from mega_trainer.distributed.process_groups import build_parallel_groups
+from mega_trainer.distributed.rng import SeededDropout
+from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.model.activation_checkpointing import RecomputedModule, RecomputePolicy
+from mega_trainer.model.cross_attention import with_encoder_memory
+from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.encoder_decoder import EncoderDecoderModel, select_model_class
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.retro import NeighborEncodingLayer, RetroDecoder
+from mega_trainer.optim.muon import is_hidden_matrix
+from mega_trainer.parallel.context_parallel import residual_token_ranges
+from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
+from mega_trainer.parallel.expert_parallel import AllToAllDispatcher, ExpertDispatcher
+from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.parameter_info import freeze_parameters, get_packed_weight, get_parameter_info, is_trainable
+from mega_trainer.plan.meta_counting import (
+    BalancedAllToAll,
+    FakeGroups,
+    FusedLeafCounter,
+    LiveTensorCounter,
+    MetaActivation,
+    MetaDropout,
+    MetaFusedAttention,
+    MetaKernels,
+    MetaWeightQuantizer,
+)
+from mega_trainer.plan.run_shape import RecomputeKind, RunShape
+from mega_trainer.plan.trainable_parameters import parse_run_lora
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class WeightCounts:
+    """Numbers of elements of a rank's parameters.
+
+    Attributes:
+        dense, experts: all that are kept in full, by whom their gradients are summed over.
+        packed: bytes of those that are kept in few bits.
+        moved, moved_experts: of them, those that are trained.
+        dense_matrices, expert_matrices: of these, those that Muon is for.
+        largest: of one parameter that is trained.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    moved: int = 0
+    moved_experts: int = 0
+    dense_matrices: int = 0
+    expert_matrices: int = 0
+    largest: int = 0
+    packed: int = 0
+
+    @classmethod
+    def from_parameters(cls, parameters: Sequence[nn.Parameter], build: LayerBuilder) -> WeightCounts:
+        """Count the elements of parameters by group."""
+        packed = [each for each in map(get_packed_weight, parameters) if each is not None]
+        parameters = [parameter for parameter in parameters if get_packed_weight(parameter) is None]
+        apart = [
+            get_parameter_info(p).data is build.groups.expert_data and get_parameter_info(p).split is not None
+            for p in parameters
+        ]
+        dense, experts = (
+            [parameter for parameter, expert in zip(parameters, apart, strict=True) if expert is which]
+            for which in (False, True)
+        )
+        moved, moved_experts = (list(filter(is_trainable, those)) for those in (dense, experts))
+        return cls(
+            _count_elements(dense), _count_elements(experts), _count_elements(moved), _count_elements(moved_experts),
+            _count_elements(filter(is_hidden_matrix, moved)), _count_elements(filter(is_hidden_matrix, moved_experts)),
+            max((p.numel() for p in moved + moved_experts), default=0), sum(each.nbytes for each in packed),
+        )  # fmt: skip
+
+    def __add__(self, other: WeightCounts) -> WeightCounts:
+        return WeightCounts(
+            self.dense + other.dense, self.experts + other.experts, self.moved + other.moved,
+            self.moved_experts + other.moved_experts, self.dense_matrices + other.dense_matrices,
+            self.expert_matrices + other.expert_matrices, max(self.largest, other.largest), self.packed + other.packed,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PartMemory:
+    """Bytes of one part of a model for one micro-batch on one rank.
+
+    Attributes:
+        kept: from forward to backward.
+        small: of these, what is too small to be offloaded.
+        forward: the most at a time in its forward, its input and output with it.
+        backward: the most at a time in its backward, what it kept and the gradient that it is given with it.
+        put_off: what is left where products for weight gradients are put off.
+        weights: its parameters.
+    """
+
+    kept: int
+    small: int
+    forward: int
+    backward: int
+    put_off: int
+    weights: WeightCounts
+
+
+def _count_elements(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the total number of elements of parameters."""
+    return sum(parameter.numel() for parameter in parameters)
+
+
+class PartMemoryCounter:
+    """Counter of the memory of the parts of one model in one layout.
+
+    Args:
+        model: which.
+        run: its split; micro-batches and pipeline ranks do not matter.
+    """
+
+    def __init__(self, model: ModelConfig, run: RunShape) -> None:
+        self.model, self.run, self.live, self.lora = model, run, LiveTensorCounter(), parse_run_lora(run)
+        self.device = torch.device("cpu" if run.device == "cpu" else "meta")
+        layout = ParallelLayout(tp=run.tp, cp=run.cp, dp=run.dp, ep=run.ep, expert_tp=run.expert_tp)
+        self.groups = build_parallel_groups(
+            layout, 0, heads=model.shared_head_counts, shard=run.zero3_shard, maker=FakeGroups()
+        )
+        leaves = LeafCompiler() if run.device == "cpu" else FusedLeafCounter(self.live)
+        kernels = MetaKernels(leaves) if run.device == "cpu" else MetaKernels(leaves, MetaFusedAttention())
+        self.build = LayerBuilder(
+            model, self.groups, kernels, leaves, sp=run.sp, cp_kind=run.cp_kind,
+            dispatcher=self._make_dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
+            deferred=DeferredWgradQueue() if run.defers_wgrads else None, adapts={} if self.lora is None else adapted_modules(model, self.lora),
+            packed=quantized_tensors(model, self.lora, partial(is_trainable_tensor, freeze=run.freeze, lora=self.lora)),
+            packing=MetaWeightQuantizer(),
+        )  # fmt: skip
+
+    def _make_dispatcher(self) -> ExpertDispatcher | None:
+        """Return the expert dispatcher of the run, with an even load."""
+        moe, run = self.model.moe, self.run
+        if moe is None or self.groups.ep.size == 1:
+            return None
+        if run.dispatch_bound is not None:
+            return AllToAllDispatcher(moe.num_experts, self.groups.ep, run.expert_tp, run.dispatch_bound)
+        return BalancedAllToAll(moe.num_experts, self.groups.ep, run.expert_tp, 1.0)
+
+    def fake_tensor_context(self) -> ExitStack:
+        """Return a context in which tensors have no storage."""
+        stack = ExitStack()
+        if self.device.type == "cpu":
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        return stack
+
+    def count_layer(self, index: int, *, whole: bool) -> PartMemory:
+        """Count the model's layer `index`, recomputed as a `whole` or else by the run's setting."""
+        with self.fake_tensor_context():
+            kind: RecomputeKind = "full" if whole else "none" if self.run.recompute == "full" else self.run.recompute
+            model = self._make_decoder(StageLayers(index, index + 1, embeds=False, heads=False), kind)
+            context = self._make_context(model)
+            if isinstance(model, RetroDecoder):
+                return self._count_retrieval_layer(model, context)
+            if not isinstance(model, EncoderDecoderModel):
+                return self._count_part(
+                    model, lambda x: model(x, context), self.residual_shape, list(model.parameters())
+                )
+            encodes, read = self.model.is_encoder_layer(index), self._stack_shape(encodes=True)
+            rows, memory = (self._make_input(shape) for shape in ((1, model.bias_table_rows, read[-1]), read))
+            own = model.split_contexts(context, rows)[0 if encodes else 1]
+            forward = partial(model.saved.run_layer, 0, model.layers[0])
+            context = own if encodes else with_encoder_memory(own, memory)
+            shape = self._stack_shape(encodes=encodes)
+            return self._count_part(model, lambda x: forward(x, context), shape, list(model.parameters()))
+
+    def _count_retrieval_layer(self, model: RetroDecoder, context: ForwardContext) -> PartMemory:
+        """Count a layer of a model with retrieval: a stage holds the neighbours once as given and once encoded."""
+        assert context.source is not None
+        rows, _, width = self.residual_shape
+        given = self._make_input((rows, context.source.length, width))
+        own = with_encoder_memory(context, model.unpack_neighbors(given))
+
+        def run_retrieval_layer(x: Tensor) -> Tensor:
+            made: Tensor | tuple[Tensor, Tensor] = model.saved.run_layer(0, model.layers[0], x, own)
+            return made[0] if isinstance(made, tuple) else made
+
+        part = self._count_part(model, run_retrieval_layer, self.residual_shape, list(model.parameters()))
+        if not isinstance(model.layers[0], NeighborEncodingLayer):
+            return part
+        more = given.numel() * given.element_size()
+        return replace(part, kept=part.kept + more, forward=part.forward + more, backward=part.backward + more)
+
+    def count_embedding(self, *, alone: bool) -> PartMemory:
+        """Count the embedding of the first stage, which also has the head if `alone`, and the vision encoder.
+
+        Of these there are as many as a sequence has room for.
+        """
+        with self.fake_tensor_context():
+            model = self._make_decoder(StageLayers(0, 0, True, alone))
+            parameters = [
+                p for unit in model.list_parameter_units()[: 1 + (model.vision is not None)] for p in unit.parameters
+            ]
+            begin = partial(model.embed_micro_batch, self._make_batch(), self._make_context(model))
+            return self._count_part(model, lambda x: begin(), None, parameters)
+
+    def count_head(self, *, alone: bool, ends_meet: bool) -> PartMemory:
+        """Count the last norm, the head and its loss, and the multi-token-prediction (MTP) layers."""
+        with self.fake_tensor_context():
+            kind = self.run.recompute if self.run.recompute_layers is None else "none"
+            last = self.model.num_layers
+            model = self._make_decoder(StageLayers(last, last, alone, True, ends_meet), kind)
+            context, batch = self._make_context(model), self._make_batch()
+            borrowed = self._make_tied_weight() if model.borrows else None
+            before = int(alone) + (model.vision is not None)
+            own = [p for unit in model.list_parameter_units()[before:] for p in unit.parameters]
+
+            def compute_objective(x: Tensor) -> Tensor:
+                return model.compute_objective(x, batch, context, borrowed)[0]
+
+            return self._count_part(model, compute_objective, self.residual_shape, own)
+
+    def count_context_bytes(self) -> int:
+        """Count the bytes that all layers of a micro-batch share: the rotary embeddings."""
+        with self.fake_tensor_context():
+            model = self._make_decoder(StageLayers(0, 0, False, False))
+            with self.live:
+                before = self.live.now
+                context = self._make_context(model)
+                after = self.live.now
+            del context
+            return after - before
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of a sample on a rank; those of the decoder in an encoder-decoder."""
+        return (self.run.target_length or self.run.seq_length) // self.run.cp
+
+    @property
+    def residual_shape(self) -> tuple[int, ...]:
+        """Shape of the hidden states on a rank."""
+        return self.run.micro_batch, self.rank_tokens // (self.run.tp if self.run.sp else 1), self.model.hidden_size
+
+    def _stack_shape(self, *, encodes: bool) -> tuple[int, ...]:
+        """Return the shape of the hidden states of the encoder, or of the decoder."""
+        rows, length, width = self.residual_shape
+        return (rows, length * self.run.seq_length // (self.run.target_length or 1) if encodes else length, width)
+
+    def _make_decoder(self, stage: StageLayers, kind: RecomputeKind = "none") -> Decoder:
+        """Return one pipeline stage of the model in training mode."""
+        modules = cast("tuple[RecomputedModule, ...]", self.run.modules)
+        decoder = select_model_class(self.model)(self.build, stage, RecomputePolicy(kind, modules=modules)).train()
+        freeze_parameters(decoder, partial(is_trainable_tensor, freeze=self.run.freeze, lora=self.lora))
+        return decoder
+
+    def _make_batch(self) -> MicroBatch:
+        """Return an empty micro-batch."""
+        shape = (self.run.micro_batch, self.rank_tokens)
+        ids, weights = torch.zeros(shape, dtype=torch.int64, device=self.device), torch.zeros(shape, device=self.device)
+        ahead = [MtpTargets(ids, ids, weights)] * self.model.mtp_layers
+        outline = SequenceBounds([self.run.seq_length] * self.run.micro_batch)
+        pairs = SegmentOrderTargets(ids[:, 0], weights[:, 0]) if self.model.sentence_pairs else None
+        types = ids if self.model.token_types else None
+        samples = list(range(self.run.micro_batch))
+        whole = MicroBatch(
+            ids,
+            ids,
+            weights,
+            ids,
+            outline,
+            samples,
+            ahead,
+            token_types=types,
+            segment_order=pairs,
+            images=self._make_images(ids),
+        )
+        if retro := self.model.retro:
+            chunks = self.rank_tokens // retro.chunk_length, retro.neighbors, retro.neighbor_length
+            found = torch.zeros(shape[0], *chunks, dtype=torch.int64, device=self.device)
+            of_each = SequenceBounds([retro.neighbor_length] * (shape[0] * math.prod(chunks[:2])))
+            return replace(whole, neighbors=RetrievedNeighbors(found, of_each, None))
+        if not self.model.encoder:
+            return whole
+        read = torch.zeros(shape[0], self.run.seq_length // self.run.cp, dtype=torch.int64, device=self.device)
+        return replace(whole, source=EncoderBatch(read, read, outline, None))
+
+    def _make_images(self, ids: Tensor) -> BatchImages | None:
+        """Return as many images as a sequence has room for, or None."""
+        vision = self.model.vision
+        if vision is None:
+            return None
+        count, size = self.run.micro_batch * (self.run.seq_length // vision.tokens_per_image), vision.image_size
+        squares = torch.empty(count, 3, size, size, device=self.device)
+        if vision.native is None:
+            return BatchImages(squares, ids)
+        return BatchImages(list(squares), ids, positions=torch.stack([ids] * 3))
+
+    def _make_context(self, model: Decoder) -> ForwardContext:
+        """Return the context of an empty micro-batch."""
+        routing = StepRouting(None, None, 1.0, 1.0) if self.model.moe else None
+        return model.make_batch_context(self._make_batch(), self._make_dropout, routing)
+
+    def _make_dropout(self, length: int, kind: int) -> SeededDropout | None:
+        """Return dropout without masks, or None if the model has no dropout."""
+        model = self.model
+        beside = self.lora is not None and self.lora.dropout
+        if not (model.embedding_dropout or model.residual_dropout or model.attention_dropout or beside):
+            return None
+        groups, whole = self.groups, length * self.run.cp
+        places = [residual_token_ranges(whole, groups.cp, groups.tp, sp=sp) for sp in (self.run.sp, False)]
+        return MetaDropout(0, range(self.run.micro_batch), *places)
+
+    def _make_tied_weight(self) -> Tensor:
+        """Return a tensor in place of the tied embedding of another stage."""
+        rows = -(-self.model.vocab_size // self.run.tp)
+        return self._make_input((rows, self.model.hidden_size))
+
+    def _make_input(self, shape: Sequence[int]) -> Tensor:
+        """Return an empty tensor that requires a gradient."""
+        return torch.empty(tuple(shape), dtype=self.build.dtype, device=self.device, requires_grad=True)
+
+    def _count_part(
+        self, model: Decoder, forward: Callable[[Tensor], Tensor], shape: Sequence[int] | None, own: Sequence[nn.Parameter]
+    ) -> PartMemory:  # fmt: skip
+        """Return the memory of a forward and backward of one part."""
+        places = self._attach_gradients(model)
+        seed, live = torch.empty(0, device=self.device, requires_grad=True), self.live
+        with live:
+            before = live.now
+            x = None if shape is None else MetaActivation.apply(seed, shape, self.build.dtype)  # type: ignore[no-untyped-call]
+            live.reset_peak()
+            y = forward(x)  # type: ignore[arg-type]
+            del x
+            forward_peak, edge, like = live.peak, get_gradient_edge(y) if y.requires_grad else None, (y.shape, y.dtype)
+            del y
+            kept, sizes = live.now - before, list(live.storage_sizes)
+            backward_peak = before if edge is None else self._backward_peak(edge, *like)
+            del edge
+            left = live.now - before
+        del places
+        small = sum(size for size in sizes if size < self.run.offload_min_bytes)
+        put_off = left if self.run.defers_wgrads else 0
+        for parameter in model.parameters():
+            parameter.grad = None
+        if self.build.deferred is not None:
+            self.build.deferred.take_all_wgrads()
+        weights = WeightCounts.from_parameters(own, self.build)
+        return PartMemory(kept, small, forward_peak - before, backward_peak - before, put_off, weights)
+
+    def _backward_peak(self, edge: GradientEdge, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Return the peak bytes of a backward."""
+        dy = torch.empty(shape, dtype=dtype, device=self.device)
+        self.live.reset_peak()
+        torch.autograd.backward([edge], [dy])
+        return self.live.peak
+
+    def _attach_gradients(self, model: Decoder) -> list[Tensor]:
+        """Attach a gradient buffer to every parameter, or free its gradient as soon as it is complete."""
+        places = []
+        for parameter in filter(is_trainable, model.parameters()):
+            if self.run.zero < 3 and get_parameter_info(parameter).accumulate_in_place:
+                place = torch.empty(
+                    parameter.shape, dtype=torch.promote_types(self.build.dtype, torch.float32), device=self.device
+                )
+                places.append(place)
+                parameter.main_grad = lambda place=place: (place, True)  # type: ignore[attr-defined]
+            if not self.run.defers_wgrads and self.run.zero < 3:  # there they wait for those of their unit
+                parameter.register_post_accumulate_grad_hook(_free_gradient)  # type: ignore[no-untyped-call]
+        return places
+
+
+def _free_gradient(parameter: Tensor) -> None:
+    """Free the gradient of a parameter."""
+    parameter.grad = None
+
+
+@dataclass(frozen=True)
+class ModelPartMemory:
+    """Memory of all parts of a model in one layout.
+
+    Attributes:
+        layers: of each, behind the model's own.
+        whole: the same, computed again as a whole.
+        embedding, head: of the first stage and the last.
+        context: bytes that the layers of a micro-batch share, to the end of a step.
+    """
+
+    layers: tuple[PartMemory, ...]
+    whole: tuple[PartMemory, ...]
+    embedding: PartMemory
+    head: PartMemory
+    context: int
+
+
+def count_model_parts(model: ModelConfig, run: RunShape) -> ModelPartMemory:
+    """Return the memory of all parts, cached for all layouts whose ranks hold equal parts."""
+    alone, ends_meet = run.pp * run.virtual_stages == 1, run.schedule == "zbv"
+    bare = replace(
+        run, microbatches=1, pp=1, virtual_stages=1, schedule="zb-h1" if run.defers_wgrads else "1f1b", pipeline_layout=None,
+        offload=0, offload_optimizer=False, eight_bits=range(0), zero=3 if run.is_zero3_sharded else 0, zero3_layers=None,
+        zero3_shard=None, bucket_elements=None, muon=False, dp=_minimum_data_ranks(run),
+    )  # fmt: skip
+    return _count_parts(model.model_dump_json(exclude_unset=True), bare, alone, ends_meet)
+
+
+def _minimum_data_ranks(run: RunShape) -> int:
+    """Return the smallest number of data ranks that holds the experts; more do not change a rank's micro-batch."""
+    return math.lcm(run.ep * run.expert_tp, run.tp * run.cp) // (run.tp * run.cp)
+
+
+def _trainable_by_layer(
+    model: ModelConfig, run: RunShape, adapts: Mapping[str, AdaptedModule]
+) -> dict[int, list[object]]:
+    """Return the trainable tensors and adapters of each layer, to distinguish layers that are only partly trained."""
+    names: dict[int, list[object]] = defaultdict(list)
+    if run.freeze or adapts:
+        moving = [
+            (name, None)
+            for name in canonical_tensors(model)
+            if is_trainable_tensor(name, run.freeze, parse_run_lora(run))
+        ]
+        for name, rank in [*moving, *((name, of.rank) for name, of in adapts.items())]:
+            if found := re.match(r"model\.layers\.(\d+)\.(.+)", name):
+                names[int(found[1])].append((found[2], rank))
+    return names
+
+
+@lru_cache(maxsize=4096)
+def _count_parts(text: str, run: RunShape, alone: bool, ends_meet: bool) -> ModelPartMemory:
+    """Return the memory of all parts; layers of one kind are counted once."""
+    model = ModelConfig.model_validate_json(text)
+    counter = PartMemoryCounter(model, run)
+    names = _trainable_by_layer(model, run, counter.build.adapts)
+    kinds: dict[object, PartMemory] = {}
+    wholes: dict[object, PartMemory] = {}
+    layers, whole = [], []
+    for index in range(model.num_layers):
+        normed, own = index > 0 or model.first_norm, names[index] if names else ()
+        kind = (
+            model.get_layer_kind(index),
+            model.get_attention_window(index),
+            model.has_rotary_positions(index),
+            model.is_encoder_layer(index),
+            normed,
+            *own,
+        )
+        kind += (model.has_cross_attention(index), index == min(model.retrieval_layers, default=None))
+        if kind not in kinds:
+            kinds[kind] = counter.count_layer(index, whole=False)
+            wholes[kind] = counter.count_layer(index, whole=True) if run.recompute == "full" else kinds[kind]
+        layers.append(kinds[kind])
+        whole.append(wholes[kind])
+    embedding, head = counter.count_embedding(alone=alone), counter.count_head(alone=alone, ends_meet=ends_meet)
+    return ModelPartMemory(tuple(layers), tuple(whole), embedding, head, counter.count_context_bytes())

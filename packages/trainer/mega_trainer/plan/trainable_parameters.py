@@ -1,0 +1,75 @@
+"""Trainable parameters of a run: all of the model, its unfrozen part, or LoRA adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.lora_tensors import AdaptedModule, adapted_modules, adapter_tensor_shapes
+from mega_common.lora_config import LoraConfig, is_trainable_tensor
+from mega_common.model_config import ModelConfig
+from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
+from mega_trainer.plan.run_shape import RunShape
+
+
+@dataclass(frozen=True)
+class TrainableParameters:
+    """Trainable parameters of one run.
+
+    Attributes:
+        count: what is trained, adapters with it.
+        shares: of each layer's own parameters, and those of layers that predict further tokens.
+        head: whether the output matrix is.
+        adapters: those of each layer.
+    """
+
+    count: ParameterCounts
+    shares: tuple[float, ...]
+    head: bool
+    adapters: Mapping[int, tuple[AdaptedModule, ...]]
+
+    @classmethod
+    def from_run_shape(cls, model: ModelConfig, run: RunShape, whole: ParameterCounts) -> TrainableParameters:
+        """Return the trainable parameters of a run of a model with `whole` parameters."""
+        if not run.freeze and run.lora is None:
+            return cls(whole, (1.0,) * len(whole.layers), True, {})
+        lora, own = parse_run_lora(run), canonical_tensors(model)
+        found = {} if lora is None else adapted_modules(model, lora)
+        both = {**own, **adapter_tensor_shapes(found)}
+        moving = {name: shape for name, shape in both.items() if is_trainable_tensor(name, run.freeze, lora)}
+        mine = count_parameters_by_layer(model, {name: shape for name, shape in moving.items() if name in own})
+        shares = tuple(layer.total / all_.total for layer, all_ in zip(mine.layers, whole.layers, strict=True))
+        head = "model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
+        adapters: dict[int, tuple[AdaptedModule, ...]] = {}
+        for name, adapter in found.items():
+            layer = _layer_index(name)
+            adapters[layer] = (*adapters.get(layer, ()), adapter)
+        return cls(count_parameters_by_layer(model, moving), shares, head in moving, adapters)
+
+    def extra_flops(self, model: ModelConfig, whole: ParameterCounts) -> float:
+        """Return the additional FLOPs per token compared to full training: GEMMs of adapters, minus weight gradients of
+        frozen weights.
+        """
+        active = [layer.total - layer.experts * (1 - whole.top_k / whole.num_experts) for layer in whole.layers]
+        frozen = sum((1 - share) * each for share, each in zip(self.shares, active, strict=True))
+        frozen += (not self.head) * model.vocab_size * model.hidden_size
+        added = sum(
+            (of.in_features + of.out_features) * of.rank * (whole.top_k if of.num_experts else 1)
+            for adapters in self.adapters.values()
+            for of in adapters
+        )
+        return 6.0 * added - 2.0 * frozen
+
+
+def parse_run_lora(run: RunShape) -> LoraConfig | None:
+    """Return the LoRA configuration of a run, or None."""
+    return None if run.lora is None else LoraConfig.model_validate_json(run.lora)
+
+
+def _layer_index(name: str) -> int:
+    """Return the layer index in a tensor name."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    assert found is not None
+    return int(found[1])

@@ -1,0 +1,1 @@
+"""One run: built, trained step by step, validated, saved and resumed."""

@@ -1,0 +1,318 @@
+"""Components of a run, made from its configuration: groups, stages, buffers, optimizer, data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from mega_ckpt.lora_tensors import adapted_modules, quantized_tensors
+from mega_common.errors import ConfigError
+from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
+from mega_data.tokenizer import Tokenizer
+from mega_trainer.config.fp8_config import cached_weight_layers, check_fp8_device
+from mega_trainer.config.parallel_layout import ParallelLayout
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.comm import CommLog
+from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
+from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_versions
+from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
+from mega_trainer.kernels.flex_attention import FlexAttentionKernel
+from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
+from mega_trainer.kernels.kernel_interface import Kernels
+from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.nf4_quantizer import Nf4Quantizer
+from mega_trainer.kernels.recurrent_libraries import (
+    CausalConvKernel,
+    FlaDeltaRuleKernel,
+    MambaScanKernel,
+    RecurrentLibraries,
+)
+from mega_trainer.kernels.te_kernels import TeAttention, TeLinearKernels
+from mega_trainer.kernels.torch_kernels import TorchKernels
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.model.activation_checkpointing import RecomputePolicy
+from mega_trainer.model.activation_offload import ActivationOffload
+from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.encoder_decoder import select_model_class
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.optim.adamw import AdamWUpdateRule
+from mega_trainer.optim.loss_scale import LossScale
+from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
+from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
+from mega_trainer.parallel.deepep_dispatch import DeepEpDispatcher
+from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
+from mega_trainer.parallel.expert_parallel import ExpertDispatcher
+from mega_trainer.parallel.fsdp import FullyShardedStage, fully_shard_stage
+from mega_trainer.parallel.nvshmem_dispatch import NvshmemDispatcher
+from mega_trainer.parallel.parameter_info import freeze_parameters, is_trainable
+from mega_trainer.parallel.parameter_shards import ShardedStage
+from mega_trainer.parallel.te_dispatch import TransformerEngineDispatcher
+from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
+from mega_trainer.pipeline.layer_partition import split_stage_layers
+from mega_trainer.pipeline.schedules import PipelineSchedule, make_schedule
+from mega_trainer.plan.flops import head_cost_in_layers, relative_layer_costs
+from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_prediction import zero3_unit_layers
+
+
+def connect_groups(
+    config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommLog | None = None
+) -> ParallelGroups:
+    """Return this rank's process groups under the configured degrees.
+
+    Raises:
+        ConfigError: when they do not fit the number of ranks.
+    """
+    config.check_world_size(ranks.world_size)
+    parallel = config.parallel
+    layout = ParallelLayout(
+        tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, dp=config.data_parallel_size(ranks.world_size),
+        ep=parallel.ep, expert_tp=parallel.expert_tp,
+    )  # fmt: skip
+    return build_parallel_groups(
+        layout,
+        ranks.rank,
+        heads=config.model.shared_head_counts,
+        shard=parallel.zero3_shard,
+        maker=maker or ProcessGroupCache(timedelta(seconds=2 * config.timeout_seconds)),  # as `ranks.joined`
+        ordered=config.debug.ordered_reductions,
+        log=log,
+    )
+
+
+def build_expert_dispatcher(config: RunConfig, groups: ParallelGroups, leaves: LeafCompiler) -> ExpertDispatcher | None:
+    """Return the expert-parallel dispatcher of the configured library; None for the default all-to-all."""
+    moe, parallel = config.model.moe, config.parallel
+    if moe is None or groups.ep.size == 1 or parallel.dispatch == "alltoall":
+        return None
+    bound = parallel.dispatch_bound
+    if parallel.dispatch == "deepep":
+        return DeepEpDispatcher(moe.num_experts, groups.ep, bound)
+    assert bound is not None
+    if parallel.dispatch == "te":
+        return TransformerEngineDispatcher(moe.num_experts, groups.ep, bound)
+    return NvshmemDispatcher(moe.num_experts, groups.ep, groups.expert_tp.size, bound, leaves)
+
+
+def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
+    """Choose the kernel back ends of a run on this kind of device.
+
+    Raises:
+        ConfigError: when one is asked for that cannot be used here.
+    """
+    model, gpu = config.model, device.type == "cuda"
+    facts = BackendFacts(
+        installed=installed_versions(),
+        capability=torch.cuda.get_device_capability(device) if gpu else None,
+        cudnn=torch.backends.cudnn.version() if gpu else None,  # type: ignore[no-untyped-call]
+        half=compute_dtype(config) in (torch.bfloat16, torch.float16),
+        head=(model.query_key_head_dim, model.attention_value_dim),
+        softcap=model.attention_softcap is not None,
+        biased=model.position == "relative",
+        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence),
+    )
+    parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta")}
+    used = {part: getattr(config.kernels, part) for kind in model.heads_by_mixer for part in parts.get(kind, ())}
+    return choose_backends(config.kernels.linear, config.kernels.attention, facts, used)
+
+
+def create_kernels(choice: BackendChoice, leaves: LeafCompiler) -> Kernels:
+    """Return the chosen back ends as one `Kernels`; libraries are imported here."""
+    makers: dict[str, Callable[[], FlashKernel]] = {
+        "varlen": TorchFlashKernel, "flash 2": FlashAttention2, "flash 3": FlashAttention3, "flex": FlexAttentionKernel
+    }  # fmt: skip
+    flash = makers[choice.attention]() if choice.attention in makers else None
+    whole = TeAttention() if choice.attention == "te" else None
+    libraries: dict[str, Callable[[], Any]] = {
+        "conv": CausalConvKernel,
+        "scan": MambaScanKernel,
+        "delta": FlaDeltaRuleKernel,
+    }
+    chosen = {part: libraries[part]() for part, name in choice.recurrent.items() if name != "torch"}
+    recurrent = RecurrentLibraries(**chosen)
+    return (TeLinearKernels if choice.linear == "te" else TorchKernels)(leaves, flash, whole, recurrent)
+
+
+def make_layer_builder(
+    config: RunConfig, groups: ParallelGroups, device: torch.device, choice: BackendChoice, leaves: LeafCompiler
+) -> LayerBuilder:
+    """Return the `LayerBuilder` from which every layer of the run's model is made."""
+    return LayerBuilder(
+        config.model, groups, create_kernels(choice, leaves), leaves,
+        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
+        dispatch_bound=config.parallel.dispatch_bound, dtype=compute_dtype(config), device=device,
+        adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
+        packed=quantized_tensors(config.model, config.lora, config.is_trainable),
+        packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
+    )  # fmt: skip
+
+
+def build_schedule(config: RunConfig, groups: ParallelGroups) -> PipelineSchedule:
+    """Return the pipeline operations of one step of this configuration."""
+    parallel = config.parallel
+    microbatches = config.micro_batches_per_step(groups.dp.size)
+    return make_schedule(
+        parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages
+    )
+
+
+def build_stages(
+    config: RunConfig, build: LayerBuilder, schedule: PipelineSchedule, stage_class: type[Decoder] | None = None
+) -> dict[int, Decoder]:
+    """Return this rank's stages of the model by stage number, uninitialised; weights are sharded under ZeRO-3.
+
+    Args:
+        stage_class: what they are instances of, where that is not for the configuration to say.
+
+    Raises:
+        ConfigError: when nothing of it is to be trained.
+    """
+    parallel, last = config.parallel, len(schedule.owners) - 1
+    layers = split_stage_layers(
+        config.model.num_layers, parallel.pp, parallel.virtual_stages, parallel.pipeline_layout,
+        head_cost=head_cost_in_layers(config.model, *config.sequence_lengths),
+        layer_costs=relative_layer_costs(config.model, *config.sequence_lengths),
+    )  # fmt: skip
+    again, away = config.recompute, config.offload
+    recompute = RecomputePolicy(again.kind, again.layers, tuple(again.modules))
+    offload = ActivationOffload(away.activations, away.min_bytes) if away.activations else None
+    build = replace(build, by_layer=make_fp8_kernels(config, build.device, build.leaves))
+    device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
+    if sharded:
+        kept = torch.float64 if build.dtype == torch.float64 else torch.float32
+        build = replace(build, dtype=kept, device=torch.device("meta"))
+    ends_meet = schedule.owner_of_stage(0) == schedule.owner_of_stage(last)
+    stages = {}
+    for index in schedule.stages_of_rank(build.groups.pp.rank):
+        part = StageLayers(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)
+        own = replace(build, deferred=DeferredWgradQueue()) if schedule.splits_backward else build
+        stages[index] = (stage_class or select_model_class(config.model))(own, part, recompute, offload)
+        freeze_parameters(stages[index], config.is_trainable)
+    if not any(is_trainable(parameter) for stage in stages.values() for parameter in stage.parameters()):
+        raise ConfigError(
+            f"everything is frozen in layers {', '.join(f'{s.stage.first} to {s.stage.last - 1}' for s in stages.values())}, "
+            "which are a rank's share of the pipeline",
+            hint="freeze less, or set parallel.pipeline_layout so that each stage has something to train",
+        )
+    if sharded:
+        for stage in stages.values():
+            fully_shard_stage(
+                stage, dtype=compute_dtype(config), device=device, reduce_dtype=gradient_reduce_dtype(config),
+                layers=resolve_zero3_layers(config, build.groups),
+            )  # fmt: skip
+    return stages
+
+
+def resolve_zero3_layers(config: RunConfig, groups: ParallelGroups) -> int:
+    """Return the number of layers in one unit of ZeRO-3."""
+    return zero3_unit_layers(config.model, make_run_shape(config, groups.world.size))
+
+
+def make_fp8_kernels(config: RunConfig, device: torch.device, leaves: LeafCompiler | None = None) -> dict[int, Kernels]:
+    """Return the FP8 back end of each layer whose linear layers run in FP8, by layer number.
+
+    Raises:
+        ConfigError: when the device has no kernels for the recipe.
+    """
+    if config.precision != "fp8":
+        return {}
+    if device.type == "cuda":
+        check_fp8_device(
+            torch.cuda.get_device_capability(device), config.fp8.recipe, experts=config.model.moe is not None
+        )
+    recipe, wide = config.fp8.recipe, config.fp8.uses_e5m2_gradients
+    kernels: Kernels = (
+        TeLinearKernels(leaves, recipe=recipe, wide_gradients=wide)
+        if config.kernels.linear == "te"
+        else Fp8Kernels(recipe, E5M2 if wide else E4M3, leaves)
+    )
+    return dict.fromkeys(config.fp8.fp8_layer_range(config.model.num_layers), kernels)
+
+
+def build_optimizer(
+    config: RunConfig, shared: Mapping[int, ShardedStage], groups: ParallelGroups, leaves: LeafCompiler | None = None
+) -> ShardedOptimizer:
+    """Return the configured optimizer over all stages."""
+    settings, muon = config.optimizer, config.optimizer.muon
+    decay = settings.weight_decay
+    adamw = partial(AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+    own_decay = decay if muon.weight_decay is None else muon.weight_decay
+    apart = partial(
+        MuonUpdateRule, tensor_group=groups.tp, momentum=muon.momentum, nesterov=muon.nesterov, lr_factor=muon.lr_factor,
+        weight_decay=own_decay, rounds=muon.rounds,
+    )  # fmt: skip
+    return ShardedOptimizer(
+        list(shared.values()),
+        adamw=adamw,
+        separate=apart if settings.name == "muon" else None,
+        model_groups=(groups.pp,),
+        offload=settings.offload,
+        leaves=leaves,
+        ema=config.train.ema,
+    )
+
+
+def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, ShardedStage]:
+    """Return the weights and gradients of each stage, sharded over the data ranks by the ZeRO level."""
+    level = config.parallel.zero
+    sharing = ZeroConfig(
+        shard_grads=level > 0,
+        reduce_every_microbatch=level == 2 or config.debug.reduce_every_microbatch,
+        separate=is_hidden_matrix if config.optimizer.name == "muon" else None,
+        decoupled=config.optimizer.decoupled_lr is not None,
+        lr_factor=config.lr_factor_of,
+        reduce_dtype=gradient_reduce_dtype(config),
+        bucket_elements=config.parallel.bucket_elements,
+        cache_prepared_weights=bool(cached_weight_layers(config)),
+    )
+    return {index: _shard_stage(config, stage, sharing) for index, stage in stages.items()}
+
+
+def _shard_stage(config: RunConfig, stage: Decoder, sharing: ZeroConfig) -> ShardedStage:
+    if not isinstance(stage, FSDPModule):
+        return flatten_parameters(stage, sharing, stage.list_parameter_units())
+    layers = resolve_zero3_layers(config, stage.groups)
+    return FullyShardedStage(
+        stage,
+        decoupled=sharing.decoupled,
+        lr_factor=sharing.lr_factor,
+        reduce_dtype=sharing.reduce_dtype,
+        layers=layers,
+    )
+
+
+def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[BlendedDataset, BlendedDataset | None]:
+    """Return the training set, and the validation set if the run validates; `tokenizer` is that of the data."""
+    eod = None if tokenizer is None else tokenizer.eos_id
+    training, valid, _ = build_blended_datasets(
+        config.data,
+        seed=config.train.seed,
+        samples=config.samples_per_split,
+        eod=eod,
+        tokenizer=tokenizer,
+        vision=config.model.vision,
+    )
+    return training, valid
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype:
+    """Return the dtype of weights and activations; gradients and main weights are fp32, or fp64 in an fp64 run."""
+    names = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
+    return names.get(config.precision, torch.bfloat16)
+
+
+def gradient_reduce_dtype(config: RunConfig) -> torch.dtype | None:
+    """Return the dtype in which gradients are reduced over data ranks, or None for their own."""
+    return torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None
+
+
+def initial_loss_scale(config: RunConfig) -> LossScale | None:
+    """Return the loss scale a run starts with, or None if the precision needs none."""
+    fp16 = config.fp16
+    return LossScale(fp16.initial_scale, fp16.growth_interval, fp16.min_scale) if config.precision == "fp16" else None

@@ -1,0 +1,143 @@
+"""Checks of the paths and names that a run.yaml refers to, before the run starts. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.lora_tensors import adaptable_projections, adapted_modules, adapter_tensor_shapes
+from mega_common.errors import ConfigError, DataError
+from mega_common.lora_config import LoraConfig, matches_module_pattern
+from mega_common.model_config import ModelConfig
+from mega_common.object_store import RemotePath, parse_location
+from mega_common.strict_config import ConfigProblem
+from mega_data.data_config import DatasetSource
+from mega_data.sampling.dataset_parts import find_matching_prefixes
+from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, strip_data_suffix
+from mega_data.token_files.remote_copies import restore_url
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.plan.machine import load_machine
+
+TASK_FILES = (".yaml", ".yml")
+KNOWN_NAMES = 12  # names of modules in a hint
+
+
+def find_input_problems(config: RunConfig, *, data: bool) -> list[ConfigProblem]:
+    """List the inputs of a run that do not exist: files, folders, data sets, a machine, modules of the model.
+
+    Args:
+        config: a valid configuration.
+        data: check the data sets and the tokenizer too.
+    """
+    found = [*_path_problems(config), *find_pattern_problems(config), *_machine_problems(config)]
+    return [*found, *(_data_problems(config) if data else ())]
+
+
+def find_pattern_problems(config: RunConfig) -> list[ConfigProblem]:
+    """List the patterns of names in `lora`, `train` and `optimizer` that match nothing in the model."""
+    found = [] if config.lora is None else list(_lora_problems(config.model, config.lora))
+    named = {"train.freeze": config.train.freeze, "optimizer.lr_factors": list(config.optimizer.lr_factors)}
+    if found or not any(named.values()):
+        return found
+    names = [*canonical_tensors(config.model)]
+    names += [] if config.lora is None else adapter_tensor_shapes(adapted_modules(config.model, config.lora))
+    for key, patterns in named.items():
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                found.append(ConfigProblem(key, "matches no tensor of the model", pattern, f"the first is {names[0]}"))
+    return found
+
+
+def _lora_problems(model: ModelConfig, lora: LoraConfig) -> Iterator[ConfigProblem]:
+    modules = list(adaptable_projections(model))
+    kinds = sorted({module.rpartition(".")[2] for module in modules})
+    hint = f"the model has {', '.join(kinds[:KNOWN_NAMES])}"
+    missing = [
+        ConfigProblem(f"lora.{key}", "matches no projection of the model", pattern, hint)
+        for key, patterns in (("modules", lora.modules), ("ranks", lora.ranks), ("alphas", lora.alphas))
+        for pattern in patterns
+        if not any(matches_module_pattern(module, [pattern]) for module in modules)
+    ]
+    yield from missing
+    owners = [name.rpartition(".")[0] for name in canonical_tensors(model)]
+    for pattern in lora.modules_to_save:
+        if not any(matches_module_pattern(owner, [pattern]) for owner in owners):
+            yield ConfigProblem(
+                "lora.modules_to_save", "matches no module of the model", pattern, "lm_head, embed_tokens"
+            )
+    if not missing:
+        try:
+            adapted_modules(model, lora)
+        except ConfigError as error:
+            yield ConfigProblem("lora", error.message, None, error.hint or "")
+
+
+def _path_problems(config: RunConfig) -> Iterator[ConfigProblem]:
+    objective, lora = config.objective, config.lora
+    paths: Mapping[str, str | Path | None] = {
+        "init_from": config.init_from,
+        "checkpoint.load": config.checkpoint.load,
+        "lora.init_from": lora.init_from if lora else None,
+        "objective.teacher": objective.teacher,
+        "objective.reference_model": objective.reference_model,
+    }
+    for key, path in paths.items():
+        yield from _existence_problem(key, path)
+    tasks = [Path(task) for task in config.eval.tasks if task.endswith(TASK_FILES)]
+    for task in tasks:
+        if not task.is_file():
+            yield ConfigProblem("eval.tasks", "no such file", str(task))
+    yield from _folder_problem("eval.include_path", config.eval.include_path)
+
+
+def _machine_problems(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.machine is not None:
+        try:
+            load_machine(config.machine)
+        except ConfigError as error:
+            yield ConfigProblem("machine", error.message.removeprefix("--machine "), None, error.hint or "")
+
+
+def _data_problems(config: RunConfig) -> Iterator[ConfigProblem]:
+    data = config.data
+    yield from _existence_problem("data.tokenizer", data.tokenizer)
+    yield from _folder_problem("data.image_folder", data.image_folder)
+    for name in (name for name, count in config.samples_per_split.items() if name == "train" or count):
+        for number, source in enumerate(getattr(data, name) or []):
+            yield from _source_problems(f"data.{name}.{number}", source)
+
+
+def _source_problems(key: str, source: DatasetSource) -> Iterator[ConfigProblem]:
+    if _is_remote(source.path):
+        return
+    try:
+        prefixes = find_matching_prefixes(source)
+    except DataError as error:
+        yield ConfigProblem(f"{key}.path", error.message, None, error.hint or "")
+        return
+    for prefix in map(strip_data_suffix, prefixes):
+        missing = [path.name for path in (get_idx_path(prefix), get_bin_path(prefix)) if not path.is_file()]
+        if missing:
+            rule = "; ".join(f"{name}: no such file" for name in missing)
+            yield ConfigProblem(f"{key}.path", rule, str(source.path), "mega data preprocess makes a data set")
+    yield from _folder_problem(f"{key}.neighbors", source.neighbors)
+
+
+def _existence_problem(key: str, path: str | Path | None) -> Iterator[ConfigProblem]:
+    if path is not None and not _is_remote(path) and not Path(path).exists():
+        yield ConfigProblem(key, "no such file or folder", str(path))
+
+
+def _folder_problem(key: str, folder: Path | None) -> Iterator[ConfigProblem]:
+    if folder is not None and not _is_remote(folder) and not folder.is_dir():
+        rule = "is not a folder" if folder.exists() else "no such folder"
+        yield ConfigProblem(key, rule, str(folder))
+
+
+def _is_remote(path: str | Path) -> bool:
+    try:
+        return isinstance(parse_location(restore_url(Path(path))), RemotePath)
+    except ConfigError:  # an unknown protocol, which is no file either
+        return False

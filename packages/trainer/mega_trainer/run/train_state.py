@@ -1,0 +1,458 @@
+"""Saved and resumed state of a run: weights, optimizer and a few numbers, all by canonical name, none by rank.
+
+There is no generator state to save: every random draw is a function of (seed, what it is for).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mega_ckpt.checkpoint_folders import delete_after_step, latest_until_step
+from mega_ckpt.lora_adapter import check_adapter_base
+from mega_ckpt.source import WeightSource, load_weights
+from mega_ckpt.store import (
+    AsyncSaver,
+    Checkpoint,
+    Location,
+    apply_retention,
+    latest_checkpoint,
+    load_sharded_checkpoint,
+    parse_location,
+    remove_leftovers,
+    save_sharded_checkpoint,
+)
+from mega_ckpt.tensor_pieces import ShardedTensor, boxes_by_name, merge_sharded
+from mega_common.errors import CheckpointError, NumericalError
+from mega_common.model_config import ModelConfig
+from mega_common.object_store import ObjectStoreError
+from mega_common.progress_logging import logger
+from mega_data.sampling.staged_blend import resume_data_config
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, MemoryCopy
+from mega_trainer.job.resume_check import check_resume_settings
+from mega_trainer.job.rollback import RollbackRequested, SkippedRanges
+from mega_trainer.job.stop_conditions import BestValidation
+from mega_trainer.job.training_guard import LossGuard
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.optim.loss_scale import LossScale
+from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
+from mega_trainer.parallel.parameter_info import (
+    get_local_values,
+    get_packed_weight,
+    get_parameter_info,
+    is_trainable,
+    non_trainable_buffers,
+)
+from mega_trainer.parallel.parameter_shards import replica_groups, split_replicas
+from mega_trainer.run.train_step import StepResult
+
+
+@dataclass
+class TrainState:
+    """Everything that changes while training, on this rank.
+
+    Attributes:
+        step: optimizer steps done, skipped ones included.
+        consumed_samples: samples read, over all ranks: the position in the data.
+        loss_scale: in fp16.
+        count_samples_read: tells how many of the samples before one are of each data set; None without data.
+        adapter_base: what an adapter is beside, as a checkpoint tells it.
+        skipped_ranges: the samples that a rollback went past.
+        rollbacks: how often in a row it was to the same checkpoint.
+        best: the lowest validation loss.
+    """
+
+    config: RunConfig
+    stages: Mapping[int, Decoder]
+    optimizer: ShardedOptimizer
+    guard: LossGuard
+    step: int = 0
+    consumed_samples: int = 0
+    loss_scale: LossScale | None = None
+    count_samples_read: Callable[[int], Mapping[str, int]] | None = None
+    adapter_base: Mapping[str, str] | None = None
+    skipped_ranges: SkippedRanges = field(default_factory=SkippedRanges)
+    rollbacks: int = 0
+    best: BestValidation = field(default_factory=BestValidation)
+
+    @property
+    def data_position(self) -> int:
+        """Position of the next sample in the order of the data."""
+        return self.skipped_ranges.data_position(self.consumed_samples)
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all steps are done, or early stopping applies."""
+        settings = self.config.train
+        return self.step >= settings.steps or (
+            settings.early_stop is not None and self.best.since >= settings.early_stop
+        )
+
+    def advance_step(self, result: StepResult) -> None:
+        """Count a finished step, and check its numbers with the guard.
+
+        Raises:
+            NumbersError: when the run's policy says stop.
+            RollBack: when it says so.
+        """
+        size = self.config.batch.batch_size_at(self.consumed_samples)
+        samples = self.skipped_ranges.format_samples(self.consumed_samples, size)
+        self.step += 1
+        self.consumed_samples += size
+        self.guard.check_step(self.step, result, samples)
+
+    def roll_back(self, request: RollbackRequested, world: CommGroup) -> None:
+        """Return to a checkpoint before a bad step and skip all samples since then. Later checkpoints are deleted.
+
+        Raises:
+            NumbersError: when there is none, or it has been returned to `train.max_skips` times in a row.
+        """
+        settings, root, position = self.config.train, self.config.checkpoint_root, self.data_position
+        found = latest_until_step(root, request.step - settings.rollback_steps)
+        if found is None:
+            wanted = f"no checkpoint in {root} is {settings.rollback_steps} step(s) older (train.rollback_steps)"
+            raise NumericalError(f"{request.message}; {wanted}", hint="checkpoint.every saves while a run goes on")
+        before, at = self.skipped_ranges, self.consumed_samples
+        self.restore_checkpoint(found, world.process_group)
+        again = bool(before.ranges) and before.ranges[-1][0] == self.consumed_samples
+        self.rollbacks = self.rollbacks + 1 if again else 1
+        if self.rollbacks > settings.max_skips:
+            message = (
+                f"{request.message}; going back to step {self.step} did not help {settings.max_skips} times in a row"
+            )
+            raise NumericalError(message, hint="lower optimizer.lr, or go further back: train.rollback_steps")
+        self.skipped_ranges = self.skipped_ranges.skip_to_position(position, self.consumed_samples)
+        logger.warning(
+            "%s\n  back to step %d; left out: %s", request.message, self.step,
+            f"samples {before.data_position(self.consumed_samples)} to {before.data_position(at) - 1}",
+        )  # fmt: skip
+        if world.rank == 0:
+            delete_after_step(root, self.step)
+
+    def checkpoint_tensors(self) -> dict[str, ShardedTensor]:
+        """Return all tensors of a checkpoint as this rank's boxes, views of the tensors in training."""
+        self.optimizer.wait_for_params()
+        weights = collect_weights(
+            self.stages, prefix="weights/", computed=True, trainable_only=self.config.lora is not None
+        )
+        return weights | self.optimizer.checkpoint_tensors()
+
+    def tensors_to_save(self) -> dict[str, ShardedTensor]:
+        """Return this rank's part of a checkpoint: replicated tensors are split among the ranks that hold them."""
+        self.optimizer.wait_for_params()
+        weights = collect_weights(
+            self.stages, prefix="weights/", computed=True, to_save=True, trainable_only=self.config.lora is not None
+        )
+        return weights | self.optimizer.checkpoint_tensors(to_save=True)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return the JSON state that a checkpoint holds besides the tensors."""
+        return {
+            "consumed_samples": self.consumed_samples,
+            "left_out": [list(each) for each in self.skipped_ranges.ranges],
+            "read": self.count_samples_read and self.count_samples_read(self.data_position),
+            "optimizer_steps": self.optimizer.update_count,
+            "loss_average": self.guard.average,
+            "loss_seen": self.guard.seen,
+            "best": asdict(self.best),
+            "loss_scale": self.loss_scale and [self.loss_scale.value, self.loss_scale.good_steps],
+            "settings": self.config.model_dump(mode="json", by_alias=True),
+            **({} if self.adapter_base is None else {"base": dict(self.adapter_base)}),
+        }
+
+    def restore_checkpoint(self, folder: Location, group: dist.ProcessGroup | None) -> list[str]:
+        """Resume from a checkpoint, in whatever layout it was saved; returns the settings that differ.
+
+        Raises:
+            ConfigError: when it is of another model, or the learning rate would jump.
+            CheckpointError: when it is not a complete checkpoint.
+        """
+        saved = Checkpoint.open_folder(folder)
+        if "settings" not in saved.trainer_state:
+            raise CheckpointError(
+                f"{folder}: has weights alone, and nothing that a run goes on from",
+                hint=f"init_from={folder} starts from its weights, in another output folder and without checkpoint.load",
+            )
+        lines = check_resume_settings(saved.trainer_state, saved.step, self.config, str(folder))
+        if self.adapter_base is not None:
+            check_adapter_base(saved.trainer_state.get("base"), self.adapter_base, str(folder))
+        wanted = self.checkpoint_tensors()
+        if not saved.tensor_keys("optimizer/main/"):  # saved in full precision: weights are the main ones
+            wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/main/")}
+        if not saved.tensor_keys("optimizer/ema/"):
+            wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/ema/")}
+        load_sharded_checkpoint(folder, wanted, group=group)
+        self._apply_loaded(saved.step, saved.trainer_state, wanted)
+        return lines
+
+    def restore_memory_copy(self, copy: MemoryCopy) -> None:
+        """Resume from this rank's copy in host memory."""
+        wanted = self.checkpoint_tensors()
+        copy.copy_into(wanted)
+        self._apply_loaded(copy.step, copy.state, wanted)
+
+    def _apply_loaded(self, step: int, state: Mapping[str, Any], loaded: Mapping[str, ShardedTensor]) -> None:
+        """Set the state that goes with loaded tensors."""
+        if any(key.startswith("optimizer/main/") for key in loaded):
+            self.optimizer.copy_main_to_model()
+        else:
+            self.optimizer.load_main_from_model()
+        if not any(key.startswith("optimizer/ema/") for key in loaded):
+            self.optimizer.start_weight_average()
+        self.best = BestValidation(**state.get("best", {}))
+        self.step = step
+        self.consumed_samples = state["consumed_samples"]
+        self.skipped_ranges = SkippedRanges.from_checkpoint_state(state)
+        self.optimizer.update_count = state["optimizer_steps"]
+        self.guard.average, self.guard.seen = state["loss_average"], state["loss_seen"]
+        if self.loss_scale is not None and state.get("loss_scale"):
+            self.loss_scale.value, self.loss_scale.good_steps = state["loss_scale"]
+
+
+def collect_weights(
+    stages: Mapping[int, Decoder],
+    *,
+    prefix: str = "",
+    computed: bool = False,
+    to_save: bool = False,
+    trainable_only: bool = False,
+    packed: bool = True,
+) -> dict[str, ShardedTensor]:
+    """Return the weights of these stages by canonical name, as boxes that are views of the parameters.
+
+    With `computed` they are what the model computes with, which under ZeRO-3 is a rounded copy of what it keeps. Those
+    that no gradient moves are always as they are kept. With `to_save` they are this rank's share of what several hold, with
+    `trainable_only` those alone that are trained. Of weights that are kept in few bits they are copies, in full; none without `packed`.
+    """
+    parts = []
+    for stage in stages.values():
+        alike: dict[tuple[CommGroup, ...], list[nn.Parameter]] = defaultdict(list)
+        for parameter in filter(is_trainable, stage.parameters()) if trainable_only else stage.parameters():
+            if not packed and get_packed_weight(parameter) is not None:
+                continue
+            groups = (
+                replica_groups(get_parameter_info(parameter), sharded=isinstance(parameter, DTensor)) if to_save else ()
+            )
+            alike[groups].append(parameter)
+        for groups, parameters in alike.items():
+            held = ((_unpacked_values(parameter), get_parameter_info(parameter).pieces) for parameter in parameters)
+            boxes = boxes_by_name((t.to(stage.dtype) if computed else t, pieces) for t, pieces in held)
+            parts.append(split_replicas(boxes, groups))
+        if not trainable_only:
+            parts.append(
+                split_replicas(
+                    boxes_by_name(non_trainable_buffers(stage)),
+                    (stage.groups.tp, stage.groups.dp_cp) if to_save else (),
+                )
+            )
+    return {prefix + name: held for name, held in merge_sharded(parts).items()}
+
+
+def _unpacked_values(parameter: nn.Parameter) -> Tensor:
+    packed = get_packed_weight(parameter)
+    return get_local_values(parameter) if packed is None else packed.unpack_values()
+
+
+def load_stage_weights(
+    source: WeightSource, stages: Mapping[int, Decoder], wanted: Callable[[str], bool] = lambda name: True
+) -> None:
+    """Load the weights of these stages whose canonical names are `wanted`; packed weights are always loaded.
+
+    Of those one parameter at a time is there in full.
+
+    Raises:
+        CheckpointError: when the source lacks a tensor or has it in another shape.
+    """
+    held = collect_weights(stages, packed=False)
+    load_weights(source, {name: boxes for name, boxes in held.items() if wanted(name)})
+    for parameter in (each for stage in stages.values() for each in stage.parameters()):
+        packed = get_packed_weight(parameter)
+        if packed is not None:
+            with packed.writable_values() as values:
+                load_weights(source, boxes_by_name([(values, get_parameter_info(parameter).pieces)]))
+
+
+class CheckpointSaver:
+    """Saves a run's checkpoints, in the background if configured, and deletes old ones.
+
+    Leaving the `with` block waits for a save under way; its errors are raised there, or by `wait_for_save`.
+    """
+
+    def __init__(self, config: RunConfig, provenance: Mapping[str, Any] | None = None) -> None:
+        self.root, self._config, self._provenance = config.checkpoint_root, config, provenance
+        self._best: int | None = None
+        self._background = AsyncSaver() if config.checkpoint.async_ else None
+        if self._is_leader:
+            remove_leftovers(self.root)
+
+    def __enter__(self) -> CheckpointSaver:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._background is not None:
+            self._background.__exit__(*error)
+        self._delete_old()
+
+    def save_checkpoint(self, state: TrainState) -> None:
+        """Save `state`, unless saving is disabled; training may continue as soon as this returns."""
+        if not self._config.checkpoint.save:
+            return
+        write = save_sharded_checkpoint if self._background is None else self._background.start_save
+        assets = Path(self._config.output) / "assets"
+        write(
+            self.root,
+            state.step,
+            state.tensors_to_save(),
+            model=self._config.model,
+            state=state.checkpoint_state(),
+            assets=assets if assets.exists() else None,
+            provenance=self._provenance,
+        )
+        self._best = state.best.step if self._config.checkpoint.best else None
+        self._delete_old()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a background save has failed, as far as this rank has noticed; `wait_for_save` raises its error."""
+        return self._background is not None and self._background.has_failed
+
+    def wait_for_save(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: the same on every rank, when it failed.
+        """
+        if self._background is not None:
+            self._background.wait_for_save()
+
+    @property
+    def _is_leader(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def _delete_old(self) -> None:
+        if self._is_leader:
+            settings = self._config.checkpoint
+            try:
+                apply_retention(self.root, keep=settings.keep, keep_every=settings.keep_every, best=self._best)
+            except ObjectStoreError as error:  # the next save's retention does it too
+                logger.warning("old checkpoints are not removed: %s", error)
+
+
+def inherit_data_order(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with the data order and read positions of the run it resumes, as given in the saved
+    state; an empty state is a new run.
+
+    Raises:
+        DataError: when data sets that the run names by a glob are not there.
+    """
+    if "data" in saved.get("settings", {}):
+        position = SkippedRanges.from_checkpoint_state(saved).data_position(saved["consumed_samples"])
+        data = resume_data_config(config.data, saved["settings"]["data"], position, saved.get("read"))
+    else:
+        data = config.data.model_copy(update={"order": config.data.sample_order, "begun": None})
+    return config.model_copy(update={"data": data})
+
+
+def resolve_epochs(config: RunConfig, samples: float) -> RunConfig:
+    """Return the configuration with `train.epochs` converted to steps, if set; one epoch has `samples` samples.
+
+    Raises:
+        ConfigError: when other settings do not fit so many steps.
+    """
+    if config.train.epochs is None:
+        return config
+    steps = max(1, config.batch.steps_for_samples(math.ceil(config.train.epochs * samples)))
+    raw = config.model_dump(mode="json", by_alias=True)
+    logger.info("%g epoch(s) of %d samples are %d steps", config.train.epochs, samples, steps)
+    return RunConfig.parse(
+        {**raw, "train": {**raw["train"], "steps": steps}}, source=f"train.epochs = {config.train.epochs:g}"
+    )
+
+
+def read_saved_state(start: Location | MemoryCopy | None) -> Mapping[str, Any]:
+    """Return the state saved besides the tensors, empty for a new run."""
+    if isinstance(start, MemoryCopy):
+        return start.state
+    return {} if start is None else Checkpoint.open_folder(start).trainer_state
+
+
+def find_newer_copy(
+    config: RunConfig, checkpoint: Location | None, memory: MemoryCheckpoint | None
+) -> MemoryCopy | Location | None:
+    """Return the start of a run whose memory copies are newer than the checkpoint: the copies for an equal number of
+    ranks with equal settings, else a checkpoint made of them.
+    """
+    found = None if memory is None else memory.newest_complete_step()
+    if (
+        memory is None
+        or found is None
+        or found.step <= (-1 if checkpoint is None else Checkpoint.open_folder(checkpoint).step)
+    ):
+        return None
+    logger.info("going on from the copies in memory, of step %d on %d rank(s)", found.step, found.ranks)
+    if found.ranks == memory.rank_count and _has_saved_settings(config, found.state):
+        return memory.fetch_local_copy(found)
+    assets = Path(config.output) / "assets"
+    model = ModelConfig.parse(found.state["settings"]["model"])
+    made = save_sharded_checkpoint(
+        config.checkpoint_root, found.step, memory.checkpoint_shares(found), model=model, state=found.state,
+        assets=assets if assets.exists() else None,
+    )  # fmt: skip
+    memory.remove_run_copies()
+    return made
+
+
+def _has_saved_settings(config: RunConfig, state: Mapping[str, Any]) -> bool:
+    """Return whether a run resumed from that state has the settings it was saved with."""
+    settings = inherit_data_order(config, state).model_dump(mode="json", by_alias=True)
+    if config.train.epochs is not None:  # which are made steps of when the data is open
+        settings["train"]["steps"] = state["settings"]["train"]["steps"]
+    return bool(settings == state["settings"])
+
+
+def find_start_checkpoint(config: RunConfig) -> Location | None:
+    """Return the checkpoint to resume from: the one configured, the newest of this run, or None.
+
+    Once a run that began from another's checkpoint has saved one of its own, that is the newest: the same command resumes.
+    A run that is not to resume has none of its own (`run_folder`).
+
+    Raises:
+        CheckpointError: when one was asked for and is not there, or is one of this run's own and not the newest.
+    """
+    newest = latest_checkpoint(config.checkpoint_root)
+    if config.checkpoint.load is not None:
+        asked = parse_location(config.checkpoint.load)
+        found = (
+            latest_checkpoint(asked) or latest_checkpoint(asked / "checkpoints")
+            if not (asked / "manifest.json").exists()
+            else asked
+        )
+        if found is None:
+            raise CheckpointError(
+                f"checkpoint.load = {config.checkpoint.load!r}: no complete checkpoint there",
+                hint="give a folder such as runs/name/checkpoints/step-00000100, or leave checkpoint.load out",
+            )
+        if newest is None or Checkpoint.open_folder(newest).step <= Checkpoint.open_folder(found).step:
+            return found
+        if _absolute_path(found.parent) == _absolute_path(config.checkpoint_root):
+            raise CheckpointError(
+                f"{config.checkpoint_root} holds later checkpoints ({newest.name}) than the one to go on from, {found.name}",
+                hint="set another output folder for the new branch",
+            )
+    if newest is not None:
+        logger.info("going on from %s", newest)
+    return newest
+
+
+def _absolute_path(path: Location) -> Location:
+    return path.resolve() if isinstance(path, Path) else path

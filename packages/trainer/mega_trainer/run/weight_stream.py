@@ -1,0 +1,143 @@
+"""Weights of a running model under HuggingFace's names, gathered from any layout one bucket at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.families.disk_layouts import TensorSlice
+from mega_ckpt.formats.hf_write import plan_hf_folder, tensor_fillers
+from mega_ckpt.tensor_pieces import TensorBox, TensorShape, copy_overlap
+from mega_common.model_config import ModelConfig
+from mega_trainer.distributed.comm import CommGroup, all_reduce
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.run.train_state import collect_weights
+
+NamedTensors = list[tuple[str, Tensor]]
+PlannedTensor = tuple[str, torch.dtype, TensorShape, Callable[[Tensor], None]]
+ALIGNMENT = 16  # bytes: of the places of tensors of any dtype in a bucket
+
+
+class RankShareSource:
+    """`WeightSource` of this rank's share of the weights that the ranks of `world` hold, with zeros elsewhere.
+
+    Each element is one rank's: of all ranks' shares the largest bytes are the weights. Making a source is a collective call.
+
+    Args:
+        model: what the weights are of.
+        stages: this rank's parts of the model.
+        world: all ranks.
+        device: of the weights.
+        asset_files: files that travel with the weights, as in `Source`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        stages: Mapping[int, Decoder],
+        world: CommGroup,
+        device: torch.device,
+        assets: Mapping[str, Path | bytes],
+    ) -> None:
+        self.model, self.device, self.world, self._assets = model, device, world, assets
+        self._shapes = canonical_tensors(model)
+        self._held = collect_weights(stages, computed=True, to_save=True)  # of each element one rank has a share
+        own = {name: sharded.boxes[0].tensor.dtype for name, sharded in self._held.items() if sharded.boxes}
+        everyone: list[dict[str, torch.dtype]] = [own] * world.size
+        if world.size > 1:
+            dist.all_gather_object(everyone, own, group=world.process_group)
+        self._dtypes = {name: dtype for each in everyone for name, dtype in each.items()}
+
+    def tensor_names(self) -> Sequence[str]:
+        """Return the canonical names, in the order of the forward pass."""
+        return list(self._shapes)
+
+    def tensor_shape(self, name: str) -> TensorShape:
+        """Return the global shape of a tensor."""
+        return self._shapes[name]
+
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype a tensor is computed with."""
+        return self._dtypes[name]
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Return this rank's share of the whole tensor."""
+        shape = self.tensor_shape(name)
+        return self.read_tensor_slice(name, (0,) * len(shape), shape)
+
+    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
+        """Return this rank's share of `tensor[offset : offset + shape]`, on the device."""
+        out = torch.empty(shape, dtype=self.tensor_dtype(name), device=self.device)
+        self.copy_slab(TensorSlice(name, offset, shape), out)
+        return out
+
+    def copy_slab(self, slab: TensorSlice, out: Tensor) -> None:
+        """Copy this rank's share of a slab into a tensor of its shape, cast to that tensor's dtype."""
+        out.zero_()
+        for box in self._held[slab.name].boxes if slab.name in self._held else ():
+            copy_overlap(TensorBox(slab.offset, out), box)
+
+    def buffer_names(self) -> Sequence[str]:
+        """Return no names: buffers are not part of the weights."""
+        return []
+
+    def read_buffer(self, name: str) -> Tensor:
+        """Raise `KeyError`, as there are no buffers."""
+        raise KeyError(name)
+
+    def asset_files(self) -> Mapping[str, Path | bytes]:
+        """Return the files that travel with the weights."""
+        return self._assets
+
+
+def stream_weight_buckets(
+    source: RankShareSource, size: int, *, family: str | None = None, dtype: torch.dtype | None = None
+) -> Iterator[NamedTensors]:
+    """Yield all weights under their HuggingFace names, several at a time, in the order of an exported folder's files.
+
+    The tensors of a bucket lie in one piece of memory, which one collective call makes whole.
+
+    Args:
+        source: the weights.
+        size: most bytes of a bucket; a tensor that is larger comes alone.
+        family: `model_type` whose names to use; None chooses as an export does.
+        dtype: to cast floating-point weights to.
+
+    Raises:
+        CheckpointError: when no family, or not the one asked for, has all of the model.
+    """
+    plan = plan_hf_folder(source, family=family, dtype=dtype)
+    waiting: list[PlannedTensor] = []
+    room = size
+    for planned in tensor_fillers(plan, source.copy_slab):
+        nbytes = _planned_bytes(planned)
+        if waiting and nbytes > room:
+            yield _gather_bucket(source, waiting)
+            waiting, room = [], size
+        waiting.append(planned)
+        room -= nbytes
+    if waiting:
+        yield _gather_bucket(source, waiting)
+
+
+def _planned_bytes(planned: PlannedTensor) -> int:
+    _, dtype, shape, _ = planned
+    return dtype.itemsize * math.prod(shape)
+
+
+def _gather_bucket(source: RankShareSource, planned: Sequence[PlannedTensor]) -> NamedTensors:
+    sizes = [-(-_planned_bytes(one) // ALIGNMENT) * ALIGNMENT for one in planned]
+    memory, bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=source.device), NamedTensors()
+    for (name, dtype, shape, fill), place in zip(planned, torch.split(memory, sizes), strict=True):
+        tensor = place[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+        fill(tensor)
+        bucket.append((name, tensor))
+    # by bytes, for -0.0 + 0.0 has not the bits of the former; of bytes of which one is not zero the largest is it
+    all_reduce(memory, source.world, "max")
+    return bucket

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mega_common.errors import DataError
+from mega_data.cleaning.clean_config import CleanConfig
+from mega_data.cleaning.clean_run import clean_corpus
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
+from mega_data.reports.html_report import write_html_report
+from mega_data.token_files.indexed_writer import IndexedWriter
+from mega_data.tokenizer import Tokenizer, train_tokenizer
+
+HARM = "<script>alert(1)</script>"
+
+
+class Page(HTMLParser):
+    """Checks that elements are closed in order, and collects what the page asks for and says."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.asked: list[str] = []
+        self.text = ""
+        self.feed(path.read_text())
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.asked += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "action")]
+        if tag not in ("meta", "br", "link", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, tokenizer_folder: Path) -> Path:
+    values = [*(f"the cat sat on mat {i}" for i in range(10)), HARM, "the cat sat on mat 1", "x"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
+    preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "d", append_eod=True)
+    config = CleanConfig.parse({"length": {"min_chars": 2}, "duplicates": True})
+    clean_corpus([tmp_path / "a.jsonl"], config, tmp_path / "clean", workers=1)
+    return tmp_path
+
+
+def test_the_page_is_whole_asks_for_nothing_and_escapes_texts(corpus: Path) -> None:
+    write_html_report([corpus / "d", corpus / "clean"], corpus / "r.html", samples=13)
+    page = Page(corpus / "r.html")
+    assert all(asked.startswith("#") for asked in page.asked)
+    assert not page.tags & {"script", "link", "img", "iframe"}
+    assert not re.search(r"url\(|@import", (corpus / "r.html").read_text())
+    assert HARM in page.text
+
+
+def test_the_json_beside_it_has_what_the_page_shows(corpus: Path) -> None:
+    found = write_html_report([corpus / "d", corpus / "clean"], corpus / "r.html")
+    assert json.loads((corpus / "r.json").read_text()) == json.loads(json.dumps(found))
+    (described,), (cleaned,) = found["sets"], found["cleaned"]
+    assert described["inspection"]["documents"] == 13
+    assert described["duplicates"]["exact"] == 1
+    assert described["text_bytes"] == described["inspection"]["info"]["text_bytes"]
+    assert described["ngrams"][3][0]["count"] >= 11
+    assert cleaned["rules"]["length"]["dropped"]["documents"] == cleaned["rules"]["exact"]["dropped"]["documents"] == 1
+    text = Page(corpus / "r.html").text
+    for shown in (f"{described['inspection']['tokens']}", "characters below 2: 1", "of the text is kept"):
+        assert shown in text
+
+
+def test_a_data_set_without_description_and_an_empty_one(tmp_path: Path) -> None:
+    for name, sequences in (("foreign", [[1, 2, 3], [1, 2, 3]]), ("empty", [])):
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            for sequence in sequences:
+                writer.add_document(np.array(sequence, np.uint16))
+    found = write_html_report([tmp_path / "foreign", tmp_path / "empty"], tmp_path / "r.html")
+    assert [described["languages"] for described in found["sets"]] == [None, None]
+    assert "All data sets" in Page(tmp_path / "r.html").text
+
+
+def test_what_is_refused(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    with pytest.raises(DataError, match=r"a folder without a summary.json(?s:.*)prefix of a data set"):
+        write_html_report([other], corpus / "r.html")
+    with pytest.raises(DataError, match="no such file"):
+        write_html_report([other / "d"], corpus / "r.html")
+    train_tokenizer(["other text"], 260, other / "tok")
+    with pytest.raises(DataError, match="which is not"):
+        write_html_report([corpus / "d"], corpus / "r.html", tokenizer=Tokenizer(other / "tok"))
+    assert not (corpus / "r.html").exists()

@@ -1,0 +1,37 @@
+"""The `data:` section: what its kinds ask of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega_common.errors import ConfigError
+from mega_data.data_config import DataConfig
+
+MIXED = [{"path": "a", "kind": "bert"}, {"path": "b", "kind": "text"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"train": MIXED}, r"kind = 'text': bert and text make samples that no one model takes"),
+        ({"train": "a", "valid": {"path": "b", "kind": "t5"}}, "t5 and text make samples"),
+        (
+            {"train": "a", "kind": "bert", "seq_length": 4},
+            "seq_length = 4: leaves no room for text in a sample of bert",
+        ),
+        ({"train": "a", "kind": "t5", "eod_mask_loss": True}, "eod_mask_loss = True: is of running text"),
+        ({"train": "a", "kind": "t5", "order": "megatron"}, r"t5.decoder_seq_length: order megatron needs it"),
+        ({"train": "a", "kind": "fim", "fim": {"rate": 1.5}}, r"fim.rate = 1.5"),
+        ({"train": "a", "kind": "fim", "fim": {"tokens": ["<a>", "<b>"]}}, "fim.tokens"),
+        ({"train": "a", "kind": "BERT"}, "kind = 'BERT'"),
+    ],
+)
+def test_what_a_kind_cannot_use_is_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        DataConfig.parse(fields)
+
+
+def test_text_and_middles_may_mix() -> None:
+    assert DataConfig.parse({"train": ["a", {"path": "b", "kind": "fim"}]}).dataset_kinds == {"text", "fim"}

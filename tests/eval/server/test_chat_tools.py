@@ -1,0 +1,178 @@
+"""Tools in chats, by OpenAI's own client, with templates that render tools and one that does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from chat_templates import chat_tokenizer
+from openai import OpenAI
+from serving import service_of, serving
+from tiny_models import save_tiny, variant
+
+from mega_ckpt.families import family_by_name
+from mega_data.tokenizer import Tokenizer, train_tokenizer
+from mega_eval.inference_engine import InferenceEngine
+from mega_eval.model_loading import load_inference_model
+from mega_eval.server.answer_formats import AnswerPart, extract_tool_calls
+
+PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"], "additionalProperties": False}  # fmt: skip
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tell the weather.", "parameters": PLACE}}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "additionalProperties": False}}}  # fmt: skip
+NAMES = frozenset({"weather", "clock"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base, folder = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("model")
+    train_tokenizer(["the end of the story is the beginning"] * 3, 290, base)
+    tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
+    config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 4096})
+    save_tiny(folder, family_by_name("llama"), config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[OpenAI]:
+    engine = InferenceEngine(load_inference_model(folder), Tokenizer(folder), cache_tokens=8192, batch_size=8)
+    service = service_of(engine, folder, max_length=2048)
+    with serving(service) as (url, _), OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat(client: OpenAI, **options: Any) -> Any:
+    given = {"model": "tiny", "messages": [{"role": "user", "content": "the end?"}], "temperature": 0, "max_tokens": 60}
+    return client.chat.completions.create(**{**given, **options})
+
+
+def prompt_of(client: OpenAI, **options: Any) -> int:
+    return int(chat(client, max_tokens=1, **options).usage.prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"weather", "clock"}),
+        ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
+        ({"type": "function", "function": {"name": "clock"}}, {"clock"}),
+    ],
+)
+def test_a_call_that_is_required_obeys_its_schema(client: OpenAI, choice: Any, names: set[str]) -> None:
+    options: dict[str, Any] = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "temperature": 1, "seed": 3}
+    answer = chat(client, **options).choices[0]
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+    (call,) = answer.message.tool_calls
+    assert call.function.name in names
+    arguments = json.loads(call.function.arguments)
+    assert arguments.get("place") in (("Rome", "Oslo") if call.function.name == "weather" else (None,))
+    chunks = [chunk.choices[0] for chunk in chat(client, stream=True, **options)]
+    (streamed,) = [one for chunk in chunks for one in chunk.delta.tool_calls or []]
+    assert (streamed.index, streamed.function) == (0, call.function) or streamed.function.name == call.function.name
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_tools_are_in_the_prompt_unless_none_may_be_called(client: OpenAI, folder: Path) -> None:
+    plain = prompt_of(client)
+    assert prompt_of(client, tools=[WEATHER]) > plain + 20
+    assert prompt_of(client, tools=[WEATHER], tool_choice="auto") == prompt_of(client, tools=[WEATHER])
+    assert prompt_of(client, tools=[WEATHER], tool_choice="none") == plain
+    assert prompt_of(client, tools=[]) == plain
+    assert chat(client, tools=[WEATHER]).choices[0].message.tool_calls is None
+
+
+def test_a_template_without_tools_has_them_in_the_system_message(folder: Path, tmp_path: Path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((folder / file).read_bytes())
+    template = tmp_path / "chat_template.jinja"
+    for text, supported in (
+        ("{% for one in messages %}{{ one.role + one.content }}{% endfor %}", True),
+        ("{{ tools }}[TOOL_CALLS]{% for one in messages %}{{ one.content }}{% endfor %}", False),
+    ):
+        template.write_text(text)
+        engine = InferenceEngine(load_inference_model(folder), Tokenizer(folder), cache_tokens=8192, batch_size=8)
+        with serving(service_of(engine, tmp_path, max_length=2048)) as (url, _):
+            client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+            if supported:
+                assert prompt_of(client, tools=[WEATHER]) > prompt_of(client) + 100
+                system = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+                assert prompt_of(client, tools=[WEATHER], messages=system) > prompt_of(client, messages=system) + 100
+            else:
+                with pytest.raises(openai.BadRequestError, match="whose calls begin with"):
+                    chat(client, tools=[WEATHER])
+
+
+def test_calls_and_their_results_come_back_in_messages(client: OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "the end?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    url = str(client.base_url).replace("/v1/", "/tokenize")
+    tokens: Any = client.post(url, cast_to=object, body={"messages": messages})
+    text: Any = client.post(url.replace("/tok", "/detok"), cast_to=object, body={"tokens": tokens["tokens"]})
+    assert '{"name": "weather", "arguments": {"place": "Rome"}}' in text["prompt"]
+    assert chat(client, messages=messages, tools=[WEATHER]).choices
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function'"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name is required"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name must match pattern"),
+        ({"tools": {"type": "function"}}, "tools must be a valid list; found an object"),
+        ({"tool_choice": "required"}, "requires 'tools'"),
+        ({"tool_choice": "any"}, 'tool_choice must be "none", "auto", "required" or'),
+        ({"tool_choice": {"type": "function"}}, 'tool_choice must be "none", "auto", "required" or'),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "must name one of the tools; found 'x'"),
+        ({"tools": [CLOCK], "response_format": {"type": "json_object"}}, "'tools' are not supported with a grammar"),
+        ({"tools": [CLOCK], "extra_body": {"guided_choice": ["a"]}}, "'tools' are not supported with a grammar"),
+        ({"functions": [{"name": "f"}]}, "'functions' is not supported by this server; use 'tools'"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no type"}}}], "tool_choice": "required"}, "grammar cannot be"),
+    ],
+)  # fmt: skip
+def test_tools_that_cannot_be(client: OpenAI, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        chat(client, **options)
+    assert message in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "calls"),
+    [
+        ('<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>', "", [("clock", "{}")]),
+        ('Let me see.\n<tool_call>{"name": "clock", "arguments": {}}</tool_call>', "Let me see.", [("clock", "{}")]),
+        ('<tool_call>{"name": "clock", "arguments": {}}</tool_call>\n<tool_call>{"name": "weather", "arguments": {"place": "é"}}</tool_call>', "", [("clock", "{}"), ("weather", '{"place": "é"}')]),
+        ('{"name": "weather", "parameters": {"place": "Rome"}}', "", [("weather", '{"place": "Rome"}')]),
+        (' [{"name": "clock", "arguments": {}}, {"name": "clock"}]', "", [("clock", "{}"), ("clock", "{}")]),
+        ('{"name": "clock", "arguments": "{}"}', "", [("clock", "{}")]),
+        ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', []),
+        ('<tool_call>{"name": "clock", "argum', '<tool_call>{"name": "clock", "argum', []),
+        ('<tool_call>clock()</tool_call>', '<tool_call>clock()</tool_call>', []),
+        ("[]", "[]", []),
+        ("7", "7", []),
+        ("no call", "no call", []),
+        ("[" * 100_000, "[" * 100_000, []),
+    ],
+)  # fmt: skip
+def test_calls_are_found_in_texts(text: str, left: str, calls: list[tuple[str, str]]) -> None:
+    async def said() -> AsyncIterator[AnswerPart]:
+        half = len(text) // 2
+        yield AnswerPart(0, text[:half], None, 1, None, begins=True)
+        yield AnswerPart(1, "other", None, 1, "stop", begins=True)
+        yield AnswerPart(0, text[half:], None, 1, "stop", begins=False)
+
+    async def found() -> list[AnswerPart]:
+        return [part async for part in extract_tool_calls(said(), NAMES)]
+
+    other, part = asyncio.run(found())
+    assert (other.choice, other.text, other.calls, other.finish) == (1, "other", [], "stop")
+    assert (part.text, part.begins, part.count) == (left, True, 2)
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in part.calls] == calls
+    assert part.finish == ("tool_calls" if calls else "stop")

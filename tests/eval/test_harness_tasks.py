@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encoder_decoders import published
+from local_tasks import WORDS, assert_same, hf_results, write_model, write_tasks
+
+from mega_ckpt.convert import convert_checkpoint
+from mega_common.errors import ConfigError, DataError
+from mega_data.chat.chat_template import read_chat_template
+from mega_data.tokenizer import train_tokenizer
+from mega_eval.model_loading import find_end_tokens, load_inference_model, load_tokenizer
+from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
+from mega_eval.harness_model import HarnessModel
+from mega_eval.harness_tasks import (
+    TaskOptions,
+    find_harness_tasks,
+    format_results_table,
+    run_harness_tasks,
+    unknown_task_error,
+    write_task_results,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_harness")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def harness_model(folder: Path, **options: Any) -> HarnessModel:
+    tokenizer = load_tokenizer(folder)
+    replicas = ModelReplicas(load_inference_model(folder), PromptTokenizer(tokenizer), **options)
+    template = read_chat_template(tokenizer.path)
+    return HarnessModel(replicas, find_end_tokens(folder, tokenizer), template, replicas.model.config.max_position)
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path, names: list[str]) -> dict[str, Any]:
+    return run_harness_tasks(
+        harness_model(folder, batch_size=3), names, TaskOptions(log_samples=True), {"device": "cpu"}
+    )
+
+
+def test_each_sample_scores_as_with_the_harness_own_model(folder: Path, names: list[str], ours: dict[str, Any]) -> None:
+    assert_same(ours, hf_results(folder, names))
+    texts = [sample["resps"][0][0] for sample in ours["samples"]["local_generation"]]
+    assert len(set(texts)) > 1  # the model does say something
+    longest = max(len(load_tokenizer(folder).encode(s["doc"]["text"])) for s in ours["samples"]["local_rolling"])
+    assert longest > 64  # of more than one window
+
+
+def test_each_sample_of_a_model_with_an_encoder_scores_so_too(tmp_path: Path, names: list[str]) -> None:
+    published(tmp_path, vocab_size=300, num_decoder_layers=None)  # whose cache wants both stacks alike
+    train_tokenizer([" ".join(WORDS)] * 3, 300, tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    replicas = ModelReplicas(
+        load_inference_model(tmp_path, kinds=("encoder-decoder",)), PromptTokenizer(tokenizer), batch_size=3
+    )
+    model = HarnessModel(replicas, find_end_tokens(tmp_path, tokenizer), None, 64)
+    mine, theirs = (
+        run_harness_tasks(model, names, TaskOptions(log_samples=True)),
+        hf_results(tmp_path, names, max_length=64),
+    )
+    texts = [[sample["resps"][0][0] for sample in found["samples"].pop("local_generation")] for found in (mine, theirs)]
+    for one, other in zip(*texts, strict=True):  # the harness lets it go on for as many tokens more as its context has
+        assert one
+        assert other.startswith(one)
+    assert len(set(texts[0])) > 1
+    for found in (mine, theirs):
+        found["results"].pop("local_generation")
+    assert_same(mine, theirs)
+
+
+def test_chats_and_few_shots_are_those_of_the_harness_own_model(folder: Path, names: list[str]) -> None:
+    options = TaskOptions(apply_chat_template=True, num_fewshot=2, limit=3, log_samples=True)
+    mine = run_harness_tasks(harness_model(folder), [names[0], names[2]], options)
+    other = hf_results(folder, [names[0], names[2]], apply_chat_template=True, num_fewshot=2, limit=3)
+    assert "<|im_start|>assistant" in mine["samples"]["local_choice"][0]["arguments"][0][0]
+    assert_same(mine, other)
+
+
+def test_a_mega_checkpoint_scores_as_its_export(
+    folder: Path, names: list[str], ours: dict[str, Any], tmp_path: Path
+) -> None:
+    convert_checkpoint(folder, tmp_path / "mega", "mega")
+    found = run_harness_tasks(harness_model(tmp_path / "mega", batch_size=8), names, TaskOptions(log_samples=True))
+    assert_same(found, ours)
+
+
+def test_answers_are_kept_for_the_model_that_gave_them(folder: Path, names: list[str], tmp_path: Path) -> None:
+    options = TaskOptions(limit=2, log_samples=True, cache=tmp_path / "cache")
+    first = run_harness_tasks(harness_model(folder), names, options)
+    again = harness_model(folder)
+
+    def none(*_: object) -> Any:
+        raise AssertionError("computed again")
+
+    again.replicas = type("Nothing", (), {"model": again.replicas.model, "score": none, "generate": none})()
+    assert_same(run_harness_tasks(again, names, options), first)
+    other = harness_model(folder)
+    with torch.no_grad():
+        other.replicas.model.output_weight.mul_(1.5)
+    changed = run_harness_tasks(other, names, options)
+    assert changed["samples"]["local_rolling"][0]["resps"] != first["samples"]["local_rolling"][0]["resps"]
+
+
+def test_results_are_told_and_written(ours: dict[str, Any], tmp_path: Path) -> None:
+    write_task_results(tmp_path / "results.json", ours)
+    raw = json.loads((tmp_path / "results.json").read_text())
+    assert raw["results"]["local_choice"]["acc,none"] == ours["results"]["local_choice"]["acc,none"]
+    assert raw["config"]["model"] == "mega"
+    assert raw["config"]["device"] == "cpu"
+    assert len(raw["samples"]["local_generation"]) == 12
+    assert "local_choice" in format_results_table(ours)
+    assert "word_perplexity" in format_results_table(ours)
+
+
+def test_a_task_that_is_not_there_has_a_nearest_name(tmp_path: Path) -> None:
+    assert "'hellaswag'" in str(unknown_task_error("hellaswg", ["arc_easy", "hellaswag", "mmlu"]))
+    with pytest.raises(ConfigError, match="no such file"):
+        find_harness_tasks([str(tmp_path / "none.yaml")])
+    with pytest.raises(ConfigError, match="no such folder"):
+        find_harness_tasks(["a"], tmp_path / "none")
+
+
+def test_tasks_of_a_folder_are_known_by_name_and_pattern(names: list[str]) -> None:
+    manager = find_harness_tasks(["local_choice", "local_r*"], Path(names[0]).parent)
+    assert manager.match_tasks(["local_r*"]) == ["local_rolling"]
+
+
+def test_data_that_are_not_there(folder: Path, names: list[str], tmp_path: Path) -> None:
+    task = tmp_path / "task.yaml"
+    task.write_text(Path(names[0]).read_text().replace("choice.jsonl", "nowhere.jsonl"))
+    with pytest.raises(DataError, match=r"task .*task\.yaml: it cannot be loaded"):
+        run_harness_tasks(harness_model(folder), [str(task)], TaskOptions())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("max_gen_toks: 12", "max_gen_toks: 64"), "64 new tokens"),
+        (("do_sample: false", "num_beams: 4"), "num_beams"),
+    ],
+)
+def test_generation_settings_that_cannot_be(
+    folder: Path, names: list[str], tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    task = tmp_path / "task.yaml"
+    task.write_text(Path(names[2]).read_text().replace(*change))
+    with pytest.raises((DataError, ConfigError), match=said):
+        run_harness_tasks(harness_model(folder), [str(task)], TaskOptions(limit=1))

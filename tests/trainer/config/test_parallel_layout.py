@@ -1,0 +1,236 @@
+"""Where ranks stand; degrees that do not fit are told all at once, with a way out that works."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mega_common.errors import ConfigError
+from mega_trainer.config.parallel_layout import ParallelLayout, find_world_size_problems, minimum_ranks
+from mega_trainer.config.run_config import RunConfig
+
+degree = st.integers(1, 4)
+
+
+@given(degree, degree, degree, degree)
+def test_coordinates_and_ranks_are_each_others_inverse(tp: int, pp: int, cp: int, dp: int) -> None:
+    layout = ParallelLayout(tp=tp, pp=pp, cp=cp, dp=dp)
+    places = [layout.coordinates_of(rank) for rank in range(layout.world_size)]
+    assert [layout.rank_at(**at) for at in places] == list(range(tp * pp * cp * dp))
+    assert all(0 <= at[axis] < getattr(layout, axis) for at in places for axis in at)
+
+
+def test_tensor_ranks_are_neighbours_and_pipeline_ranks_far_apart() -> None:
+    layout = ParallelLayout(tp=2, pp=2, dp=3)
+    assert [layout.rank_at(pp=0, dp=0, cp=0, tp=t) for t in range(2)] == [0, 1]
+    assert [layout.rank_at(pp=0, dp=d, cp=0, tp=0) for d in range(3)] == [0, 2, 4]
+    assert [layout.rank_at(pp=p, dp=0, cp=0, tp=0) for p in range(2)] == [0, 6]
+
+
+def run(
+    model: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+    micro: int = 1,
+    batch: int = 8,
+    length: int = 16,
+) -> dict[str, Any]:
+    sizes = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 8, "vocab_size": 64}
+    return {
+        "model": sizes | (model or {}),
+        "data": {"train": ["none"], "seq_length": length},
+        "parallel": parallel or {},
+        "batch": {"micro": micro, "global": batch},
+    }
+
+
+def told(raw: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        RunConfig.parse(raw)
+    return str(error.value)
+
+
+def test_all_that_does_not_fit_the_model_is_told_at_once() -> None:
+    text = told(run(parallel={"tp": 3, "sp": True, "pp": 8}, length=16))
+    assert "3 problems" in text
+    for path in ("parallel.tp = 3", "data.seq_length = 16", "parallel.pp = 8"):
+        assert path in text
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"tp": 16}, "one of [1, 2, 4, 8]"),
+        ({"pp": 2, "virtual_stages": 4}, "virtual_stages=2"),
+        ({"virtual_stages": 2}, "1, or a larger pp"),
+        ({"pp": 2, "pipeline_layout": [1, 2]}, "for example [2, 2]"),
+        ({"pp": 2, "schedule": "zbv"}, "virtual_stages=2"),
+        ({"pp": 2, "schedule": "zb-h1", "virtual_stages": 2}, "virtual_stages=1"),
+        ({"schedule": "zb-h1"}, "1f1b, or a larger pp"),
+    ],
+)
+def test_degrees_that_do_not_fit_the_model(parallel: dict[str, Any], says: str) -> None:
+    assert says in told(run(parallel=parallel))
+
+
+MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 12}
+
+
+@pytest.mark.parametrize(
+    ("moe", "parallel", "says"),
+    [
+        (None, {"ep": 2}, "parallel.ep = 2: splits experts, and the model has none -> 1"),
+        (MOE, {"ep": 3}, "parallel.ep = 3: must divide the 8 experts -> one of [1, 2, 4, 8]"),
+        (
+            MOE,
+            {"ep": 2, "expert_tp": 2, "dispatch": "deepep"},
+            "parallel.dispatch = 'deepep': takes bf16 and whole experts",
+        ),
+        (MOE, {"ep": 2, "expert_tp": 2, "dispatch": "te"}, "parallel.dispatch = 'te': takes bf16 and whole experts"),
+        (MOE, {"ep": 2, "dispatch": "nvshmem"}, "and dispatch = nvshmem wants to know -> 1.25, or dispatch: alltoall"),
+        (
+            MOE,
+            {"ep": 2, "expert_tp": 3, "dispatch": "nvshmem", "dispatch_bound": 2.0},
+            "ep x expert_tp = 6, hidden_size =",
+        ),
+        (MOE, {"expert_tp": 8}, "must divide the experts' ffn_hidden_size 12 -> one of [1, 2, 3, 4, 6, 12]"),
+        ({**MOE, "shared_ffn_hidden_size": 6}, {"tp": 4}, "ffn_hidden_size 6, and divide"),
+        ({**MOE, "shared_ffn_hidden_size": 6, "layers": [0]}, {"tp": 4}, "ffn_hidden_size 6 and 64, and divide"),
+    ],
+)
+def test_degrees_that_do_not_fit_the_experts(moe: dict[str, Any] | None, parallel: dict[str, Any], says: str) -> None:
+    assert says in told(run({"moe": moe}, parallel))
+
+
+def test_experts_are_split_over_any_ranks_of_a_stage() -> None:
+    config = RunConfig.parse(run({"moe": MOE}, {"tp": 2, "pp": 2, "ep": 4}))
+    config.check_world_size(8)
+    (problem,) = find_world_size_problems(config, 4)
+    assert problem.rule == "ep 4 x expert_tp 1 = 4 must divide the 2 ranks of a stage"
+    assert problem.hint == "ep: 2"
+    config = RunConfig.parse(run({"moe": MOE}, {"ep": 2, "expert_tp": 3}, batch=12))
+    config.check_world_size(6)
+    assert next(iter(find_world_size_problems(config, 4))).hint == "ep: 2, expert_tp: 1"
+
+
+def test_a_model_of_experts_alone_has_no_dense_width_to_split() -> None:
+    assert RunConfig.parse(run({"moe": MOE, "ffn_hidden_size": 7}, {"tp": 4})).parallel.tp == 4
+    assert "parallel.tp = 4" in told(run({"ffn_hidden_size": 7}, {"tp": 4}))
+
+
+def test_a_stage_at_the_end_may_have_no_layers() -> None:
+    assert RunConfig.parse(run(parallel={"pp": 2, "pipeline_layout": [4, 0]})).parallel.pipeline_layout == [4, 0]
+    assert "only the first and the last may have none" in told(run(parallel={"pp": 4, "pipeline_layout": [2, 0, 1, 1]}))
+
+
+def test_fewer_key_value_heads_than_tensor_ranks_must_divide_them() -> None:
+    assert RunConfig.parse(run({"num_kv_heads": 2}, {"tp": 8})).parallel.tp == 8
+    assert "parallel.tp = 4" in told(run({"num_attention_heads": 12, "head_dim": 4, "num_kv_heads": 6}, {"tp": 4}))
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> dict[str, Any]:
+    heads = draw(st.sampled_from([2, 4, 6, 12]))
+    model = {
+        "num_layers": draw(st.integers(1, 8)),
+        "num_attention_heads": heads,
+        "head_dim": 4,
+        "ffn_hidden_size": draw(st.sampled_from([24, 36, 64])),
+        "num_kv_heads": draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0])),
+    }
+    parallel = {
+        "tp": draw(st.integers(1, 6)),
+        "pp": draw(st.integers(1, 4)),
+        "sp": draw(st.booleans()),
+        "virtual_stages": draw(st.sampled_from([1, 1, 2])),
+        "schedule": draw(st.sampled_from(["1f1b", "1f1b", "zb-h1", "zbv"])),
+        "dp": draw(st.sampled_from([None, None, 2])),
+        "cp": draw(st.sampled_from([1, 1, 2, 3])),
+        "cp_kind": draw(st.sampled_from(["ring", "allgather", "alltoall"])),
+    }
+    if draw(st.booleans()):
+        model["moe"] = {"num_experts": draw(st.sampled_from([4, 6])), "top_k": 1, "ffn_hidden_size": 12}
+        parallel |= {"ep": draw(st.sampled_from([1, 2, 3, 4])), "expert_tp": draw(st.sampled_from([1, 1, 2, 3]))}
+    return run(model, parallel, micro=draw(st.integers(1, 3)), batch=draw(st.integers(1, 24)), length=48)
+
+
+@given(runs(), st.integers(1, 16))
+@settings(deadline=None, max_examples=150)
+def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None:
+    try:
+        config = RunConfig.parse(raw)
+    except ConfigError:
+        assume(False)
+    for problem in find_world_size_problems(config, world):
+        if degrees := re.findall(r"(\w+): ([\w-]+)", problem.hint):
+            chosen = {name: int(value) if value.isdigit() else value for name, value in degrees}
+            raw = raw | {"parallel": raw["parallel"] | chosen}
+        elif problem.path == "batch.global":
+            raw = raw | {"batch": raw["batch"] | {"global": int(problem.hint)}}
+        elif problem.path == "parallel.dp":
+            raw = raw | {"parallel": raw["parallel"] | {"dp": None}}
+        else:
+            assert problem.hint == "no degrees fit; change batch.global or the number of ranks"
+            assume(False)
+    RunConfig.parse(raw).check_world_size(world)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "length", "says"),
+    [
+        ({}, {"cp": 4}, 20, "data.seq_length = 20: must be a multiple of 2 x parallel.cp 4 = 8 -> 16"),
+        ({}, {"cp": 2, "tp": 4, "sp": True}, 8, "multiple of 2 x parallel.cp 2 x parallel.tp 4 (with sp) = 16 -> 16"),
+        ({}, {"tp": 4, "sp": True}, 6, "multiple of parallel.tp 4 (with sp) = 4 -> 4, or sp: false"),
+        ({"attention_dropout": 0.1}, {"cp": 2}, 16, "-> alltoall, or model.attention_dropout: 0"),
+        ({}, {"cp": 4, "tp": 4, "cp_kind": "alltoall"}, 16, "one of [1, 2], or cp_kind: ring"),
+        ({"num_attention_heads": 6, "head_dim": 4, "num_kv_heads": 2}, {"cp": 3, "cp_kind": "alltoall"}, 24,
+         "splits the 6 attention heads of a tensor rank, and its 2 key/value heads -> one of [1, 2, 6]"),
+    ],
+)  # fmt: skip
+def test_a_split_of_the_sequence_that_does_not_fit(
+    model: dict[str, Any], parallel: dict[str, Any], length: int, says: str
+) -> None:
+    assert says in told(run(model, parallel, length=length))
+
+
+def test_a_sequence_may_be_split_further_than_there_are_heads_unless_they_are_exchanged() -> None:
+    parallel = {"cp": 8, "tp": 4}
+    RunConfig.parse(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "ring"}))
+    RunConfig.parse(run({"num_kv_heads": 2}, {"cp": 4, "tp": 2, "cp_kind": "alltoall"}))
+    assert "cp_kind: ring" in told(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "alltoall"}))
+
+
+def test_a_suggestion_is_near_what_was_asked() -> None:
+    config = RunConfig.parse(run(parallel={"tp": 4, "pp": 2}))
+    with pytest.raises(ConfigError, match=r"tp 4 x pp 2 x cp 1 = 8 ranks do not divide the 4 .* tp: 4, pp: 1, dp: 1"):
+        config.check_world_size(4)
+
+
+def test_a_suggestion_needs_no_more_memory_where_one_can_be_had() -> None:
+    """Of those that are as near, and otherwise it says so, and how many ranks would do."""
+    config = RunConfig.parse(run(parallel={"tp": 2, "pp": 2}, batch=24))
+    (problem,) = find_world_size_problems(config, 6)
+    assert problem.hint == "tp: 2, pp: 3, dp: 1"
+    with_context = RunConfig.parse(run(parallel={"tp": 4, "pp": 2, "cp": 2}, length=48, batch=40))
+    (problem,) = find_world_size_problems(with_context, 20)
+    assert problem.hint == "tp: 4, pp: 1, cp: 1, dp: 5, which needs more memory on each rank; or start 16 or 32 ranks"
+
+
+def test_the_fewest_ranks_have_room_for_the_experts() -> None:
+    moe = {"moe": {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 12}}
+    for parallel, fewest in (({"ep": 4}, 4), ({"ep": 2, "expert_tp": 2, "pp": 2}, 8), ({"ep": 4, "tp": 2, "cp": 2}, 4), ({"ep": 4, "dp": 8}, 8)):  # fmt: skip
+        config = RunConfig.parse(run(moe, parallel, batch=24))
+        assert minimum_ranks(config) == fewest
+        config.check_world_size(fewest)
+
+
+def test_degrees_and_batch_are_told_together() -> None:
+    config = RunConfig.parse(run(parallel={"tp": 2, "dp": 3}, batch=7))
+    with pytest.raises(ConfigError) as error:
+        config.check_world_size(4)
+    assert "2 problems" in str(error.value)
+    assert "parallel.dp = 3: 4 ranks make dp = 2 -> leave it out, or start 6 ranks" in str(error.value)
+    assert "batch.global = 7" in str(error.value)

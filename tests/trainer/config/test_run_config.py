@@ -1,0 +1,195 @@
+"""run.yaml: what it may say, and what it is told when it says something else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mega_common.errors import ConfigError
+from mega_trainer.config.run_config import RunConfig, load_run_config, resolve_run_config
+
+Settings = Callable[..., dict[str, Any]]
+
+# What the design shows a user writing.
+DOCUMENTED = """
+model: {preset: llama3-8b}
+data:
+  train: [{path: data/wiki, weight: 0.7}, {path: data/code, weight: 0.3}]
+  split: [969, 30, 1]
+  seq_length: 8192
+parallel: {tp: 2, sp: true, pp: 2, virtual_stages: 2, schedule: 1f1b, cp: 1, cp_kind: ring, ep: 1, zero: 1}
+batch: {micro: 1, global: 128}
+train: {steps: 1000, eval_every: 100, eval_steps: 10, seed: 1234}
+optimizer: {name: adamw, lr: 3.0e-4, betas: [0.9, 0.95], weight_decay: 0.1, clip_grad: 1.0}
+lr_schedule: {name: cosine, warmup_steps: 100, min_lr: 3.0e-5}
+precision: bf16
+recompute: selective
+checkpoint: {every: 100, keep: 2, async: true}
+output: runs/llama3-8b
+"""
+
+
+def test_the_documented_run_yaml_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(DOCUMENTED)
+    config = load_run_config(path, ["batch.micro=2", "data.train.0.weight=0.5"])
+    assert config.model.num_layers == 32
+    assert config.batch.micro == 2
+    assert config.data.train[0].weight == 0.5
+    assert config.recompute.kind == "selective"
+    again = yaml.safe_dump(config.model_dump(mode="json", by_alias=True))
+    assert RunConfig.parse(resolve_run_config(yaml.safe_load(again))) == config
+
+
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        ({"decay_steps": 4}, "the learning rate is 0 from step 5 on"),
+        ({"decay_steps": 4, "min_lr": 1e-5}, None),
+        ({"decay_steps": 4, "name": "constant"}, None),
+        ({}, None),
+    ],
+)
+def test_steps_at_a_learning_rate_of_nothing_are_told(
+    settings: Settings, schedule: dict[str, Any], told: str | None
+) -> None:
+    notes = list(RunConfig.parse(settings(train={"steps": 10}, lr_schedule=schedule)).find_warnings())
+    assert [note[: len(told or "")] for note in notes] == ([told] if told else [])
+
+
+def test_all_problems_at_once(settings: Settings) -> None:
+    raw = settings(optimizer={"lr": -1, "lrr": 3}, batch={"micro": 3}, parallel={"tp": 3})
+    with pytest.raises(ConfigError) as told:
+        RunConfig.parse(raw, source="run.yaml")
+    text = str(told.value)
+    for part in ("run.yaml: ", "optimizer.lr = -1", "optimizer.lrr: unknown key -> did you mean 'lr'?"):
+        assert part in text
+
+
+def test_rules_between_sections_are_told_together(settings: Settings) -> None:
+    raw = settings(
+        batch={"micro": 3}, parallel={"tp": 3, "pp": 5}, lr_schedule={"warmup_steps": 50}, optimizer={"clip_grad": 1.0}
+    )
+    with pytest.raises(ConfigError) as told:
+        RunConfig.parse(raw)
+    text = str(told.value)
+    for part in ("parallel.tp = 3", "parallel.pp = 5", "batch.global = 4", "lr_schedule.warmup_steps = 50"):
+        assert part in text
+
+
+def test_transformer_engine_has_not_every_recipe(settings: Settings) -> None:
+    asked = settings(kernels={"linear": "te"}, precision="fp8", fp8={"recipe": "rowwise"})
+    with pytest.raises(ConfigError, match=r"fp8.recipe = 'rowwise': is no recipe of Transformer Engine"):
+        RunConfig.parse(asked)
+
+
+@pytest.mark.parametrize("kind", ["bert", "masked"])
+def test_data_for_an_encoder_is_refused_for_a_decoder(settings: Settings, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data.kind = '{kind}': is data for an encoder"):
+        RunConfig.parse(settings(data={"kind": kind}))
+
+
+def test_an_encoder_guesses_masked_tokens_and_has_a_head_for_what_the_data_asks(settings: Settings) -> None:
+    whole = {"causal": False, "token_types": 2, "pooler": True, "sentence_pairs": True}
+    assert RunConfig.parse(settings(data={"kind": "bert"}, model=whole)).model.sentence_pairs
+    for kind, model, told in (
+        ("text", whole, r"model.causal = False: is an encoder, which guesses masked tokens"),
+        (
+            "bert",
+            {"causal": False},
+            r"data.bert.sentence_pairs = True: makes two segments, which the model has no types",
+        ),
+        ("masked", {"causal": False, "sentence_pairs": True}, r"sentence_pairs = True: goes by the pooled first token"),
+        ("masked", {"causal": False, "mtp_layers": 1}, r"causal = False: has no layers that carry a state"),
+        ("text", {"pooler": True}, r"pooler: is an encoder's"),
+        ("text", {"position_offset": 2}, r"position_offset = 2: is of learned positions"),
+        (
+            "text",
+            {"norm_position": "sum", "parallel_residual": True},
+            r"norm_position = 'sum': norms the stream behind",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            RunConfig.parse(settings(data={"kind": kind}, model=model))
+
+
+def test_tokens_that_look_like_placeholders_may_be_named(settings: Settings) -> None:
+    names = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>"]
+    assert RunConfig.parse(settings(data={"kind": "fim", "fim": {"tokens": names}})).data.fim.tokens == names
+
+
+def test_unknown_preset_names_the_nearest(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'llama3-8b'"):
+        resolve_run_config(settings(model={"preset": "llama-3-8b"}))
+
+
+@pytest.mark.parametrize("world", [3, 5, 8])
+def test_ranks_that_do_not_fit_get_a_suggestion_that_works(settings: Settings, world: int) -> None:
+    config = RunConfig.parse(settings(parallel={"tp": 2, "pp": 2}, batch={"micro": 1, "global": 120}))
+    if world % 4 == 0:
+        config.check_world_size(world)
+        return
+    with pytest.raises(ConfigError, match=r"tp: (\d+), pp: (\d+)") as told:
+        config.check_world_size(world)
+    words = str(told.value).split("tp: ")[-1].split(",")
+    suggestion = {"tp": int(words[0]), "pp": int(words[1].split(":")[1].split()[0])}
+    RunConfig.parse(settings(parallel=suggestion, batch={"micro": 1, "global": 120})).check_world_size(world)
+
+
+def test_checking_a_configuration_needs_no_torch() -> None:
+    code = "import sys, mega_trainer.config.run_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model": {}}, None),
+        ({"data": {"kind": "text"}}, "data.kind = 'text': has one sequence a sample, and the model has an encoder"),
+        ({"parallel": {"cp": 2}}, "parallel.cp_kind = 'ring': computes block by block"),
+        ({"parallel": {"cp": 2, "cp_kind": "alltoall"}, "model": {"attention_dropout": 0.1}}, "the dropout of a head of cross"),
+        ({"parallel": {"tp": 2, "sp": True}, "data": {"t5": {"decoder_seq_length": 33}}}, "data.t5.decoder_seq_length = 33: must"),
+        ({"model": {"position": "learned", "max_position": 64}, "data": {"t5": {"decoder_seq_length": 80}}}, "max_position = 64"),
+        ({"model": {"encoder": {"num_layers": 4}}}, "model.encoder.num_layers = 4: counts among num_layers = 4"),
+        ({"model": {"norm_position": "post"}}, "model.norm_position: does not go with an encoder"),
+        ({"model": {"encoder": None}}, "relative is for encoder-decoders"),
+        ({"model": {"encoder": None}, "data": {"kind": "t5"}}, "data.kind = 't5': is data for an encoder and a decoder"),
+        ({"precision": "fp8"}, "precision = 'fp8': is not for encoder-decoders"),
+    ],
+)  # fmt: skip
+def test_rules_of_encoder_decoders(change: dict[str, Any], told: str | None) -> None:
+    model = {
+        "num_layers": 4, "encoder": {"num_layers": 2}, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 4,
+        "vocab_size": 512, "position": "relative", "norm": "rmsnorm",
+    }  # fmt: skip
+    data = {"train": ["none"], "seq_length": 64}
+    raw = {**change, "model": {**model, **change.get("model", {})}, "data": {**data, **change.get("data", {})}}
+    if told is None:
+        assert RunConfig.parse(resolve_run_config(raw)).sequence_lengths == (64, 14)
+        return
+    with pytest.raises(ConfigError) as error:
+        RunConfig.parse(resolve_run_config(raw))
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("moe", "noted"),
+    [
+        ({"aux_loss": 0.1, "aux_loss_scope": "batch"}, True),
+        ({"aux_loss": 0.0, "aux_loss_scope": "batch"}, False),
+        ({"aux_loss": 0.1, "aux_loss_scope": "sequence"}, False),
+    ],
+)
+def test_a_load_counted_over_the_batch_is_noted_to_depend_on_the_layout(
+    settings: Any, moe: dict[str, Any], noted: bool
+) -> None:
+    raw = settings()
+    raw["model"] = {**raw["model"], "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, **moe}}
+    notes = " ".join(RunConfig.parse(raw).find_warnings())
+    assert ("depends on batch.micro x data ranks" in notes) == noted

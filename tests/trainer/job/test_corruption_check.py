@@ -1,0 +1,163 @@
+"""A bit that changes on one rank is found, the rank is named, and nothing is saved after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from mega_ckpt.store import latest_checkpoint
+from mega_common.errors import ConfigError, TrainingError
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.model.feed_forward import FeedForward
+from mega_trainer.parallel.gradient_buckets import StepGradientBucket
+from mega_trainer.run import training_loop
+from mega_trainer.run import training_run as train_module
+
+Settings = Callable[..., dict[str, Any]]
+BAD, STEP = 1, 4  # the rank and the step of the fault
+
+
+def flip(tensor: Tensor) -> None:
+    """One bit of the first element."""
+    tensor[:1].view(torch.int32).bitwise_xor_(1 << 20)
+
+
+def run_with(raw: dict[str, Any], fault: str) -> str:
+    """What ends a run on this rank in which one bit changes on one rank; or that it did not end before its last step."""
+    rank, size, done = dist.get_rank(), dist.get_world_size(), [0]
+    real_step, real_settle, real_assemble = (
+        training_loop.train_step,
+        StepGradientBucket.wait_for_reduce,
+        train_module.assemble_training,
+    )
+
+    def step(executor: Any, optimizer: Any, batches: Any, **more: Any) -> Any:
+        done[0] += 1
+        if rank == BAD and done[0] == STEP and fault.startswith(("weight", "moment")):
+            _, values = optimizer.state()[0]
+            flip(values[0][1] if fault.startswith("moment") else values[0][0].shard.weights)
+        return real_step(executor, optimizer, batches, **more)
+
+    def settle(bucket: Any) -> None:
+        real_settle(bucket)
+        if rank == BAD and done[0] == STEP and fault == "gradient":
+            flip(bucket.grads)
+
+    def assemble(*args: Any) -> Any:
+        state, executor = real_assemble(*args)
+        if rank == BAD and fault == "activation":  # a device that computes wrongly, from some step on
+            mlp = next(module for module in state.stages[0].modules() if isinstance(module, FeedForward))
+            mlp.register_forward_hook(lambda module, given, out: out * (1 + 2**-20) if done[0] >= STEP - 1 else out)
+        return state, executor
+
+    with (
+        mock.patch.object(training_loop, "train_step", step),
+        mock.patch.object(train_module, "assemble", assemble),
+        mock.patch("mega_trainer.parallel.gradient_buckets.StepBucket.settle", settle),
+    ):
+        try:
+            parsed = RunConfig.parse({**raw, "output": f"{raw['output']}-{fault}"})
+            train_module.run_training(parsed, RankInfo(rank, size, rank))
+        except TrainingError as error:
+            return str(error)
+    return "not found"
+
+
+def sweep(raw: dict[str, Any], faults: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {fault: run_with({**raw, **more}, fault) for fault, more in faults.items()}
+
+
+def test_a_flipped_bit_is_found_the_rank_named_and_nothing_saved(settings: Settings, tmp_path: Path) -> None:
+    raw = settings(
+        batch={"micro": 1, "global": 6}, parallel={"zero": 0}, train={"steps": 5}, checkpoint={"every": 5},
+        fault={"hash_every": 2},
+    )  # fmt: skip
+    faults: dict[str, dict[str, Any]] = {
+        "none": {"fault": {"hash_every": 1, "recompute_every": 1}, "parallel": {"zero": 1}},
+        "weight": {}, "moment": {}, "gradient": {},
+        "weight of zero 1": {"fault": {"hash_every": 1}, "parallel": {"zero": 1}},
+        "moment of zero 1": {"fault": {"hash_every": 1}, "parallel": {"zero": 1}},
+        "activation": {"fault": {"recompute_every": 2}, "parallel": {"zero": 1}},
+    }  # fmt: skip
+    for told in run_ranks(sweep, 3, raw, faults):
+        assert told.pop("none") == "not found"
+        for fault, name in (("weight of zero 1", "weight"), ("moment of zero 1", "exp_avg")):
+            words = told.pop(fault)
+            assert words.startswith(f"in step {STEP} bits have changed where nothing has written\n  rank {BAD} on ")
+            assert name in words
+        assert set(told) == {"weight", "moment", "gradient", "activation"}
+        for fault, words in told.items():
+            assert f"  rank {BAD} on " in words, (fault, words)
+            assert "rank 0" not in words
+            assert "where 2 other ranks agree" in words
+            assert f"step {STEP}" in words
+            assert latest_checkpoint(tmp_path / f"run-{fault}" / "checkpoints") is None
+        assert "weight" in told["gradient"]
+        assert "moment" not in told["weight"]
+        assert "exp_avg" in told["moment"]
+        assert "the gradient of" in told["activation"]
+
+
+SPOTS = {  # element (a share of all) and bit
+    "sign of the first": (0.0, 31), "lowest bit of the last": (1.0, 0), "exponent in the middle": (0.5, 30),
+    "mantissa before the middle": (0.4, 11), "exponent near the begin": (0.1, 23),
+}  # fmt: skip
+
+
+def run_with_spot(raw: dict[str, Any], kind: str, spot: str) -> str:
+    """Return what ends a run on this rank in which one bit of a slice of ZeRO's changes on one rank."""
+    rank, size, done, real_step = dist.get_rank(), dist.get_world_size(), [0], training_loop.train_step
+    share, bit = SPOTS[spot]
+
+    def step(executor: Any, optimizer: Any, batches: Any, **more: Any) -> Any:
+        done[0] += 1
+        if rank == BAD and done[0] == STEP:
+            slot, values = dict(optimizer.state())["exp_avg" if kind == "weights" else kind][0]
+            held = slot.shard.weights if kind == "weights" else values[: len(slot.shard.weights)]
+            bits = held.view(torch.int32)
+            mask = torch.tensor(1 << bit).to(torch.int32) if bit < 31 else torch.tensor(-(1 << 31), dtype=torch.int32)
+            bits[int(share * (len(bits) - 1))] ^= mask
+        return real_step(executor, optimizer, batches, **more)
+
+    with mock.patch.object(training_loop, "train_step", step):
+        try:
+            output = f"{raw['output']}-{kind}-{spot}".replace(" ", "-")
+            train_module.run_training(RunConfig.parse({**raw, "output": output}), RankInfo(rank, size, rank))
+        except TrainingError as error:
+            return str(error)
+    return "not found"
+
+
+def sweep_spots(raw: dict[str, Any]) -> dict[str, str]:
+    cases = [(("weights", "exp_avg", "exp_avg_sq")[number % 3], spot) for number, spot in enumerate(SPOTS)]
+    return {f"{kind}-{spot}".replace(" ", "-"): run_with_spot(raw, kind, spot) for kind, spot in cases}
+
+
+def test_of_two_ranks_the_one_whose_slice_changed_is_named(settings: Settings, tmp_path: Path) -> None:
+    raw = settings(
+        batch={"micro": 1, "global": 4}, parallel={"zero": 1}, train={"steps": 5}, checkpoint={"every": 5},
+        fault={"hash_every": 1},
+    )  # fmt: skip
+    for found in run_ranks(sweep_spots, 2, raw):
+        for case, words in found.items():
+            assert words.startswith(f"in step {STEP} bits have changed where nothing has written\n  rank {BAD} on "), (
+                case
+            )
+            assert "rank 0" not in words
+            assert latest_checkpoint(tmp_path / f"run-{case}" / "checkpoints") is None
+
+
+def test_gradients_that_are_not_kept_are_not_compared(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"fault\.recompute_every.*parallel\.zero = 2"):
+        RunConfig.parse(settings(parallel={"zero": 2}, fault={"recompute_every": 2}))
+    with pytest.raises(ConfigError, match=r"fault\.recompute_every.*deterministic"):
+        RunConfig.parse(settings(device="cuda", fault={"recompute_every": 2}))

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from mega_trainer.distributed import device
+from mega_trainer.distributed.comm import CommGroup, PendingWork, RingTransfer
+from mega_trainer.job.hang_watchdog import HangWatchdog, RankHeartbeat, _blocking_ranks, find_stragglers
+from mega_trainer.job.rank_position import (
+    RankPosition,
+    describe_wait,
+    format_stack,
+    main_thread_position,
+    read_thread_stacks,
+)
+from mega_trainer.parallel.gradient_buckets import StepGradientBucket
+from mega_trainer.parallel.zero_buffers import FlatBufferStage
+
+TENSOR = torch.zeros(1)
+
+
+class Never:
+    """A message that does not come until it is let."""
+
+    def __init__(self, reached: threading.Event, let: threading.Event) -> None:
+        self.reached, self.let = reached, let
+
+    def wait(self) -> None:
+        self.reached.set()
+        self.let.wait()
+
+    cpu = wait  # or a tensor that is not done
+
+
+def host_waits(never: Never) -> object:
+    return RingTransfer(TENSOR, TENSOR, [PendingWork(never, CommGroup("cp", tuple(range(9))))]).wait()
+
+
+def device_waits(never: Never) -> object:
+    return device.to_host(never)  # type: ignore[arg-type]
+
+
+def bucket_waits(never: Never) -> object:
+    """At the end of a step's backwards, for the sums over the data ranks."""
+    bucket = SimpleNamespace(_flight=(PendingWork(never, CommGroup("dp", (0, 2))), None, None), grads=None)
+    bucket.settle = partial(StepGradientBucket.wait_for_reduce, bucket)  # type: ignore[arg-type]
+    return FlatBufferStage.finish_gradients(SimpleNamespace(_in_flight=deque([bucket]), buffers=[]))  # type: ignore[arg-type]
+
+
+def works(never: Never) -> object:
+    return never.wait()
+
+
+def stands(function: Callable[[Never], object], *, main: bool) -> RankPosition:
+    """Where a rank stands whose main thread, or autograd's, is in a function."""
+    reached, let = threading.Event(), threading.Event()
+    thread = threading.Thread(target=function, args=(Never(reached, let),))
+    thread.start()
+    reached.wait()
+    ident = thread.ident if main else threading.main_thread().ident
+    assert ident is not None
+    both = [key for key in (thread.ident, threading.main_thread().ident) if key]
+    lines = read_thread_stacks()
+    found = main_thread_position({key: lines[key] for key in both}, ident, "norm")
+    assert not main or any(function.__name__ in line for line in format_stack(lines[ident]))
+    if found.waits:
+        found = found.model_copy(update={"waits": describe_wait(found)})
+    let.set()
+    thread.join()
+    return found
+
+
+@pytest.mark.parametrize("main", [True, False])
+@pytest.mark.parametrize(
+    ("function", "file", "waits"),
+    [
+        (host_waits, "comm.py", "wait in cp of ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."),
+        (device_waits, "device.py", "to_host"),
+        (bucket_waits, "parallel/buckets.py", "settle in dp of ranks 0, 2"),
+    ],
+)
+def test_a_rank_that_waits_for_others_is_seen_to(
+    function: Callable[[Never], object], file: str, waits: str, main: bool
+) -> None:
+    found = stands(function, main=main)
+    assert found.where.startswith(f"mega_trainer/{file}:")
+    assert (found.phase, found.waits) == ("norm", waits)
+
+
+def sign(rank: int, at: RankPosition, **more: Any) -> RankHeartbeat:
+    return RankHeartbeat(rank=rank, host=f"host{rank}", pid=rank, step=7, at=at, still=9.0, written=0.0, **more)
+
+
+def test_the_one_that_waits_for_nobody_is_to_blame() -> None:
+    places = [stands(host_waits, main=True), stands(works, main=True), stands(device_waits, main=True)]
+    signs = [sign(rank, place) for rank, place in enumerate(places)]
+    assert [each.rank for each in _blocking_ranks(signs, 5.0, 3)] == [1]
+    assert _blocking_ranks(signs, 10.0, 3) == []
+    assert _blocking_ranks(signs, 5.0, 4) == []
+
+
+def test_of_ranks_that_all_wait_those_elsewhere_are_to_blame() -> None:
+    here, there = stands(host_waits, main=True), stands(bucket_waits, main=True)
+    signs = [sign(rank, there if rank == 2 else here) for rank in range(4)]
+    assert [each.rank for each in _blocking_ranks(signs, 5.0, 4)] == [2]
+    assert [each.rank for each in _blocking_ranks(signs[:2], 5.0, 2)] == [0, 1]
+    told = str(signs[2].model_copy(update={"stack": ["a.py:1 f", "b.py:2 g"]}))
+    assert told.startswith("  rank 2 on host2, step 7, was in norm, at mega_trainer/parallel/gradient_buckets.py:")
+    assert told.endswith("waiting: settle in dp of ranks 0, 2\n    | a.py:1 f\n    | b.py:2 g")
+
+
+def test_a_rank_that_works_while_the_others_wait_is_slow_and_its_phase_is_told() -> None:
+    at = RankPosition(where="x", phase="forward")
+    usual, slow = {"": 50, "forward": 30, "backward": 20}, {"": 5, "forward": 70, "backward": 25}
+    signs = [sign(rank, at, looks=slow if rank == 1 else usual) for rank in range(4)]
+    told = find_stragglers(signs)
+    assert told == {
+        1: "  rank 1 on host1 works 95% of the time, the median rank 50%; most of that in forward: 70% against 30%"
+    }
+    assert find_stragglers([sign(rank, at, looks=usual) for rank in range(4)]) == {}
+    assert find_stragglers([sign(rank, at, looks={"forward": 9}) for rank in range(4)]) == {}
+
+
+@pytest.mark.parametrize("name", ["main", "checkpoint_0"])
+@pytest.mark.parametrize(("phase", "moves"), [("evaluate", True), ("save", True), ("forward", False)])
+def test_a_long_evaluation_or_save_is_no_hang(phase: str, moves: bool, name: str, tmp_path: Path) -> None:
+    """A harness works in code of its own, and the thread that writes a checkpoint while the main one waits for it."""
+    first, second, reached = threading.Event(), threading.Event(), [threading.Event(), threading.Event()]
+
+    def works_alone() -> None:
+        reached[0].set()
+        first.wait()
+        reached[1].set()
+        second.wait()
+
+    thread = threading.Thread(target=works_alone, name=name)
+    thread.start()
+    watch = HangWatchdog(HashStore(), 0, 2, lambda: 1, lambda: phase, 60.0, tmp_path)
+    watch._main = thread.ident if name == "main" else None
+    reached[0].wait()
+    watch._observe_main_thread(1.0)
+    first.set()
+    reached[1].wait()
+    watch._observe_main_thread(2.0)
+    second.set()
+    thread.join()
+    assert watch._since == (2.0 if moves else 1.0)
+
+
+def test_a_rank_met_in_the_same_place_of_another_step_has_moved(tmp_path: Path) -> None:
+    """Steps of about the time between two looks are seen at the same point again and again."""
+    reached, let, step = threading.Event(), threading.Event(), iter([4, 5, 5, 6])
+    thread = threading.Thread(target=works, args=(Never(reached, let),))
+    thread.start()
+    reached.wait()
+    watch = HangWatchdog(HashStore(), 0, 2, lambda: next(step), lambda: "forward", 60.0, tmp_path)
+    watch._main = thread.ident
+    since = []
+    for now in (1.0, 2.0, 3.0):
+        watch._observe_main_thread(now)
+        since.append(watch._since)
+    let.set()
+    thread.join()
+    assert since == [1.0, 1.0, 3.0]

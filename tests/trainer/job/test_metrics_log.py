@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.job import metrics_log as metrics_module
+from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel, drop_later_lines
+from mega_trainer.run.train_step import StepResult
+
+
+def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
+    assert drop_later_lines(path, 3) == ({"step": 1}, {"step": 3}, {"step": 5})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_nothing_is_rewritten_when_nothing_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    before = path.stat().st_ino
+    assert drop_later_lines(path, 1) == ({"step": 1}, {"step": 1}, {"step": 1})
+    assert drop_later_lines(tmp_path / "missing.jsonl", 1) is None
+    assert path.stat().st_ino == before
+
+
+def test_the_screen_has_a_line_a_second_at_most_and_the_file_every_step(
+    settings: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(monotonic=lambda: 0.3 * next(clock), time=time.time))
+    config = RunConfig.parse(settings(train={"steps": 9}))
+    Path(config.output).mkdir()
+    with (
+        caplog.at_level("INFO", "mega"),
+        MetricsLogger(config, UtilizationModel(1.0, 1.0, 1.0), 0, 0, writes=True) as metrics,
+    ):
+        for step in range(1, 10):
+            more = {"valid_loss": 1.0} if step == 6 else {}
+            metrics.log_step(
+                step, 4 * step, 1e-3, StepResult(2.0, 1.0, 64.0, updated=True), phases={"forward": 0.1}, **more
+            )
+    told = [int(found) for found in re.findall(r"step +(\d+)/9", caplog.text)]
+    assert told == [1, 5, 6, 9]
+    lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, 10)]
+    assert "forward 33 %  goodput" in caplog.text
+
+
+DAY, YEAR = 86400.0, 365 * 86400.0
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("at", [1, 4, 9])
+@pytest.mark.parametrize("jump", [-YEAR, -DAY, -1.0, DAY, YEAR])
+def test_a_clock_that_is_set_during_a_run_changes_no_duration(
+    settings: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, jump: float, at: int, resumes: bool
+) -> None:
+    """Steps take 10 s, of which a save takes 1 s; a run that goes on may count a jump in between as a restart."""
+    now = [1e6, 1.7e9]
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[1]))
+    config = RunConfig.parse(settings(train={"steps": 9}))
+    Path(config.output).mkdir()
+    for first, last in [(1, 5), (6, 9)] if resumes else [(1, 9)]:
+        with MetricsLogger(config, UtilizationModel(1.0, 1.0, 1.0), first - 1, 4 * (first - 1), writes=True) as metrics:
+            for step in range(first, last + 1):
+                now = [now[0] + 10, now[1] + 10 + (jump if step == at else 0)]
+                result = StepResult(2.0, 1.0, 64.0, updated=True)
+                metrics.log_step(step, 4 * step, 1e-3, result, phases={"forward": 8.0, "save": 1.0})
+    lines = [json.loads(line) for line in (Path(config.output) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["seconds"] for line in lines] == [10.0] * 9
+    assert [line["lost/checkpoint"] for line in lines] == [*range(1, 10)]
+    assert all(value >= 0 for line in lines for value in line.values())
+    assert all(line["goodput"] <= 1 for line in lines)
+    if not resumes:
+        assert [line["goodput"] for line in lines] == pytest.approx([0.9] * 9)
+        assert all(line["lost/restart"] == line["lost/redone"] == 0 for line in lines)
