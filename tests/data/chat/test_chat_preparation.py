@@ -203,7 +203,7 @@ def test_text_in_place_of_conversations_has_no_mask(tmp_path: Path, tokenizer: P
     made(tmp_path, tokenizer, [{"prompt": "Hi", "response": "a"}])
     preprocess_corpus([tmp_path / "d.jsonl"], tokenizer, tmp_path / "d", json_key="prompt", overwrite=True)
     assert not get_idx_path(get_mask_prefix(tmp_path / "d")).exists()
-    with pytest.raises(DataError, match="has no mask"):
+    with pytest.raises(DataError, match="the loss mask .* is missing"):
         open_loss_mask(IndexedReader(tmp_path / "d"))
 
 
@@ -212,9 +212,9 @@ def test_a_mask_of_other_tokens_is_refused(tmp_path: Path, tokenizer: Path) -> N
     made(tmp_path, tokenizer, [CONVERSATIONS["turns"]], "e")
     for path in (get_bin_path, get_idx_path):
         path(get_mask_prefix(tmp_path / "d")).write_bytes(path(get_mask_prefix(tmp_path / "e")).read_bytes())
-    with pytest.raises(DataError, match="not a mask of"):
+    with pytest.raises(DataError, match="is not the loss mask of"):
         open_loss_mask(IndexedReader(tmp_path / "d"))
-    with pytest.raises(DataError, match="not a mask of"):
+    with pytest.raises(DataError, match="is not the loss mask of"):
         verify_dataset(tmp_path / "d")
 
 

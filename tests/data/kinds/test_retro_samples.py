@@ -171,7 +171,7 @@ def test_mistakes_are_one_sentence(data: Path, tmp_path: Path) -> None:
     documents(tmp_path / "d", ROWS)
     with pytest.raises(DataError, match=r"info.json: no such file, so no neighbours are there"):
         built(tmp_path / "d")
-    with pytest.raises(ConfigError, match=r"data.seq_length = 30 is not made of whole chunks of 8"):
+    with pytest.raises(ConfigError, match=r"data.seq_length = 30: must be a multiple of 8"):
         built(data, seq_length=30)
     with pytest.raises(ConfigError, match=r"kind retro in data.order: megatron"):
         built(data, order="megatron")
