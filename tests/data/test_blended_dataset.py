@@ -269,9 +269,9 @@ def test_sequential_of_nothing(tmp_path: Path) -> None:
         ({"train": [{"path": "a", "weight": 0}]}, r"train\.0\.weight"),
         ({"train": [{"path": "a", "wieght": 1}]}, "did you mean 'weight'"),
         ({"train": "a", "split": "1,2,3,4"}, "split.*up to three numbers"),
-        ({"train": "a", "split": "0,1,0"}, "split.*gives nothing to train"),
+        ({"train": "a", "split": "0,1,0"}, "split.*the share of train must be above 0"),
         ({"train": "a", "split": "x"}, "split"),
-        ({"train": ["a", "b"], "order": "megatron"}, r"train\.0\.weight: order megatron needs a weight"),
+        ({"train": ["a", "b"], "order": "megatron"}, r"train\.0\.weight: order: megatron requires a weight"),
     ],
 )
 def test_configuration_problems(fields: dict[str, Any], problem: str) -> None:

@@ -164,7 +164,9 @@ def test_too_few_sentinels_are_told(tmp_path: Path, word_pieces: Tokenizer) -> N
     fields = {"train": str(sentences(tmp_path / "d", 1)), "split": [1], "seq_length": 4000}
     data = ours(word_pieces, 1, **fields)[0]
     assert data is not None
-    with pytest.raises(DataError, match=rf"has {len(SENTINELS)} sentinel tokens, but a sample of data.seq_length = 4000"):
+    with pytest.raises(
+        DataError, match=rf"has {len(SENTINELS)} sentinel tokens, but a sample of data.seq_length = 4000"
+    ):
         data[0]
 
 

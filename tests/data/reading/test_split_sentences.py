@@ -166,7 +166,9 @@ def test_a_faster_encoder_encodes_sentences(
         monkeypatch.setattr(ComparedFastEncoder, "encode_batch", lambda *_: raising(EncoderMismatch(4)))
         assert run(corpus, tokenizer_folder, "slow", sentences="en", encoder="fastokens") == straight
     # the fifth sentence is the second of the fourth document
-    assert f"{corpus}:4: fastokens and tokenizers differ on this text; starting from zero without fastokens" in caplog.text
+    assert (
+        f"{corpus}:4: fastokens and tokenizers differ on this text; starting from zero without fastokens" in caplog.text
+    )
 
 
 def raising(error: Exception) -> None:
