@@ -250,12 +250,12 @@ def _only_run(words: list[str]) -> Path:
 
 def _translated(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
     from mega_cli.megatron_args import render_run_yaml, translate_script
-    from mega_common.bounded_parsing import LARGEST_SETTINGS
+    from mega_common.bounded_parsing import MAX_SETTINGS_BYTES
     from mega_common.errors import ConfigError
 
     try:
         with script.open("rb") as file:
-            text = file.read(LARGEST_SETTINGS).decode("utf-8", errors="replace")  # comments are in any encoding
+            text = file.read(MAX_SETTINGS_BYTES).decode("utf-8", errors="replace")  # comments are in any encoding
     except OSError as error:
         raise ConfigError(f"{script}: cannot be read ({error})") from None
     variables = dict(_definition(text) for text in define)

@@ -112,7 +112,7 @@ def test_what_does_not_go_with_it_is_told(tuning: Settings) -> None:
         RunConfig.parse(tuning(parallel={"zero": 3}))
     with pytest.raises(ConfigError, match="packs weights whose products"):
         RunConfig.parse(tuning(precision="fp8"))
-    with pytest.raises(ConfigError, match="goes with no dora"):
+    with pytest.raises(ConfigError, match="is not supported with dora"):
         RunConfig.parse(tuning(lora={"dora": True}))
     with pytest.raises(
         ConfigError, match=r"down_proj\.weight has rows of 24 on a rank, and 64 neighbours in a row have one scale"

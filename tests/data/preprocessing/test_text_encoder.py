@@ -92,7 +92,7 @@ def test_a_tokenizer_that_fastokens_does_not_read(tmp_path: Path, caplog: pytest
 
 def test_fastokens_is_asked_for_and_missing(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastokens", None)
-    with pytest.raises(MissingPackageError, match="need the package fastokens"):
+    with pytest.raises(MissingPackageError, match="requires the package fastokens"):
         choose_text_encoder("fastokens", Tokenizer(tokenizer_folder), 0, rereadable=True)
 
 

@@ -185,5 +185,5 @@ def test_a_package_that_is_missing_is_named(
     corpus: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sentencex", None)
-    with pytest.raises(MissingPackageError, match="sentences need the package sentencex"):
+    with pytest.raises(MissingPackageError, match="--sentences requires the package sentencex"):
         run(corpus, tokenizer_folder, "d", sentences="en")

@@ -1,12 +1,13 @@
 """Chat templates: rendering of messages to text, the character spans of answers, and checks for parts left out.
 
-Rendering is transformers' own, sandbox and helpers included. Where the template marks what a model says by
-`{% generation %}`, that is what counts. Else an answer is what the text of the conversation up to and with it has more
-than the text of all before it with the prompt for an answer; a template whose texts do not begin alike (one that drops
-earlier reasoning, or puts the system message before the last question) is refused.
+Rendering uses the sandbox and helpers of transformers. If the template marks the model's text by `{% generation %}`,
+these spans count in the loss. Otherwise, an answer is the difference between the text of the conversation up to and
+including it, and the text of all messages before it with the generation prompt. A template for which these are not
+prefixes of the whole text (because it drops earlier reasoning, or puts the system message before the last question) is
+rejected.
 
-A template is a program, and one that does not know a part of a message skips it without an error. So each part is taken
-away or changed: where the text stays the same, the template does not render that part.
+A template is a program, and skips unsupported parts of a message without an error. So each part is removed or changed:
+if the text stays the same, the template does not render that part.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from mega_data.chat.chat_records import Conversation, LossOn, Message
 from mega_data.reading.decompression import import_optional
 
 RenderTemplate = Callable[[list[Message], list[Any] | None], str | None]
-"""Text of messages and tools, None when the template refuses them."""
+"""Renderer of messages and tools to text, or None if the template fails on them."""
 
-HINT = "remove it from the records, or give a template that renders it: --chat-template FILE"
-# Keys that carry no text, or that are checked on their own.
+HINT = "remove it from the records, or pass --chat-template FILE with a template that renders it"
+# Keys without text, or that are checked separately.
 LINKS = ("role", "content", "id", "tool_call_id", "type", "index")
 CALLS = ("tool_calls", "function_call")
 THOUGHT = "</think>"
-SHORT = 16  # characters: a shorter content may be in a text without being rendered
+SHORT = 16  # characters; a shorter content may occur in a text by chance
 
 
 def find_unrendered_parts(conversation: Conversation, text: str, render: RenderTemplate) -> tuple[str, ...]:
     """Return notes about the parts of a conversation that are not in its `text`.
 
     Raises:
-        DataError: when the content of a message, a tool call or the tools are not.
+        DataError: if the content of a message, a tool call or the tools are not in it.
     """
     messages, tools = conversation.messages, conversation.tools
     if tools and render(messages, None) == text:
@@ -58,20 +59,20 @@ def find_unrendered_parts(conversation: Conversation, text: str, render: RenderT
 
 
 def _check_content(message: Message, number: int, text: str, at: int, same: Callable[[Message], bool]) -> int:
-    """Return the position in the text behind the content of a message.
+    """Return the position in the text after the content of a message.
 
     Raises:
-        DataError: when the text does not depend on that content.
+        DataError: if the text does not depend on that content.
     """
     content = message.get("content")
     if not isinstance(content, str) or not (bare := content.strip()):
         return at
-    found = text.find(bare, at)
-    if (found < 0 or len(bare) < SHORT) and same({**message, "content": content + "."}):
+    position = text.find(bare, at)
+    if (position < 0 or len(bare) < SHORT) and same({**message, "content": content + "."}):
         raise DataError(
             f"message {number}: the chat template does not render the content of role {message['role']!r}", hint=HINT
         )
-    return at if found < 0 else found + len(bare)
+    return at if position < 0 else position + len(bare)
 
 
 def _check_calls(message: Message, number: int, same: Callable[[Message], bool]) -> None:
@@ -79,8 +80,8 @@ def _check_calls(message: Message, number: int, same: Callable[[Message], bool])
     for key in CALLS:
         if message.get(key) and same({name: value for name, value in message.items() if name != key}):
             raise DataError(f"message {number}: the chat template does not render {key!r}", hint=HINT)
-    found = message.get("tool_calls")
-    calls = found if isinstance(found, list) else []
+    value = message.get("tool_calls")
+    calls = value if isinstance(value, list) else []
     for index, call in enumerate(calls):
         for part, changed in _vary_call(call):
             others = [*calls[:index], *changed, *calls[index + 1 :]]
@@ -91,7 +92,7 @@ def _check_calls(message: Message, number: int, same: Callable[[Message], bool])
 
 
 def _vary_call(call: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Yield a description of each change to a tool call, and the calls in its place."""
+    """Yield a description of each change to a tool call, and the calls that replace it."""
     yield "the whole", []
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
@@ -121,7 +122,7 @@ def _unrendered_keys(message: Message, text: str, same: Callable[[Message], bool
 
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MARK = "mark answers in the template by {% generation %} ... {% endgeneration %}, and give it as --chat-template FILE"
+MARK = "mark answers in the template by {% generation %} ... {% endgeneration %}, and pass it as --chat-template FILE"
 
 
 class AnswerSpan(NamedTuple):
@@ -133,7 +134,7 @@ class AnswerSpan(NamedTuple):
 
 
 class RenderedChat(NamedTuple):
-    """Text of a conversation, its spans that count in the loss, and notes about parts that the template left out."""
+    """Text of a conversation, its spans that count in the loss, and notes about parts that are not rendered."""
 
     text: str
     spans: tuple[AnswerSpan, ...]
@@ -145,18 +146,17 @@ class ChatTemplate:
 
     Attributes:
         marks: whether it marks answers.
-        fingerprint: SHA-256 of all that decides about the text, hex.
+        fingerprint: SHA-256 of everything that the text depends on, hex.
     """
 
     def __init__(self, templates: Mapping[str, str], special: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Create the template from `templates` by name: `default`, and optionally `tool_use` for conversations with
-        tools.
-        """
-        self._render = import_optional("transformers.utils.chat_template_utils", "chat templates").render_jinja_template
-        self._templates, self._given = templates, {**special, **options}
+        """Create the template from `templates` by name: `default`, and optionally `tool_use` for chats with tools."""
+        library = import_optional("transformers.utils.chat_template_utils", "rendering chat templates")
+        self._render = library.render_jinja_template
+        self._templates, self._variables = templates, {**special, **options}
         self.marks = all(GENERATION.search(template) for template in templates.values())
-        told = json.dumps([dict(templates), self._given], sort_keys=True)
-        self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
+        inputs = json.dumps([dict(templates), self._variables], sort_keys=True)
+        self.fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
 
     @property
     def depends_on_date(self) -> bool:
@@ -167,8 +167,8 @@ class ChatTemplate:
         """Return the text of a conversation with its answer spans.
 
         Raises:
-            DataError: when the template refuses it, answers cannot be told from the rest, or nothing or everything
-                would count.
+            DataError: if the template fails, answers cannot be separated from the rest, or no token or every token
+                would count in the loss.
         """
         if loss_on == "all":
             text, _ = self._render_messages(conversation, conversation.messages)
@@ -176,9 +176,12 @@ class ChatTemplate:
         text, spans = (self._find_marked_answers if self.marks else self._find_answers_by_prefix)(conversation)
         spans = [span for span in spans if span.weight and span.begin < span.end]
         if not spans:
-            raise DataError("no answer that counts in the loss: no message of an assistant, or none with a weight")
+            raise DataError("no message of the assistant counts in the loss")
         if sum(span.end - span.begin for span in spans) == len(text):
-            raise DataError("all of the text is an answer, the questions too", hint=f"--loss-on all says so, or {MARK}")
+            raise DataError(
+                "the chat template marks the whole text as an answer, including the questions",
+                hint=f"pass --loss-on all, or {MARK}",
+            )
         return RenderedChat(text, tuple(spans), self._collect_notes(conversation, text))
 
     @property
@@ -197,7 +200,7 @@ class ChatTemplate:
     def get_template_config(self) -> dict[str, str]:
         """Return the default template and the special tokens, by the names of tokenizer_config.json."""
         return {
-            **{name: str(token) for name, token in self._given.items()},
+            **{name: str(token) for name, token in self._variables.items()},
             "chat_template": self._templates["default"],
         }
 
@@ -211,16 +214,21 @@ class ChatTemplate:
         """Return the text of a conversation up to the start of the next answer, or within its last message.
 
         Args:
-            conversation: whose weights are not used.
+            conversation: the conversation; its weights are not used.
             add_generation_prompt: end with the header of the next answer.
-            continue_final_message: end inside of the last message; default: without the header.
+            continue_final_message: end inside the last message; default: if there is no header.
 
         Raises:
-            DataError: when the template refuses it.
+            DataError: if the template fails.
         """
-        goes_on = not add_generation_prompt if continue_final_message is None else continue_final_message
-        how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "continue_final_message": goes_on}
-        return self._render_messages(conversation, conversation.messages, **how)[0]
+        return self._render_messages(
+            conversation,
+            conversation.messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt
+            if continue_final_message is None
+            else continue_final_message,
+        )[0]
 
     def _collect_notes(self, conversation: Conversation, text: str) -> tuple[str, ...]:
         """Return notes about the parts of a conversation that are not in its text.
@@ -250,7 +258,9 @@ class ChatTemplate:
         ]
         if len(marked) != len(answers):
             if len(set(answers)) > 1:
-                raise DataError(f"the template marks {len(marked)} texts as answers, and there are {len(answers)}")
+                raise DataError(
+                    f"the chat template marks {len(marked)} texts as answers, but the conversation has {len(answers)}"
+                )
             answers = answers[:1] * len(marked)
         return text, [AnswerSpan(begin, end, weight) for (begin, end), weight in zip(marked, answers, strict=True)]
 
@@ -265,8 +275,8 @@ class ChatTemplate:
                 for part in (before, upto):
                     if not text.startswith(part):
                         raise DataError(
-                            f"message {number}: the text up to it is not what the whole conversation's begins with, so"
-                            " that the template does not tell answers from the rest",
+                            f"message {number}: the rendered text up to it is not a prefix of the whole conversation, so"
+                            " answers cannot be separated from the rest",
                             hint=MARK,
                         )
                 spans.append(AnswerSpan(len(before), len(upto), weight))
@@ -278,28 +288,28 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools_of: Conversation | None = None,
-        **how: Any,
+        **flags: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render messages by the template that suits the tools of the conversation, or of `tools_of`."""
+        """Render messages by the template that matches the tools of the conversation, or of `tools_of`."""
         name = "tool_use" if (tools_of or conversation).tools and "tool_use" in self._templates else "default"
-        given = {**self._given, **conversation.options}
+        variables = {**self._variables, **conversation.options}
         try:
             texts, marked = self._render(
-                [list(messages)], tools=conversation.tools, chat_template=self._templates[name], **how, **given
+                [list(messages)], tools=conversation.tools, chat_template=self._templates[name], **flags, **variables
             )
-        except Exception as error:  # noqa: BLE001 - a template is a program: it raises what it likes
-            raise DataError(f"the chat template fails on it ({error})") from None
+        except Exception as error:  # noqa: BLE001 - a template is a program and can raise anything
+            raise DataError(f"the chat template fails on the conversation ({error})") from None
         return texts[0], marked[0] if marked else []
 
 
 def read_chat_template(
     tokenizer: Path, file: Path | None = None, options: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
-    """Return the chat template beside a `tokenizer.json`, or that of a file; `options` are passed to each rendering.
+    """Return the chat template in the folder of a `tokenizer.json`, or of `file`; `options` are template variables.
 
     Raises:
-        DataError: when there is none, or it cannot be read.
-        MissingPackageError: without transformers.
+        DataError: if there is none, or it cannot be read.
+        MissingPackageError: if transformers is not installed.
     """
     config = _read_json(tokenizer.parent / "tokenizer_config.json")
     names = {**config, **_read_json(tokenizer.parent / "special_tokens_map.json")}
@@ -310,19 +320,19 @@ def read_chat_template(
     if "default" not in templates:
         raise DataError(
             f"{tokenizer.parent}: the tokenizer has no chat template",
-            hint="give one, in Jinja: --chat-template FILE",
+            hint="pass --chat-template FILE with a Jinja template",
         )
     return ChatTemplate(templates, special, options or {})
 
 
 def _load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    found = {"default": folder / "chat_template.jinja"}
-    found |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-    files = {name: _read_text(path) for name, path in found.items() if path.is_file()}
-    said = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template") or {}
-    if isinstance(said, list):
-        said = {one["name"]: one["template"] for one in said}
-    return {**({"default": said} if isinstance(said, str) else said), **files}
+    paths = {"default": folder / "chat_template.jinja"}
+    paths |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    files = {name: _read_text(path) for name, path in paths.items() if path.is_file()}
+    entry = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template") or {}
+    if isinstance(entry, list):
+        entry = {template["name"]: template["template"] for template in entry}
+    return {**({"default": entry} if isinstance(entry, str) else entry), **files}
 
 
 def _parse_token(value: Any) -> str | None:

@@ -12,11 +12,14 @@ from mega_data.reading.long_text import LongText
 
 
 class Document(NamedTuple):
-    """Text of `size` UTF-8 bytes with its source position (`line` counts from 1; for rows, records and JSON values
-    too).
+    """Text of `size` UTF-8 bytes with its source position.
 
-    `record` is all that stands there beside the text, where `read` was asked for it and the format has more.
-    `notes` are what is to be reported of it. `chats` are the conversations that a record was, `long` is a text too long to be held; there is no other text then.
+    Attributes:
+        line: number of the line, row, record or JSON value, from 1.
+        chats: conversations of a record; `text` is then empty.
+        record: the whole record, if requested and supported by the format.
+        long: text too long for memory; `text` is then empty.
+        notes: notes to report.
     """
 
     text: str
@@ -37,7 +40,7 @@ class Document(NamedTuple):
 class RejectedItem(NamedTuple):
     """Source position without a usable document, with the reason and its content.
 
-    `left_out`: a file of a folder that belongs to no corpus (an image, say), which nobody has to mend.
+    `left_out` marks a file of a folder that does not belong to the corpus, such as an image, and is not an error.
     """
 
     reason: str
@@ -80,14 +83,14 @@ def _describe_type(value: object) -> str:
 
 
 def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
-    """Return the rejected item that stands for everything behind a damaged position."""
-    return RejectedItem(f"cannot be read to its end ({error}); is the file damaged or truncated?", "", file, line)
+    """Return the rejected item for everything after a damaged position."""
+    return RejectedItem(f"cannot be read to its end ({error}); the file is damaged or truncated", "", file, line)
 
 
 def document_from_record(
     record: object, key: str, file: str, line: int, whole: bool, strings: dict[str, LongText]
 ) -> Document | RejectedItem:
-    """Return the document of a record, in which names stand for long `strings`."""
+    """Return the document of a record, in which long strings are replaced by their names in `strings`."""
     if not isinstance(record, dict):
         return RejectedItem(f"the record is {_describe_type(record)}, not an object", "", file, line)
     value = lookup_key(record, key)

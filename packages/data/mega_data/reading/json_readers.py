@@ -21,9 +21,9 @@ from mega_data.reading.documents import (
 )
 from mega_data.reading.long_text import BLOCK, LONG, LongText, decode_blocks, extract_long_strings, iterate_blocks
 
-SHOWN = 1 << 16  # bytes of a bad line that is long
-BETWEEN = re.compile(r"[ \t\r\n,\[\]]*")  # what stands between the objects of an array, or of no array
-LARGEST_VALUE = 1 << 30  # characters of one JSON value; what looks longer has a quotation mark too few
+SHOWN = 1 << 16  # bytes of a long bad line that are shown
+SEPARATORS = re.compile(r"[ \t\r\n,\[\]]*")  # between objects, in an array or not
+MAX_VALUE = 1 << 30  # characters of one JSON value; a longer one lacks a quotation mark
 
 
 def read_json_lines(
@@ -34,7 +34,7 @@ def read_json_lines(
     whole: bool,
     folder: Path | None,
 ) -> DocumentStream:
-    """Yield one document per line, without blank lines; `tell_lines` is called at the end with the number of lines."""
+    """Yield one document per line, except blank lines; `on_lines` is called at the end with the number of lines."""
     line = 0
     try:
         for line, (raw, rest) in enumerate(_iterate_lines(stream, source.begin, source.end, LONG if folder else -1), 1):
@@ -52,9 +52,9 @@ def read_json_lines(
 def _iterate_lines(
     stream: io.BufferedReader, begin: int, end: int | None, longest: int
 ) -> Iterator[tuple[bytes, Iterator[bytes] | None]]:
-    """Yield the lines that begin in a range of bytes, the first of them with it.
+    """Yield the lines that begin in a range of bytes; the first one begins at `begin`.
 
-    Of a line longer than `longest` bytes these, and an iterator over the others.
+    A line longer than `longest` bytes is its first `longest` bytes and an iterator over the rest.
     """
     at = begin
     if begin:
@@ -66,7 +66,7 @@ def _iterate_lines(
             continue
         rest = _rest_of_line(stream)
         yield raw, rest
-        for _ in rest:  # of a bad line
+        for _ in rest:  # skip the unread rest of a bad line
             pass
         at = at if end is None else stream.tell()
 
@@ -91,20 +91,20 @@ def _parse_line(raw: bytes, key: str, file: str, line: int, whole: bool) -> Docu
 def _parse_long_line(
     begin: bytes, rest: Iterator[bytes], key: str, file: str, line: int, folder: Path
 ) -> Document | RejectedItem:
-    """Parse a line of any length; of a bad one only the beginning is shown."""
+    """Parse a line of any length; the content of a bad line is truncated to `SHOWN` bytes."""
     strings: dict[str, LongText] = {}
     shown = escape_bytes(begin[:SHOWN])
-    kept = f"; the first {SHOWN} bytes of a long line are shown"
+    suffix = f"; the first {SHOWN} bytes of a long line are shown"
     try:
         record = json.loads("".join(extract_long_strings(decode_blocks(chain([begin], rest)), folder, strings)))
     except UnicodeDecodeError as error:
-        return RejectedItem(f"not UTF-8 (byte {error.start} of the line){kept}", shown, file, line)
-    except json.JSONDecodeError as error:  # its place is one in what is left of the line
-        return RejectedItem(f"not JSON ({error.msg}){kept}", shown, file, line)
+        return RejectedItem(f"not UTF-8 (byte {error.start} of the line){suffix}", shown, file, line)
+    except json.JSONDecodeError as error:  # its position is that in the shortened line
+        return RejectedItem(f"not JSON ({error.msg}){suffix}", shown, file, line)
     except (ValueError, RecursionError) as error:
-        return RejectedItem(f"not JSON ({error}){kept}", shown, file, line)
+        return RejectedItem(f"not JSON ({error}){suffix}", shown, file, line)
     item = document_from_record(record, key, file, line, False, strings)
-    return item._replace(reason=item.reason + kept, content=shown) if isinstance(item, RejectedItem) else item
+    return item._replace(reason=item.reason + suffix, content=shown) if isinstance(item, RejectedItem) else item
 
 
 def read_json_values(
@@ -123,16 +123,16 @@ def read_json_values(
     except DAMAGE as error:
         yield reject_damaged_rest(error, source.name, line + 1)
     except (ValueError, RecursionError) as error:
-        yield RejectedItem(f"not JSON ({error}); what follows is not read", "", source.name, line + 1)
+        yield RejectedItem(f"not JSON ({error}); the rest of the file is skipped", "", source.name, line + 1)
 
 
 def _iterate_values(blocks: Iterator[str]) -> Iterator[object]:
-    """Yield the values of a JSON text, or of the array that it is, with at most one of them in memory."""
+    """Yield the values of a JSON text, or of its top-level array, with at most one value in memory."""
     decoder = json.JSONDecoder()
     text, at, more = next(blocks, "").removeprefix("\ufeff"), 0, True
-    failure: Exception | None = None  # of what follows the text
+    failure: Exception | None = None  # error of reading the next block
     while True:
-        at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing as well
+        at = SEPARATORS.match(text, at).end()  # type: ignore[union-attr]  # it matches an empty string as well
         try:
             if at < len(text):
                 value, at = decoder.raw_decode(text, at)
@@ -140,14 +140,14 @@ def _iterate_values(blocks: Iterator[str]) -> Iterator[object]:
                 continue
         except json.JSONDecodeError as error:
             unfinished = error.pos > len(text) - 16 or error.msg.startswith("Unterminated string")
-            if not more or not unfinished or len(text) - at > LARGEST_VALUE:
+            if not more or not unfinished or len(text) - at > MAX_VALUE:
                 raise (failure or error) from None
         if failure is not None:
             raise failure
         if not more:
             return
-        text, at, wanted = text[at:], 0, 2 * (len(text) - at)
-        while more and len(text) <= wanted:
+        text, at, target = text[at:], 0, 2 * (len(text) - at)
+        while more and len(text) <= target:
             try:
                 block = next(blocks, None)
             except (ValueError, *DAMAGE) as error:

@@ -1,7 +1,7 @@
 """Readers of sources: JSON lines, JSON, CSV, Parquet, plain text and code, HuggingFace `datasets`.
 
-`read` goes through one source and yields each `Document`, or a `RejectedItem` where there is none to be had, with the place
-it came from. What to do about a `RejectedItem` is the caller's business.
+`read_documents` yields each `Document` of one source with its position, or a `RejectedItem` at a position without a
+usable document, which the caller handles.
 """
 
 from __future__ import annotations
@@ -54,17 +54,20 @@ def read_documents(
     whole: bool = False,
     folder: Path | None = None,
 ) -> DocumentStream:
-    """Yield the documents of a source; `advance` is called with the bytes consumed, `tell_kind` with the detected
-    format.
+    """Yield the documents of a source.
 
-    `on_lines` is told, at the end of JSON lines, their number. `whole`: documents come with their records, all
-    columns of them. `folder`: where long texts of plain text, JSON lines and JSON are put; without it they are held.
+    A damaged file is read up to the damage, which is a `RejectedItem`.
 
-    What of a damaged file comes before the damage is read; the damage is a `RejectedItem`.
+    Args:
+        advance: called with the number of bytes that are consumed.
+        on_kind: called with the detected format.
+        on_lines: called at the end of JSON lines with their number.
+        whole: attach the record, with all columns, to each document.
+        folder: folder for long texts of plain text, JSON lines and JSON; None keeps them in memory.
 
     Raises:
-        DataError: when a file cannot be opened, or has no such column.
-        MissingPackageError: when its format needs a package that is not installed.
+        DataError: if a file cannot be opened, or the column is missing.
+        MissingPackageError: if the format requires a package that is not installed.
     """
     if source.kind in ("datasets", "parquet"):
         on_kind(source.kind)
@@ -76,7 +79,7 @@ def read_documents(
     with open_decompressed(source.name, advance) as stream:
         try:
             begin = peek_start(stream)
-        except DAMAGE as error:  # among source code, some program's broken example
+        except DAMAGE as error:  # a folder of source code may have a damaged file as a test case
             yield reject_damaged_rest(error, source.name, 1)._replace(left_out=source.found and source.kind is None)
             return
         kind = source.kind or detect_format(begin, json_key, Path(source.name))
@@ -97,7 +100,7 @@ def iterate_texts(inputs: Sequence[str | Path], json_key: str = "text") -> Itera
     """Yield the text of every document, for training a tokenizer; binary files of folders are skipped.
 
     Raises:
-        DataError: at the first place without a usable document.
+        DataError: at the first rejected item.
     """
     left_out, kinds = SkippedFiles(), Counter[FileFormat]()
     for source in find_corpus_sources(inputs, json_key, left_out):
@@ -113,7 +116,7 @@ def iterate_texts(inputs: Sequence[str | Path], json_key: str = "text") -> Itera
 
 
 def _read_csv(stream: io.BufferedReader, source: CorpusSource, key: str, whole: bool) -> DocumentStream:
-    csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB, is for the whole process or not at all
+    csv.field_size_limit(sys.maxsize)  # the module's limit, 128 KiB, can only be set for the whole process
     tab = source.kind == "tsv"
     rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter="\t" if tab else ",")
     try:
@@ -134,7 +137,7 @@ def _read_csv(stream: io.BufferedReader, source: CorpusSource, key: str, whole: 
             elif row:
                 yield RejectedItem(f"no column {key!r} in this row", str(row), source.name, rows.line_num)
     except UnicodeDecodeError:
-        yield RejectedItem("not UTF-8; what follows is not read", "", source.name, rows.line_num + 1)
+        yield RejectedItem("not UTF-8; the rest of the file is skipped", "", source.name, rows.line_num + 1)
     except (*DAMAGE, csv.Error) as error:
         yield reject_damaged_rest(error, source.name, rows.line_num + 1)
 
@@ -148,26 +151,28 @@ def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | N
         else:
             text = raw.decode()
     except UnicodeDecodeError as error:
-        reason = "no UTF-8 text" if source.found else f"not UTF-8 (byte {error.start} of the file)"
+        reason = "not UTF-8 text" if source.found else f"not UTF-8 (byte {error.start} of the file)"
         yield RejectedItem(reason, escape_bytes(raw[:200]), source.name, 1, left_out=source.found)
     except DAMAGE as error:
         yield reject_damaged_rest(error, source.name, 1)
     else:
         if source.found and "\0" in text:
-            yield RejectedItem("no UTF-8 text", "", source.name, 1, left_out=True)
+            yield RejectedItem("not UTF-8 text", "", source.name, 1, left_out=True)
         else:
             yield document_from_text(text, "the text", source.name, 1)
 
 
 def _read_parquet(source: CorpusSource, key: str, advance: ReportBytes, whole: bool) -> DocumentStream:
-    parquet = import_optional("pyarrow.parquet", "Parquet files")
-    arrow = import_optional("pyarrow", "Parquet files")
+    parquet = import_optional("pyarrow.parquet", "reading Parquet files")
+    arrow = import_optional("pyarrow", "reading Parquet files")
     line = 0
     try:
         with contextlib.ExitStack() as stack:
             remote = "://" in source.name
-            where = stack.enter_context(open_decompressed(source.name, lambda _: None)) if remote else source.name
-            file = stack.enter_context(parquet.ParquetFile(where))
+            file_or_path = (
+                stack.enter_context(open_decompressed(source.name, lambda _: None)) if remote else source.name
+            )
+            file = stack.enter_context(parquet.ParquetFile(file_or_path))
             names = _list_columns(file.schema_arrow, arrow.types.is_struct)
             if key not in names and key != WHOLE:
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(names)}")
@@ -205,7 +210,7 @@ def _list_columns(columns: Iterable[Any], is_struct: Callable[[Any], bool], pref
 
 
 def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStream:
-    datasets = import_optional("datasets", "hf: inputs")
+    datasets = import_optional("datasets", "reading hf: inputs")
     name, _at, split = source.name.removeprefix("hf:").partition("@")
     try:
         for line, row in enumerate(_load_datasets(datasets, name, split or "train"), 1):
@@ -214,7 +219,7 @@ def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStrea
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {format_key_names(row)}")
             yield attach_record(document_from_text(value, key, source.name, line), dict(row) if whole else None)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise DataError(f"{source.name}: `datasets` cannot load it ({error})") from error
+        raise DataError(f"{source.name}: cannot be loaded by the package datasets ({error})") from error
 
 
 def _load_datasets(datasets: Any, name: str, split: str) -> Iterable[dict[str, Any]]:
@@ -225,7 +230,7 @@ def _load_datasets(datasets: Any, name: str, split: str) -> Iterable[dict[str, A
             return loaded  # type: ignore[no-any-return]
         if split not in loaded:
             raise DataError(
-                f"hf:{name}: no split {split!r}", hint=f"the splits are {', '.join(loaded)}: hf:{name}@SPLIT"
+                f"hf:{name}: no split {split!r}", hint=f"write hf:{name}@SPLIT with one of {', '.join(loaded)}"
             )
         return loaded[split]  # type: ignore[no-any-return]
     hub, _, config = (name, "", "") if folder.is_dir() else name.rpartition(":") if ":" in name else (name, "", "")
