@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mega_common.bounded_parsing import (
-    DEEPEST,
-    LARGEST_SETTINGS,
+    MAX_DEPTH,
+    MAX_SETTINGS_BYTES,
     BoundedYamlLoader,
     StrictYamlLoader,
     check_yaml_limits,
@@ -77,13 +77,13 @@ def test_aliases_and_merges_that_people_write_are_read() -> None:
 
 
 def test_nesting_up_to_the_limit_is_read() -> None:
-    depth = DEEPEST - 2
+    depth = MAX_DEPTH - 2
     parse_yaml_text("x: " + "[" * depth + "]" * depth, "run.yaml")
 
 
 def test_a_file_larger_than_the_limit_is_refused_and_a_device_ends(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("x: " + "a" * LARGEST_SETTINGS)
+    path.write_text("x: " + "a" * MAX_SETTINGS_BYTES)
     for one in (path, Path("/dev/zero")):
         with pytest.raises(ConfigError, match=r"larger than|cannot be read"):
             load_yaml_mapping(one)

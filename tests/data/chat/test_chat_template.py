@@ -18,7 +18,7 @@ from mega_data.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers", reason="what renders templates, and the oracle")
 REFUSED = {
-    ("mistral", "system"): "content of role 'system'|not what the whole conversation's begins with",
+    ("mistral", "system"): "content of role 'system'|not a prefix of the whole conversation",
     ("gemma", "tools"): "must alternate",
     ("deepseek", "tools"): "does not render 'tools'",
 }

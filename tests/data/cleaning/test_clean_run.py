@@ -100,7 +100,7 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         original(self, *args)
 
     monkeypatch.setattr(owner, name, ended)
-    monkeypatch.setattr(module, "EVERY", 0)
+    monkeypatch.setattr(module, "RECORD_INTERVAL", 0)
     while True:
         try:
             again = cleaned(tmp_path, [source], config, overwrite=True)
@@ -116,7 +116,7 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_change_of_the_rules_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = jsonl(tmp_path / "a.jsonl", "one", "three")
-    monkeypatch.setattr(module, "EVERY", 0)
+    monkeypatch.setattr(module, "RECORD_INTERVAL", 0)
     with monkeypatch.context() as context:
         context.setattr(module, "install_folder", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -152,7 +152,7 @@ def test_a_worker_that_is_killed_is_told_of(tmp_path: Path) -> None:
 
 def test_no_document_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
-    with pytest.raises(DataError, match=r"a\.jsonl: not one document"):
+    with pytest.raises(DataError, match=r"a\.jsonl: no document in the inputs"):
         cleaned(tmp_path, [tmp_path / "a.jsonl"], EXACT)
 
 
@@ -300,7 +300,7 @@ class TestConfig:
             ({"language": {"keep": ["en"], "detector": "fasttext"}}, "needs a model file"),
             ({"filter": "no_colon"}, "not of the form module:function"),
             ({"duplicates": {"exact": False}}, "looks for nothing"),
-            ({"pii": {"patterns": {"x": "("}}}, "is no regular expression"),
+            ({"pii": {"patterns": {"x": "("}}}, "must be a regular expression"),
         ],
     )
     def test_mistakes_are_told(self, raw: dict[str, Any], message: str) -> None:

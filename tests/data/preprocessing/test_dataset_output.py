@@ -89,7 +89,7 @@ def test_a_killed_run_goes_on(
         "from pathlib import Path\n"
         "import mega_data.preprocessing.text_batches, mega_data.preprocessing.dataset_output as output\n"
         "from mega_data.preprocessing.preprocess_corpus import preprocess\n"
-        "output.EVERY, mega_data.preprocessing.text_batches.BATCH, mega_data.preprocessing.text_batches.PIECE = 0.0, 500, 1000\n"
+        "output.RECORD_INTERVAL, mega_data.preprocessing.text_batches.BATCH, mega_data.preprocessing.text_batches.PIECE = 0.0, 500, 1000\n"
         f"real, left = output.Output.record, [{records}]\n"
         "def record(self):\n"
         "    real(self)\n"

@@ -293,7 +293,7 @@ class TestOutput:
         assert verify_dataset(tmp_path / "d") == before
 
     def test_a_folder_is_no_prefix(self, tmp_path: Path, tokenizer_folder: Path) -> None:
-        with pytest.raises(DataError, match="the output is a prefix"):
+        with pytest.raises(DataError, match="must be a prefix"):
             preprocess_corpus([jsonl(tmp_path / "a.jsonl", {"text": FINE})], tokenizer_folder, tmp_path)
 
     @pytest.mark.parametrize("limit", [1000, 20_000, 40_000, 60_000])
