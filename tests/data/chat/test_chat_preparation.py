@@ -81,9 +81,7 @@ def test_weights_of_turns_are_hundredths(tmp_path: Path, tokenizer: Path) -> Non
     made(tmp_path, tokenizer, [record], turn_weights=True)
     weights = LossWeights(IndexedReader(tmp_path / "d"))
     assert set(weights[0:10_000].tolist()) == {0, 0.25, 2}
-    with pytest.raises(
-        DataError, match=r"b.jsonl:1: the weight of an answer must be 0 or 1, not 0.25"
-    ):
+    with pytest.raises(DataError, match=r"b.jsonl:1: the weight of an answer must be 0 or 1, not 0.25"):
         made(tmp_path, tokenizer, [record], "b")
     with pytest.raises(DataError, match=r"a multiple of 0.01 up to 2.55"):
         made(tmp_path, tokenizer, [{"messages": [ASK, {**ANSWER, "weight": 0.333}]}], "c", turn_weights=True)
@@ -231,7 +229,11 @@ def test_what_the_template_does_is_told(tmp_path: Path, tokenizer: Path, caplog:
         "{{ strftime_now('%d') }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
     made(tmp_path, tokenizer, [CONVERSATIONS["one"]], template=tmp_path / "t.jinja")
-    for said in ("does not mark answers", "writes the current date", "d.jsonl:1: an answer does not end with a special token"):
+    for said in (
+        "does not mark answers",
+        "writes the current date",
+        "d.jsonl:1: an answer does not end with a special token",
+    ):
         assert said in caplog.text
 
 

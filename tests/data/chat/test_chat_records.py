@@ -133,7 +133,11 @@ def test_answers_that_a_pair_shares_do_not_count() -> None:
         ({"prompt": "Hi", "chosen": "a", "rejected": "b"}, False, "--kind pairs"),
         ({"messages": [HI, HELLO], "images": ["a.png"]}, False, "the key 'images' is not supported in text"),
         ({"conversations": [HI, HELLO], "image": "a.png"}, False, "the key 'image' is not supported in text"),
-        ({"prompt": "Hi", "chosen": "a", "rejected": "b", "images": [{"path": "a"}]}, True, "the key 'images' is not supported"),
+        (
+            {"prompt": "Hi", "chosen": "a", "rejected": "b", "images": [{"path": "a"}]},
+            True,
+            "the key 'images' is not supported",
+        ),
         ({"messages": [HI, HELLO], "videos": ["a.mp4"]}, False, "the key 'videos' is not supported in text"),
         ({"messages": [HI, HELLO], "audios": ["a.wav"]}, False, "the key 'audios' is not supported in text"),
         ({"messages": [HI, HELLO], "functions": "no"}, False, "'functions' is not JSON"),

@@ -100,16 +100,32 @@ def test_loss_on_last_and_weights_of_turns(marks: bool) -> None:
 @pytest.mark.parametrize(
     ("body", "record", "said"),
     [
-        ("{{ messages[-1].content }}", {"messages": [ASK, ANSWER]}, "up to it is not what"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", {"messages": [ASK]}, "no message of the assistant counts"),
+        ("{{ messages[-1].content }}", {"messages": [ASK, ANSWER]}, "up to it is not a prefix"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            {"messages": [ASK]},
+            "no message of the assistant counts",
+        ),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}",
             {"messages": [ASK, {**ANSWER, "weight": 0}]},
             "no message of the assistant counts",
         ),
-        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", CONVERSATIONS["one"], "the questions too"),
-        ("{% generation %}{% endgeneration %}{{ messages }}", CONVERSATIONS["one"], "no message of the assistant counts"),
-        ("{{ raise_exception('I will not') }}", CONVERSATIONS["one"], r"template fails on it \(I will not\)"),
+        (
+            "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+            CONVERSATIONS["one"],
+            "including the questions",
+        ),
+        (
+            "{% generation %}{% endgeneration %}{{ messages }}",
+            CONVERSATIONS["one"],
+            "no message of the assistant counts",
+        ),
+        (
+            "{{ raise_exception('I will not') }}",
+            CONVERSATIONS["one"],
+            r"template fails on the conversation \(I will not\)",
+        ),
         ("{{ messages | nothing }}", CONVERSATIONS["one"], "No filter named 'nothing'"),
         ("{{ ''.__class__.__mro__ }}", CONVERSATIONS["one"], "unsafe"),
     ],

@@ -251,7 +251,10 @@ class TestOwnFilter:
 
     @pytest.mark.parametrize(
         ("body", "message"),
-        [("pass", "a.jsonl:1: filter mine:keep returns None"), ("1/0", "a.jsonl:1: filter mine:keep fails with Zero")],
+        [
+            ("pass", "a.jsonl:1: filter mine:keep: must return True, False or a reason, not None"),
+            ("1/0", "a.jsonl:1: filter mine:keep fails with Zero"),
+        ],
     )
     def test_its_faults_are_told(self, tmp_path: Path, body: str, message: str) -> None:
         config, source = self.config(tmp_path, body), jsonl(tmp_path / "a.jsonl", "a")
@@ -294,12 +297,12 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("raw", "message"),
         [
-            ({}, "no rule is on"),
+            ({}, "at least one rule is required"),
             ({"gopher": True}, "unknown key"),
-            ({"language": {"keep": ["English"]}}, "is no ISO 639 code"),
-            ({"language": {"keep": ["en"], "detector": "fasttext"}}, "needs a model file"),
-            ({"filter": "no_colon"}, "not of the form module:function"),
-            ({"duplicates": {"exact": False}}, "looks for nothing"),
+            ({"language": {"keep": ["English"]}}, "must be ISO 639 codes"),
+            ({"language": {"keep": ["en"], "detector": "fasttext"}}, "is required with detector: fasttext"),
+            ({"filter": "no_colon"}, "must have the form module:function"),
+            ({"duplicates": {"exact": False}}, "requires exact or minhash"),
             ({"pii": {"patterns": {"x": "("}}}, "must be a regular expression"),
         ],
     )

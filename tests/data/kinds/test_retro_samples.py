@@ -145,9 +145,9 @@ def test_validation_is_never_found(data: Path, tmp_path: Path) -> None:
     assert valid is not None
     shown: npt.NDArray[np.int64] = valid[0].neighbors if valid[0].neighbors is not None else np.empty(0, np.int64)
     assert shown.size
-    with pytest.raises(DataError, match=r"chunks 0 to 87 are found .* this split of the run has 0 to 45, so that"):
+    with pytest.raises(DataError, match=r"chunks 0 to 87, which overlap this split of the run \(0 to 45\)"):
         built(data, split=[0.5, 0.5])
-    with pytest.raises(DataError, match=r"chunks 0 to 87 are found"):
+    with pytest.raises(DataError, match=r"chunks 0 to 87, which overlap"):
         plan_dataset_usage(DataConfig.parse({"train": data, "kind": "retro", "split": [1, 1]}), {"train": 1}, EOD)
 
 
@@ -170,7 +170,7 @@ def test_neighbours_are_shown_behind_the_documents(data: Path) -> None:
 
 def test_mistakes_are_one_sentence(data: Path, tmp_path: Path) -> None:
     documents(tmp_path / "d", ROWS)
-    with pytest.raises(DataError, match=r"info.json: no such file, so no neighbours are there"):
+    with pytest.raises(DataError, match=r"info.json: the neighbors are missing or incomplete"):
         built(tmp_path / "d")
     with pytest.raises(ConfigError, match=r"data.seq_length = 30: must be a multiple of 8"):
         built(data, seq_length=30)
