@@ -84,7 +84,7 @@ def test_calls_of_tools_in_sharegpts_form() -> None:
         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
     }
     assert told == {"role": "tool", "content": "4"}
-    with pytest.raises(DataError, match=r"conversations\[0\].value is no JSON"):
+    with pytest.raises(DataError, match=r"conversations\[0\].value must be JSON"):
         parsed({"conversations": [{"from": "function_call", "value": "f(1)"}]})
 
 

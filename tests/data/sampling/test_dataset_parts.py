@@ -60,14 +60,14 @@ def test_rules_about_documents_need_documents_that_end(
 
 def test_a_blend_of_with_and_without_end_tokens_is_refused(tmp_path: Path) -> None:
     blend = [data_set(tmp_path / "with"), data_set(tmp_path / "without", "none")]
-    with pytest.raises(DataError, match="without: data.* requires documents that end"):
+    with pytest.raises(DataError, match=r"without: data.* requires documents that end"):
         build_blended_datasets(config(*blend, reset_attention_mask=True), seed=1, samples={"train": 1}, eod=EOD)
     build_blended_datasets(config(*blend), seed=1, samples={"train": 1}, eod=EOD)
 
 
 def test_validation_data_is_looked_at_as_well(tmp_path: Path) -> None:
     settings = config(data_set(tmp_path / "a"), valid=str(data_set(tmp_path / "b", "none")), reset_attention_mask=True)
-    with pytest.raises(DataError, match="b: data.* requires documents that end"):
+    with pytest.raises(DataError, match=r"b: data.* requires documents that end"):
         build_blended_datasets(settings, seed=1, samples={"train": 1, "valid": 1}, eod=EOD)
 
 
