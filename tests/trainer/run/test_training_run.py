@@ -422,7 +422,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int, loss: float) -> None:
             told[0] = loss
         return told, table
 
-    monkeypatch.setattr(step_module, "sum_over_ranks", poisoned)
+    monkeypatch.setattr(step_module, "sum_step_scalars", poisoned)
 
 
 def test_not_finite_stops_without_touching_the_weights(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
