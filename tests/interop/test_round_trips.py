@@ -67,7 +67,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
 class Bare(MegaSource):
     """A checkpoint without the files of the folder that it was made from."""
 
-    def assets(self) -> Mapping[str, Path | bytes]:
+    def asset_files(self) -> Mapping[str, Path | bytes]:
         return {}
 
 

@@ -53,7 +53,7 @@ def device_waits(never: Never) -> object:
 def bucket_waits(never: Never) -> object:
     """At the end of a step's backwards, for the sums over the data ranks."""
     bucket = SimpleNamespace(_flight=(PendingWork(never, CommGroup("dp", (0, 2))), None, None), grads=None)
-    bucket.settle = partial(StepGradientBucket.wait_for_reduce, bucket)  # type: ignore[arg-type]
+    bucket.wait_for_reduce = partial(StepGradientBucket.wait_for_reduce, bucket)  # type: ignore[arg-type]
     return FlatBufferStage.finish_gradients(SimpleNamespace(_in_flight=deque([bucket]), buffers=[]))  # type: ignore[arg-type]
 
 
