@@ -46,7 +46,7 @@ A config.json may have a supported `model_type` and still use a setting that `me
 transformers does not read for this family are kept and listed once in a warning.
 
 AWQ, GPTQ, bitsandbytes, sparse and rotated weights are refused by name. [Checkpoints](checkpoints.md#quantized-weights-pytorch_modelbin-gguf)
-lists the quantized formats that are read, and [Megatron](checkpoints.md#megatron) the model settings of Megatron that convert.
+lists the quantized formats that are read, and [Megatron checkpoints](megatron-checkpoints.md) the settings of Megatron that convert.
 """
 
 
