@@ -20,7 +20,7 @@ from mega_trainer.pages.top import TAIL, view
 
 ROOT = Path(__file__).parent.parent
 RUN = Path("runs/small-moe")
-STEPS, TOP_AT = 160, 100
+STEPS, TOP_AT = 160, 106
 RUN_YAML = f"""
 model:
   {{preset: tiny-10m, vocab_size: 1024, num_attention_heads: 4, num_kv_heads: 2, head_dim: 64,
@@ -50,11 +50,11 @@ def main(folder: str) -> None:
     if status := training.wait():
         sys.exit(status)
     mega("report", str(RUN), "--out", "report.html")
-    screenshot(Path("report.html"), "report.png", 1400, 1120)
+    screenshot(Path("report.html"), "report.png", 1400, 900)
     recipe = Path("llama3-70b.yaml")
     recipe.write_text((ROOT / "recipes" / "llama3-70b-64.yaml").read_text())
-    mega("plan", str(recipe), "--machine", "h100", "--ranks", "64", "--html", "plan.html", "--search")
-    screenshot(Path("plan.html"), "plan.png", 1400, 1120)
+    mega("plan", str(recipe), "--machine", "h100", "--ranks", "64", "--html", "plan.html")
+    screenshot(Path("plan.html"), "plan.png", 1400, 880)
 
 
 def prepare_data() -> None:
@@ -88,7 +88,7 @@ def picture_terminal() -> None:
     svg = console.export_svg(title=f"mega top {RUN}")
     page = Path("top.html")
     page.write_text(f"<style>body{{margin:0}} svg{{width:1400px}}</style>{svg}")
-    screenshot(page, "top.png", 1400, 640)
+    screenshot(page, "top.png", 1400, 720)
 
 
 def screenshot(page: Path, picture: str, width: int, height: int) -> None:
