@@ -1,6 +1,6 @@
 """Make the pictures of README and docs (report.png, plan.png, top.png) from a small run of four ranks and from a plan.
 
-`python tools/docs_pictures.py FOLDER` works in FOLDER, takes about five minutes, and needs chromium.
+`python tools/docs_pictures.py FOLDER` works in the new folder FOLDER, takes about five minutes, and needs chromium.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ output: {RUN}
 
 def main(folder: str) -> None:
     """Train the run in `folder`, and write the pictures to docs/."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder).mkdir(parents=True)
     os.chdir(folder)
     prepare_data()
     Path("run.yaml").write_text(RUN_YAML)
@@ -63,10 +63,10 @@ def prepare_data() -> None:
     for name, chosen in (("train", names[::2]), ("held-out", names[1::2])):
         lines = [json.dumps({"text": topics[topic]}) + "\n" for topic in chosen]
         Path(f"{name}.jsonl").write_text("".join(lines))
-    mega("data", "train-tokenizer", "--input", "train.jsonl", "--vocab-size", "1024", "--output", "tok", "--overwrite")
+    mega("data", "train-tokenizer", "--input", "train.jsonl", "--vocab-size", "1024", "--output", "tok")
     for name in ("train", "held-out"):
         words = ["--input", f"{name}.jsonl", "--tokenizer", "tok", "--output", f"data/{name}", "--append-eod"]
-        mega("data", "preprocess", *words, "--overwrite")
+        mega("data", "preprocess", *words)
 
 
 def mega(*words: str) -> None:
