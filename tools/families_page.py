@@ -39,6 +39,12 @@ gives byte-identical weight files, and logits agree with transformers {version} 
 (`tests/ckpt/test_hf.py`, `tests/interop/test_hf_logits.py`). The family of a folder is the `model_type` of its config.json.
 """
 SETTINGS = """
+## Differences from transformers
+
+- Nemotron-H and Nemotron-3: `mega` bounds the time step by `time_step_limit` of config.json; transformers 5.23 uses `time_step_min`.
+- A layer's experts are one tensor in a `mega` checkpoint, and one tensor per expert in most HuggingFace folders. Conversion needs memory for one
+  expert at a time.
+
 ## Settings that are not supported
 
 A config.json may have a supported `model_type` and still use a setting that `mega` cannot express, for example an unknown
