@@ -88,7 +88,7 @@ def picture_terminal() -> None:
     svg = console.export_svg(title=f"mega top {RUN}")
     page = Path("top.html")
     page.write_text(f"<style>body{{margin:0}} svg{{width:1400px}}</style>{svg}")
-    screenshot(page, "top.png", 1400, 720)
+    screenshot(page, "top.png", 1400, 668)
 
 
 def screenshot(page: Path, picture: str, width: int, height: int) -> None:
