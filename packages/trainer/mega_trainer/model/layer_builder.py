@@ -308,7 +308,7 @@ class LayerBuilder:
         return make_vocab_parameter(
             name, self.config.vocab_size, self.config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
             dtype=self.dtype, device=self.device, std=self.config.init_std, grad_sync=shared, replicas=shared,
-            parts=self.groups.tp, straight=straight,
+            parts=self.groups.tp, accumulate_in_place=straight,
         )  # fmt: skip
 
     def build_output_matrix(self) -> nn.Parameter:
