@@ -8,7 +8,7 @@ from __future__ import annotations
 from mega_common.errors import ConfigError
 from mega_trainer.pipeline.schedules import PipelineOpCosts, PipelineSchedule, make_schedule, simulate_schedule
 
-IN_FLIGHT = 4  # messages of a rank, in numbers of ranks, as `pipeline.run` has it
+IN_FLIGHT = 4  # messages of a rank, in numbers of ranks, as in `pipeline.executor`
 MOST_SIMULATED = 60_000  # operations that are simulated one by one
 MOST_OPERATIONS = 1_200_000  # of a schedule that is made to plan memory
 
