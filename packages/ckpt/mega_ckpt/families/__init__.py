@@ -9,12 +9,20 @@ from dataclasses import replace
 from mega_ckpt.families.bert_encoders import BERT, MEGATRON_BERT, MODERNBERT, ROBERTA
 from mega_ckpt.families.config_entries import HfConfigDict
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE
-from mega_ckpt.families.falcon import FALCON
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3
 from mega_ckpt.families.gpt2_decoders import GPT2, GPT_BIGCODE
 from mega_ckpt.families.granite import GRANITE, GRANITE_MOE
-from mega_ckpt.families.layernorm_decoders import COHERE, COHERE2, GPT_NEOX, JAIS2, NEMOTRON, STABLELM, STARCODER2
+from mega_ckpt.families.layernorm_decoders import (
+    COHERE,
+    COHERE2,
+    FALCON,
+    GPT_NEOX,
+    JAIS2,
+    NEMOTRON,
+    STABLELM,
+    STARCODER2,
+)
 from mega_ckpt.families.llama_decoders import (
     ARCEE,
     ERNIE4_5,
@@ -31,13 +39,11 @@ from mega_ckpt.families.llama_decoders import (
     SEED_OSS,
     SMOLLM3,
 )
-from mega_ckpt.families.mamba2 import MAMBA2
-from mega_ckpt.families.mamba_hybrids import BAMBA, GRANITE_MOE_HYBRID
+from mega_ckpt.families.mamba_decoders import BAMBA, GRANITE_MOE_HYBRID, MAMBA2
 from mega_ckpt.families.model_equivalence import is_same_model
 from mega_ckpt.families.moe_decoders import GPT_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from mega_ckpt.families.nemotron_h import NEMOTRON_H
-from mega_ckpt.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from mega_ckpt.families.qwen3_next import QWEN3_NEXT
+from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mega_ckpt.families.t5 import MT5, T5, UMT5
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT, QWEN2_5_VL

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.common_entries import DECODER, decoder_entries
 from mega_ckpt.families.config_entries import (
+    DECODER,
     AllowedValuesEntry,
     ConfigEntry,
     ConfigMismatchError,
@@ -19,6 +19,7 @@ from mega_ckpt.families.config_entries import (
     HeadsEntry,
     HfConfigDict,
     KeyEntry,
+    decoder_entries,
 )
 from mega_ckpt.families.disk_layouts import TensorRule
 from mega_ckpt.families.family import ModelFamily

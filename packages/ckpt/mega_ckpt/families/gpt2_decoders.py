@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.common_entries import MultiHeadEntry
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
     ConfigEntry,
@@ -15,6 +14,7 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     HfConfigDict,
     KeyEntry,
+    MultiHeadEntry,
     check_head_dim,
     check_head_size,
 )

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.common_entries import DECODER
 from mega_ckpt.families.config_entries import (
+    DECODER,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.common_entries import TIED
 from mega_ckpt.families.config_entries import (
     MOST_LAYERS,
+    TIED,
     AllowedValuesEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
