@@ -1,4 +1,7 @@
-"""Shared declarations of encoder families: BERT's keys and names, optional heads, bidirectional windows."""
+"""Encoders. BERT (arXiv:1810.04805), and Megatron's with pre-norms and no embedding norm (arXiv:1909.08053). RoBERTa
+(arXiv:1907.11692): BERT without sentence pairs, positions after the padding position. ModernBERT (arXiv:2412.13663):
+pre-norms except before the first attention, bidirectional windows in two of three layers.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,12 @@ from mega_ckpt.families.config_entries import (
     MultiHeadEntry,
     layer_indices,
 )
-from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule
+from mega_ckpt.families.disk_layouts import LAYER, QKV, DiskTensor, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
 from mega_ckpt.families.window_entries import model_layer_types, window_fields, window_layer_types
 from mega_common.model_config import MaskedLmConfig, ModelConfig
 
-LAYER = "model.layers.{i}"
 OUTPUT_BIAS = "lm_head.bias"
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _OLD_NAMES = {".LayerNorm.weight": ".LayerNorm.gamma", ".LayerNorm.bias": ".LayerNorm.beta"}
@@ -33,20 +35,20 @@ class EncoderFamily(ModelFamily):
     """A family whose folders contain the heads of the class that saved them.
 
     Attributes:
-        bias_copy: where the output's bias is stored a second time, if it is.
+        bias_copy: name of the second copy of the output's bias on disk; empty if there is none.
     """
 
     bias_copy: str = ""
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """Return `model` with the heads whose disk tensors exist, whatever the class in config.json; unchanged without
-        names.
+        """Return `model` with the heads whose disk tensors exist, independent of the class in config.json; unchanged
+        without names.
         """
         if not (names := set(names)):
             return model
         head = model.masked_lm or MaskedLmConfig()
         every = model.model_copy(update={"masked_lm": head, "pooler": True, "sentence_pairs": True})
-        held = {
+        stored = {
             slab.name
             for name, disk in self.disk_tensor_table(every, names).items()
             if name in names
@@ -54,9 +56,9 @@ class EncoderFamily(ModelFamily):
         }
         return model.model_copy(
             update={
-                "masked_lm": head if "lm_head.dense.weight" in held else None,
-                "pooler": "model.pooler.weight" in held,
-                "sentence_pairs": "pair_head.weight" in held,
+                "masked_lm": head if "lm_head.dense.weight" in stored else None,
+                "pooler": "model.pooler.weight" in stored,
+                "sentence_pairs": "pair_head.weight" in stored,
             }
         )
 
@@ -88,8 +90,8 @@ class EncoderHeadsEntry:
     """Heads of an encoder, from the class in config.json; `restrict_to_stored` then checks the tensors.
 
     Attributes:
-        name: what the names of the family's classes begin with.
-        activation: that of the masked tokens' head, where it is not the model's own.
+        name: prefix of the names of the family's classes.
+        activation: activation of the masked-language-model head; empty: the model's.
     """
 
     name: str
@@ -106,9 +108,9 @@ class EncoderHeadsEntry:
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return the class with the model's heads."""
-        wanted = {"activation": self.activation or model.activation, "dense_bias": True, "bias": True}
-        if model.masked_lm and model.masked_lm.model_dump() != wanted:
-            raise ConfigMismatchError(f"masked_lm must be {wanted}, not {model.masked_lm.model_dump()}")
+        expected = {"activation": self.activation or model.activation, "dense_bias": True, "bias": True}
+        if model.masked_lm and model.masked_lm.model_dump() != expected:
+            raise ConfigMismatchError(f"masked_lm must be {expected}, not {model.masked_lm.model_dump()}")
         return {"architectures": [encoder_class_name(self.name, model)]}
 
 
@@ -131,7 +133,7 @@ class OffsetPositionsEntry:
         pad, rows = raw.get("pad_token_id", 1), raw.get("max_position_embeddings", 512)
         if not isinstance(pad, int) or not isinstance(rows, int) or rows <= pad + 1:
             raise ConfigMismatchError(
-                f"max_position_embeddings = {rows!r} must be more than pad_token_id + 1, with {pad!r}"
+                f"max_position_embeddings = {rows!r} must be more than pad_token_id + 1, with pad_token_id = {pad!r}"
             )
         return {"max_position": rows - pad - 1, "position_offset": pad + 1}
 
@@ -183,7 +185,7 @@ def bert_config_entries(
         KeyEntry("attention_probs_dropout_prob", "attention_dropout", 0.1),
         MultiHeadEntry(),
         EncoderHeadsEntry(name, activation),
-        # an untied output has a bias of its own in transformers, beside the one that then does nothing
+        # an untied output of transformers has another bias, and ignores this one
         AllowedValuesEntry({"is_decoder": (False,), "position_embedding_type": ("absolute",), "sliding_window": (None,), "layer_types": (None,),
               "tie_word_embeddings": (True,)}),
         FixedFieldsEntry(
@@ -191,11 +193,6 @@ def bert_config_entries(
              "mlp_bias": True, "qk_norm": False, "norm_position": norm_position, "embedding_norm": norm_position == "sum"}
         ),
     )  # fmt: skip
-
-
-def weight_bias_rules(disk: str, *names: str) -> tuple[TensorRule, ...]:
-    """Return the rules of the weight and the bias of a layer."""
-    return tuple(TensorRule(f"{disk}.{kind}", tuple(f"{name}.{kind}" for name in names)) for kind in ("weight", "bias"))
 
 
 def bert_tensor_rules(body: str, norms: Mapping[str, str], head: Mapping[str, str]) -> tuple[TensorRule, ...]:
@@ -291,10 +288,6 @@ ROBERTA = EncoderFamily(
 )
 
 
-_DISK = "model.layers.{i}"
-_QKV = tuple(f"{LAYER}.self_attn.{name}_proj" for name in "qkv")
-
-
 @dataclass(frozen=True)
 class _ModernBertHeadEntry:
     """ModernBERT's masked-language-model head; its keys are named after classifiers."""
@@ -303,7 +296,7 @@ class _ModernBertHeadEntry:
     covered_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the head, whatever the class: `restrict_to_stored` checks the tensors."""
+        """Return the head, independent of the class: `restrict_to_stored` checks the tensors."""
         activation = raw.get("classifier_activation", "gelu")
         if activation not in GELUS:
             raise ConfigMismatchError(
@@ -319,7 +312,7 @@ class _ModernBertHeadEntry:
         head = model.masked_lm or MaskedLmConfig(dense_bias=False)
         return {
             "architectures": [encoder_class_name("ModernBert", model)],
-            "classifier_activation": next(there for there, here in GELUS.items() if here == head.activation),
+            "classifier_activation": next(key for key, value in GELUS.items() if value == head.activation),
             "classifier_bias": head.dense_bias,
             "decoder_bias": head.bias,
         }
@@ -361,12 +354,12 @@ MODERNBERT = EncoderFamily(
     rules=(
         TensorRule("model.embeddings.tok_embeddings.weight", ("model.embed_tokens.weight",)),
         *weight_bias_rules("model.embeddings.norm", "model.embed_norm"),
-        *weight_bias_rules(f"{_DISK}.attn_norm", f"{LAYER}.input_layernorm"),
-        *weight_bias_rules(f"{_DISK}.attn.Wqkv", *_QKV),
-        *weight_bias_rules(f"{_DISK}.attn.Wo", f"{LAYER}.self_attn.o_proj"),
-        *weight_bias_rules(f"{_DISK}.mlp_norm", f"{LAYER}.post_attention_layernorm"),
-        *weight_bias_rules(f"{_DISK}.mlp.Wi", f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
-        *weight_bias_rules(f"{_DISK}.mlp.Wo", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules(f"{LAYER}.attn_norm", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{LAYER}.attn.Wqkv", *QKV),
+        *weight_bias_rules(f"{LAYER}.attn.Wo", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{LAYER}.mlp_norm", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{LAYER}.mlp.Wi", f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{LAYER}.mlp.Wo", f"{LAYER}.mlp.down_proj"),
         *weight_bias_rules("model.final_norm", "model.norm"),
         *weight_bias_rules("head.dense", "lm_head.dense"),
         *weight_bias_rules("head.norm", "lm_head.norm"),

@@ -314,9 +314,9 @@ def _image_files(origin: HfOrigin, model: ModelConfig) -> dict[str, bytes]:
     if said and image_processor.apply_image_processor(model.vision, said) == model.vision:
         return {}
     files = {image_processor.FILE: image_processor.build_preprocessor_config(model.vision)}
-    whole = origin.read_other_json(image_processor.WHOLE)
+    whole = origin.read_other_json(image_processor.PROCESSOR_FILE)
     if image_processor.SECTION in whole:
-        files[image_processor.WHOLE] = whole | {image_processor.SECTION: files[image_processor.FILE]}
+        files[image_processor.PROCESSOR_FILE] = whole | {image_processor.SECTION: files[image_processor.FILE]}
     return {name: encode_json_mapping(raw) for name, raw in files.items()}
 
 

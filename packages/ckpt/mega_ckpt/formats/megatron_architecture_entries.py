@@ -7,9 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict
+from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict, split_words
 from mega_ckpt.formats.megatron_entries import MultiKeyEntry
-from mega_ckpt.formats.safe_pickles import split_words
 from mega_common.hybrid_pattern import NORM_EPS, build_hybrid_pattern, build_mamba_section
 from mega_common.layer_kinds import LETTERS, MambaConfig
 from mega_common.model_config import ModelConfig

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.config_entries import MOST_LAYERS, ConfigMismatchError, HfConfigDict
-from mega_ckpt.formats.safe_pickles import split_words
+from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict, split_words
+from mega_common.hybrid_pattern import MOST_LAYERS
 from mega_common.model_config import ModelConfig
 
 

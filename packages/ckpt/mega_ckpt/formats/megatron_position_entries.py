@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict
+from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict, split_words
 from mega_ckpt.formats.megatron_entries import MultiKeyEntry
-from mega_ckpt.formats.safe_pickles import split_words
 from mega_common.model_config import ModelConfig, RopeConfig
 
 POSITIONS: Mapping[str, str] = {

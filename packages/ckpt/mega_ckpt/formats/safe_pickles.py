@@ -40,11 +40,6 @@ class InertObject:
         raise AttributeError(f"{self.name} has no {name}")
 
 
-def split_words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
-    return frozenset(text.split())
-
-
 # Containers, which can do no harm.
 _BUILTINS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": OrderedDict,
@@ -57,24 +52,26 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
 }
 
 # Stood in for. Megatron's settings and states hold enums and the like of these, whose values do not matter here.
-_STOOD_IN = split_words(
-    """argparse.Namespace types.SimpleNamespace collections.Counter collections.defaultdict collections.deque
-    pathlib.PosixPath pathlib._local.PosixPath pathlib.PurePosixPath _io.BytesIO io.BytesIO signal.Signals datetime.timedelta datetime.datetime
-    numpy.ndarray numpy.dtype numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar
-    numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer
-    torch.device torch.Tensor torch.nn.parameter.Parameter torch._utils._rebuild_parameter
-    torch._utils._rebuild_tensor_v2 torch._tensor._rebuild_from_type_v2 torch._utils._rebuild_tensor_v3
-    torch.serialization._get_layout torch.storage.UntypedStorage torch.storage._load_from_bytes"""
-)
-_STOOD_IN_MODULES = (
+_PLACEHOLDERS = frozenset([
+    "argparse.Namespace", "types.SimpleNamespace", "collections.Counter", "collections.defaultdict",
+    "collections.deque", "pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.PurePosixPath", "_io.BytesIO",
+    "io.BytesIO", "signal.Signals", "datetime.timedelta", "datetime.datetime", "numpy.ndarray", "numpy.dtype",
+    "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar", "numpy._core.numeric._frombuffer", "torch.device", "torch.Tensor",
+    "torch.nn.parameter.Parameter", "torch._utils._rebuild_parameter", "torch._utils._rebuild_tensor_v2",
+    "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_tensor_v3", "torch.serialization._get_layout",
+    "torch.storage.UntypedStorage", "torch.storage._load_from_bytes",
+])  # fmt: skip
+_PLACEHOLDER_MODULES = (
     "megatron.", "apex.", "transformer_engine", "deepspeed.", "lightning.", "pytorch_lightning.", "lightning_fabric.",
     "torch.distributed.checkpoint.", "torch.distributed._shard.",
 )  # fmt: skip
-_TORCH_TYPES = split_words(
-    """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool
-    strided contiguous_format DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage
-    CharStorage ByteStorage BoolStorage"""
-)
+_TORCH_TYPES = frozenset([
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
+    "uint64", "uint32", "uint16", "uint8", "bool", "strided", "contiguous_format", "DoubleStorage", "FloatStorage",
+    "HalfStorage", "BFloat16Storage", "LongStorage", "IntStorage", "ShortStorage", "CharStorage", "ByteStorage",
+    "BoolStorage",
+])  # fmt: skip
 
 
 def _load_bytearray8(unpickler: Any) -> None:
@@ -122,9 +119,9 @@ class _SafeUnpickler(pickle._Unpickler):
 
 def _is_placeholder_class(module: str, name: str, full: str) -> bool:
     return (
-        full in _STOOD_IN
+        full in _PLACEHOLDERS
         or (module == "torch" and name in _TORCH_TYPES)
-        or (module + ".").startswith(_STOOD_IN_MODULES)
+        or (module + ".").startswith(_PLACEHOLDER_MODULES)
     )
 
 

@@ -1,0 +1,333 @@
+"""Entries that map keys of a HuggingFace config.json to fields of `ModelConfig` and back, one declaration for both
+directions.
+
+A family is a list of `ConfigEntry`s. Each names the keys and fields that it covers, so that a setting without an entry is
+an error and never silently dropped. `KeyEntry`, `FixedFieldsEntry` and `AllowedValuesEntry` also serve sections such as
+`moe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mega_common.hybrid_pattern import MOST_LAYERS
+from mega_common.model_config import ModelConfig
+from mega_common.strict_config import StrictConfig
+
+HfConfigDict = Mapping[str, Any]
+
+
+def split_words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+class ConfigMismatchError(ValueError):
+    """Error for a setting of one side that the other side cannot express; the message names it."""
+
+
+class ConfigEntry(Protocol):
+    """Interface of a mapping between some keys of config.json and fields of the configuration."""
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+
+    @property
+    def covered_fields(self) -> frozenset[str]:
+        """Fields of `ModelConfig` that the entry covers."""
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return fields from keys of config.json; ConfigMismatchError if a value has no counterpart."""
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return keys of config.json from fields; ConfigMismatchError if a value has no counterpart."""
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """One key for one field, or for several fields that must be equal.
+
+    Attributes:
+        key: the key's name, and after spaces its aliases.
+        field_names: the fields' names, separated by spaces.
+        default: transformers' default for an absent key. `...` marks a required key.
+        values: {value of the key: value of the field}; None: values are equal. The first match is written.
+        forbids_null: neither side may be null.
+        must_agree: values of several aliases in one file must be equal; else the first alias counts.
+    """
+
+    key: str
+    field_names: str
+    default: Any = ...
+    values: Mapping[str, str] | None = None
+    forbids_null: bool = False
+    must_agree: bool = True
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return frozenset(self.key.split())
+
+    @property
+    def covered_fields(self) -> frozenset[str]:
+        """Fields of the configuration that the entry covers."""
+        return frozenset(self.field_names.split())
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the key's value for each field."""
+        written, *_ = self.key.split()
+        present = [key for key in self.key.split() if key in raw]
+        value = raw[present[0]] if present else self.default
+        for key in present[1:]:
+            if self.must_agree and raw[key] != value:
+                raise ConfigMismatchError(f"{present[0]} = {value!r} and {key} = {raw[key]!r} must be equal")
+        if value is ...:
+            raise ConfigMismatchError(f"{written} is missing")
+        if value is None and self.forbids_null:
+            raise ConfigMismatchError(f"{written} = None is not supported")
+        if self.values is not None:
+            if not isinstance(value, str) or value not in self.values:
+                raise ConfigMismatchError(f"{written} = {value!r} is not supported (only {_join_values(self.values)})")
+            value = self.values[value]
+        return dict.fromkeys(self.field_names.split(), value)
+
+    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
+        """Return the common value of the fields under the key."""
+        first, *others = self.field_names.split()
+        value = getattr(model, first)
+        for other in others:
+            if getattr(model, other) != value:
+                raise ConfigMismatchError(f"{first} = {value!r} and {other} = {getattr(model, other)!r} must be equal")
+        if value is None and self.forbids_null:
+            raise ConfigMismatchError(f"{first} is missing")
+        if self.values is not None:
+            matches = [name for name, field_value in self.values.items() if field_value == value]
+            if not matches:
+                raise ConfigMismatchError(f"{first} must be {_join_values(self.values.values())}, not {value!r}")
+            value = matches[0]
+        return {self.key.split()[0]: value}
+
+
+@dataclass(frozen=True)
+class HeadsEntry:
+    """Number of key/value heads and head dimension: keys that may be absent or null.
+
+    Attributes:
+        kv_default: number of key/value heads if the key is absent; None: as many as attention heads.
+        dim_default: head dimension if the key is absent; None: hidden_size / num_attention_heads.
+        explicit_dim: transformers' class of the family has the key `head_dim`.
+        divisible: that class requires that hidden_size is a multiple of num_attention_heads.
+        derived: the family's code requires that all heads together are as wide as the model.
+        dim_key: key of the head dimension, and after spaces its aliases.
+    """
+
+    kv_default: int | None = None
+    dim_default: int | None = None
+    explicit_dim: bool = True
+    divisible: bool = False
+    derived: bool = False
+    dim_key: str = "head_dim"
+    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return frozenset({"num_key_value_heads", *self.dim_key.split()})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return both values unresolved; `ModelConfig` interprets None."""
+        return {
+            "num_kv_heads": raw.get("num_key_value_heads", self.kv_default),
+            **KeyEntry(self.dim_key, "head_dim", self.dim_default).read_config_keys(raw),
+        }
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return both values resolved; the head dimension is left out if the family's class has no such key and the
+        default applies.
+        """
+        if self.divisible and model.hidden_size % model.num_attention_heads:
+            raise ConfigMismatchError(
+                f"hidden_size must be a multiple of num_attention_heads = {model.num_attention_heads}"
+            )
+        derived = model.query_key_head_dim * model.num_attention_heads == model.hidden_size
+        if self.derived:
+            check_head_size(model)
+        out = {"num_key_value_heads": model.key_value_heads}
+        return out if derived and not self.explicit_dim else {**out, "head_dim": model.query_key_head_dim}
+
+
+@dataclass(frozen=True)
+class FixedFieldsEntry:
+    """Fields that have one value in every model of the family, without a key."""
+
+    values: Mapping[str, Any]
+    covered_keys: frozenset[str] = field(default=frozenset())
+
+    @property
+    def covered_fields(self) -> frozenset[str]:
+        """Fields of the configuration that the entry covers."""
+        return frozenset(self.values)
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the fixed values."""
+        return dict(self.values)
+
+    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
+        """Return no keys, after checking that the model has the fixed values."""
+        wrong = [
+            f"{name} must be {value!r}, not {getattr(model, name)!r}"
+            for name, value in self.values.items()
+            if getattr(model, name) != value
+        ]
+        if wrong:
+            raise ConfigMismatchError("; ".join(wrong))
+        return {}
+
+
+@dataclass(frozen=True)
+class AllowedValuesEntry:
+    """Keys that are accepted only with values that change nothing."""
+
+    values: Mapping[str, tuple[Any, ...]]
+    covered_fields: frozenset[str] = field(default=frozenset())
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return frozenset(self.values)
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return no fields, after checking that each key is absent or harmless."""
+        wrong = [
+            f"{key} = {raw[key]!r} is not supported (only {_join_values(allowed)})"
+            for key, allowed in self.values.items()
+            if key in raw and raw[key] not in allowed
+        ]
+        if wrong:
+            raise ConfigMismatchError("; ".join(wrong))
+        return {}
+
+    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
+        """Return no keys."""
+        return {}
+
+
+@dataclass(frozen=True)
+class PerHeadNormEntry:
+    """A key that gives each head of queries and keys its own LayerNorm, without bias."""
+
+    key: str
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return frozenset({self.key})
+
+    @property
+    def covered_fields(self) -> frozenset[str]:
+        """Fields of the configuration that the entry covers."""
+        return frozenset({"qk_norm", "qk_norm_span"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the norm fields; absent and null mean false."""
+        return {"qk_norm": True, "qk_norm_span": "each"} if raw.get(self.key) else {}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the key; ConfigMismatchError for norms over another span."""
+        if model.qk_norm and model.qk_norm_span != "each":
+            raise ConfigMismatchError(f"qk_norm_span must be 'each', not {model.qk_norm_span!r}")
+        return {self.key: model.qk_norm}
+
+
+def check_head_dim(raw: HfConfigDict) -> None:
+    """Check that a head dimension, if given, is hidden_size / num_attention_heads.
+
+    Raises:
+        ConfigMismatchError: when it is not.
+    """
+    width, heads, size = (raw.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    if size is not None and width and heads and size != width // heads:
+        raise ConfigMismatchError(f"head_dim = {size!r} must be {width // heads}")
+
+
+def check_head_size(model: ModelConfig) -> None:
+    """Check that all heads together are as wide as the model.
+
+    Raises:
+        ConfigMismatchError: when they are not.
+    """
+    if model.query_key_head_dim * model.num_attention_heads != model.hidden_size:
+        raise ConfigMismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.query_key_head_dim}")
+
+
+def layer_indices(raw: HfConfigDict, mtp_layers: int = 0) -> range:
+    """Return the indices of a model's layers, followed by those of `mtp_layers` MTP layers.
+
+    Raises:
+        ConfigMismatchError: when there are more than `MOST_LAYERS`.
+    """
+    layers = raw.get("num_hidden_layers", 0)
+    if layers + mtp_layers > MOST_LAYERS:
+        raise ConfigMismatchError(f"num_hidden_layers = {layers + mtp_layers} must be at most {MOST_LAYERS}")
+    return range(layers + mtp_layers)
+
+
+def _join_values(values: Any) -> str:
+    return " or ".join(repr(value) for value in values)
+
+
+# Keys of nearly every decoder.
+SIZES: tuple[ConfigEntry, ...] = (
+    KeyEntry("vocab_size", "vocab_size"),
+    KeyEntry("hidden_size", "hidden_size"),
+    KeyEntry("intermediate_size", "ffn_hidden_size"),
+    KeyEntry("num_hidden_layers", "num_layers"),
+    KeyEntry("num_attention_heads", "num_attention_heads"),
+    KeyEntry("max_position_embeddings", "max_position"),
+    KeyEntry("initializer_range", "init_std", 0.02),
+    KeyEntry("attention_dropout", "attention_dropout", 0.0),
+)
+SILU = {"silu": "swiglu"}
+TIED = KeyEntry("tie_word_embeddings", "tie_embeddings", False)
+
+
+def decoder_entries(norm_eps: float = 1e-6, hidden_act: Mapping[str, str] = SILU) -> tuple[ConfigEntry, ...]:
+    """Return the entries of Llama and models of its architecture.
+
+    `norm_eps` and the first key of `hidden_act` are transformers' defaults for absent keys.
+    """
+    return (
+        *SIZES,
+        TIED,
+        KeyEntry("hidden_act", "activation", next(iter(hidden_act)), hidden_act),
+        KeyEntry("rms_norm_eps", "norm_eps", norm_eps),
+        FixedFieldsEntry({"norm": "rmsnorm", "position": "rope"}),
+    )
+
+
+DECODER = decoder_entries()
+
+
+@dataclass(frozen=True)
+class MultiHeadEntry:
+    """Multi-head attention without grouped queries: each head has its own key and value, and all heads together are as
+    wide as the model.
+    """
+
+    covered_keys: frozenset[str] = frozenset({"head_dim"})
+    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return no fields: these are the defaults; a given head dimension must match."""
+        check_head_dim(raw)
+        return {}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys, after checking that the model agrees."""
+        if model.key_value_heads != model.num_attention_heads:
+            raise ConfigMismatchError(f"num_kv_heads must be num_attention_heads, not {model.key_value_heads}")
+        check_head_size(model)
+        return {}
