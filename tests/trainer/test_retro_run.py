@@ -87,7 +87,10 @@ def test_what_asks_without_neighbours_is_refused(whole: Path) -> None:
 
 @pytest.mark.parametrize(
     ("to", "told"),
-    [("hf", "no HuggingFace family reads neighbours"), ("megatron", "reads neighbours .retro., and mega writes no")],
+    [
+        ("hf", "retro is not supported by any HuggingFace family"),
+        ("megatron", "reads neighbours .retro., and mega writes no"),
+    ],
 )
 def test_others_formats_are_refused(whole: Path, tmp_path: Path, to: str, told: str) -> None:
     with pytest.raises(CheckpointError, match=told):
