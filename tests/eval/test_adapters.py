@@ -18,7 +18,8 @@ from mega_common.errors import CheckpointError, DataError
 from mega_common.lora_config import LoraConfig
 from mega_common.model_config import ModelConfig
 from mega_eval.drafters import ModelDrafter, NgramDrafter
-from mega_eval.inference_engine import EngineRequest, InferenceEngine
+from mega_eval.engine_requests import EngineRequest
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import LoraAdapterSet, load_inference_model
 from mega_eval.page_allocator import PAGE
 from mega_eval.text_stream import GenerationLimits
@@ -54,7 +55,7 @@ def saved(path: Path, family: str, fields: Mapping[str, Any], *loras: LoraConfig
 
 def engine_of(model: Decoder, beside: LoraAdapterSet | None = None, **options: Any) -> InferenceEngine:
     given = {"cache_tokens": 24 * PAGE, "batch_size": 8, "chunk_tokens": 11, **options}
-    return InferenceEngine(model, Numbers(), adapters=beside and beside.choice.selection, **given)
+    return InferenceEngine(model, Numbers(), adapters=beside and beside.pool.selection, **given)
 
 
 def told(engine: InferenceEngine, requests: list[EngineRequest], every: int = 0) -> list[tuple[list[int], list[float]]]:

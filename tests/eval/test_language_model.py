@@ -14,8 +14,7 @@ from mega_ckpt.store import save_sharded_checkpoint
 from mega_common.errors import ConfigError, DataError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import train_tokenizer
-from mega_eval.drafters import NgramDrafter
-from mega_eval.generate import choose_default_drafter
+from mega_eval.drafters import NgramDrafter, choose_default_drafter
 from mega_eval.language_model import LanguageModel
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder

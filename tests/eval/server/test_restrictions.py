@@ -14,9 +14,10 @@ from tiny_models import save_tiny, variant
 
 from mega_ckpt.families import family_by_name
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.drafters import Drafter, ModelDrafter, NgramDrafter
+from mega_eval.drafters import ModelDrafter, NgramDrafter
+from mega_eval.engine_requests import Drafter, EngineRequest
 from mega_eval.generation_config import parse_sampling_settings
-from mega_eval.inference_engine import EngineRequest, InferenceEngine
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import load_inference_model
 from mega_eval.sampling import Sampling
 from mega_eval.server.model_service import ModelService

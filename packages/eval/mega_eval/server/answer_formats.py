@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
-from mega_eval.inference_engine import EngineEvent, ScoredToken
+from mega_eval.engine_requests import EngineEvent, ScoredToken
 from mega_eval.server.request_schemas import StreamOptions
 from mega_eval.server.token_spelling import TokenText, Vocabulary
 

@@ -22,7 +22,8 @@ from typing import TypeVar
 
 from mega_common.errors import DataError
 from mega_common.progress_logging import logger
-from mega_eval.inference_engine import EngineEvent, EngineRequest, InferenceEngine
+from mega_eval.engine_requests import EngineEvent, EngineRequest
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.server.api_errors import ApiRequestError
 
 MOST_FAILURES = 3  # steps in a row; after these the engine stays down

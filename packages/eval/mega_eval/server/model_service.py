@@ -15,7 +15,7 @@ from anyio import CapacityLimiter, to_thread
 from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
-from mega_eval.inference_engine import EngineRequest
+from mega_eval.engine_requests import EngineRequest
 from mega_eval.sampling import Sampling
 from mega_eval.server.answer_formats import (
     AnswerBuilder,
