@@ -68,7 +68,7 @@ def test_what_cannot_be_listed_is_refused(overrides: list[str], words: str) -> N
 def test_folded_time_is_that_of_all_micro_batches(
     name: str, pp: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mega_trainer.plan.pipeline_fill.MOST_SIMULATED", 0)
+    monkeypatch.setattr("mega_trainer.plan.pipeline_fill.MAX_SIMULATED", 0)
     count = pp * 20
     timeline = simulate_schedule(make_schedule(name, pp=pp, microbatches=count, virtual_stages=stages))
     makespan = estimate_makespan(name, pp=pp, microbatches=count, virtual_stages=stages)
