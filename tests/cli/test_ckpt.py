@@ -65,7 +65,7 @@ def test_convert_compares_logits(run: Path, tmp_path: Path, monkeypatch: pytest.
     call("convert", run, tmp_path / "hf", "--to", "hf", "--verify")
     assert [found.difference for found in seen] == [0.0]
     monkeypatch.setattr(logit_comparison, "TOLERANCES", dict.fromkeys(logit_comparison.TOLERANCES, -1.0))
-    with pytest.raises(CheckpointError, match="is not the same model"):
+    with pytest.raises(CheckpointError, match="are different models"):
         call("convert", run, tmp_path / "other", "--to", "mega", "--verify")
     assert not (tmp_path / "other").exists()
     with pytest.raises(DataError, match="no-such"):
@@ -170,7 +170,9 @@ def test_upcycle(run: Path, tmp_path: Path) -> None:
 
 def test_push_and_pull(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("mega_ckpt.hub.push_to_hub", lambda *args, **options: asked.append((args, options)) or "address")
+    monkeypatch.setattr(
+        "mega_ckpt.hub.push_to_hub", lambda *args, **options: asked.append((args, options)) or "address"
+    )
     monkeypatch.setattr("mega_ckpt.hub.pull_from_hub", lambda *args, **options: asked.append((args, options)))
     pushed = call("push", run, "ada/llama", "--private", "--revision", "v2", "--message", "second")
     pulled = call("pull", "ada/llama", tmp_path / "out", "--revision", "v2")

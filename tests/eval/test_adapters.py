@@ -136,13 +136,13 @@ def test_adapters_that_cannot_be_apart_are_refused(tmp_path: Path) -> None:
     whole = LoraConfig(rank=2, modules=["q_proj"], modules_to_save=["lm_head"])
     for number, (family, fields, lora, message) in enumerate(
         [
-            ("llama", {}, whole, r"lm_head.weight is replaced whole.*merge-adapter"),
-            ("qwen3_moe", EXPERTS, ALL, r"mlp.experts.gate_up_proj are experts.*merge-adapter"),
+            ("llama", {}, whole, r"lm_head.weight, which is trained in full.*merge-adapter"),
+            ("qwen3_moe", EXPERTS, ALL, r"mlp.experts.gate_up_proj, which belongs to experts.*merge-adapter"),
             (
                 "deepseek_v3",
                 {**LATENT, "moe": V3},
                 LoraConfig(modules=["kv_b_proj"]),
-                r"kv_b_proj widens a latent.*merge-adapter",
+                r"kv_b_proj, which expands a latent.*merge-adapter",
             ),
         ]
     ):

@@ -83,7 +83,7 @@ def test_requests_that_cannot_be():
     ]:
         with pytest.raises(DataError, match=message):
             engine.add_request(EngineRequest(prompt, limits))
-    with pytest.raises(DataError, match="more than the 128 that the cache has room for"):
+    with pytest.raises(DataError, match="more than the capacity of the KV cache, 128 tokens"):
         engine_of(MODEL).add_request(EngineRequest([1], GenerationLimits(129)))
 
 

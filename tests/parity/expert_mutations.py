@@ -143,7 +143,9 @@ def _weights_of_the_choice() -> AbstractContextManager[Any]:
 def _sent(change: Callable[..., Any]) -> Patch:
     """Change the columns [N, K parts] of ranks that tokens go to, of which so many hold parts of one expert."""
     real = expert_parallel.target_ranks
-    return lambda: swap(expert_parallel, "target_ranks", lambda chosen, own, parts: change(real(chosen, own, parts), parts))
+    return lambda: swap(
+        expert_parallel, "target_ranks", lambda chosen, own, parts: change(real(chosen, own, parts), parts)
+    )
 
 
 def _once_for_each_choice() -> AbstractContextManager[Any]:
@@ -151,7 +153,9 @@ def _once_for_each_choice() -> AbstractContextManager[Any]:
     real, patches = expert_parallel.sort_rows_by_expert, ExitStack()
     patches.enter_context(
         swap(
-            expert_parallel, "sort_rows_by_expert", lambda x, chosen, weights, own, rows: real(x, chosen, weights, own, 2 * rows)
+            expert_parallel,
+            "sort_rows_by_expert",
+            lambda x, chosen, weights, own, rows: real(x, chosen, weights, own, 2 * rows),
         )
     )
     patches.enter_context(swap(expert_parallel, "target_ranks", lambda chosen, own, parts: chosen // own))

@@ -209,7 +209,7 @@ class InferenceEngine:
         if request.adapter is not None and request.adapter not in self._adapters.names:
             raise DataError(f"the model has no adapter {request.adapter!r}")
         if self._model.config.encoder and request.prompt_logprobs:
-            raise DataError("prompt_logprobs is not supported with an encoder-decoder model")
+            raise DataError("log-probabilities of the prompt are not supported with an encoder-decoder model")
         size, new = len(tokens), request.limits.max_new_tokens
         what = f"{size} tokens and {new} new ones"
         if self._model.config.encoder:
