@@ -115,7 +115,7 @@ def test_windows_predict_each_token_once_with_the_fullest_context(count: int, le
     [
         (([], [1]), "pair 2: the context must not be empty"),
         (([1], []), "pair 2: the continuation must not be empty"),
-        (([1], [VOCAB]), f"pair 2: token {VOCAB} is outside the model's vocabulary of {VOCAB}"),
+        (([1], [VOCAB]), f"pair 2: token ids must be below the model's vocabulary size {VOCAB}, but one is {VOCAB}"),
         (([1] * 64, [1, 1]), "pair 2: its 65 tokens are more than the 64 positions"),
     ],
 )

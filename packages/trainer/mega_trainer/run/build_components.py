@@ -187,7 +187,7 @@ def build_stages(
     if sharded:
         kept = torch.float64 if build.dtype == torch.float64 else torch.float32
         build = replace(build, dtype=kept, device=torch.device("meta"))
-    ends_meet = schedule.owner_of_stage(0) == schedule.owner_of_stage(last)
+    ends_meet = schedule.owners[0] == schedule.owners[last]
     stages = {}
     for index in schedule.stages_of_rank(build.groups.pp.rank):
         part = StageLayers(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)
