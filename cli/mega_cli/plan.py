@@ -201,11 +201,11 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
 def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int]]:
     from mega_common.errors import ConfigError
     from mega_trainer.plan.memory_advice import make_run_shape
-    from mega_trainer.plan.other_trainer_memory import LIKES, predict_other_trainer_memory
+    from mega_trainer.plan.other_trainer_memory import TRAINERS, predict_other_trainer_memory
 
-    known = next((name for name in LIKES if name == like), None)
+    known = next((name for name in TRAINERS if name == like), None)
     if known is None:
-        raise ConfigError(f"--like {like}: no trainer whose memory is known", hint=f"one of {', '.join(LIKES)}")
+        raise ConfigError(f"--like {like}: no trainer whose memory is known", hint=f"one of {', '.join(TRAINERS)}")
     return predict_other_trainer_memory(config.model, make_run_shape(config, ranks), known)
 
 

@@ -257,7 +257,7 @@ def _load(
     draft: str | None = None,
 ) -> _LoadedModel:
     from mega_ckpt.source import read_model_config
-    from mega_eval.generate import make_drafter
+    from mega_eval.drafters import make_drafter
     from mega_eval.inference_engine import InferenceEngine
     from mega_eval.language_model import LanguageModel
     from mega_eval.multi_rank_inference import BroadcastingEngine, build_replica_groups

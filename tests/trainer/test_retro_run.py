@@ -81,7 +81,7 @@ def test_megatrons_own_is_refused() -> None:
 
 
 def test_what_asks_without_neighbours_is_refused(whole: Path) -> None:
-    with pytest.raises(ConfigError, match="reads neighbours of its text, which no prompt brings"):
+    with pytest.raises(ConfigError, match="requires retrieved neighbours of each text"):
         load_inference_model(whole, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
 
 
