@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
-    from mega_trainer.run.training_loop import TaskScorer
+    from mega_trainer.run.training_context import TaskScorer
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 

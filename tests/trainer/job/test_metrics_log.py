@@ -14,7 +14,7 @@ import pytest
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.job import metrics_log as metrics_module
 from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel, drop_later_lines
-from mega_trainer.run.train_step import StepResult
+from mega_trainer.job.step_result import StepResult
 
 
 def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path: Path) -> None:

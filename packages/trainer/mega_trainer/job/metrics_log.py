@@ -20,11 +20,11 @@ from mega_common.progress_logging import format_number, logger
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.job.experiment_trackers import open_trackers
 from mega_trainer.job.goodput import GoodputCounter
+from mega_trainer.job.step_result import StepResult
 from mega_trainer.plan.flops import count_parameters_by_layer, find_peak_flops, model_flops, palm_flops
 from mega_trainer.plan.layer_flops import image_flops
 from mega_trainer.plan.memory_advice import make_run_shape
 from mega_trainer.plan.trainable_parameters import TrainableParameters
-from mega_trainer.run.train_step import StepResult
 
 MetricsSink = Callable[[int, dict[str, float]], object]
 MetricsLine = dict[str, Any]

@@ -41,6 +41,7 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, MemoryCopy
 from mega_trainer.job.resume_check import check_resume_settings
 from mega_trainer.job.rollback import RollbackRequested, SkippedRanges
+from mega_trainer.job.step_result import StepResult
 from mega_trainer.job.stop_conditions import BestValidation
 from mega_trainer.job.training_guard import LossGuard
 from mega_trainer.model.decoder import Decoder
@@ -54,7 +55,6 @@ from mega_trainer.parallel.parameter_info import (
     non_trainable_buffers,
 )
 from mega_trainer.parallel.parameter_shards import replica_groups, split_replicas
-from mega_trainer.run.train_step import StepResult
 
 
 @dataclass
