@@ -84,7 +84,7 @@ class _StartExchange(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.end(), None
+        return ctx.exchange.wait_for_table(), None
 
 
 class _WaitForExchange(Function):
@@ -97,7 +97,7 @@ class _WaitForExchange(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.exchange.begin_back(dy, ctx.length)
+        ctx.exchange.start_backward(dy, ctx.length)
         return dy, None, None  # what came back is `_StartExchange`'s to return
 
 

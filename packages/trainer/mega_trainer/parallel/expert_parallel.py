@@ -269,7 +269,7 @@ class _GroupedBias(Function):
             dbias = grouped_outer_gemm(dy, ones, ctx.rows)[..., 0].contiguous()
         if weights is None:
             return dy, dbias, None, None
-        dweights = torch.linalg.vecdot(dy, bias[ctx.rows.group(len(dy))])
+        dweights = torch.linalg.vecdot(dy, bias[ctx.rows.group_of_rows(len(dy))])
         return dy, dbias, dweights.to(weights.dtype), None
 
 

@@ -107,7 +107,7 @@ class _GatherRows(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.slots.sum(dy, ctx.slots.row), None
+        return ctx.slots.sum_rows(dy, ctx.slots.row), None
 
 
 class _SumTokenRows(Function):
@@ -119,7 +119,7 @@ class _SumTokenRows(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.slots.pick(dy, ctx.slots), None
+        return ctx.slots.pick_rows(dy, ctx.slots), None
 
 
 class _PickChoiceValues(Function):
@@ -132,7 +132,7 @@ class _PickChoiceValues(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         row = ctx.slots.row
-        return dy[row].masked_fill(row == ctx.slots.rows, 0.0), None
+        return dy[row].masked_fill(row == ctx.slots.row_count, 0.0), None
 
 
 def gather_token_rows(x: Tensor, slots: RowAssignment) -> Tensor:
