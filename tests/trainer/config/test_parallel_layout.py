@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mega_common.errors import ConfigError
-from mega_trainer.config.parallel_layout import ParallelLayout, find_world_size_problems, minimum_ranks
+from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 
 degree = st.integers(1, 4)
@@ -108,12 +108,12 @@ def test_degrees_that_do_not_fit_the_experts(moe: dict[str, Any] | None, paralle
 def test_experts_are_split_over_any_ranks_of_a_stage() -> None:
     config = RunConfig.parse(run({"moe": MOE}, {"tp": 2, "pp": 2, "ep": 4}))
     config.check_world_size(8)
-    (problem,) = find_world_size_problems(config, 4)
+    (problem,) = config.parallel_rules.find_world_size_problems(4)
     assert problem.rule == "ep 4 x expert_tp 1 = 4 must divide the 2 ranks of a stage"
     assert problem.hint == "ep: 2"
     config = RunConfig.parse(run({"moe": MOE}, {"ep": 2, "expert_tp": 3}, batch=12))
     config.check_world_size(6)
-    assert next(iter(find_world_size_problems(config, 4))).hint == "ep: 2, expert_tp: 1"
+    assert next(iter(config.parallel_rules.find_world_size_problems(4))).hint == "ep: 2, expert_tp: 1"
 
 
 def test_a_model_of_experts_alone_has_no_dense_width_to_split() -> None:
@@ -164,7 +164,7 @@ def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None
         config = RunConfig.parse(raw)
     except ConfigError:
         assume(False)
-    for problem in find_world_size_problems(config, world):
+    for problem in config.parallel_rules.find_world_size_problems(world):
         if degrees := re.findall(r"(\w+): ([\w-]+)", problem.hint):
             chosen = {name: int(value) if value.isdigit() else value for name, value in degrees}
             raw = raw | {"parallel": raw["parallel"] | chosen}
@@ -212,10 +212,10 @@ def test_a_suggestion_is_near_what_was_asked() -> None:
 def test_a_suggestion_needs_no_more_memory_where_one_can_be_had() -> None:
     """Of those that are as near, and otherwise it says so, and how many ranks would do."""
     config = RunConfig.parse(run(parallel={"tp": 2, "pp": 2}, batch=24))
-    (problem,) = find_world_size_problems(config, 6)
+    (problem,) = config.parallel_rules.find_world_size_problems(6)
     assert problem.hint == "tp: 2, pp: 3, dp: 1"
     with_context = RunConfig.parse(run(parallel={"tp": 4, "pp": 2, "cp": 2}, length=48, batch=40))
-    (problem,) = find_world_size_problems(with_context, 20)
+    (problem,) = with_context.parallel_rules.find_world_size_problems(20)
     assert problem.hint == "tp: 4, pp: 1, cp: 1, dp: 5, which needs more memory on each rank; or start 16 or 32 ranks"
 
 
@@ -223,7 +223,7 @@ def test_the_fewest_ranks_have_room_for_the_experts() -> None:
     moe = {"moe": {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 12}}
     for parallel, fewest in (({"ep": 4}, 4), ({"ep": 2, "expert_tp": 2, "pp": 2}, 8), ({"ep": 4, "tp": 2, "cp": 2}, 4), ({"ep": 4, "dp": 8}, 8)):  # fmt: skip
         config = RunConfig.parse(run(moe, parallel, batch=24))
-        assert minimum_ranks(config) == fewest
+        assert config.parallel_rules.minimum_ranks == fewest
         config.check_world_size(fewest)
 
 

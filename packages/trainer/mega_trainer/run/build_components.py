@@ -15,7 +15,7 @@ from mega_ckpt.lora_tensors import adapted_modules, quantized_tensors
 from mega_common.errors import ConfigError
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
 from mega_data.tokenizer import Tokenizer
-from mega_trainer.config.fp8_config import cached_weight_layers, check_fp8_device
+from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommLog
@@ -269,7 +269,7 @@ def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         lr_factor=config.lr_factor_of,
         reduce_dtype=gradient_reduce_dtype(config),
         bucket_elements=config.parallel.bucket_elements,
-        cache_prepared_weights=bool(cached_weight_layers(config)),
+        cache_prepared_weights=bool(config.cached_fp8_layers),
     )
     return {index: _shard_stage(config, stage, sharing) for index, stage in stages.items()}
 
