@@ -141,7 +141,7 @@ def test_another_base_is_refused_and_one_that_is_gone_is_told(
 def test_what_cannot_be_is_told_at_once(tuning: Settings, settings: Settings) -> None:
     with pytest.raises(ConfigError, match="'q_projj' is for no projection of the model"):
         trained(tuning(lora={"modules": ["q_projj"]}))
-    with pytest.raises(ConfigError, match="is an adapter of weights that are there"):
+    with pytest.raises(ConfigError, match="requires pretrained weights"):
         trained(settings(lora={"rank": 2}))
     with pytest.raises(ConfigError, match=r"is frozen and model\.layers\.0\.self_attn\.q_proj\.weight is not"):
         trained(settings(train={"freeze": ["*.k_proj.*"]}))

@@ -62,9 +62,9 @@ def test_epochs_become_steps(settings: Settings) -> None:
     assert 0.25 * (1 - 1 / state.step) < passes <= 0.25
     assert len(told) == state.step == state.config.train.steps > 1
     assert trained(raw).step == state.step
-    with pytest.raises(ConfigError, match="depend on the length of the run"):
+    with pytest.raises(ConfigError, match="depend on the number of steps"):
         trained(settings(train={"epochs": 1}, data={"order": "megatron"}))
-    with pytest.raises(ConfigError, match="goes by validations"):
+    with pytest.raises(ConfigError, match="requires validation"):
         trained(settings(train={"early_stop": 1}))
 
 

@@ -238,12 +238,15 @@ def test_what_a_killed_reference_left_is_gone_on_with_and_other_samples_are_refu
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"data": {"train": "x"}}, "objective.kind = 'dpo': compares preference pairs -> data.kind: pairs"),
-        ({"objective": {}}, "data.kind = 'pairs': needs an objective that compares answers"),
-        ({"objective": {"kind": "ipo"}, "init_from": None}, "compares with a reference model, and there is none"),
-        ({"objective": {"kind": "dpo", "gamma": 2}}, r"objective.gamma = 2.0: is read by kind simpo, not by dpo"),
+        ({"data": {"train": "x"}}, r"objective.kind = 'dpo': requires preference pairs .* -> set data\.kind=pairs"),
+        ({"objective": {}}, "data.kind = 'pairs': requires an objective on preference pairs"),
+        ({"objective": {"kind": "ipo"}, "init_from": None}, "requires a reference model"),
+        (
+            {"objective": {"kind": "dpo", "gamma": 2}},
+            r"objective.gamma = 2.0: has no effect with objective.kind = dpo \(used by simpo\)",
+        ),
         ({"objective": {"kind": "dpo", "bet": 2}}, "objective.bet: unknown key -> did you mean 'beta'?"),
-        ({"train": {"on_nan": "rollback"}}, "a rollback goes on with others"),
+        ({"train": {"on_nan": "rollback"}}, "reads samples outside of the cache"),
     ],
 )
 def test_what_does_not_fit_is_told_with_a_way_out(changed: dict[str, Any], expected: str) -> None:
