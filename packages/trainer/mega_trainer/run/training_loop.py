@@ -95,7 +95,7 @@ class TrainingLoop:
             result = self._run_step(batch, following)
             state.advance_step(result)
             self._garbage.collect_after_step(state.step)
-            scores = self._evaluate()
+            scores = self._layer_norms(result) | self._evaluate()
             self._log_step(before, result, scores)
             improves = "valid_loss" in scores and state.best.record_validation(state.step, scores["valid_loss"])
             if self._finish_step(result, improves):
@@ -173,7 +173,6 @@ class TrainingLoop:
             predicted_seconds=context.predicted_seconds,
             **result.routing,
             **context.objective.metrics(result.objective_metrics, result.tokens),
-            **self._layer_norms(result),
             **scores,
         )
 
