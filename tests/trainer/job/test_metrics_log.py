@@ -53,7 +53,7 @@ def test_the_screen_has_a_line_a_second_at_most_and_the_file_every_step(
     assert told == [1, 5, 6, 9]
     lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [*range(1, 10)]
-    assert re.search(r"goodput \S+ %  forward 33 %", caplog.text)
+    assert "forward 33 %" in caplog.text
 
 
 @pytest.mark.parametrize("steps", [9, 1000, 1_000_000])
