@@ -34,8 +34,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.kernels import blockwise_attention, grouped_gemm
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.model import vocab_parallel_loss
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.optim import gradient_clipping

@@ -27,8 +27,8 @@ from mega_trainer.data import token_counts
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.comm import CommLog
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.job.step_result import StepResult
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.pipeline.executor import PipelineExecutor

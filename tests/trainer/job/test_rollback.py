@@ -14,10 +14,10 @@ import torch
 from mega_ckpt.store import Checkpoint, list_checkpoints
 from mega_common.errors import ConfigError, TrainingError
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.job import rollback
 from mega_trainer.job import training_guard as guard_module
 from mega_trainer.job.rollback import SkippedRanges
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.run import train_step as step_module
 from mega_trainer.run import training_context
 from mega_trainer.run.train_state import TrainState

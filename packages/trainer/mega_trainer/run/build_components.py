@@ -20,6 +20,7 @@ from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommLog
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_versions
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
@@ -35,7 +36,6 @@ from mega_trainer.kernels.recurrent_libraries import (
 )
 from mega_trainer.kernels.te_kernels import TeAttention, TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.model.activation_checkpointing import RecomputePolicy
 from mega_trainer.model.activation_offload import ActivationOffload
 from mega_trainer.model.decoder import Decoder, StageLayers

@@ -17,6 +17,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import find_run_tokenizer
 from mega_trainer.distributed.device import deterministic_mode, select_rank_device
 from mega_trainer.distributed.process_groups import ParallelGroups, warm_up_groups
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.job.environment import format_environment
 from mega_trainer.job.error_log import record_rank_errors
 from mega_trainer.job.error_translation import translate_errors
@@ -28,8 +29,6 @@ from mega_trainer.job.run_folder import claim_run_folders, make_run_folder, reco
 from mega_trainer.job.stop_conditions import RunLimits
 from mega_trainer.job.training_guard import LossGuard
 from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
-from mega_trainer.launch.local_ranks import RankInfo
-from mega_trainer.objectives.objective_builder import build_objectives
 from mega_trainer.parallel.parameter_shards import ShardedStage
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.plan.memory_advice import MemoryNeeds
@@ -45,6 +44,7 @@ from mega_trainer.run.build_components import (
     shard_stages,
 )
 from mega_trainer.run.initial_state import has_steps_left, initialize_state
+from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.run_summary import conclude_run, log_run_size, predict_step_seconds
 from mega_trainer.run.train_state import (
     TrainState,
