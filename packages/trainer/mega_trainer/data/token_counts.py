@@ -12,7 +12,7 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 
 
 def count_step_tokens(batch: StepBatch, mtp_layers: int, groups: ParallelGroups) -> list[float]:
-    """Return the number of unmasked tokens of a step over all data ranks, then that of each of `mtp_layers` MTP layers;
+    """Return the number of unmasked tokens of a step over all data ranks, then for each of `mtp_layers` MTP layers;
     for samples of two segments, the number of samples comes last.
 
     Summed in host memory, for a first step; later steps get their counts with the scalars of the step before.

@@ -55,7 +55,7 @@ def has_steps_left(state: TrainState, start: Location | MemoryCopy | None) -> bo
     """Return whether an initialised run has steps to do.
 
     Raises:
-        ConfigError: when it has none although it is a new run, which starts from another run's checkpoint.
+        ConfigError: for a new run from another run's checkpoint that has no steps left.
     """
     if not state.is_finished:
         return True
@@ -71,8 +71,8 @@ def has_steps_left(state: TrainState, start: Location | MemoryCopy | None) -> bo
 def _load_initial_weights(
     state: TrainState, path: str, world: CommGroup, tokenizer: Tokenizer | None, *, fresh: bool
 ) -> None:
-    """Load the weights of `init_from`: those of a new run, or at every start the frozen base of an adapter. A `fresh`
-    run loads its initial adapter too.
+    """Load the weights of `init_from`: for a new run, or at every start for the frozen base of an adapter. A `fresh`
+    run also loads its initial adapter.
     """
     original = open_weight_source(path)
     source = extend_vocabulary(state.config, original, tokenizer)

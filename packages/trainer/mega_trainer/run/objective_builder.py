@@ -36,8 +36,8 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.build_components import build_schedule, build_stages, choose_kernels, make_layer_builder
 from mega_trainer.run.train_state import collect_weights
 
-REFERENCE_FILE = 512  # samples of a file of a reference's
-TEACHER_FILE = 1 << 23  # elements of a file of a teacher's
+REFERENCE_FILE = 512  # samples in a file of reference outputs
+TEACHER_FILE = 1 << 23  # elements in a file of teacher outputs
 
 
 def build_objectives(
@@ -48,40 +48,40 @@ def build_objectives(
     training: BlendedDataset,
     valid: BlendedDataset | None,
 ) -> tuple[TrainingObjective, TrainingObjective]:
-    """Build the objective of training and that of validation. A collective call of all ranks.
+    """Build the objectives of training and validation. A collective call of all ranks.
 
-    A reference model whose log-probabilities are cached is in memory in this call alone, and only where some are missing.
+    A reference model with cached log-probabilities is in memory only during this call, and only if some are missing.
 
     Args:
-        consumed: samples of the training set that are behind.
+        consumed: number of training samples that the run has read.
 
     Raises:
         CheckpointError: when the reference model cannot be used.
     """
-    kind, usual = config.objective.kind, TrainingObjective(executor.parallel_groups, config.model.mtp_layers)
+    kind, cross_entropy = config.objective.kind, TrainingObjective(executor.parallel_groups, config.model.mtp_layers)
     if kind == "cross_entropy":
-        return usual, usual
+        return cross_entropy, cross_entropy
     if kind == "distill":
         return DistillationObjective(
             config, executor, _build_teacher(config, executor.parallel_groups, device, training, consumed)
-        ), usual
+        ), cross_entropy
     if not config.objective.needs_reference:
-        alone = PreferenceObjective(config, executor, device, None)
-        return alone, alone
+        preference = PreferenceObjective(config, executor, device, None)
+        return preference, preference
     steps, batch = config.train.eval_steps, config.batch.global_
     samples = range(consumed, config.samples_per_split["train"])
     wanted = [(training, samples), (valid or training, range(valid is not None and steps * batch))]
     model = cache(partial(load_reference_model, config, executor.parallel_groups, device))
     if config.objective.reference == "live":
-        ours, others = (PreferenceObjective(config, executor, device, LiveReference(model())) for _ in wanted)
-        return ours, others
-    ours, others = (
+        train, validation = (PreferenceObjective(config, executor, device, LiveReference(model())) for _ in wanted)
+        return train, validation
+    train, validation = (
         PreferenceObjective(
-            config, executor, device, CachedReference(_cache_reference(config, model, device, data, own))
+            config, executor, device, CachedReference(_cache_reference(config, model, device, data, indices))
         )
-        for data, own in wanted
+        for data, indices in wanted
     )
-    return ours, others
+    return train, validation
 
 
 def _cache_reference(
@@ -91,12 +91,12 @@ def _cache_reference(
     key = (config.precision, config.objective.kind == "kto")
     files = _open_cache(Path(config.output) / "reference", _reference_path(config), data, *key)
     if files.first_missing_sample(samples.start) < samples.stop:
-        asked = model()
+        reference = model()
         precompute_samples(
             files,
-            partial(collect_reference_sums, asked, config, device),
+            partial(collect_reference_sums, reference, config, device),
             config,
-            asked.parallel_groups,
+            reference.parallel_groups,
             data,
             samples,
             REFERENCE_FILE,
@@ -110,19 +110,19 @@ def _build_teacher(
     """Return the live teacher, or its cached top-k of the run's samples, and compute the missing ones now."""
     objective, samples = config.objective, range(consumed, config.samples_per_split["train"])
     assert objective.teacher is not None
-    told = read_model_config(parse_location(objective.teacher))
-    if told.vocab_size != config.model.vocab_size:
+    teacher = read_model_config(parse_location(objective.teacher))
+    if teacher.vocab_size != config.model.vocab_size:
         raise ConfigError(
-            f"objective.teacher = {objective.teacher}: has {told.vocab_size} tokens in its vocabulary, and the model "
-            f"{config.model.vocab_size}",
-            hint="a student learns from a teacher with the same tokenizer",
+            f"objective.teacher = {objective.teacher} must have the model's vocabulary of {config.model.vocab_size} tokens, "
+            f"found {teacher.vocab_size}",
+            hint="use a teacher with the same tokenizer",
         )
     if objective.teacher_logits == "live":
-        return LiveTeacher(load_teacher_model(config, groups, device, told))
+        return LiveTeacher(load_teacher_model(config, groups, device, teacher))
     folder = Path(objective.cache or Path(config.output) / "teacher")
     files = _open_cache(folder, objective.teacher, data, config.precision, objective.top_k)
     if files.first_missing_sample(samples.start) < samples.stop:
-        live = LiveTeacher(load_teacher_model(config, groups, device, told))
+        live = LiveTeacher(load_teacher_model(config, groups, device, teacher))
         together = max(1, TEACHER_FILE // (config.data.seq_length * objective.top_k))
         precompute_samples(
             files, partial(collect_teacher_top_k, live, config, device), config, groups, data, samples, together
@@ -147,13 +147,13 @@ def load_teacher_model(
     """Load the teacher, frozen, in the run's layout.
 
     Raises:
-        ConfigError: when it does not fit that.
+        ConfigError: when it does not fit that layout.
     """
     path, raw = config.objective.teacher, config.model_dump(mode="json", by_alias=True)
     assert path is not None
-    its = {"model": model.model_dump(mode="json") | {"mtp_layers": 0}, "objective": {}, "lora": None}
+    overrides = {"model": model.model_dump(mode="json") | {"mtp_layers": 0}, "objective": {}, "lora": None}
     layout = {"parallel": {**raw["parallel"], "pipeline_layout": None}}
-    made = RunConfig.parse({**raw, **its, **layout}, source=f"objective.teacher = {path}")
+    made = RunConfig.parse({**raw, **overrides, **layout}, source=f"objective.teacher = {path}")
     executor = _load_frozen_model(made, groups, device, path, DistillationTeacher)
     for stage in executor.stages.values():
         assert isinstance(stage, DistillationTeacher)
@@ -172,10 +172,10 @@ def _load_frozen_model(
     for stage in stages.values():
         stage.requires_grad_(False).eval()
     source = open_weight_source(path)
-    if path == config.init_from:  # what the run started from
+    if path == config.init_from:  # the initial weights of the run
         source = extend_vocabulary(plain, source, find_run_tokenizer(config.data, config.model.vocab_size))
     load_weights(source, collect_weights(stages))
-    logger.info("asking the model of %s", path)
+    logger.info("using the model of %s", path)
     return PipelineExecutor(schedule, stages, groups.pp)
 
 

@@ -34,7 +34,7 @@ class TrainingContext:
         memory: copies of the state in host memory, if the run keeps any.
         memory_needs: returns the memory estimate for out-of-memory errors.
         store: of the job, for the hang watchdog.
-        predicted_seconds: step time that `mega plan` predicts, if it knows the machine.
+        predicted_seconds: step time that `mega plan` predicts, for a known machine.
     """
 
     state: TrainState
