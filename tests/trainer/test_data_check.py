@@ -54,7 +54,7 @@ def check(
         ({"train": "with", "valid": "gone"}, 300, None),  # which is not asked for
         ({"train": "with", "tokenizer": "gone"}, 300, "data.tokenizer = 'gone'"),
         ({"train": "with"}, 200, "the tokenizer has"),
-        ({"train": "foreign"}, 300, "foreign: has the token 999, and model.vocab_size is 300"),
+        ({"train": "foreign"}, 300, "foreign must have tokens below model.vocab_size = 300, found 999"),
         ({"train": "foreign"}, 1000, None),
         ({"train": "without", "reset_attention_mask": True}, 300, "without: its documents do not end"),
         ({"train": ["with", "without"], "reset_position_ids": True}, 300, "without: its documents do not end"),

@@ -136,7 +136,7 @@ def test_a_signal_saves_once_whoever_got_it_and_ends_with_status_75(
     assert process.returncode == 75, told
     saved = latest_checkpoint(output / "checkpoints")
     assert saved is not None
-    assert told.count("the same command goes on from there") == 1
+    assert told.count("run the same command again to resume") == 1
     assert f"saved step {int(saved.name[5:])} of 100000" in told
     assert "torch/distributed" not in told
     assert "error" not in told
@@ -222,7 +222,7 @@ def test_torchrun_does_not_restart_what_was_asked_to_end(settings: Settings, tmp
     finally:
         process.kill()
     assert "SIGUSR1: saved step" in told
-    assert "going on from" not in told
+    assert "resuming from" not in told
 
 
 @pytest.mark.parametrize(

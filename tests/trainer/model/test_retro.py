@@ -181,7 +181,7 @@ def test_a_token_attends_to_the_neighbours_of_the_last_complete_chunk() -> None:
 @pytest.mark.parametrize(
     ("neighbors", "told"),
     [
-        (None, "the samples have no neighbours"),
+        (None, "requires samples with neighbours"),
         (np.zeros((2, 4, 1, 8), np.int64), r"\(2, 4, 1, 8\), but model.retro reads \(2, 4, 2, 8\)"),
     ],
 )

@@ -168,7 +168,7 @@ def test_answers_that_are_rated_alone_are_no_pairs(folder: Path, tmp_path: Path,
     write_pairs(tmp_path / "rated", rated(24))
     data = {"train": str(tmp_path / "rated"), "kind": "pairs", "seq_length": LENGTH, "split": [1]}
     config = RunConfig.parse(resolve_run_config(settings(folder, kind, output=str(tmp_path / "run"), data=data)))
-    with pytest.raises(DataError, match=f"18 answers are rated alone, and objective.kind = {kind} requires pairs"):
+    with pytest.raises(DataError, match=f"objective.kind = {kind} requires pairs of answers, found 18 single answers"):
         check_datasets(config)
 
 
