@@ -98,7 +98,6 @@ def plan_command(
     With --machine also the predicted time of a step, where it goes, and which change would gain most.
     """
     from mega_common.errors import ConfigError
-    from mega_trainer.config.parallel_layout import minimum_ranks
     from mega_trainer.config.run_config import load_plan_config
 
     if machine is None and (tokens is not None or search or fit is not None):
@@ -115,7 +114,7 @@ def plan_command(
         rule = "is there already" if search else "is for the layout that --search finds"
         raise ConfigError(f"--write {write}: {rule}", hint="a new file's name" if search else "add --search")
     config = load_plan_config(run, set_ or [])
-    ranks = ranks or minimum_ranks(config)
+    ranks = ranks or config.parallel_rules.minimum_ranks
     if machine is not None and search:
         from mega_cli.plan_prediction import SHOWN, describe_layouts, search_layouts, write_layout_yaml
 

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
-    from mega_trainer.run.training_loop import TaskScorer
+    from mega_trainer.run.training_context import TaskScorer
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -319,8 +319,8 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
     for name, value in library_settings(config).items():
         os.environ.setdefault(name, value)
     from mega_common.progress_logging import configure_logging
+    from mega_trainer.distributed.rank_info import RankInfo
     from mega_trainer.launch.local_ranks import (
-        RankInfo,
         default_rank_count,
         join_process_group,
         rank_from_environment,

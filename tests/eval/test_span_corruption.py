@@ -27,7 +27,7 @@ from mega_eval.span_corruption import evaluate_span_corruption
 from mega_eval.text_stream import GenerationLimits
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.pipeline.schedules import make_schedule
 from mega_trainer.run.training_run import run_training

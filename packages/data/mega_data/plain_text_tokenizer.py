@@ -49,7 +49,9 @@ class PlainTextBackend:
             return ids
         pieces = zip(ids, encoding.tokens, strict=True)
         return [
-            token_id for token, piece in pieces for token_id in (self._encode_as_bytes(piece) if token == self._unk else [token])
+            token_id
+            for token, piece in pieces
+            for token_id in (self._encode_as_bytes(piece) if token == self._unk else [token])
         ]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
