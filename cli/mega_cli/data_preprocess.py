@@ -13,6 +13,7 @@ from mega_common.errors import ConfigError
 if TYPE_CHECKING:
     from mega_common.vision_config import VisionConfig
     from mega_data.chat.chat_preparation import ChatOptions
+    from mega_data.images.image_preprocessing import ImageOptions
 
 CHAT = "Conversations"
 
@@ -210,22 +211,22 @@ def preprocess_command(
             f"--kind {kind} conflicts with --append-eod, --parse-special-tokens, --split-sentences and --json-key",
             hint="leave them out: the chat template ends a conversation, which is read from the whole record",
         )
-    if images is None and (image_tokens or image_token or image_text or image_model):
-        raise ConfigError(
-            "--image-tokens, --image-model, --image-token and --image-text require --images", hint="add --images FOLDER"
-        )
-    if images is not None:
+    image_options = _image_options(images, image_tokens, image_model, image_token, image_text)
+    if image_options is not None:
         if chat is None or chat.kind != "conversations" or shard is not None or engine != "threads":
             raise ConfigError(
                 "--images requires --kind conversations, without --shard and --engine", hint="--kind conversations"
             )
-        from mega_data.images.image_preprocessing import ImageOptions, preprocess_image_chats
+        from mega_data.images.image_preprocessing import preprocess_image_chats
 
-        vision = None if image_model is None else _read_image_processing(image_model, image_tokens)
-        features = vision.tokens_per_image if vision else image_tokens or 576
-        options = ImageOptions(images, features, image_token or "", image_text or "", vision)
         info = preprocess_image_chats(
-            [*input, *(more or [])], tokenizer, output, chat, options, on_bad_line=on_bad_line, overwrite=overwrite
+            [*input, *(more or [])],
+            tokenizer,
+            output,
+            chat,
+            image_options,
+            on_bad_line=on_bad_line,
+            overwrite=overwrite,
         )
         typer.echo(f"{output}: {info.documents:,} conversations, {info.tokens:,} tokens")
         return
@@ -248,6 +249,28 @@ def preprocess_command(
     )
     name = restore_url(output) + (f", part {info.shard.number} of {info.shard.of}" if info.shard else "")
     typer.echo(f"{name}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
+
+
+def _image_options(
+    images: Path | None,
+    image_tokens: int | None,
+    image_model: Path | None,
+    image_token: str | None,
+    image_text: str | None,
+) -> ImageOptions | None:
+    """Return the options of conversations about images, or None without --images."""
+    if images is None:
+        if image_tokens or image_token or image_text or image_model:
+            raise ConfigError(
+                "--image-tokens, --image-model, --image-token and --image-text require --images",
+                hint="add --images FOLDER",
+            )
+        return None
+    from mega_data.images.image_preprocessing import ImageOptions
+
+    vision = None if image_model is None else _read_image_processing(image_model, image_tokens)
+    features = vision.tokens_per_image if vision else image_tokens or 576
+    return ImageOptions(images, features, image_token or "", image_text or "", vision)
 
 
 def _read_image_processing(folder: Path, image_tokens: int | None) -> VisionConfig:
