@@ -151,12 +151,12 @@ def fake_gpu(ranks: int) -> Iterator[None]:
         )  # the same calls, and fewer operations in each
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pinned))
         stack.enter_context(
-            mock.patch.object(train_step, "routing_metrics", return_value={})
+            mock.patch.object(train_step, "compute_routing_metrics", return_value={})
         )  # every number here is one
-        stack.enter_context(mock.patch.object(grouped_gemm, "_at_once", return_value=True))  # as CUDA
-        stack.enter_context(mock.patch.object(grouped_gemm, "_zero_without_rows", return_value=False))
+        stack.enter_context(mock.patch.object(grouped_gemm, "_has_grouped_kernel", return_value=True))  # as CUDA
+        stack.enter_context(mock.patch.object(grouped_gemm, "_zeroes_empty_groups", return_value=False))
         stack.enter_context(
-            mock.patch.object(nvshmem_dispatch, "by_gloo", return_value=SimpleNamespace(wait=lambda: None))
+            mock.patch.object(nvshmem_dispatch, "exchange_by_gloo", return_value=SimpleNamespace(wait=lambda: None))
         )
         stack.enter_context(mock.patch.object(DeviceMesh, "from_group", _mesh))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", return_value=[]))  # it knows no such device

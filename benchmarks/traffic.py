@@ -472,7 +472,7 @@ def attention(traffic: Traffic, length: int) -> None:
             mask = SequenceMask(length, CPU, begins).mask_for_window(None)
         q, k, v = _heads(traffic, length)
         with (
-            mock.patch.object(blockwise_attention, "_documents", _as_one_kernel)
+            mock.patch.object(blockwise_attention, "_split_documents", _as_one_kernel)
             if isinstance(mask, PackedMask)
             else ExitStack()
         ):

@@ -95,7 +95,7 @@ def test_what_magnitudes_multiply_is_worked_out_once(tmp_path: Path) -> None:
     model = load_inference_model(base, lora_adapters=beside)
     layers = [layer for layer in model.modules() if isinstance(layer, PerRowAdapters)]
     with mock.patch.object(
-        LoraAdapterLayer, "factors", autospec=True, side_effect=LoraAdapterLayer.magnitude_factors
+        LoraAdapterLayer, "magnitude_factors", autospec=True, side_effect=LoraAdapterLayer.magnitude_factors
     ) as worked_out:
         told(
             engine_of(model, beside),

@@ -85,7 +85,7 @@ class Trainer:
         config = RunConfig.parse(case.raw, source=str(case))
         groups = build_components.connect_groups(config, RankInfo(rank, case.ranks), maker, log)
         dtype = torch.float64 if case.wide else build_components.compute_dtype(config)
-        with mock.patch.object(build_components, "dtype_of", return_value=dtype):
+        with mock.patch.object(build_components, "compute_dtype", return_value=dtype):
             state, executor = training_run.assemble_training(config, groups, torch.device("cpu"))
         for stage in state.stages.values():
             initialize_weights(stage, config.train.seed)

@@ -57,7 +57,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
             raise Stopped
         real(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(DatasetOutput, "add", add)
+    monkeypatch.setattr(DatasetOutput, "add_batch", add)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -32,7 +32,7 @@ def trained(raw: dict[str, Any]) -> TrainState:
 def losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validations with these losses."""
     told: Iterator[float] = iter([3.0, 2.0, 2.5, 2.25, 1.0])
-    monkeypatch.setattr(training_loop, "validate", lambda *_: {"valid_loss": next(told)})
+    monkeypatch.setattr(training_loop, "run_validation", lambda *_: {"valid_loss": next(told)})
 
 
 @pytest.mark.usefixtures("losses")

@@ -61,8 +61,8 @@ def run_with(raw: dict[str, Any], fault: str) -> str:
 
     with (
         mock.patch.object(training_loop, "train_step", step),
-        mock.patch.object(train_module, "assemble", assemble),
-        mock.patch("mega_trainer.parallel.gradient_buckets.StepBucket.settle", settle),
+        mock.patch.object(train_module, "assemble_training", assemble),
+        mock.patch("mega_trainer.parallel.gradient_buckets.StepGradientBucket.wait_for_reduce", settle),
     ):
         try:
             parsed = RunConfig.parse({**raw, "output": f"{raw['output']}-{fault}"})

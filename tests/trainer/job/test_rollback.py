@@ -51,7 +51,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         seen.append(tuple(map(tuple, batch.tokens)))
         return real(batch, *more)
 
-    monkeypatch.setattr(training_loop, "micro_batches", noted)
+    monkeypatch.setattr(training_loop, "split_micro_batches", noted)
     return seen
 
 
@@ -70,8 +70,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, samples: tuple[int, ...], loss: floa
             told[0] = loss
         return told, table
 
-    monkeypatch.setattr(step_module, "weigh_ahead", look)
-    monkeypatch.setattr(step_module, "sum_over_ranks", poisoned)
+    monkeypatch.setattr(step_module, "normalize_mtp_weights", look)
+    monkeypatch.setattr(step_module, "sum_step_scalars", poisoned)
 
 
 def test_a_rollback_goes_past_the_samples_and_every_way_there_has_the_same_bits(
@@ -131,9 +131,9 @@ def test_a_rollback_without_a_checkpoint_or_that_never_helps_ends_the_run(
         return told * (NAN if len(done) >= 2 else 1), table
 
     done: list[int] = []
-    monkeypatch.setattr(step_module, "sum_over_ranks", poisoned)
+    monkeypatch.setattr(step_module, "sum_step_scalars", poisoned)
     advance = TrainState.advance_step
-    monkeypatch.setattr(TrainState, "advance", lambda self, result: (done.append(1), advance(self, result)))
+    monkeypatch.setattr(TrainState, "advance_step", lambda self, result: (done.append(1), advance(self, result)))
     with pytest.raises(TrainingError, match=r"step 3: loss nan .* no checkpoint in .*"):
         trained(settings(train=policy))
     done.clear()

@@ -184,7 +184,7 @@ def test_old_checkpoints_that_cannot_be_removed_end_no_run(
     def refuse(*_: Any, **__: Any) -> None:
         raise ObjectStoreError("no answer")
 
-    monkeypatch.setattr("mega_trainer.run.train_state.retain", refuse)
+    monkeypatch.setattr("mega_trainer.run.train_state.apply_retention", refuse)
     url = f"memory://bucket/{tmp_path.name}"
     trained(settings(train={"steps": 2}, checkpoint={"path": url, "every": 1, "keep": 1}))
     assert "old checkpoints are not removed: no answer" in caplog.text
@@ -422,7 +422,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int, loss: float) -> None:
             told[0] = loss
         return told, table
 
-    monkeypatch.setattr(step_module, "sum_over_ranks", poisoned)
+    monkeypatch.setattr(step_module, "sum_step_scalars", poisoned)
 
 
 def test_not_finite_stops_without_touching_the_weights(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
