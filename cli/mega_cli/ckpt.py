@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
 
@@ -218,10 +219,7 @@ def merge_adapter_command(
 
 def _read_new_tokens(given: str) -> tuple[str, ...]:
     """Return the tokens of a file with one token per line, or of a comma-separated list."""
-    try:
-        listed = Path(given).read_text(encoding="utf-8").splitlines() if Path(given).is_file() else given.split(",")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{given}: cannot be read ({error})") from None
+    listed = read_utf8_text(Path(given), ConfigError).splitlines() if Path(given).is_file() else given.split(",")
     tokens = tuple(token for token in listed if token.strip())
     if not tokens:
         raise ConfigError(f"--add-tokens {given}: found no tokens", hint="--add-tokens '<think>,</think>'")

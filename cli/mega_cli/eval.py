@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mega_common.bounded_parsing import parse_json_text
+from mega_common.bounded_parsing import explain_read_error, parse_json_text, read_file_start, read_utf8_text
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.progress_logging import logger
 
@@ -369,6 +369,10 @@ def generate_command(
     from mega_eval.sampling import Sampling
 
     Sampling.parse(settings, source="options")  # before a model is read
+    if rule is not None and grammar is not None:
+        from mega_eval.grammar_compiler import check_grammar_file
+
+        check_grammar_file(rule, grammar)
     loaded = LanguageModel.load(
         model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, adapter=adapter
     )
@@ -412,21 +416,25 @@ def _read_prompts(given: list[str], file: Path | None) -> list[str]:
     text = _read_text(file)
     if file.suffix != ".jsonl":
         return [*given, text.removesuffix("\n")]
+    if not text.strip():
+        raise DataError(f"{file}: the file has no prompts", hint='each line must be {"prompt": "some text"}')
     return given + [_parse_prompt(line, f"{file}: line {number}") for number, line in enumerate(text.splitlines(), 1)]
 
 
 def _read_bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_file_start(file)
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{file}: cannot be read ({explain_read_error(error)})") from None
 
 
 def _read_text(file: Path) -> str:
+    if file != Path("-"):
+        return read_utf8_text(file, DataError)
     try:
-        return sys.stdin.read() if file == Path("-") else file.read_text(encoding="utf-8")
+        return sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read ({error})") from None
+        raise DataError(f"standard input: cannot be read ({explain_read_error(error)})") from None
 
 
 def _parse_prompt(line: str, where: str) -> str:
@@ -439,4 +447,6 @@ def _parse_prompt(line: str, where: str) -> str:
         raise DataError(
             f"{where}: requires a text under the key 'prompt', found {keys}", hint='{"prompt": "Once upon a time"}'
         )
+    if not raw["prompt"].isascii() and any("\ud800" <= letter <= "\udfff" for letter in raw["prompt"]):
+        raise DataError(f"{where}: the prompt contains an unpaired surrogate, which is not a character")
     return str(raw["prompt"])

@@ -17,7 +17,7 @@ import typer
 from mega_cli import __version__, ckpt, compare, data, demo, embed, launch, plan, report, serve, top, train, workflow
 from mega_cli import eval as evaluation
 from mega_cli.file_digests import STACKS
-from mega_common.atomic_files import convert_full_disk_error
+from mega_common.atomic_files import convert_full_disk_error, describe_disk_error
 from mega_common.errors import MegaError, MissingPackageError, TrainingInterrupted
 from mega_common.progress_logging import configure_logging, logger
 
@@ -131,7 +131,7 @@ def _describe_error(error: Exception) -> tuple[str, int]:
     if full is not None:
         return f"error: {full}", full.exit_status
     if isinstance(error, OSError) and error.filename:
-        return f"error: {error.filename}: {error.strerror}", 1
+        return f"error: {describe_disk_error(error)[0]}", 1
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     text = "\n  ".join([text, *getattr(error, "__notes__", ())])
     return f"internal error: {text}\nrun again with --debug for the traceback", 1

@@ -27,6 +27,7 @@ from mega_cli.eval import (
     TopK,
     TopP,
 )
+from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
 from mega_common.progress_logging import logger
 
@@ -339,10 +340,7 @@ def _default_sampling(model: str) -> dict[str, Any]:
 def _read_api_key(given: str | None, file: Path | None) -> str | None:
     """Return the key of the option, the environment or the file."""
     if file is not None:
-        try:
-            given = file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file}: cannot be read ({error})") from None
+        given = read_utf8_text(file, ConfigError).strip()
     if given is not None and not re.fullmatch(r"[\x21-\x7e]{8,}", given):
         where = str(file) if file else f"--api-key or {KEY_VARIABLE}"
         hint = "openssl rand -hex 32 prints a good key"

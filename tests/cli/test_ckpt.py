@@ -170,7 +170,9 @@ def test_upcycle(run: Path, tmp_path: Path) -> None:
 
 def test_push_and_pull(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("mega_ckpt.hub.push_to_hub", lambda *args, **options: asked.append((args, options)) or "address")
+    monkeypatch.setattr(
+        "mega_ckpt.hub.push_to_hub", lambda *args, **options: asked.append((args, options)) or "address"
+    )
     monkeypatch.setattr("mega_ckpt.hub.pull_from_hub", lambda *args, **options: asked.append((args, options)))
     pushed = call("push", run, "ada/llama", "--private", "--revision", "v2", "--message", "second")
     pulled = call("pull", "ada/llama", tmp_path / "out", "--revision", "v2")

@@ -80,7 +80,9 @@ def test_a_request_that_fails_ends_no_other(how: str, monkeypatch: pytest.Monkey
     break_row(engine, numbers[1], how)
     if how == "logits":
         logits = type(MODEL).compute_logits
-        monkeypatch.setattr(MODEL, "compute_logits", lambda x: logits(MODEL, x).index_fill_(0, torch.tensor(1), float("nan")))
+        monkeypatch.setattr(
+            MODEL, "compute_logits", lambda x: logits(MODEL, x).index_fill_(0, torch.tensor(1), float("nan"))
+        )
     failed = [event for event in engine.step(isolate=True) if (found[event.request].append(event) or event.error)]
     monkeypatch.undo()
     while engine.num_waiting or engine.num_running:

@@ -190,7 +190,7 @@ class Guesses:
     def __init__(self) -> None:
         self.draw, self.right = random.Random(0), 0
 
-    def propose(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
+    def propose_drafts(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
         found = []
         for one in requests:
             tokens = alone(replace(one, limits=replace(one.limits, max_new_tokens=min(4, one.limits.max_new_tokens))))[

@@ -131,7 +131,9 @@ def _without_sync() -> AbstractContextManager[Any]:
 
 def _tied_without_sync() -> AbstractContextManager[Any]:
     real = layer_builder.make_vocab_parameter
-    return swap(layer_builder, "make_vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
+    return swap(
+        layer_builder, "make_vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
+    )
 
 
 def _sinks_left_out() -> AbstractContextManager[Any]:
@@ -180,7 +182,9 @@ def _tokens_of_every_rank() -> AbstractContextManager[Any]:
 
 
 def _loss_of_every_rank() -> AbstractContextManager[Any]:
-    return swap(PipelineExecutor, "parallel_groups", property(lambda self: replace(self.model.groups, tp=CommGroup("tp"))))
+    return swap(
+        PipelineExecutor, "parallel_groups", property(lambda self: replace(self.model.groups, tp=CommGroup("tp")))
+    )
 
 
 def _gradients_swapped() -> AbstractContextManager[Any]:
@@ -701,7 +705,9 @@ def _momentum_left_out() -> AbstractContextManager[Any]:
 
 
 def _steps_left_out() -> AbstractContextManager[Any]:
-    return swap(ShardedOptimizer, "update_count", property(ShardedOptimizer.update_count.fget, lambda self, value: None))
+    return swap(
+        ShardedOptimizer, "update_count", property(ShardedOptimizer.update_count.fget, lambda self, value: None)
+    )
 
 
 # Bugs of a restore: from the first layout to the second.

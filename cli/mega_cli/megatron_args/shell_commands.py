@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SHELL = re.compile(r"(?:.*/)?(?:ba|z|da|k)?sh")
 SCRIPT = re.compile(r".*\.(?:sh|bash|slurm|sbatch|job|batch|pbs)")
 SURROUNDINGS = re.compile(r".*(?:activate|bashrc|profile|setvars\.sh|set_env\.sh|(?:conda|modules|lmod)\.sh|/init/\w+)")
+READING = frozenset({"cat", "sed", "awk", "head", "tail", "cut"})  # commands whose last arguments are files
 TRANSPARENT = frozenset({"command", "builtin", "exec", "time", "nohup"})
 HANDLING = frozenset(
     {"chmod", "cp", "mv", "rm", "ls", "scp", "rsync", "touch", "dos2unix", "grep", "git", "chown", "ln"}
@@ -49,7 +50,9 @@ def follow_command(reader: ScriptReader, words: list[ShellWord], node: Node) -> 
     if name in BUILTINS:
         return BUILTINS[name](reader, words, node)
     if name in COMMANDS:
-        reader.printed.append(simulate_output(name, *_split_read_files(reader, name, arguments)))
+        output = simulate_output(name, *_split_read_files(reader, name, arguments))
+        reader.words.budget.spend_characters(len(output or ""))
+        reader.printed.append(output)
         return name != "false"
     reader.printed.append(None)
     given = _find_nested_script(reader, words)
@@ -66,12 +69,12 @@ def follow_command(reader: ScriptReader, words: list[ShellWord], node: Node) -> 
 
 def _split_read_files(reader: ScriptReader, name: str, arguments: list[str]) -> tuple[list[str], str | None]:
     """Return the arguments without the files that the command reads, and the content of those."""
-    named = 0 if name == "cat" else 1
-    files = [reader.script.read_file(argument) for argument in arguments[named:]]
-    if name not in ("cat", "sed") or not files or None in files:
+    first = 0 if name == "cat" else max(1, len(arguments) - 1)
+    files = [reader.script.read_file(argument) for argument in arguments[first:]]
+    if name not in READING or not files or None in files:
         return arguments, reader.entered
     reader.words.budget.spend_characters(sum(len(file or "") for file in files))
-    return arguments[:named], "".join(filter(None, files))
+    return arguments[:first], "".join(filter(None, files))
 
 
 def _find_nested_script(reader: ScriptReader, words: list[ShellWord]) -> NestedScript | None:

@@ -13,7 +13,9 @@ from mega_cli.moving_in.batch_and_layout import (
     set_batch_sizes,
     set_parallel_sizes,
 )
+from mega_cli.moving_in.deepspeed_precision import set_deepspeed_precision
 from mega_cli.moving_in.deepspeed_schedule import set_deepspeed_schedule
+from mega_cli.moving_in.optimizer_offload import set_optimizer_offload
 from mega_cli.moving_in.settings_file import Reasons, SettingsFile
 
 PARAMS = "optimizer.params."
@@ -54,7 +56,7 @@ def translate_deepspeed(path: Path, ranks: int | None = None) -> ScriptTranslati
     given.add_note("open", "is in the program: mega's default is 1000", "train.steps")
     _batch(given, ranks)
     set_deepspeed_schedule(given, _set_optimizer(given))
-    given.set_key("precision", _precision(given), "bf16.enabled, fp16.enabled")
+    set_deepspeed_precision(given)
     stage = given.take_number("zero_optimization.stage")
     given.set_key("parallel.zero", stage, "zero_optimization.stage")
     given.copy_settings({"parallel.zero3_shard": "zero_optimization.zero_hpz_partition_size"})
@@ -144,17 +146,17 @@ def _set_optimizer(given: SettingsFile) -> float | None:
         given.add_note("open", "is in the program: mega's defaults stand here", "optimizer")
     else:
         given.write_defaults({f"optimizer.{key}": value for key, value in DEFAULTS.items()}, "DeepSpeed's")
-    device = given.take_value("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
-    if device in ("cpu", "nvme", True):
-        given.set_key("optimizer.offload", True, "zero_optimization.offload_optimizer")
+    set_optimizer_offload(given, "zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
+    _account_for_adam(given)
     lr = given.current_value("optimizer.lr")
     return float(lr) if isinstance(lr, int | float) else None
 
 
-def _precision(given: SettingsFile) -> str:
-    bf16, fp16 = given.take_value("bf16.enabled", "bfloat16.enabled"), given.take_value("fp16.enabled")
-    power = given.take_number("fp16.initial_scale_power")
-    if fp16 is True:
-        given.set_key("fp16.initial_scale", None if power is None else 2.0**power, "fp16.initial_scale_power")
-        given.copy_settings({"fp16.growth_interval": "fp16.loss_scale_window", "fp16.min_scale": "fp16.min_loss_scale"})
-    return "bf16" if bf16 is True else "fp16" if fp16 is True else "fp32"
+def _account_for_adam(given: SettingsFile) -> None:
+    """Note the settings of DeepSpeed's Adam that select its implementation, or another algorithm."""
+    for key, plain in (("amsgrad", False), ("bias_correction", True)):
+        if given.take_value(f"{PARAMS}{key}") is (not plain):
+            given.add_note("no equivalent", "AdamW stands here without it", f"{PARAMS}{key}: {not plain}")
+    text = "the implementation of AdamW is mega's own"
+    patterns = ("adam_w_mode", "torch_adam", "fused", "foreach", "set_grad_none", "fp32_optimizer_states", "capturable")
+    given.note_matching("not needed", text, " ".join(f"{PARAMS}{key}" for key in patterns))

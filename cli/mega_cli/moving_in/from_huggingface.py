@@ -55,6 +55,8 @@ REASONS: Mapping[NoteKind, Reasons] = {
         " xformers_attention sdp_attention liger_*",
         "is of the program": "remove_unused_columns label_names include_* skip_memory_metrics push_to_hub hub_* report_to run_name"
         " logging_* log_level* disable_tqdm prediction_loss_only past_index use_legacy_prediction_loop eval_on_start batch_eval_metrics",
+        "is of Accelerate's start of DeepSpeed": "deepspeed_config.zero3_* deepspeed_config.deepspeed_* *nvme_path"
+        " deepspeed_config.offload_*_device",
         "FSDP wraps each layer": "fsdp_config.* fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
     },
     "changes meaning": {
@@ -197,6 +199,12 @@ def _optimizer(given: SettingsFile) -> None:
         given.note_optimizer(name, "optim")
     elif name is not None and re.search(r"[48]bit|fp8", str(name)):
         given.add_note("changes meaning", "moments are kept in fp32, by all data ranks together", f"optim: {name}")
+    if name is None or (ADAMW.fullmatch(str(name)) and not str(name).startswith("ao_")):
+        text = "HuggingFace's AdamW does not read it; betas and eps are adam_beta1, adam_beta2 and adam_epsilon"
+        given.note_matching("not needed", text, "optim_args optim_args.*")
+    else:
+        text = "is of an optimizer that is not translated; betas, eps and weight decay in it are for optimizer.*"
+        given.note_matching("open", text, "optim_args optim_args.*")
 
 
 def _savings(given: SettingsFile, dialect: ToolDefaults) -> None:

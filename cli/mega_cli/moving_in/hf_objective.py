@@ -116,7 +116,8 @@ def _put_preference(given: SettingsFile, kind: str) -> None:
     if kind == "kto":
         for name in ("desirable_weight", "undesirable_weight"):
             given.set_key(f"objective.{name}", given.take_number(f"kto_{name}", name), name)
-        text = "takes pairs of answers here, and estimates its divergence over a step; TRL takes single answers with a label"
+        text = "estimates its divergence over all samples of a step, and TRL over one micro-batch of all ranks; rated answers"
+        text += " (prompt, completion, label) are read as they are"
         given.add_note("changes meaning", text, "objective.kind: kto")
     if kind == "simpo":
         gamma, alpha = given.take_number("simpo_gamma"), given.take_number("cpo_alpha")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mega_cli.moving_in.batch_and_layout import ModelParallelSplit, set_parallel_sizes
+from mega_cli.moving_in.optimizer_offload import WEIGHTS_STAY, set_fsdp_offload, set_optimizer_offload
 from mega_cli.moving_in.settings_file import SettingsFile
 
 SHARDING = {
@@ -11,6 +14,9 @@ SHARDING = {
     "True": 3, "true": 3, "False": 2, "false": 2,
 }  # fmt: skip
 CONFIG = "parallelism_config."
+FSDP_OFFLOAD = (
+    "fsdp_config.fsdp_offload_params", "fsdp_config.offload_params", "fsdp_config.cpu_offload", "fsdp_config.fsdp_cpu_offload",
+)  # fmt: skip
 MEGATRON = "megatron_lm_config.megatron_lm_"
 
 
@@ -63,13 +69,31 @@ def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallel
 def set_zero_level(given: SettingsFile) -> None:
     """Set `parallel.zero` from FSDP's and DeepSpeed's settings."""
     kind = given.take_value("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward", "fsdp")
-    kind = next(iter(kind), None) if isinstance(kind, list) else kind
+    kind = _fsdp_kind(given, kind)
     kind = given.take_value("fsdp_config.reshard_after_forward") if kind is None else kind
     if kind is not None:
         zero = 3 if kind is True else SHARDING.get(str(kind).split()[0], 3)
         given.set_key("parallel.zero", zero, f"FSDP: {kind}")
     given.set_key("parallel.zero", given.take_integer("deepspeed_config.zero_stage"), "deepspeed_config.zero_stage")
     given.set_key("parallel.zero", given.take_integer("deepspeed.zero_optimization.stage"), "DeepSpeed's stage")
+    set_fsdp_offload(given, *FSDP_OFFLOAD)
+    set_optimizer_offload(
+        given,
+        "deepspeed_config.offload_optimizer_device",
+        "deepspeed.zero_optimization.offload_optimizer.device",
+        f"{MEGATRON}optimizer_cpu_offload",
+    )
+    if str(given.take_value("deepspeed_config.offload_param_device")).lower() in ("cpu", "nvme"):
+        given.add_note("no equivalent", "weights stay on the device", "deepspeed_config.offload_param_device")
+
+
+def _fsdp_kind(given: SettingsFile, value: Any) -> Any:
+    """Return the sharding of FSDP's value, which may be several words: full_shard auto_wrap offload."""
+    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
+    if "offload" in words:
+        given.set_key("optimizer.offload", True, "fsdp: offload")
+        given.add_note("changes meaning", WEIGHTS_STAY, "fsdp: offload")
+    return next((word for word in words if word not in ("auto_wrap", "offload")), None)
 
 
 def include_deepspeed_file(given: SettingsFile) -> None:

@@ -36,9 +36,11 @@ class SettingsFile:
 
     def _take(self, values: Mapping[str, Any], path: str = "") -> None:
         found = dict(_flat(values, path))
-        off = {key for key, value in found.items() if key.endswith(".enabled") and value is False}
+        off = tuple(
+            key.removesuffix("enabled") for key, value in found.items() if key.endswith(".enabled") and value is False
+        )
         self._values |= found
-        self._left |= {key for key, value in found.items() if value not in AUTO} - off
+        self._left |= {key for key, value in found.items() if value not in AUTO and not key.startswith(off)}
 
     def include_file(self, name: str, prefix: str, what: str) -> bool:
         """Add the settings of another file under a prefix; return False if it does not exist.
@@ -132,6 +134,12 @@ class SettingsFile:
     def add_note(self, kind: NoteKind, text: str, name: str = "") -> None:
         """Add a note on a key, or a general one."""
         self._notes.append(FlagNote(kind, text, name or None))
+
+    def note_matching(self, kind: NoteKind, text: str, patterns: str) -> None:
+        """Add a note on the keys that match one of the patterns and are not accounted for yet."""
+        for key in sorted(self._left):
+            if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
+                self.add_note(kind, text, f"{key}: {self.take_value(key)}")
 
     def copy_settings(self, table: Mapping[str, str]) -> None:
         """Copy settings that keep their value: {key of a run.yaml: keys of the file}."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from mega_common.errors import DataError, MissingPackageError
@@ -27,6 +28,29 @@ def make_grammar_tokenizer(tokenizer_json: str, ends: Collection[int]) -> Any:
     except ImportError:
         raise MissingPackageError("grammars need llguidance", hint="pip install 'mega-eval[constraints]'") from None
     return LLTokenizer(tokenizer_json, eos_token=sorted(ends) or None)
+
+
+def check_grammar_file(grammar: str, file: Path) -> None:
+    """Check that the text of a file is a JSON schema or a Lark grammar.
+
+    Raises:
+        DataError: naming the file.
+        MissingPackageError: when llguidance is not installed.
+    """
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        raise MissingPackageError("grammars need llguidance", hint="pip install 'mega-eval[constraints]'") from None
+    try:
+        source = grammar if grammar.lstrip().startswith("{") else LLMatcher.grammar_from_lark(grammar)
+        if source is grammar:
+            source = LLMatcher.grammar_from_json_schema(grammar)
+        problem = LLMatcher.validate_grammar(source)
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        hint = "a JSON schema or a Lark grammar"
+        raise DataError(f"{file}: the grammar cannot be read ({first_error_line(problem)})", hint=hint)
 
 
 def compile_grammar(grammar: str, tokenizer: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_common.errors import DataError
+from mega_common.progress_logging import logger
 from mega_common.vision_config import VisionConfig
 from mega_data.images.image_geometry import compute_mrope_positions
 from mega_eval.text_stream import TextTokenizer
@@ -48,6 +49,9 @@ class ImagePrompt:
                 hint=f"write {name} where an image belongs",
             )
         pictures = [prepare_image(one, vision) for one in self.pictures]
+        for number, picture in enumerate(pictures, 1):
+            if picture.animated:
+                logger.warning("image %d of the prompt is animated: the first frame is used", number)
         times = np.ones(tokens.size, np.int64)
         times[here] = [one.features.size for one in pictures]
         tokens = np.repeat(tokens, times)

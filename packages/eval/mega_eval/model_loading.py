@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.formats.hf_weight_files import decode_json_mapping
 from mega_ckpt.lora_adapter import AdaptedSource, SavedAdapter
 from mega_ckpt.source import (
     copy_assets,
@@ -25,7 +26,7 @@ from mega_ckpt.source import (
     warn_of_unsupported_parts,
 )
 from mega_ckpt.tensor_pieces import TensorPiece, boxes_by_name
-from mega_common.bounded_parsing import parse_json_text
+from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.lora_config import is_adapter_tensor
 from mega_common.model_config import ModelConfig
@@ -232,7 +233,7 @@ def find_end_tokens(path: str | Location, tokenizer: Tokenizer) -> frozenset[int
     found = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
     assets = open_weight_source(path).asset_files()
     for name in ("generation_config.json", "config.json"):
-        found.update(parse_token_ids(_parse_json_asset(assets.get(name)).get("eos_token_id")))
+        found.update(parse_token_ids(_parse_json_asset(assets.get(name), name).get("eos_token_id")))
     return frozenset(found)
 
 
@@ -254,20 +255,17 @@ def _load_generation_config(path: str | Location) -> Mapping[str, Any]:
     """Return generation_config.json, or the generation settings of config.json if there is none, as transformers does."""
     assets = open_weight_source(path).asset_files()
     if "generation_config.json" in assets:
-        return _parse_json_asset(assets["generation_config.json"])
-    raw = _parse_json_asset(assets.get("config.json"))
+        return _parse_json_asset(assets["generation_config.json"], "generation_config.json")
+    raw = _parse_json_asset(assets.get("config.json"), "config.json")
     return {name: value for name, value in raw.items() if name in GENERATION_KEYS}
 
 
-def _parse_json_asset(asset: Path | bytes | None) -> Mapping[str, Any]:
+def _parse_json_asset(asset: Path | bytes | None, name: str) -> Mapping[str, Any]:
     """Return a JSON asset as a mapping; empty if it is missing or not an object."""
     if asset is None:
         return {}
-    try:
-        raw = parse_json_text(asset.read_bytes() if isinstance(asset, Path) else asset)
-    except ValueError as error:
-        raise CheckpointError(f"{asset if isinstance(asset, Path) else 'assets'}: not valid JSON ({error})") from None
-    return raw if isinstance(raw, dict) else {}
+    content = read_utf8_text(asset, CheckpointError).encode() if isinstance(asset, Path) else asset
+    return decode_json_mapping(content, asset if isinstance(asset, Path) else name)
 
 
 def check_sequence_length(config: ModelConfig, length: int, what: str) -> None:

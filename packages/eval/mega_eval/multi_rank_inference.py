@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer
+from mega_eval.garbage_collection import freeze_startup_objects
 from mega_eval.generate import Completion, generate_completions
 from mega_eval.inference_engine import EngineEvent, EngineRequest, InferenceEngine
 from mega_eval.sampling import Sampling
@@ -253,10 +254,11 @@ class BroadcastingEngine(InferenceEngine):
 
 def follow_engine_calls(engine: InferenceEngine) -> None:
     """Repeat the engine calls of rank 0 until it closes."""
-    while (asked := _receive_calls()) is not None:
-        for ask in asked:
-            ask(engine)
-        engine.step(isolate=True)  # the first rank reports failures
+    with freeze_startup_objects():
+        while (asked := _receive_calls()) is not None:
+            for ask in asked:
+                ask(engine)
+            engine.step(isolate=True)  # the first rank reports failures
 
 
 def _receive_calls() -> EngineRequests | None:

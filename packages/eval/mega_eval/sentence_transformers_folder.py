@@ -9,7 +9,6 @@ Legend: B texts, D model width, P width of a pooled vector.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from mega_common.bounded_parsing import explain_read_error, read_json_file
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.progress_logging import logger
 
@@ -222,7 +222,7 @@ def _read_tensors(folder: Path, needed: Sequence[str], optional: Sequence[str]) 
     try:
         tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-        raise CheckpointError(f"{file} cannot be read ({error})") from None
+        raise CheckpointError(f"{file} cannot be read ({explain_read_error(error)})") from None
     if wrong := sorted(set(needed) - tensors.keys() | tensors.keys() - {*needed, *optional}):
         raise CheckpointError(f"{file}: tensor {wrong[0]} is missing or not supported")
     return tensors
@@ -238,14 +238,11 @@ def _resolve_inside(folder: Path, name: str) -> Path:
 
 def _read_json(file: Path, kind: type, missing: Any = None) -> Any:
     """Return the content of a JSON file, which must be of this type."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         if missing is not None:
             return missing
-        raise CheckpointError(f"{file} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error})") from None
+        raise CheckpointError(f"{file} is missing")
+    content = read_json_file(file, CheckpointError)
     entries = content if isinstance(content, list) else [content]
     if not isinstance(content, kind) or not all(isinstance(each, dict) for each in entries):
         raise CheckpointError(f"{file} must hold a JSON {'list of objects' if kind is list else 'object'}")

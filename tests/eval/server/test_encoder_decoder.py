@@ -13,6 +13,7 @@ import torch
 from encoder_decoders import published
 from masked_data import save_word_pieces
 from openai import OpenAI
+from served_models import openai_client
 from serving import service_of, serving
 from transformers import T5ForConditionalGeneration
 
@@ -38,7 +39,7 @@ def client(theirs: tuple[Path, T5ForConditionalGeneration]) -> Iterator[OpenAI]:
     model = load_inference_model(folder, kinds=("encoder-decoder",))
     engine = InferenceEngine(model, Tokenizer(folder), cache_tokens=256, batch_size=3)
     service = service_of(engine, folder, ends=frozenset(), max_length=64)
-    with serving(service, key=KEY) as (url, _), OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+    with serving(service, key=KEY) as (url, _), openai_client(url, KEY) as client:
         yield client
 
 

@@ -42,7 +42,7 @@ META = torch.device("meta")
 
 
 class Nobody(ProcessGroupCache):
-    def handle(self, ranks: object) -> None:
+    def get_process_group(self, ranks: object) -> None:
         """No process group."""
 
 

@@ -93,9 +93,15 @@ class OutputScaleEntry:
     A config.json says the former with `tie_word_embeddings`, by which older versions of transformers know the latter too.
     From version 5 on transformers writes `true` there in any case, and `scale_decoder_outputs` beside it: whether the
     matrices are tied the tensors tell (`T5Family.restrict_to_stored`). mT5, which is 1.1, is never `scaled`.
+
+    UMT5 has no `scale_decoder_outputs` (`by_tie`). Version 4 scales where the key says that the matrices are tied, as
+    UMT5's own checkpoints do not; version 5 takes them for tied, and scales, always. So `true` with a head of its own is a
+    model of version 5, and scaled. An unscaled one (`false`) has the logits of version 4; those of version 5 are smaller by
+    hidden_size^-0.5.
     """
 
     scaled: bool
+    by_tie: bool = False
     covered_keys: frozenset[str] = frozenset({"tie_word_embeddings", "scale_decoder_outputs"})
     covered_fields: frozenset[str] = frozenset({"tie_embeddings", "logit_scale"})
 
@@ -112,6 +118,10 @@ class OutputScaleEntry:
         if model.logit_scale not in factors or (factors[model.logit_scale] and not self.scaled):
             may = "1 or hidden_size^-0.5" if self.scaled else "1"
             raise ConfigMismatchError(f"logit_scale must be {may}, not {model.logit_scale}")
+        if self.by_tie:
+            if model.tie_embeddings and not factors[model.logit_scale]:
+                raise ConfigMismatchError("logit_scale must be hidden_size^-0.5 where the embeddings are tied, not 1")
+            return {"tie_word_embeddings": factors[model.logit_scale]}
         return {"tie_word_embeddings": model.tie_embeddings, "scale_decoder_outputs": factors[model.logit_scale]}
 
 
@@ -180,7 +190,8 @@ class T5Family(ModelFamily):
         """Return `model` with its own output projection if that tensor exists, except for T5 1.0, which has none."""
         names = set(names)
         embedded = names & {"shared.weight", *(f"{stack}.embed_tokens.weight" for stack in _STACKS)}
-        own = self.head in names and bool(embedded) and model.logit_scale == 1
+        may = model.logit_scale == 1 or model.relative.every_layer
+        own = self.head in names and bool(embedded) and may
         return model.model_copy(update={"tie_embeddings": False}) if own else model
 
 
@@ -193,7 +204,7 @@ def _entries(activation: str, *, every_layer: bool, scaled: bool) -> tuple[Confi
         KeyEntry("layer_norm_epsilon", "norm_eps", 1e-6),
         KeyEntry("feed_forward_proj", "activation", activation, _ACTIVATIONS),
         KeyEntry("n_positions max_position_embeddings", "max_position", 512),
-        HeadSizeEntry(), StackLayersEntry(), RelativePositionsEntry(every_layer), OutputScaleEntry(scaled), DropoutRateEntry(),
+        HeadSizeEntry(), StackLayersEntry(), RelativePositionsEntry(every_layer), OutputScaleEntry(scaled, by_tie=every_layer), DropoutRateEntry(),
         FixedFieldsEntry({"norm": "rmsnorm", "attention_scale": 1.0, "mlp_bias": False}),
         AllowedValuesEntry({"sliding_window": (None,), "layer_types": (None,)}),
     )  # fmt: skip

@@ -78,25 +78,29 @@ class HfSource(DiskSource):
         self._raw = read_hf_config(folder)
         self.family, described, self.unread = load_hf_config(folder / CONFIG, self._raw)
         files = open_weight_files(folder)
-        self._trained, tensors = files.read_adam_state, files.tensors
-        self._spoken = adapt_to_naming(self.family, tensors) if files.foreign else self.family
+        self._read_adam_state, tensors = files.read_adam_state, files.tensors
+        self._disk_family = adapt_to_naming(self.family, tensors) if files.has_foreign_names else self.family
         headers = files.headers
-        if files.foreign or described.vision is None:
-            check_tensor_counts(self._spoken, described, len(tensors) + described.mtp_layers, folder)
-            bare = strip_common_prefix(tensors, self._spoken.disk_tensor_table(described))
+        if files.has_foreign_names or described.vision is None:
+            check_tensor_counts(self._disk_family, described, len(tensors) + described.mtp_layers, folder)
+            bare = strip_common_prefix(tensors, self._disk_family.disk_tensor_table(described))
             headers = headers if bare.keys() == tensors.keys() else {}
             tensors = bare
         disk, quantised = dequantize_tensors(tensors, self._raw, folder)
         self._headers = {} if quantised else headers
-        model = self._spoken.restrict_to_stored(described, disk)
-        table = checked_tensor_table(self._spoken, model, {name: stored.shape for name, stored in disk.items()}, folder)
+        model = self._disk_family.restrict_to_stored(described, disk)
+        table = checked_tensor_table(
+            self._disk_family, model, {name: stored.shape for name, stored in disk.items()}, folder
+        )
         super().__init__(folder, model, table, disk, quantised)
         self._table = table
         self._check_duplicates(table)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
         """Return all files without weights, and the layout of the weight files if the weights are read from it."""
-        found = {path.name: read_if_remote(path) for path in _sorted(self.folder.iterdir()) if _is_asset(path)}
+        paths = _sorted(self.folder.iterdir())
+        check_settings_files(paths)
+        found = {path.name: read_if_remote(path) for path in paths if _is_asset(path)}
         templates = self.folder / _TEMPLATES
         if templates.is_dir():
             found |= {f"{_TEMPLATES}/{path.name}": read_if_remote(path) for path in _sorted(templates.glob("*.jinja"))}
@@ -115,7 +119,7 @@ class HfSource(DiskSource):
         Raises:
             StaysBehindError: why it cannot be taken from what another trainer saved.
         """
-        trained = self._trained()
+        trained = self._read_adam_state()
         if trained is None:
             return None
         if not all(trained.moments.get(kind) for kind in MOMENTS):
@@ -131,7 +135,7 @@ class HfSource(DiskSource):
     def _moment_source(self, saved: Mapping[str, LazyTensor], kind: str) -> DiskSource:
         """Return one of the moments, which have the layout of the weights."""
         held = strip_common_prefix(saved, set(self._table))
-        shared = self._spoken.duplicate_tensors(self.model).items()
+        shared = self._disk_family.duplicate_tensors(self.model).items()
         copies = {copy for copy, name in shared if self._places[name][0][0].name != copy}
         table = {name: disk for name, disk in self._table.items() if name not in copies}
         missing = table.keys() - held.keys()
@@ -144,13 +148,13 @@ class HfSource(DiskSource):
 
     def _check_duplicates(self, table: Mapping[str, DiskTensor]) -> None:
         """Check that a tensor stored twice, such as tied embeddings, is the same in both places."""
-        for copy, name in self._spoken.duplicate_tensors(self.model).items():
+        for copy, name in self._disk_family.duplicate_tensors(self.model).items():
             (place, _), *_ = self._places[name]
             if copy not in table or copy == place.name:
                 continue
             one, other = (self._disk[each].read() for each in (place.name, copy))
             if one.dtype != other.dtype or not torch.equal(one, other):
-                tied = copy == self._spoken.head
+                tied = copy == self._disk_family.head
                 raise CheckpointError(
                     f"{self.folder}: {copy} differs from {place.name}, but {CONFIG} says that they are "
                     + ("tied" if tied else "one"),
@@ -304,6 +308,18 @@ def decode_hf_layout(content: bytes) -> dict[str, SafetensorsHeader]:
 
 def _sorted(places: Iterable[Location]) -> list[Location]:
     return sorted(places, key=str)
+
+
+def check_settings_files(paths: Iterable[Location]) -> None:
+    """Check that settings and templates of a folder are files: one that cannot be read is not one that is absent.
+
+    Raises:
+        CheckpointError: naming a dangling link, or a folder or FIFO of such a name.
+    """
+    for path in paths:
+        if isinstance(path, Path) and path.suffix in (".json", ".jinja") and not path.is_file():
+            reason = "a link to a file that is not there" if path.is_symlink() and not path.exists() else "not a file"
+            raise CheckpointError(f"{path}: is {reason}", hint="copy or download it again, or remove it")
 
 
 def _is_asset(path: Location) -> bool:

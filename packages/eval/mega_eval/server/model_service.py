@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from anyio import CapacityLimiter, to_thread
 
+from mega_common.errors import DataError
 from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
@@ -188,24 +189,29 @@ class ModelService:
         if body.dimensions not in (None, embedder.width):
             message = f"dimensions must be {embedder.width}, the width of the model's vectors; found {body.dimensions}"
             raise ApiRequestError(400, message, param="dimensions")
-        texts = [await self._encode_for_embedding(embedder, text) for text in body.list_input_texts()]
+        try:
+            prompt = embedder.default_prompt(body.prompt_name)
+        except DataError as error:
+            raise ApiRequestError(400, error.message, param="prompt_name") from None
+        texts = [await self._encode_for_embedding(embedder, text, prompt) for text in body.list_input_texts()]
         vectors = [
-            await self.driver.run_in_engine_thread(partial(embedder, batch)) for batch in split_into_batches(texts)
+            await self.driver.run_in_engine_thread(partial(embedder, batch, prompt))
+            for batch in split_into_batches(texts)
         ]
         tokens_read = sum(map(len, texts))
         self.metrics.record_tokens(tokens_read, 0)
         return format_embeddings(np.concatenate(vectors), body.model or self.name, tokens_read, body.encoding_format)
 
-    async def _encode_for_embedding(self, embedder: ServedEmbedder, text: str | list[int]) -> list[int]:
+    async def _encode_for_embedding(self, embedder: ServedEmbedder, text: str | list[int], prompt: str) -> list[int]:
         """Return the tokens of a text to embed."""
         if not text:
             raise ApiRequestError(400, "input must not have an empty text", param="input")
-        if isinstance(text, list) and embedder.default_prompt:
-            message = f"input must be text, since the model puts its prompt {embedder.default_prompt!r} in front; found token ids"
+        if isinstance(text, list) and prompt:
+            message = f"input must be text, since the model puts its prompt {prompt!r} in front; found token ids"
             raise ApiRequestError(400, message, param="input")
         if isinstance(text, str):
             _check_unicode(text)
-            text = await to_thread.run_sync(embedder.encode_text, text, limiter=self._encoders)
+            text = await to_thread.run_sync(embedder.encode_text, text, prompt, limiter=self._encoders)
         self._check_token_ids(text, "input")
         most = min(self.max_length, embedder.texts.model.config.max_position)
         if embedder.declared:

@@ -54,6 +54,10 @@ def render_with_limits(
 
 def check_grammar_with_limits(seconds: float, grammar: str, tokenizer_json: str, ends: frozenset[int]) -> None:
     """Check a grammar in a worker process."""
-    from mega_eval.grammar_compiler import check_grammar
 
-    run_within_limits(seconds, lambda: check_grammar(grammar, tokenizer_json, ends))
+    def run_check() -> None:
+        from mega_eval.grammar_compiler import check_grammar  # its libraries are loaded with the lower priority, too
+
+        check_grammar(grammar, tokenizer_json, ends)
+
+    run_within_limits(seconds, run_check)

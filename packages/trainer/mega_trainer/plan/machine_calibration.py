@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mega_common.bounded_parsing import parse_json_text
+from mega_common.bounded_parsing import explain_read_error, parse_json_text, read_file_start
 from mega_common.errors import ConfigError
 from mega_trainer.plan.layer_cost import GpuThroughput
 from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec
@@ -48,12 +48,13 @@ def read_measured_times(path: Path) -> MeasuredTimes:
         ConfigError: when it cannot be read, or too few steps are in it.
     """
     try:
-        lines = [parse_json_text(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [parse_json_text(line) for line in read_file_start(path).decode("utf-8").splitlines()]
         steps = [line for line in lines if line["step"] > WARM_UP and not _is_interrupted(line)]
         seconds = [float(line["seconds"]) for line in steps]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--fit {path}: no metrics of a run ({error})", hint="metrics.jsonl in the output folder of mega train"
+            f"--fit {path}: no metrics of a run ({explain_read_error(error)})",
+            hint="metrics.jsonl in the output folder of mega train",
         ) from error
     if len(steps) < FEWEST:
         rule = f"--fit {path}: {len(steps)} steps after the first {WARM_UP}, and {FEWEST} are wanted"
