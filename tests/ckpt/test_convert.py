@@ -311,7 +311,7 @@ def test_no_family_fits(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match=r"a gpt2 config.json cannot express this model: .*qkv_bias must be True"):
         convert_checkpoint(checkpoint, tmp_path / "out", "hf", options=ConvertOptions(family="gpt2"))
-    with pytest.raises(CheckpointError, match="did you mean 'gpt2'"):
+    with pytest.raises(CheckpointError, match=r"'gpt-2' is not supported; .*nearest: gpt2"):
         convert_checkpoint(checkpoint, tmp_path / "out", "hf", options=ConvertOptions(family="gpt-2"))
 
 
@@ -343,7 +343,7 @@ def test_nothing_is_left_of_a_conversion_that_fails(
             raise KeyboardInterrupt
         return read(self, name, offset, shape)
 
-    monkeypatch.setattr(HfSource, "read_slice", failing)
+    monkeypatch.setattr(HfSource, "read_tensor_slice", failing)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(llama, tmp_path / "out", "mega")
     assert list(tmp_path.iterdir()) == []
@@ -357,7 +357,7 @@ def test_verify_notices_what_was_written_wrongly(llama: Path, tmp_path: Path, mo
         path = min(folder.glob("*.safetensors"))
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")
 
-    monkeypatch.setattr(module, "write_folder", wrong)
+    monkeypatch.setattr(module, "write_hf_folder", wrong)
     with pytest.raises(CheckpointError, match="what was written is not what was read"):
         convert_checkpoint(llama, tmp_path / "out", "hf", verify=True)
     assert list(tmp_path.iterdir()) == []

@@ -154,7 +154,9 @@ def test_a_store_that_fails_gets_what_is_made_already(
         with pytest.raises(ObjectStoreError, match=r"memory://bucket/d.info: ZeroDivisionError"):
             preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
     with monkeypatch.context() as patch:
-        patch.setattr("mega_data.preprocessing.preprocess_corpus.encode_all", lambda *_: 1 / 0)  # nothing is done again
+        patch.setattr(
+            "mega_data.preprocessing.preprocess_corpus.encode_batches", lambda *_: 1 / 0
+        )  # nothing is done again
         preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
     preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "d")
     assert store.cat("/bucket/d.idx") == (tmp_path / "d.idx").read_bytes()

@@ -56,7 +56,7 @@ def test_what_cannot_be_expressed(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_difference_writes_nothing(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_merges", lambda *_: [])
+    monkeypatch.setattr(module, "_list_merges", lambda *_: [])
     with pytest.raises(
         DataError, match=r"llama.model: the converted tokenizer encodes document 2 differently: \["
     ) as raised:

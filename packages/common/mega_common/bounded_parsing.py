@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, MegaError
 
 MAX_SETTINGS_BYTES = 2 * 1024 * 1024
+MAX_FILE_BYTES = 1 << 28  # of a text or JSON file that is read as a whole
 MAX_DEPTH = 64  # nesting levels of a settings file
 MAX_EXPANSION = 100_000  # nodes, or 16 characters each, that all aliases of a file expand to
 MAX_INTEGER_LENGTH = 40  # characters
@@ -175,6 +176,8 @@ def explain_read_error(error: Exception) -> str:
         return "it is a folder, and a file is required"
     if isinstance(error, NotADirectoryError):
         return "a folder is required, and a part of the path is a file"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 text, see byte {error.start}"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
@@ -194,13 +197,56 @@ def read_settings_file(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> str:
     return text
 
 
+def read_utf8_text(path: Path, error_type: type[MegaError], *, hint: str | None = None) -> str:
+    """Return the text of a UTF-8 file, at most `MAX_FILE_BYTES` bytes.
+
+    Raises:
+        MegaError: of type `error_type`, if it is missing, not a file, larger or not text.
+    """
+    try:
+        content = read_file_start(path, MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise error_type(f"{path}: is larger than {MAX_FILE_BYTES:,} bytes, the limit for such a file", hint=hint)
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise error_type(f"{path}: cannot be read ({explain_read_error(error)})", hint=hint) from None
+
+
+def read_json_file(path: Path, error_type: type[MegaError], *, hint: str | None = None) -> Any:
+    """Return the value of a JSON file.
+
+    Raises:
+        MegaError: of type `error_type`, if it is missing, not a file or not JSON.
+    """
+    text = read_utf8_text(path, error_type, hint=hint)
+    try:
+        return parse_json_text(text)
+    except ValueError as error:
+        raise error_type(f"{path}: cannot be read (not valid JSON: {error})", hint=hint) from None
+
+
 def parse_json_text(text: str | bytes) -> Any:
     """Return the value of a JSON document.
 
     Raises:
-        ValueError: if it is not JSON, is nested too deeply, or has an integer of thousands of digits.
+        ValueError: if it is not JSON, is nested too deeply, gives a key two values, or has an integer of thousands of
+            digits.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=reject_duplicate_keys)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def reject_duplicate_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of a JSON object as a dictionary.
+
+    Raises:
+        ValueError: if a key has two different values.
+    """
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        for key, value in pairs:
+            if members[key] != value:
+                raise ValueError(f"the key {key!r} has two values")
+    return members

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mega_common.atomic_files import compute_file_sha256, open_atomic_file, write_json_atomically
-from mega_common.bounded_parsing import parse_json_text
+from mega_common.bounded_parsing import read_json_file
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.plain_text_tokenizer import PlainTextBackend
@@ -228,10 +228,10 @@ def _read_special_token(folder: Path, key: str) -> tuple[Path, str] | None:
     """Return the token that the folder's settings name under `key`, and the file that names it."""
     for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         if file.is_file():
-            try:
-                entry = parse_json_text(file.read_text(encoding="utf-8")).get(key)
-            except (OSError, ValueError, AttributeError) as error:
-                raise DataError(f"{file}: cannot be read ({error})") from None
+            settings = read_json_file(file, DataError)
+            if not isinstance(settings, dict):
+                raise DataError(f"{file}: must be a JSON object, found a {type(settings).__name__}")
+            entry = settings.get(key)
             token = entry.get("content") if isinstance(entry, dict) else entry
             if token is not None:
                 return file, token

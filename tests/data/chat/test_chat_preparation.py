@@ -141,7 +141,7 @@ def test_a_run_that_was_ended_goes_on_with_the_mask(
             raise Stopped
         real(self, *args)
 
-    monkeypatch.setattr(DatasetOutput, "add", add)
+    monkeypatch.setattr(DatasetOutput, "add_batch", add)
     chat = ChatOptions(kind=kind, max_length=90)
     for batches in (2, 4):
         left[0] = batches

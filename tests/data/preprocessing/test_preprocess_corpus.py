@@ -172,8 +172,8 @@ def test_little_text_is_under_way_at_once(
                 most[0] = max(most[0], begun[0])
             yield batch
 
-    monkeypatch.setattr(module, "batches", batches)
-    monkeypatch.setattr(module.DatasetOutput, "add", added)
+    monkeypatch.setattr(module, "build_text_batches", batches)
+    monkeypatch.setattr(module.DatasetOutput, "add_batch", added)
     info = preprocess_corpus([numbered(tmp_path / "a.jsonl", 300)], tokenizer_folder, tmp_path / "d", workers=2)
     assert most[0] <= 2 * 2000 + 1000  # what may be under way, and a batch of up to a document more
     assert info.text_bytes > 10 * most[0]

@@ -117,7 +117,7 @@ def test_pieces_parts_and_interruptions_change_nothing(
             raise KeyboardInterrupt
         real(self, *args)
 
-    monkeypatch.setattr(DatasetOutput, "add", add)
+    monkeypatch.setattr(DatasetOutput, "add_batch", add)
     with pytest.raises(KeyboardInterrupt):
         run(corpus, tokenizer_folder, "stopped", sentences="en")
     assert run(corpus, tokenizer_folder, "stopped", sentences="en") == straight

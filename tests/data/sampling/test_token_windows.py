@@ -141,7 +141,7 @@ def test_index_cache_is_used_and_changes_nothing(tmp_path: Path, monkeypatch: py
     data_set(tmp_path / "d", [9, 8, 7])
     built = windows(tmp_path / "d", tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 1
-    monkeypatch.setattr("mega_data.sampling.token_windows.megatron_indices", None)
+    monkeypatch.setattr("mega_data.sampling.token_windows.build_megatron_indices", None)
     assert windows(tmp_path / "d", tmp_path / "cache") == built
 
 

@@ -46,6 +46,7 @@ class ImageChatSamples(PackedSamples):
         self._vision: VisionConfig = setting.vision
         _check_vision(prefix, images, setting.vision)
         self._references = ImageReferences(part.reader, setting.config.image_folder or Path(images.folder))
+        self._animation_logged = False
 
     @property
     def _packing_rule(self) -> str:
@@ -124,6 +125,12 @@ class ImageChatSamples(PackedSamples):
             except DataError as error:
                 name = f"image {number} of document {document}, {references[number]}"
                 raise DataError(f"{name}: {error.message}") from None
+            if image.animated and not self._animation_logged:
+                self._animation_logged = True
+                logger.warning(
+                    "image %d of document %d, %s: is animated; only the first frame of animated images is used",
+                    number, document, references[number],
+                )  # fmt: skip
             features.append(image.features + self._count_features(pixels))
             pixels += list(image.pixels)
         return pixels, np.concatenate(features)[numbers - (ends[first] - counts[first])]

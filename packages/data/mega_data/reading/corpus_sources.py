@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -188,20 +189,22 @@ def _drop_links(paths: list[Path], left_out: SkippedFiles) -> list[Path]:
 
 
 def _file_identity(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_dev, stat.st_ino
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _describe_file(path: Path) -> CorpusSource:
     """Return the source of a file named by the user, with its format by name or else by content."""
     if path.suffix in (".info", ".json") and is_dataset_info(path):
         raise DataError(f"{path}: is the description of a mega data set, not a corpus", hint="give the original texts")
-    stat = path.stat()
+    status = path.stat()
+    if stat.S_ISBLK(status.st_mode) or stat.S_ISCHR(status.st_mode):
+        raise DataError(f"{path}: is a device, not a file", hint="use `-` to read standard input")
     kind = _detect_format_by_name(path)
     if kind != "json":
-        return CorpusSource(str(path), kind, stat.st_size, stat.st_mtime_ns if path.is_file() else 0)
+        return CorpusSource(str(path), kind, status.st_size, status.st_mtime_ns if path.is_file() else 0)
     return CorpusSource(
-        str(path), detect_format(_read_start(path), "", path, named=True), stat.st_size, stat.st_mtime_ns
+        str(path), detect_format(_read_start(path), "", path, named=True), status.st_size, status.st_mtime_ns
     )
 
 
@@ -248,8 +251,8 @@ def _describe_folder_file(path: Path, key: str) -> CorpusSource:
     if kind == "json":
         # A .json next to source code has settings; a compressed one is a corpus.
         kind = detect_format(_read_start(path), key, path, named=path.suffix.lower() in PACKED)
-    stat = path.stat()
-    return CorpusSource(str(path), kind, stat.st_size, stat.st_mtime_ns, found=True)
+    status = path.stat()
+    return CorpusSource(str(path), kind, status.st_size, status.st_mtime_ns, found=True)
 
 
 def _select_training_split(sources: list[CorpusSource], folder: Path, left_out: SkippedFiles) -> list[CorpusSource]:

@@ -6,9 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from mega_common.bounded_parsing import explain_read_error
 from mega_data.chat.chat_template import RenderedChat
 from mega_data.reading.corpus_sources import ABSENT, lookup_key
 from mega_data.reading.long_text import LongText
+
+MAX_RECORD_BYTES = 1 << 26  # of a JSON record, without the long strings that are stored on disk
+SHOWN = 1 << 16  # bytes of a long bad line that are shown
+MAX_TEXT_BYTES = 1 << 28  # of a text in CSV or Parquet
 
 
 class Document(NamedTuple):
@@ -53,6 +58,11 @@ class RejectedItem(NamedTuple):
 DocumentStream = Iterator[Document | RejectedItem]
 
 
+def explain_too_large(limit: int) -> str:
+    """Return the reason why a record or text is rejected: it is larger than `limit` bytes."""
+    return f"larger than {limit >> 20} MiB, the limit for one record"
+
+
 def document_from_text(value: object, key: str, file: str, line: int) -> Document | RejectedItem:
     """Return the document of a value that must be a string; lone surrogates, which JSON can encode, are rejected."""
     if isinstance(value, LongText):
@@ -66,6 +76,8 @@ def document_from_text(value: object, key: str, file: str, line: int) -> Documen
         return RejectedItem(
             f"{key!r} is not valid Unicode (lone surrogate at character {error.start})", shown, file, line
         )
+    if size > MAX_TEXT_BYTES:
+        return RejectedItem(explain_too_large(MAX_TEXT_BYTES), value[:SHOWN], file, line)
     return Document(value, size, file, line)
 
 
@@ -84,7 +96,8 @@ def _describe_type(value: object) -> str:
 
 def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
     """Return the rejected item for everything after a damaged position."""
-    return RejectedItem(f"cannot be read to its end ({error}); the file is damaged or truncated", "", file, line)
+    reason = f"cannot be read to its end ({explain_read_error(error)}); the file is damaged or truncated"
+    return RejectedItem(reason, "", file, line)
 
 
 def document_from_record(

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from mega_common.bounded_parsing import parse_json_text
+from mega_common.bounded_parsing import explain_read_error, read_json_file
 from mega_common.errors import DataError
 from mega_common.strict_config import StrictConfig
 from mega_data.retrieval.document_chunks import DocumentChunks
@@ -76,15 +76,12 @@ def read_neighbors_info(folder: Path) -> NeighborsInfo:
         DataError: if it is missing or has another format.
     """
     path = folder / "info.json"
-    try:
-        raw: Any = parse_json_text(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         hint = (
             f"run mega data retrieve PREFIX --encoder FOLDER --output {folder}, which also resumes an interrupted run"
         )
-        raise DataError(f"{path}: the neighbors are missing or incomplete", hint=hint) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
+        raise DataError(f"{path}: the neighbors are missing or incomplete", hint=hint)
+    raw: Any = read_json_file(path, DataError)
     if not isinstance(raw, dict):
         raise DataError(f"{path}: is not a description of neighbors (JSON object expected)")
     return NeighborsInfo.parse(raw, source=str(path))
@@ -153,8 +150,8 @@ class DatasetNeighbors:
         expected = (self.info.data.last, self.info.neighbors)
         try:
             numbers: Ints = np.load(path, mmap_mode="r")
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: cannot be read ({error})") from None
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{path}: cannot be read ({explain_read_error(error)})") from None
         if numbers.dtype != np.int64 or numbers.shape != expected:
             raise DataError(
                 f"{path}: must be int64 {list(expected)} as in info.json, not {numbers.dtype} {list(numbers.shape)}",

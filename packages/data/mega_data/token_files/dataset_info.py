@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mega_common.atomic_files import compute_file_sha256, write_json_atomically
-from mega_common.bounded_parsing import parse_json_text
+from mega_common.bounded_parsing import parse_json_text, read_json_file
 from mega_common.errors import DataError
 from mega_common.strict_config import StrictConfig
 from mega_common.vision_config import Resolution
@@ -169,10 +169,7 @@ def read_dataset_info(prefix: Path) -> DatasetInfo | None:
     path = get_info_path(resolve_local_prefix(prefix))
     if not path.exists():
         return None
-    try:
-        raw: Any = parse_json_text(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
+    raw: Any = read_json_file(path, DataError)
     if not isinstance(raw, dict):
         raise DataError(f"{path}: is not a data set description (JSON object expected)")
     return DatasetInfo.parse(raw, source=str(path))
