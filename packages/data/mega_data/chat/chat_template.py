@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from mega_common.bounded_parsing import read_json_file, read_utf8_text
 from mega_common.errors import DataError
 from mega_data.chat.chat_records import Conversation, LossOn, Message
 from mega_data.reading.decompression import import_optional
+from mega_data.reading.documents import AnswerSpan, RenderedChat
 
 RenderTemplate = Callable[[list[Message], list[Any] | None], str | None]
 """Renderer of messages and tools to text, or None if the template fails on them."""
@@ -132,22 +133,6 @@ MARK = "mark answers in the template by {% generation %} ... {% endgeneration %}
 
 class ChatTemplateTimeout(DataError):
     """Chat template that exceeds its time limit."""
-
-
-class AnswerSpan(NamedTuple):
-    """Characters [begin, end) of a text and their weight in the loss."""
-
-    begin: int
-    end: int
-    weight: float
-
-
-class RenderedChat(NamedTuple):
-    """Text of a conversation, its spans that count in the loss, and notes about parts that are not rendered."""
-
-    text: str
-    spans: tuple[AnswerSpan, ...]
-    notes: tuple[str, ...] = ()
 
 
 class ChatTemplate:

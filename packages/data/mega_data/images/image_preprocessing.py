@@ -31,17 +31,10 @@ from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, format_number, logger
 from mega_common.vision_config import VisionConfig
 from mega_data.chat.chat_preparation import ChatEncoder, ChatOptions, ChatPreparation, log_chat_notes
-from mega_data.images.image_references import (
-    ImageReference,
-    encode_references,
-    iterate_shard_samples,
-    read_image_bytes,
-    write_shard_member,
-)
-from mega_data.preprocessing.dataset_commit import commit_dataset
 from mega_data.reading.corpus_sources import SkippedFiles, find_corpus_sources
 from mega_data.reading.documents import Document, RejectedItem
 from mega_data.reading.source_readers import read_documents
+from mega_data.token_files.dataset_commit import commit_dataset
 from mega_data.token_files.dataset_info import (
     DatasetInfo,
     ImagesInfo,
@@ -51,6 +44,13 @@ from mega_data.token_files.dataset_info import (
     get_dtype_name,
     get_quarantine_path,
     write_dataset_info,
+)
+from mega_data.token_files.image_references import (
+    ImageReference,
+    encode_references,
+    iterate_shard_samples,
+    read_image_bytes,
+    write_shard_member,
 )
 from mega_data.token_files.indexed_reader import get_images_prefix, select_token_dtype, strip_data_suffix
 from mega_data.token_files.indexed_writer import IndexedWriter

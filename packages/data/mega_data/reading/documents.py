@@ -7,13 +7,28 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mega_common.bounded_parsing import explain_read_error
-from mega_data.chat.chat_template import RenderedChat
 from mega_data.reading.corpus_sources import ABSENT, lookup_key
 from mega_data.reading.long_text import LongText
 
 MAX_RECORD_BYTES = 1 << 26  # of a JSON record, without the long strings that are stored on disk
 SHOWN = 1 << 16  # bytes of a long bad line that are shown
 MAX_TEXT_BYTES = 1 << 28  # of a text in CSV or Parquet
+
+
+class AnswerSpan(NamedTuple):
+    """Characters [begin, end) of a text and their weight in the loss."""
+
+    begin: int
+    end: int
+    weight: float
+
+
+class RenderedChat(NamedTuple):
+    """Text of a conversation, its spans that count in the loss, and notes about parts that are not rendered."""
+
+    text: str
+    spans: tuple[AnswerSpan, ...]
+    notes: tuple[str, ...] = ()
 
 
 class Document(NamedTuple):

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from mega_data.preprocessing.partial_folder import translate_write_errors
+from mega_data.token_files.partial_folder import translate_write_errors
 
 LONG = 1 << 22  # bytes of a text or line; longer ones are not kept in memory
 BLOCK = 1 << 20  # bytes of a block in memory

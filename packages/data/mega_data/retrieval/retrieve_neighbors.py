@@ -17,12 +17,6 @@ import xxhash
 from mega_common.atomic_files import open_atomic_file, write_json_atomically
 from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import ProgressBar, logger
-from mega_data.preprocessing.partial_folder import (
-    get_partial_folder,
-    lock_partial_folder,
-    remove_partial_folder,
-    translate_write_errors,
-)
 from mega_data.retrieval.document_chunks import DocumentChunks
 from mega_data.retrieval.label_leaks import LabelLeakFilter
 from mega_data.retrieval.neighbor_files import ChunksInfo, NeighborsInfo
@@ -30,6 +24,12 @@ from mega_data.retrieval.vector_index import NearestVectors, VectorShards, selec
 from mega_data.sampling.dataset_parts import compute_split_bounds
 from mega_data.token_files.dataset_info import read_dataset_info
 from mega_data.token_files.indexed_reader import IndexedReader
+from mega_data.token_files.partial_folder import (
+    get_partial_folder,
+    lock_partial_folder,
+    remove_partial_folder,
+    translate_write_errors,
+)
 from mega_data.tokenizer import Tokenizer
 
 EmbedTexts: TypeAlias = Callable[[list[str], Callable[[int], None]], npt.NDArray[np.float32]]

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from mega_common.errors import DataError
 from mega_common.progress_logging import logger
 from mega_common.vision_config import VisionConfig
-from mega_data.images.image_references import ImageReferences
 from mega_data.kinds.dataset_kind import DatasetContext, SampleImages, TrainingSample
 from mega_data.kinds.packed_documents import PackedSamples, find_document_bounds
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.token_files.dataset_info import ImagesInfo, read_dataset_info
+from mega_data.token_files.image_references import ImageReferences
 from mega_data.token_files.loss_mask import LossWeights
 
 Pixels = npt.NDArray[np.float32]
