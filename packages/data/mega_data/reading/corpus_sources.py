@@ -23,7 +23,7 @@ from mega_common.errors import DataError
 from mega_common.object_store import RemotePath, Stamp, parse_location
 from mega_common.progress_logging import logger
 from mega_data.reading.decompression import DAMAGE, STDIN, open_decompressed, peek_start
-from mega_data.token_files.dataset_info import is_dataset_info
+from mega_data.token_files.dataset_info import get_file_identity, is_dataset_info
 from mega_data.token_files.indexed_reader import MAGIC
 
 FileFormat = Literal["jsonl", "json", "csv", "tsv", "parquet", "text", "datasets"]
@@ -182,15 +182,10 @@ def _drop_links(paths: list[Path], left_out: SkippedFiles) -> list[Path]:
     """Return the paths without duplicate names of one file; the shortest name stays."""
     names: dict[tuple[int, int], Path] = {}
     for path in sorted(paths, key=lambda path: len(path.parts)):
-        names.setdefault(_file_identity(path), path)
-    kept = [path for path in paths if names[_file_identity(path)] == path]
-    left_out.add_files("duplicate links", [path for path in paths if names[_file_identity(path)] != path])
+        names.setdefault(get_file_identity(path), path)
+    kept = [path for path in paths if names[get_file_identity(path)] == path]
+    left_out.add_files("duplicate links", [path for path in paths if names[get_file_identity(path)] != path])
     return kept
-
-
-def _file_identity(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_dev, status.st_ino
 
 
 def _describe_file(path: Path) -> CorpusSource:
