@@ -1,9 +1,9 @@
-"""Sections of `ModelConfig` for encoder-decoder models: the encoder and T5's relative positions."""
+"""Sections of `ModelConfig` for models with an encoder: the encoder, its masked-LM head and T5's relative positions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -29,6 +29,14 @@ class EncoderConfig(StrictConfig):
     num_layers: LayerCount = Field(description="number of the model's layers, from the first, that form the encoder")
     start_token: NonNegativeInt = Field(0, description="first token of the decoder; T5 uses padding")
     head_bias: bool = Field(False, description="add a bias per vocabulary token to the logits, as in Megatron's T5")
+
+
+class MaskedLmConfig(StrictConfig):
+    """Masked-LM head of an encoder: norm(act(W x)), then the output matrix and a bias per token (BERT)."""
+
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    dense_bias: bool = Field(True, description="bias of W")
+    bias: bool = Field(True, description="bias of each token's logit")
 
 
 class RelativePositionConfig(StrictConfig):

@@ -13,7 +13,7 @@ from typing import Any
 from mega_common.layer_kinds import LETTERS, LayerKind
 
 NORM_EPS = 1e-5  # of the norm inside Megatron's Mamba-2 layers, independent of the model's
-MAX_LAYERS = 10_000
+MOST_LAYERS = 10_000  # layers of a model
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class HybridLayerPattern:
         if unknown:
             known = ", ".join(f"{letter} {kind}" for letter, kind in LETTERS.items())
             raise ValueError(f"hybrid_layer_pattern: {unknown} is not supported (supported letters: {known})")
-        if not 0 < len(pattern.letters) <= MAX_LAYERS:
-            raise ValueError(f"hybrid_layer_pattern: must have 1 to {MAX_LAYERS} layers, not {len(pattern.letters)}")
+        if not 0 < len(pattern.letters) <= MOST_LAYERS:
+            raise ValueError(f"hybrid_layer_pattern: must have 1 to {MOST_LAYERS} layers, not {len(pattern.letters)}")
         for letters in depths:
             _parse_mtp_depth(letters)
         return pattern

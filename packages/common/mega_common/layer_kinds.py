@@ -113,6 +113,21 @@ class MambaConfig(StrictConfig):
                 yield ConfigProblem(name, "the lower limit must be at most the upper limit", [low, high])
 
 
+class MlaConfig(StrictConfig):
+    """Multi-head latent attention (arXiv:2405.04434): keys and values are projected from a narrow latent.
+
+    The KV cache has only the latent. A head's query and key have `qk_nope_head_dim` elements without rotation and
+    `qk_rope_head_dim` with rotation; the rotated part of the key is shared by all heads.
+    """
+
+    kv_lora_rank: PositiveInt
+    q_lora_rank: PositiveInt | None = Field(None, description="width of the queries' latent; default: none")
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    norm_eps: float = Field(1e-6, gt=0, description="epsilon of the latents' norms, as in DeepSeek")
+
+
 class GatedDeltaConfig(StrictConfig):
     """Gated delta net layers (arXiv:2412.06464): states of `key_head_dim` x `value_head_dim` for each value head."""
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from mega_common.encoder_config import EncoderConfig, RelativePositionConfig
+from mega_common.encoder_config import EncoderConfig, MaskedLmConfig, RelativePositionConfig
 from mega_common.layer_kinds import (
     FeedForwardKind,
     GatedDeltaConfig,
@@ -19,6 +19,7 @@ from mega_common.layer_kinds import (
     LayerPatternSpec,
     MambaConfig,
     MixerKind,
+    MlaConfig,
     RepeatedLayers,
     expand_layer_pattern,
     validate_layer_pattern,
@@ -139,29 +140,6 @@ class MoeConfig(StrictConfig):
                 shown = str(value).lower() if isinstance(value, bool) else value
                 rule = f"is not supported with sinkhorn and top_k = {self.top_k}"
                 yield ConfigProblem(name, rule, getattr(self, name), f"{name}: {shown}")
-
-
-class MlaConfig(StrictConfig):
-    """Multi-head latent attention (arXiv:2405.04434): keys and values are projected from a narrow latent.
-
-    The KV cache has only the latent. A head's query and key have `qk_nope_head_dim` elements without rotation and
-    `qk_rope_head_dim` with rotation; the rotated part of the key is shared by all heads.
-    """
-
-    kv_lora_rank: PositiveInt
-    q_lora_rank: PositiveInt | None = Field(None, description="width of the queries' latent; default: none")
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
-    norm_eps: float = Field(1e-6, gt=0, description="epsilon of the latents' norms, as in DeepSeek")
-
-
-class MaskedLmConfig(StrictConfig):
-    """Masked-LM head of an encoder: norm(act(W x)), then the output matrix and a bias per token (BERT)."""
-
-    activation: Literal["gelu", "gelu_tanh"] = "gelu"
-    dense_bias: bool = Field(True, description="bias of W")
-    bias: bool = Field(True, description="bias of each token's logit")
 
 
 class ModelConfig(StrictConfig):
