@@ -95,10 +95,10 @@ def test_what_the_limit_cuts_is_counted(tmp_path: Path, tokenizer: Path, caplog:
         info = made(tmp_path, tokenizer, [record], max_length=limit, overwrite=True)
         assert info.chat is not None
         assert (info.tokens, info.chat.cut, info.documents) == (limit, cut, documents)
-    assert "2 answers were cut by the limit" in caplog.text
+    assert "2 answers were truncated to" in caplog.text
     info = made(tmp_path, tokenizer, [{"prompt": "Hi", "response": "a"}, record], max_length=begin, overwrite=True)
     assert (info.documents, info.skipped.empty) == (1, 1)
-    assert "1 conversations without an answer within the limit were left out" in caplog.text
+    assert "1 conversations without an answer within the length limit were left out" in caplog.text
 
 
 def test_bad_records_are_named_or_set_aside(tmp_path: Path, tokenizer: Path) -> None:

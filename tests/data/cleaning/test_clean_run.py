@@ -84,7 +84,7 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize(("owner", "name"), [(module.CleanRun, "_add"), (PartDeduplication, "_write")])
+@pytest.mark.parametrize(("owner", "name"), [(module.CleanRun, "_add"), (PartDeduplication, "_write_lines")])
 def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     """Ended at every third batch or file, until it is through; the files are those of a straight run."""
     source = jsonl(tmp_path / "a.jsonl", *(f"document {i % 70} of these" for i in range(100)))
@@ -338,10 +338,10 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
         "from mega_data.cleaning.clean_config import CleanConfig\n"
-        "from mega_data.cleaning.clean_run import clean\n"
+        "from mega_data.cleaning.clean_run import clean_corpus\n"
         "if __name__ == '__main__':\n"
         f"    folder = Path({str(tmp_path)!r})\n"
-        "    clean([folder / 'a.jsonl'], CleanConfig(filter='mine:keep'), folder / 'out', folder=folder, workers=2)\n"
+        "    clean_corpus([folder / 'a.jsonl'], CleanConfig(filter='mine:keep'), folder / 'out', folder=folder, workers=2)\n"
     )
     (tmp_path / "main.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

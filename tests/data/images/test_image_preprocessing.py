@@ -198,7 +198,7 @@ def test_images_in_tiles_have_placeholders_by_their_sizes(tmp_path: Path, tokeni
                 assert (data[number].tokens[images.places] == 1).all()
         assert len(found) > samples // 2
         assert len(found) == sum(data[number].images is not None for number in range(samples))
-    with pytest.raises(DataError, match="or other tiles: None"):
+    with pytest.raises(DataError, match="and other tiles: None"):
         opened(tmp_path, VISION)[0]
     (tmp_path / "pictures/wide.png").write_bytes(RED)
     with pytest.raises(DataError, match=r"wide\.png: the size of the image has changed"):
@@ -207,7 +207,7 @@ def test_images_in_tiles_have_placeholders_by_their_sizes(tmp_path: Path, tokeni
 
 def test_the_placeholder_is_the_models(tmp_path: Path, tokenizer: Path) -> None:
     options = ImageOptions(tmp_path, EACH, "<image>", vision=VISION.model_copy(update={"image_token": 5}))
-    with pytest.raises(DataError, match="'<image>' is token 1, and the model's placeholder 5"):
+    with pytest.raises(DataError, match="'<image>' is token 1, but the model's placeholder is 5"):
         preprocess_image_chats([llava(tmp_path, [])], tokenizer, tmp_path / "data", ChatOptions(), options)
 
 
@@ -236,7 +236,7 @@ def test_what_is_bad_is_named(tmp_path: Path, tokenizer: Path) -> None:
 def test_an_image_that_is_damaged_later(tmp_path: Path, tokenizer: Path) -> None:
     made(tmp_path, tokenizer, llava(tmp_path, [{"image": "red.png", "conversations": asked("red")}]))
     (tmp_path / "pictures" / "red.png").write_bytes(RED[:40])
-    with pytest.raises(DataError, match=r"sample 5 of .*data: image 0 of document 0, red.png: no image"):
+    with pytest.raises(DataError, match=r"sample 5 of .*data: image 0 of document 0, red.png: the image"):
         opened(tmp_path)[5]
     left = opened(tmp_path, on_bad_sample="skip")[5]
     assert left.images is None
@@ -302,5 +302,5 @@ def test_images_that_keep_their_shape(tmp_path: Path, tokenizer: Path) -> None:
         np.testing.assert_array_equal(one, prepare_image(content, vision).pixels[0])
     pieces = [data[number].images for data in [opened(tmp_path, vision, seq_length=5)] for number in range(4)]
     assert sum(len(one.places) for one in pieces if one is not None) == 6
-    with pytest.raises(DataError, match="or other sizes: None"):
+    with pytest.raises(DataError, match="and other sizes: None"):
         opened(tmp_path, VISION)[0]

@@ -161,9 +161,9 @@ def test_what_a_run_reads_is_counted_with_padding(data: Path) -> None:
 def test_neighbours_are_shown_behind_the_documents(data: Path) -> None:
     sample = built(data)[0]
     assert sample.neighbors is not None
-    shown = [part for part in show_training_sample(sample, None) if part.name.startswith("neighbour")]
+    shown = [part for part in show_training_sample(sample, None) if part.name.startswith("neighbor")]
     assert len(shown) == 8
-    assert shown[3].name == "neighbour 1 of the chunk at 8-15"
+    assert shown[3].name == "neighbor 1 of the chunk at 8-15"
     first = sample.neighbors[1, 1]
     assert [token.id for token in shown[3].tokens] == first[first >= 0].tolist()
 

@@ -305,9 +305,9 @@ class TestOutput:
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
             "from mega_common.errors import DataError\n"
-            "from mega_data.preprocessing.preprocess_corpus import preprocess\n"
+            "from mega_data.preprocessing.preprocess_corpus import preprocess_corpus\n"
             "try:\n"
-            f"    preprocess([{str(source)!r}], {str(tokenizer_folder)!r}, {str(tmp_path / 'd')!r}, on_bad_line='skip')\n"
+            f"    preprocess_corpus([{str(source)!r}], {str(tokenizer_folder)!r}, {str(tmp_path / 'd')!r}, on_bad_line='skip')\n"
             "except DataError as error:\n"
             "    print(error)\n"
         )
@@ -327,8 +327,8 @@ class TestOutput:
             "from pathlib import Path\n"
             "import mega_data.preprocessing.preprocess_corpus as module\n"
             f"path = {str(tmp_path / 'a.jsonl')!r}\n"
-            "module.find_sources = lambda *_: [sources.Source(path, 'jsonl')]\n"  # a pipe, to stop half-way
-            f"module.preprocess([path], Path({str(tmp_path / 'tok')!r}), Path({str(tmp_path / 'd')!r}), workers=2)\n"
+            "module.find_corpus_sources = lambda *_: [sources.CorpusSource(path, 'jsonl')]\n"  # a pipe, to stop half-way
+            f"module.preprocess_corpus([path], Path({str(tmp_path / 'tok')!r}), Path({str(tmp_path / 'd')!r}), workers=2)\n"
         )
         process = subprocess.Popen(
             [sys.executable, "-c", code],
