@@ -195,7 +195,7 @@ def test_images_in_tiles_have_placeholders_by_their_sizes(tmp_path: Path, tokeni
                     for row in rows
                 ]
                 found += [at for at in range(len(whole)) if whole[at : at + len(own)] == own][:1]
-                assert (data[number].tokens[images.places] == 1).all()
+                assert (data[number].tokens[images.placeholder_positions] == 1).all()
         assert len(found) > samples // 2
         assert len(found) == sum(data[number].images is not None for number in range(samples))
     with pytest.raises(DataError, match="and other tiles: None"):
@@ -295,12 +295,14 @@ def test_images_that_keep_their_shape(tmp_path: Path, tokenizer: Path) -> None:
     assert images is not None
     sizes = [one.shape[1:] for one in images.pixels]
     assert sizes == [(16, 8), (8, 32)]
-    assert (tokens[images.places] == 1).all()
+    assert (tokens[images.placeholder_positions] == 1).all()
     assert images.features.tolist() == list(range(2 + 4))
-    assert [tokens[at + step] for at, step in ((images.places[0], -1), (images.places[1], 1))] == [8, 9]
+    assert [
+        tokens[at + step] for at, step in ((images.placeholder_positions[0], -1), (images.placeholder_positions[1], 1))
+    ] == [8, 9]
     for one, content in zip(images.pixels, pictures, strict=True):
         np.testing.assert_array_equal(one, prepare_image(content, vision).pixels[0])
     pieces = [data[number].images for data in [opened(tmp_path, vision, seq_length=5)] for number in range(4)]
-    assert sum(len(one.places) for one in pieces if one is not None) == 6
+    assert sum(len(one.placeholder_positions) for one in pieces if one is not None) == 6
     with pytest.raises(DataError, match="and other sizes: None"):
         opened(tmp_path, VISION)[0]
