@@ -31,7 +31,7 @@ RECORDS = st.dictionaries(st.sampled_from(["text", "id", "a"]), VALUES, max_size
 
 @pytest.fixture(autouse=True)
 def little_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("long_text", "readers", "json_readers"):
+    for module in ("long_text", "source_readers", "json_readers"):
         monkeypatch.setattr(f"mega_data.reading.{module}.LONG", 16)
     for module in ("long_text", "json_readers"):
         monkeypatch.setattr(f"mega_data.reading.{module}.BLOCK", 5)

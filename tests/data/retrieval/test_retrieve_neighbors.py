@@ -159,7 +159,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="e: has another tokenizer than"):
         found(tmp_path, tmp_path / "d", tmp_path / "e")
     np.save(folder / "neighbors.npy", np.zeros((3, 2)))
-    with pytest.raises(DataError, match=r"neighbors.npy: float64 \[3, 2\], and info.json says int64 \[6, 2\]"):
+    with pytest.raises(DataError, match=r"neighbors.npy: must be int64 \[6, 2\] as in info.json, not float64 \[3, 2\]"):
         DatasetNeighbors(folder, IndexedReader(tmp_path / "d")).read_neighbor_tokens(np.array([0]))
     (folder / "info.json").write_text(json.dumps([1]))
     with pytest.raises(DataError, match="is not a description of neighbors"):

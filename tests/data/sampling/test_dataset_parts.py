@@ -145,7 +145,7 @@ def test_many_data_sets_are_opened_by_a_few_small_reads_and_checked_when_they_ar
     monkeypatch.setattr("mega_data.sampling.dataset_parts.EAGER_CHECK_BYTES", 1000)
     with caplog.at_level("INFO"):
         train = build_blended_datasets(config(good, bad), seed=1, samples={"train": 1}, eod=None)[0]
-    assert "2 data sets: the index of each is checked when it is first read" in caplog.text
+    assert "2 data sets: each index is checked when it is first read" in caplog.text
     with pytest.raises(DataError, match="sequence 401 begins"):
         [train[k] for k in range(4)]
 
