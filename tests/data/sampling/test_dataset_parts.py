@@ -85,11 +85,11 @@ soft, hard, prefix, count, order = json.loads(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 from mega_common.errors import DataError
 from mega_data.data_config import DataConfig
-from mega_data.blended_dataset import build_datasets
+from mega_data.blended_dataset import build_blended_datasets
 train = [{"path": f"{prefix}-{number}", "weight": 1} for number in range(count)]
 config = DataConfig.parse({"train": train, "seq_length": 16, "split": [1], "order": order})
 try:
-    dataset, _, _ = build_datasets(config, seed=1, samples={"train": 1000}, eod=None)
+    dataset, _, _ = build_blended_datasets(config, seed=1, samples={"train": 1000}, eod=None)
     print(dataset[999].tokens.shape)
 except DataError as error:
     print(error)
