@@ -88,7 +88,8 @@ class LoraAdapterLayer(nn.Module):
         narrow = torch.split(self.meet(self.linear(x, self.a)), self._ranks, -1)
         factors = self.magnitude_factors(weight) if factors is None else factors
         parts, done = [], 0
-        for update, u, b, factor in zip(self.updates, narrow, self.b, factors or [None] * len(narrow), strict=True):
+        scales: Sequence[Tensor | None] = factors or [None] * len(narrow)
+        for update, u, b, factor in zip(self.updates, narrow, self.b, scales, strict=True):
             end = update.first + update.rows
             own, delta = y[..., update.first : end], self.linear(u * update.scale, b)
             if factor is not None:
