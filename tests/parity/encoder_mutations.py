@@ -100,5 +100,9 @@ ENCODERS: list[tuple[str, Case, Patch]] = [
     ("encoder: every context part has a first token", RING, _first_token_on_every_rank),
     ("encoder: whole gradients of the pair head are summed", TP, _pair_head_summed),
     ("encoder: the output's bias is the first rank's", TP, _output_bias_of_the_first_rank),
-    ("encoder: pairs weigh as tokens do", DP, lambda: swap(train_step, "normalize_mtp_weights", lambda batches, tokens: batches)),
+    (
+        "encoder: pairs weigh as tokens do",
+        DP,
+        lambda: swap(train_step, "normalize_mtp_weights", lambda batches, tokens: batches),
+    ),
 ]

@@ -34,6 +34,7 @@ from torch import Tensor
 from mega_common.errors import NumericalError
 from mega_data.batch_loader import StepBatch
 from mega_trainer.data import micro_batch as batches
+from mega_trainer.data import token_counts
 from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, SequenceBounds
 from mega_trainer.distributed import rng
 from mega_trainer.distributed.comm import CommGroup, RingTransfer, all_reduce
@@ -131,7 +132,9 @@ def _without_sync() -> AbstractContextManager[Any]:
 
 def _tied_without_sync() -> AbstractContextManager[Any]:
     real = layer_builder.make_vocab_parameter
-    return swap(layer_builder, "make_vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
+    return swap(
+        layer_builder, "make_vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
+    )
 
 
 def _sinks_left_out() -> AbstractContextManager[Any]:
@@ -165,22 +168,26 @@ def _mean_of_means() -> Any:
     def mean(self: OutputHead, hidden: Tensor, output: OutputProjection, targets: HeadTargets) -> tuple[Tensor, Tensor]:
         return real(self, hidden, output, replace(targets, weights=targets.weights / targets.weights.sum()))
 
-    with swap(train_step, "count_step_tokens", count_batches), swap(OutputHead, "compute_token_loss", mean):
+    with swap(token_counts, "count_step_tokens", count_batches), swap(OutputHead, "compute_token_loss", mean):
         yield
 
 
 def _own_tokens() -> AbstractContextManager[Any]:
     """Those of a data rank, and of a context rank about its share."""
-    return swap(train_step, "count_step_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
+    return swap(token_counts, "count_step_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
 
 
 def _tokens_of_every_rank() -> AbstractContextManager[Any]:
-    real = train_step.count_local_tokens
-    return swap(train_step, "count_local_tokens", lambda batch, further, groups: real(batch, further, ParallelGroups()))
+    real = token_counts.count_local_tokens
+    return swap(
+        token_counts, "count_local_tokens", lambda batch, further, groups: real(batch, further, ParallelGroups())
+    )
 
 
 def _loss_of_every_rank() -> AbstractContextManager[Any]:
-    return swap(PipelineExecutor, "parallel_groups", property(lambda self: replace(self.model.groups, tp=CommGroup("tp"))))
+    return swap(
+        PipelineExecutor, "parallel_groups", property(lambda self: replace(self.model.groups, tp=CommGroup("tp")))
+    )
 
 
 def _gradients_swapped() -> AbstractContextManager[Any]:
@@ -701,7 +708,9 @@ def _momentum_left_out() -> AbstractContextManager[Any]:
 
 
 def _steps_left_out() -> AbstractContextManager[Any]:
-    return swap(ShardedOptimizer, "update_count", property(ShardedOptimizer.update_count.fget, lambda self, value: None))
+    return swap(
+        ShardedOptimizer, "update_count", property(ShardedOptimizer.update_count.fget, lambda self, value: None)
+    )
 
 
 # Bugs of a restore: from the first layout to the second.

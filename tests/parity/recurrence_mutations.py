@@ -41,7 +41,9 @@ def _without_sync(part: str) -> Patch:
 
 def _decay_across_documents() -> AbstractContextManager[Any]:
     return swap(
-        SequenceChunks, "started_before", property(lambda self: None if self.begins is None else self.begins < self.size)
+        SequenceChunks,
+        "started_before",
+        property(lambda self: None if self.begins is None else self.begins < self.size),
     )
 
 

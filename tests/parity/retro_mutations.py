@@ -48,7 +48,9 @@ def _read(**fields: None) -> Patch:
 
 
 def _open_padding() -> AbstractContextManager[Any]:
-    return swap(retro, "SequenceMask", lambda length, device, begins, causal: SequenceMask(length, device, causal=causal))
+    return swap(
+        retro, "SequenceMask", lambda length, device, begins, causal: SequenceMask(length, device, causal=causal)
+    )
 
 
 def _causal_encoder() -> AbstractContextManager[Any]:

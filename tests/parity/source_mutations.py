@@ -73,7 +73,9 @@ def _encoder_sees_before_alone() -> AbstractContextManager[Any]:
 
 
 def _bias_of_the_first_heads() -> AbstractContextManager[Any]:
-    return swap(DistanceBias, "select_heads", lambda self, own: DistanceBias(self.values[: own.stop - own.start], self.zero))
+    return swap(
+        DistanceBias, "select_heads", lambda self, own: DistanceBias(self.values[: own.stop - own.start], self.zero)
+    )
 
 
 def _table_of_the_first_rank() -> AbstractContextManager[Any]:

@@ -116,16 +116,28 @@ _part = BatchImages.select_positions
 
 VISIONS: list[tuple[str, Case, Patch]] = [
     ("vision: an image is dealt twice", TP, lambda: swap(BatchImages, "local_pixels", _one_dealt_twice)),
-    ("vision: features one place off under sp", SP, lambda: swap(vision_encoder, "insert_image_features", _one_place_off)),
+    (
+        "vision: features one place off under sp",
+        SP,
+        lambda: swap(vision_encoder, "insert_image_features", _one_place_off),
+    ),
     ("vision: the projector's gradient stays on its rank", SP, _stays(PROJECTOR)),
     ("vision: the gradient of lines' ends stays on its rank", TILES, _stays(f"{PROJECTOR}newline")),
     ("vision: the tower's gradient stays on its rank", PIPED, _stays(TOWER)),
     ("vision: features' gradients of tensor ranks are summed without sp", TP, _gradient(True, "tp")),
     ("vision: features' gradients of tensor ranks are not summed under sp", SP, _gradient(False, "tp")),
     ("vision: features' gradients of context ranks are not summed", CP, _gradient(False, "cp")),
-    ("vision: an image ends with its chunk", RING, lambda: swap(forward_context, "mask_later_in_block", _within_a_chunk)),
+    (
+        "vision: an image ends with its chunk",
+        RING,
+        lambda: swap(forward_context, "mask_later_in_block", _within_a_chunk),
+    ),
     ("vision: context ranks look at the first places", CP, _places_of_the_first_chunk),
-    ("vision: windows of features line by line", SHAPES, lambda: swap(native_resolution, "order_by_windows", _by_lines)),
+    (
+        "vision: windows of features line by line",
+        SHAPES,
+        lambda: swap(native_resolution, "order_by_windows", _by_lines),
+    ),
     (
         "vision: every layer sees the whole image",
         SHAPES,

@@ -7,6 +7,8 @@ micro-batches or ranks. For a sequence of T unmasked tokens, K experts of E per 
     z                1 / T sum_t logsumexp(logits_t)^2  (arXiv:2202.08906)
 
 With the scope `batch` the sums of the first loss are over a micro-batch of all data ranks, and the mean over micro-batches.
+This depends on the layout. The gradient of a micro-batch needs the load at its backward, and that of the whole global batch is
+known only after the last forward of the step; a cumulative load of the micro-batches so far depends on their number and order.
 
 A token is unmasked if a label at or after it in its sequence counts in the loss. Tokens after the last such label, such as
 padding, influence nothing, are excluded from these sums, and are sent to no expert.

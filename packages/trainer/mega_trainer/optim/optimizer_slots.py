@@ -59,6 +59,11 @@ class OptimizerSlot:
         """True if the main weights are more precise than the weights that the model computes with."""
         return self.main.dtype != self.kind.dtype
 
+    @property
+    def has_separate_main_weights(self) -> bool:
+        """True if the main weights have memory of their own."""
+        return self.main.data_ptr() != self.shard.weights.data_ptr()
+
     def copy_grad_to_main(self) -> None:
         """Copy the gradient to the device of the main weights."""
         if self.grads is not self.shard.grads:
@@ -66,7 +71,7 @@ class OptimizerSlot:
 
     def copy_main_to_model(self) -> None:
         """Copy the updated main weights to the model."""
-        if self.main.data_ptr() != self.shard.weights.data_ptr():
+        if self.has_separate_main_weights:
             self.shard.weights.copy_(self._own(self.main), non_blocking=True)
 
     def load_main_from_model(self) -> None:
