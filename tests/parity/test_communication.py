@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -20,12 +21,14 @@ from ranks import run_ranks
 from torch import Tensor
 
 from mega_trainer.distributed.comm import CommLog
+from mega_trainer.job.step_result import StepScalars
 from mega_trainer.model.expert_router import ExpertRouter
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
 from mega_trainer.pipeline.schedules import place_stages
 
 S, D, F, V, L = 16, 32, 48, 64, 2
 SCALAR = 8
+FLAGS = len(fields(StepScalars)) - 1  # all but the numbers of the next step's loss terms, which come ahead
 NORM = 2 * SCALAR  # of each rank's part
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 GRADIENT = {"fp64": 8, "fp32": 4, "bf16": 4}
@@ -65,9 +68,9 @@ def microbatches(one: Case) -> int:
 
 
 def numbers(one: Case) -> Theory:
-    """Two sums of losses, once a step over all ranks, and before, in host memory, the tokens of what is predicted."""
+    """Two sums of losses and four flags, once a step over all ranks; before, in host memory, the numbers of loss terms."""
     theory, further = Theory(), one.model.get("mtp_layers", 0)
-    theory.expect("world", "all_reduce", 1, 2 * SCALAR)
+    theory.expect("world", "all_reduce", 1, (2 + FLAGS) * SCALAR)
     theory.expect("world", "all_reduce", 1, (1 + further) * SCALAR)
     return theory
 
