@@ -34,9 +34,10 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.kernels import blockwise_attention, grouped_gemm
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.model import vocab_parallel_loss
+from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.optim import gradient_clipping
 from mega_trainer.parallel import nvshmem_dispatch
 from mega_trainer.run import build_components, train_step
@@ -151,12 +152,12 @@ def fake_gpu(ranks: int) -> Iterator[None]:
         )  # the same calls, and fewer operations in each
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pinned))
         stack.enter_context(
-            mock.patch.object(train_step, "routing_metrics", return_value={})
+            mock.patch.object(train_step, "compute_routing_metrics", return_value={})
         )  # every number here is one
-        stack.enter_context(mock.patch.object(grouped_gemm, "_at_once", return_value=True))  # as CUDA
-        stack.enter_context(mock.patch.object(grouped_gemm, "_zero_without_rows", return_value=False))
+        stack.enter_context(mock.patch.object(grouped_gemm, "_has_grouped_kernel", return_value=True))  # as CUDA
+        stack.enter_context(mock.patch.object(grouped_gemm, "_zeroes_empty_groups", return_value=False))
         stack.enter_context(
-            mock.patch.object(nvshmem_dispatch, "by_gloo", return_value=SimpleNamespace(wait=lambda: None))
+            mock.patch.object(nvshmem_dispatch, "exchange_by_gloo", return_value=SimpleNamespace(wait=lambda: None))
         )
         stack.enter_context(mock.patch.object(DeviceMesh, "from_group", _mesh))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", return_value=[]))  # it knows no such device
@@ -188,9 +189,7 @@ def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
             return list(split_micro_batches(batch, config, device, groups.cp))
 
         def train() -> None:
-            train_step.train_step(
-                executor, state.optimizer, micro(), tokens=[99.0, 98.0], lr=1e-3, clip=1.0, extra_scalars=lambda: [0.0]
-            )
+            train_step.train_step(executor, state.optimizer, micro(), tokens=[99.0, 98.0], lr=1e-3, clip=1.0)
 
         train()
         with HostWaits() as training:
@@ -198,7 +197,7 @@ def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
         for stage in state.stages.values():
             stage.eval()
         with HostWaits() as evaluation:
-            evaluate_losses(executor, [micro(), micro()])
+            evaluate_losses(executor, [micro(), micro()], TrainingObjective(groups, 0).validation_totals)
     return {"training step": training.found, "evaluation": evaluation.found}
 
 

@@ -442,11 +442,11 @@ def ring(traffic: Traffic, length: int, ranks: int) -> None:
     """Attention of the first of some context ranks, without its messages."""
 
     class Passage:
-        def visit(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+        def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
             for rank in range(ranks):
                 work(rank, mine)
 
-        def collect(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
+        def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
             first, *others = [work(rank, mine) for rank in range(ranks)]
             for other in others:
                 first += other
@@ -472,7 +472,7 @@ def attention(traffic: Traffic, length: int) -> None:
             mask = SequenceMask(length, CPU, begins).mask_for_window(None)
         q, k, v = _heads(traffic, length)
         with (
-            mock.patch.object(blockwise_attention, "_documents", _as_one_kernel)
+            mock.patch.object(blockwise_attention, "_split_documents", _as_one_kernel)
             if isinstance(mask, PackedMask)
             else ExitStack()
         ):

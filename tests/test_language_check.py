@@ -30,8 +30,8 @@ NAMES = list(language_check.LIMITS)
 def test_openings(tmp_path: Path, docstring: str, measure: str | None) -> None:
     path = tmp_path / "module.py"
     path.write_text(f'def load_rows() -> None:\n    """{docstring}"""\n')
-    values, _ = language_check.measure([path])
-    assert [name for name in NAMES[:2] if values[name] == 100] == ([measure] if measure else [])
+    values = language_check.measure([path], [])
+    assert [name for name in NAMES[:2] if values[name][0] == 100] == ([measure] if measure else [])
 
 
 def test_code_lines_leave_out_comments_docstrings_and_blank_lines() -> None:
@@ -44,11 +44,32 @@ def test_doubled_types_tells_and_name_lengths(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(
             "class Kind:\n    pass\n\n\n# told\ndef _private() -> None:\n    pass\n\n\n# ten\n"
         )
-    values, places = language_check.measure(language_check.source_files([tmp_path]))
-    assert values[NAMES[4]] == 1
-    assert places[NAMES[4]] == ["Kind in 2 modules"]
-    assert values[NAMES[2]] == 100
-    assert values[NAMES[3]] == 4
+    values = language_check.measure(language_check.source_files([tmp_path]), [])
+    assert values["type names defined in more than one module"] == (1, ["Kind in 2 modules"])
+    assert values["tell/tells/told per 1,000 lines"][0] == 100
+    assert values["mean length of a public function or class name"][0] == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "counts"),
+    [
+        ("# the run goes on", True),
+        ("# so many ranks", True),
+        ("# this is no tensor", True),
+        ("# it is no longer used", False),
+        ("# the run resumes", False),
+    ],
+)
+def test_private_words(tmp_path: Path, line: str, counts: bool) -> None:
+    (tmp_path / "one.py").write_text(line + "\n")
+    measured = language_check.measure([tmp_path / "one.py"], [])
+    assert bool(measured["private words per 1,000 lines"][1]) == counts
+
+
+def test_code_blocks_of_pages_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("```\nso many\n```\nso many\n")
+    measured = language_check.measure([], [tmp_path / "page.md"])
+    assert [place.rsplit(":", 1)[1] for place in measured["private words per 1,000 lines"][1]] == ["4 so many"]
 
 
 def test_a_passed_limit_fails(

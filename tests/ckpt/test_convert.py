@@ -343,7 +343,7 @@ def test_nothing_is_left_of_a_conversion_that_fails(
             raise KeyboardInterrupt
         return read(self, name, offset, shape)
 
-    monkeypatch.setattr(HfSource, "read_slice", failing)
+    monkeypatch.setattr(HfSource, "read_tensor_slice", failing)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(llama, tmp_path / "out", "mega")
     assert list(tmp_path.iterdir()) == []
@@ -357,7 +357,7 @@ def test_verify_notices_what_was_written_wrongly(llama: Path, tmp_path: Path, mo
         path = min(folder.glob("*.safetensors"))
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")
 
-    monkeypatch.setattr(module, "write_folder", wrong)
+    monkeypatch.setattr(module, "write_hf_folder", wrong)
     with pytest.raises(CheckpointError, match="what was written is not what was read"):
         convert_checkpoint(llama, tmp_path / "out", "hf", verify=True)
     assert list(tmp_path.iterdir()) == []

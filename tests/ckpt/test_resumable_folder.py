@@ -60,7 +60,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) ->
         return failing
 
     for kind in (HfSource, MegaSource):
-        monkeypatch.setattr(kind, "read_slice", wrapped(kind.read_tensor_slice))
+        monkeypatch.setattr(kind, "read_tensor_slice", wrapped(kind.read_tensor_slice))
 
 
 def begun(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path, **more: Any) -> Path:

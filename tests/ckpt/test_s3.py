@@ -105,7 +105,7 @@ def test_a_shard_of_several_parts_is_read_by_ranges(root: Location, monkeypatch:
             raise OSError(5, "no more")
         write(self, *args)
 
-    monkeypatch.setattr(shard_files.HashedFile, "write", failing)
+    monkeypatch.setattr(shard_files.HashedFile, "write_hashed", failing)
     with pytest.raises(CheckpointError, match="no more"):
         save_sharded_checkpoint(root, 2, held, model=MODEL, state={})
     assert list(root.iterdir()) == [folder]

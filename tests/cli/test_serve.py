@@ -156,7 +156,7 @@ def test_ctrl_c_ends_a_template_that_does_not_end(folder: Path, monkeypatch: pyt
         while True:
             pass
 
-    monkeypatch.setattr(ChatTemplate, "prompt", endless)
+    monkeypatch.setattr(ChatTemplate, "render_prompt", endless)
     args = ["chat", folder, "--max-new-tokens", 5, "--temperature", 0]
     found = mega(*args, stdin="endless\nthe story\n")
     assert "the turn is given up" in found.stderr

@@ -107,7 +107,7 @@ def test_a_store_that_fails_is_no_damaged_file(
             return super().read(min(size or 0, 20_000))
 
     with monkeypatch.context() as patch:
-        patch.setattr("mega_data.preprocessing.dataset_output.EVERY", 0.0)
+        patch.setattr("mega_data.preprocessing.dataset_output.RECORD_INTERVAL", 0.0)
         patch.setattr("mega_data.preprocessing.text_batches.BATCH", 4000)
         patch.setattr(RemotePath, "open", lambda place: Failing(place.read_bytes()))
         with pytest.raises(ObjectStoreError, match=r"memory://bucket/a.jsonl: OSError: connection reset"):
@@ -154,7 +154,9 @@ def test_a_store_that_fails_gets_what_is_made_already(
         with pytest.raises(ObjectStoreError, match=r"memory://bucket/d.info: ZeroDivisionError"):
             preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
     with monkeypatch.context() as patch:
-        patch.setattr("mega_data.preprocessing.preprocess_corpus.encode_all", lambda *_: 1 / 0)  # nothing is done again
+        patch.setattr(
+            "mega_data.preprocessing.preprocess_corpus.encode_batches", lambda *_: 1 / 0
+        )  # nothing is done again
         preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
     preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "d")
     assert store.cat("/bucket/d.idx") == (tmp_path / "d.idx").read_bytes()

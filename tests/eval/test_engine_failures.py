@@ -12,7 +12,8 @@ from tiny_models import variant
 
 from mega_common.errors import CheckpointError, MegaError
 from mega_eval.drafters import ModelDrafter
-from mega_eval.inference_engine import EngineEvent, EngineRequest, InferenceEngine
+from mega_eval.engine_requests import EngineEvent, EngineRequest
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.page_allocator import PAGE
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits
@@ -80,7 +81,9 @@ def test_a_request_that_fails_ends_no_other(how: str, monkeypatch: pytest.Monkey
     break_row(engine, numbers[1], how)
     if how == "logits":
         logits = type(MODEL).compute_logits
-        monkeypatch.setattr(MODEL, "logits", lambda x: logits(MODEL, x).index_fill_(0, torch.tensor(1), float("nan")))
+        monkeypatch.setattr(
+            MODEL, "compute_logits", lambda x: logits(MODEL, x).index_fill_(0, torch.tensor(1), float("nan"))
+        )
     failed = [event for event in engine.step(isolate=True) if (found[event.request].append(event) or event.error)]
     monkeypatch.undo()
     while engine.num_waiting or engine.num_running:

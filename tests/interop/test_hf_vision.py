@@ -231,7 +231,7 @@ def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
     ]
     sizes = [[(20, 15)]] * 3 + [[(20, 15), SIZES[1]]]
     found = generate_completions(model, Numbers(), [*prompts, [5, 6, 7]], GenerationLimits(12))
-    with mock.patch.object(generating, "Engine", partial(InferenceEngine, chunk_tokens=5)):
+    with mock.patch.object(generating, "InferenceEngine", partial(InferenceEngine, chunk_tokens=5)):
         chunked = generate_completions(model, Numbers(), prompts, GenerationLimits(12), draft="none")
     assert [one.tokens for one in chunked] == [one.tokens for one in found[:-1]]
     for prompt, one, each_size in zip(prompts, found, sizes, strict=False):
@@ -244,7 +244,7 @@ def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
         )  # fmt: skip
         assert one.tokens == row[0, len(tokens) :].tolist()
     assert len({tuple(one.tokens) for one in found[:3]}) > 1, "images that say nothing"
-    with pytest.raises(DataError, match=r"prompt 1 .*2 image.s., and 1 placeholders  \d+  in the text"):
+    with pytest.raises(DataError, match=r"prompt 1 .*one placeholder  \d+  for each of its 2 image.s., but has 1"):
         generate_completions(model, Numbers(), [ImagePrompt(text, [picture(1), picture(2)])], GenerationLimits(1))
 
 

@@ -189,7 +189,7 @@ def test_greedy_text_image_by_image(tmp_path: Path) -> None:
         for n, own in enumerate(shapes)
     ]
     found = generate_completions(model, Numbers(), [*prompts, [5, 6, 7]], GenerationLimits(12))
-    with mock.patch.object(generating, "Engine", partial(InferenceEngine, chunk_tokens=5)):
+    with mock.patch.object(generating, "InferenceEngine", partial(InferenceEngine, chunk_tokens=5)):
         chunked = generate_completions(model, Numbers(), prompts, GenerationLimits(12), draft="none")
     assert [one.tokens for one in chunked] == [one.tokens for one in found[:-1]]
     for prompt, one in zip(prompts, found, strict=False):

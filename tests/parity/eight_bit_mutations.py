@@ -32,12 +32,12 @@ def _scales(wrong: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     def product(a: QuantizedMatrix, b: QuantizedMatrix, *args: Any, **options: Any) -> torch.Tensor:
         return real(a, b._replace(scale=wrong(b.scale)), *args, **options)
 
-    return lambda: swap(fp8_kernels, "product", product)
+    return lambda: swap(fp8_kernels, "scaled_gemm", product)
 
 
 def _formats_swapped() -> AbstractContextManager[Any]:
     real, other = fp8_kernels.quantize_leaf, {E4M3: E5M2, E5M2: E4M3}
-    return swap(fp8_kernels, "quantised", lambda x, rows, columns, dtype: real(x, rows, columns, other[dtype]))
+    return swap(fp8_kernels, "quantize_leaf", lambda x, rows, columns, dtype: real(x, rows, columns, other[dtype]))
 
 
 def _weight_by_its_rows() -> AbstractContextManager[Any]:
@@ -53,13 +53,13 @@ def _weight_by_its_rows() -> AbstractContextManager[Any]:
 
 def _weights_never_new() -> AbstractContextManager[Any]:
     """What was made of a weight is used after the update, too."""
-    return swap(PreparedWeight, "forget", lambda self: None)
+    return swap(PreparedWeight, "invalidate", lambda self: None)
 
 
 def _layers_counted_in_the_stage() -> AbstractContextManager[Any]:
     """The first layers of every stage are left in bf16."""
     real = LayerBuilder.builder_for_layer
-    return swap(LayerBuilder, "of_layer", lambda self, _: real(self, 0))
+    return swap(LayerBuilder, "builder_for_layer", lambda self, _: real(self, 0))
 
 
 EIGHT_BITS: list[tuple[str, Case, Patch]] = [

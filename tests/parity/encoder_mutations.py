@@ -46,7 +46,7 @@ def _parts(change: Callable[[SequenceMask], SequenceMask]) -> Patch:
     def parts(self: SequenceMask, queries: range, keys: range, window: int | None) -> Any:
         return real(self if queries == keys else change(self), queries, keys, window)
 
-    return lambda: swap(SequenceMask, "parts", parts)
+    return lambda: swap(SequenceMask, "mask_between", parts)
 
 
 def _types_of_the_first_rank_alone() -> AbstractContextManager[Any]:
@@ -66,7 +66,7 @@ def _first_token_on_every_rank() -> AbstractContextManager[Any]:
         self.has_first = True
         return real(self, x, pairs)
 
-    return swap(SequencePooler, "loss", loss)
+    return swap(SequencePooler, "segment_order_loss", loss)
 
 
 def _pair_head_summed() -> AbstractContextManager[Any]:
@@ -77,7 +77,7 @@ def _pair_head_summed() -> AbstractContextManager[Any]:
         parts = {"partial_grad": True} if name.startswith("pair_head") else {}
         return real(self, name, shape, **{**options, **parts})
 
-    return swap(LayerBuilder, "replicated", replicated)
+    return swap(LayerBuilder, "build_replicated", replicated)
 
 
 def _output_bias_of_the_first_rank() -> AbstractContextManager[Any]:
@@ -88,7 +88,7 @@ def _output_bias_of_the_first_rank() -> AbstractContextManager[Any]:
         first = replace(self, groups=replace(self.groups, tp=replace(self.groups.tp, rank=0)))
         return real(first, name)
 
-    return swap(LayerBuilder, "vocabulary_bias", vocabulary_bias)
+    return swap(LayerBuilder, "build_vocab_bias", vocabulary_bias)
 
 
 ENCODERS: list[tuple[str, Case, Patch]] = [
@@ -100,5 +100,9 @@ ENCODERS: list[tuple[str, Case, Patch]] = [
     ("encoder: every context part has a first token", RING, _first_token_on_every_rank),
     ("encoder: whole gradients of the pair head are summed", TP, _pair_head_summed),
     ("encoder: the output's bias is the first rank's", TP, _output_bias_of_the_first_rank),
-    ("encoder: pairs weigh as tokens do", DP, lambda: swap(train_step, "weigh_ahead", lambda batches, tokens: batches)),
+    (
+        "encoder: pairs weigh as tokens do",
+        DP,
+        lambda: swap(train_step, "normalize_mtp_weights", lambda batches, tokens: batches),
+    ),
 ]

@@ -47,7 +47,7 @@ def _routings(**changes: Callable[[Any, Any], Any]) -> Patch:
             for one in real(batches, data, loss_scale)
         ]
 
-    return lambda: swap(run, "routings", told)
+    return lambda: swap(run, "make_step_routings", told)
 
 
 def _groups(**changes: Callable[[ParallelGroups], Any]) -> Patch:
@@ -58,7 +58,7 @@ def _groups(**changes: Callable[[ParallelGroups], Any]) -> Patch:
         groups = real(*args, **options)
         return replace(groups, **{name: change(groups) for name, change in changes.items()})
 
-    return lambda: swap(build_components, "build_groups", wrong)
+    return lambda: swap(build_components, "build_parallel_groups", wrong)
 
 
 def _router_without_sync() -> AbstractContextManager[Any]:
@@ -78,20 +78,22 @@ def _expert_gradients_averaged() -> AbstractContextManager[Any]:
         whole /= self.data.size if self.data.name == "expert_data" else 1
         return real(self, whole, out)
 
-    return swap(GradientBucket, "_sum", averaged)
+    return swap(GradientBucket, "_start_sum", averaged)
 
 
 def _every_tensor_rank_sends_all_tokens() -> AbstractContextManager[Any]:
-    return mock.patch.multiple(mixture_of_experts, own_share=lambda x, group: x, all_shares=lambda x, group, tokens: x)
+    return mock.patch.multiple(
+        mixture_of_experts, take_token_share=lambda x, group: x, gather_token_shares=lambda x, group, tokens: x
+    )
 
 
 def _load_of_own_tokens() -> AbstractContextManager[Any]:
-    return swap(expert_router, "summed", lambda tensor, groups: tensor)
+    return swap(expert_router, "all_reduce_over_groups", lambda tensor, groups: tensor)
 
 
 def _balanced_by_own_tokens() -> AbstractContextManager[Any]:
     real = expert_router.sinkhorn_choice_scores
-    return swap(expert_router, "balanced", lambda logits, tokens, groups: real(logits, tokens, ()))
+    return swap(expert_router, "sinkhorn_choice_scores", lambda logits, tokens, groups: real(logits, tokens, ()))
 
 
 def _bias_by_own_load() -> AbstractContextManager[Any]:
@@ -100,11 +102,11 @@ def _bias_by_own_load() -> AbstractContextManager[Any]:
     def by_own(executor: run.PipelineExecutor, table: Tensor) -> None:
         real(executor, expert_routing.tabulate_expert_loads(executor.loads, executor.model_config, table.device))
 
-    return swap(train_step, "move_selection", by_own)
+    return swap(train_step, "update_router_biases", by_own)
 
 
 def _bias_stays() -> AbstractContextManager[Any]:
-    return swap(train_step, "balance", lambda routers, loads, layers: None)
+    return swap(train_step, "update_selection_bias", lambda routers, loads, layers: None)
 
 
 def _first_experts() -> AbstractContextManager[Any]:
@@ -115,7 +117,7 @@ def _first_experts() -> AbstractContextManager[Any]:
         found = real(self, *args, **options)
         return replace(found, global_offset=(0, *found.global_offset[1:]))
 
-    return swap(LayerBuilder, "expert_piece", piece)
+    return swap(LayerBuilder, "make_expert_piece", piece)
 
 
 def _bias_of_every_part() -> AbstractContextManager[Any]:
@@ -137,13 +139,15 @@ def _weights_of_the_choice() -> AbstractContextManager[Any]:
         scores.data.add_(0 if bias is None else bias)
         return chosen
 
-    return swap(expert_router, "choose", choose)
+    return swap(expert_router, "select_experts", choose)
 
 
 def _sent(change: Callable[..., Any]) -> Patch:
     """Change the columns [N, K parts] of ranks that tokens go to, of which so many hold parts of one expert."""
     real = expert_parallel.target_ranks
-    return lambda: swap(expert_parallel, "ranks_of", lambda chosen, own, parts: change(real(chosen, own, parts), parts))
+    return lambda: swap(
+        expert_parallel, "target_ranks", lambda chosen, own, parts: change(real(chosen, own, parts), parts)
+    )
 
 
 def _once_for_each_choice() -> AbstractContextManager[Any]:
@@ -151,10 +155,12 @@ def _once_for_each_choice() -> AbstractContextManager[Any]:
     real, patches = expert_parallel.sort_rows_by_expert, ExitStack()
     patches.enter_context(
         swap(
-            expert_parallel, "by_expert", lambda x, chosen, weights, own, rows: real(x, chosen, weights, own, 2 * rows)
+            expert_parallel,
+            "sort_rows_by_expert",
+            lambda x, chosen, weights, own, rows: real(x, chosen, weights, own, 2 * rows),
         )
     )
-    patches.enter_context(swap(expert_parallel, "ranks_of", lambda chosen, own, parts: chosen // own))
+    patches.enter_context(swap(expert_parallel, "target_ranks", lambda chosen, own, parts: chosen // own))
     return patches
 
 
@@ -168,17 +174,17 @@ def _to_one_part(ranks: Tensor, parts: int) -> Tensor:
 
 def _all_weigh_the_same() -> AbstractContextManager[Any]:
     real = expert_parallel.pick_choice_values
-    return swap(expert_parallel, "pick", lambda values, slots: torch.ones_like(real(values, slots)))
+    return swap(expert_parallel, "pick_choice_values", lambda values, slots: torch.ones_like(real(values, slots)))
 
 
 def _bias_weighs_one() -> AbstractContextManager[Any]:
     real = mixture_of_experts.add_grouped_bias
-    return swap(mixture_of_experts, "grouped_bias", lambda x, bias, rows, weights=None: real(x, bias, rows))
+    return swap(mixture_of_experts, "add_grouped_bias", lambda x, bias, rows, weights=None: real(x, bias, rows))
 
 
 def _weights_of_the_first_choices() -> AbstractContextManager[Any]:
     """Each row takes its token's first weight."""
-    return swap(expert_parallel, "pick", lambda values, slots: values[slots.token, 0])
+    return swap(expert_parallel, "pick_choice_values", lambda values, slots: values[slots.token, 0])
 
 
 def _gradient_of_weights_stays() -> AbstractContextManager[Any]:
@@ -189,13 +195,13 @@ def _gradient_of_weights_stays() -> AbstractContextManager[Any]:
         weights, chosen = real(ticket, choices)
         return weights.detach(), chosen
 
-    return swap(expert_parallel, "read_ticket", read)
+    return swap(expert_parallel, "unpack_routing", read)
 
 
 def _rows_that_nobody_sent() -> AbstractContextManager[Any]:
     """What a table held before is taken for tokens."""
     real = nvshmem_dispatch.unpack_routing
-    return swap(nvshmem_dispatch, "read_ticket", lambda ticket, choices, there: real(ticket, choices))
+    return swap(nvshmem_dispatch, "unpack_routing", lambda ticket, choices, there: real(ticket, choices))
 
 
 def _rows_in_order_of_arrival() -> AbstractContextManager[Any]:
@@ -216,7 +222,7 @@ def _rows_in_order_of_arrival() -> AbstractContextManager[Any]:
         row[arrival] = torch.arange(len(arrival))
         return replace(slots, choice=choice, row=row.view_as(groups))
 
-    return swap(RowAssignment, "of", classmethod(unsorted))
+    return swap(RowAssignment, "assign_rows", classmethod(unsorted))
 
 
 def _norm_without(axis: str) -> Patch:
@@ -229,7 +235,7 @@ EXPERTS: list[tuple[str, Case, Patch]] = [
     ("experts: losses of routers not divided among data ranks", DP, _routings(sequence_weight=lambda w, data: w * 2)),
     ("experts: router gradient not summed under sequence parallelism", SP, _router_without_sync),
     ("experts: router gradient not summed over tensor ranks", TP, _router_without_sync),
-    ("experts: a router counts masked tokens", MASKED, _routings(matters=lambda matters, data: None)),
+    ("experts: a router counts masked tokens", MASKED, _routings(affects_loss_mask=lambda mask, data: None)),
     ("experts: gradients summed over all data ranks", EP, _groups(expert_data=lambda groups: groups.dp_cp)),
     ("experts: gradients averaged over the ranks that hold them", DP, _expert_gradients_averaged),
     ("experts: every tensor rank sends all tokens", TP, _every_tensor_rank_sends_all_tokens),

@@ -30,7 +30,7 @@ def _steps_of_the_first_heads() -> AbstractContextManager[Any]:
     def scanned(self: Any, parts: Any, steps: Any, heads: slice, chunks: Any, states: Any) -> Tensor:
         return real(self, parts, steps, slice(0, parts[0].shape[2]), chunks, states)
 
-    return swap(MambaMixer, "_scanned", scanned)
+    return swap(MambaMixer, "_apply_scan", scanned)
 
 
 def _padding_begins_a_document() -> AbstractContextManager[Any]:
@@ -44,14 +44,14 @@ def _padding_begins_a_document() -> AbstractContextManager[Any]:
         there = self.split_chunks(torch.ones_like(self.preceding_tokens))
         return torch.where(there > 0, found, torch.arange(self.size))
 
-    return swap(SequenceChunks, "begins", property(begins))
+    return swap(SequenceChunks, "chunk_document_starts", property(begins))
 
 
 def _no_state_behind_a_chunk() -> AbstractContextManager[Any]:
     """A token sees those of its chunk, and nothing before it."""
     real = TorchKernels.selective_scan
     nothing = lambda maps, added: 0 * added  # noqa: E731
-    return swap(TorchKernels, "scan", lambda self, steps, chunks, states: real(self, steps, chunks, nothing))
+    return swap(TorchKernels, "selective_scan", lambda self, steps, chunks, states: real(self, steps, chunks, nothing))
 
 
 MAMBAS: list[tuple[str, Case, Patch]] = [
@@ -60,12 +60,12 @@ MAMBAS: list[tuple[str, Case, Patch]] = [
     (
         "mamba: norm over this rank's channels of a group alone",
         SHARED,
-        lambda: swap(mamba, "sum_over", lambda x, group, sp: x * group.size),
+        lambda: swap(mamba, "sum_partial_results", lambda x, group, sp: x * group.size),
     ),
     (
         "mamba: gradient of a group's mean stays on its rank",
         SHARED,
-        lambda: swap(mamba, "sum_gradient", lambda x, group: x),
+        lambda: swap(mamba, "sum_input_gradient", lambda x, group: x),
     ),
     ("mamba: every rank takes the first group", SHARED, first_of_shared("mamba")),
     ("mamba: exchanged heads have the first rank's steps", EXCHANGED, _steps_of_the_first_heads),

@@ -34,6 +34,7 @@ from torch import Tensor
 from mega_common.errors import NumericalError
 from mega_data.batch_loader import StepBatch
 from mega_trainer.data import micro_batch as batches
+from mega_trainer.data import token_counts
 from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, SequenceBounds
 from mega_trainer.distributed import rng
 from mega_trainer.distributed.comm import CommGroup, RingTransfer, all_reduce
@@ -121,7 +122,7 @@ def _replicated(partial_grad: bool) -> Patch:
     def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
         return real(self, name, shape, **{**options, "partial_grad": partial_grad})
 
-    return lambda: swap(LayerBuilder, "replicated", replicated)
+    return lambda: swap(LayerBuilder, "build_replicated", replicated)
 
 
 def _without_sync() -> AbstractContextManager[Any]:
@@ -131,7 +132,9 @@ def _without_sync() -> AbstractContextManager[Any]:
 
 def _tied_without_sync() -> AbstractContextManager[Any]:
     real = layer_builder.make_vocab_parameter
-    return swap(layer_builder, "vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
+    return swap(
+        layer_builder, "make_vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
+    )
 
 
 def _sinks_left_out() -> AbstractContextManager[Any]:
@@ -142,11 +145,11 @@ def _sinks_left_out() -> AbstractContextManager[Any]:
         copies = {"replicas": (self.groups.tp,)} if pieces[0].name.endswith(".sinks") else {}
         return real(self, shape, pieces, **{**options, **copies})
 
-    return swap(LayerBuilder, "parameter", parameter)
+    return swap(LayerBuilder, "build_parameter", parameter)
 
 
 def _norm_counts_copies() -> AbstractContextManager[Any]:
-    return swap(ParamGroupKey, "counts_here", property(lambda self: True))
+    return swap(ParamGroupKey, "counts_in_norms", property(lambda self: True))
 
 
 def _norm_of_this_rank(axis: str) -> Patch:
@@ -165,22 +168,26 @@ def _mean_of_means() -> Any:
     def mean(self: OutputHead, hidden: Tensor, output: OutputProjection, targets: HeadTargets) -> tuple[Tensor, Tensor]:
         return real(self, hidden, output, replace(targets, weights=targets.weights / targets.weights.sum()))
 
-    with swap(train_step, "count_tokens", count_batches), swap(OutputHead, "loss", mean):
+    with swap(token_counts, "count_step_tokens", count_batches), swap(OutputHead, "compute_token_loss", mean):
         yield
 
 
 def _own_tokens() -> AbstractContextManager[Any]:
     """Those of a data rank, and of a context rank about its share."""
-    return swap(train_step, "count_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
+    return swap(token_counts, "count_step_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
 
 
 def _tokens_of_every_rank() -> AbstractContextManager[Any]:
-    real = train_step.count_local_tokens
-    return swap(train_step, "own_counts", lambda batch, further, groups: real(batch, further, ParallelGroups()))
+    real = token_counts.count_local_tokens
+    return swap(
+        token_counts, "count_local_tokens", lambda batch, further, groups: real(batch, further, ParallelGroups())
+    )
 
 
 def _loss_of_every_rank() -> AbstractContextManager[Any]:
-    return swap(PipelineExecutor, "groups", property(lambda self: replace(self.model.groups, tp=CommGroup("tp"))))
+    return swap(
+        PipelineExecutor, "parallel_groups", property(lambda self: replace(self.model.groups, tp=CommGroup("tp")))
+    )
 
 
 def _gradients_swapped() -> AbstractContextManager[Any]:
@@ -218,7 +225,7 @@ def _weight_gradients(times: int) -> Patch:
             real(self, key)
         self._deferred_wgrads.pop(key, None)
 
-    return lambda: swap(PipelineExecutor, "_backward_of_weights", backward)
+    return lambda: swap(PipelineExecutor, "_backward_weights", backward)
 
 
 def _inputs_of_the_microbatch_before() -> AbstractContextManager[Any]:
@@ -229,7 +236,7 @@ def _inputs_of_the_microbatch_before() -> AbstractContextManager[Any]:
         previous, used[x.shape] = used.get(x.shape, x), x
         return real(self, previous, dy, main)
 
-    return swap(parallel_linear.LinearFunction, "weight_gradient", stale)
+    return swap(parallel_linear.LinearFunction, "compute_wgrad", stale)
 
 
 def _gradients_of_another_layer() -> AbstractContextManager[Any]:
@@ -240,11 +247,11 @@ def _gradients_of_another_layer() -> AbstractContextManager[Any]:
         other, used[weight.shape] = used.get(weight.shape, main), main
         real(self, weight, x, dy, other)
 
-    return swap(parallel_linear.LinearFunction, "put_off", swapped)
+    return swap(parallel_linear.LinearFunction, "defer_wgrad", swapped)
 
 
 def _head_of_a_tied_embedding_lost() -> AbstractContextManager[Any]:
-    return swap(PipelineExecutor, "_returned", lambda self, key: [])
+    return swap(PipelineExecutor, "_tied_grad", lambda self, key: [])
 
 
 def _labels_of_another() -> AbstractContextManager[Any]:
@@ -255,7 +262,7 @@ def _labels_of_another() -> AbstractContextManager[Any]:
         others = [replace(b, labels=x) for b, x in zip(batches, labels[1:] + labels[:1], strict=True)]
         return real(self, others, *scales)
 
-    return swap(PipelineExecutor, "run", run)
+    return swap(PipelineExecutor, "run_operations", run)
 
 
 def _summed(change: Callable[[GradientBucket, Tensor], None]) -> Patch:
@@ -266,7 +273,7 @@ def _summed(change: Callable[[GradientBucket, Tensor], None]) -> Patch:
         change(self, whole)
         return real(self, whole, out)
 
-    return lambda: swap(GradientBucket, "_sum", changed)
+    return lambda: swap(GradientBucket, "_start_sum", changed)
 
 
 def _double_alone(bucket: GradientBucket, whole: Tensor) -> None:
@@ -289,12 +296,12 @@ def _last_microbatch_only() -> AbstractContextManager[Any]:
         self._first = True
         real(self)
 
-    return swap(MicroBatchGradientBucket, "settle", settle)
+    return swap(MicroBatchGradientBucket, "wait_for_reduce", settle)
 
 
 def _overwritten() -> AbstractContextManager[Any]:
     real = GradientBucket.grad_destination
-    return swap(GradientBucket, "place", lambda self, parameter: (real(self, parameter)[0], False))
+    return swap(GradientBucket, "grad_destination", lambda self, parameter: (real(self, parameter)[0], False))
 
 
 def _weight_gradient_twice() -> AbstractContextManager[Any]:
@@ -305,12 +312,12 @@ def _weight_gradient_twice() -> AbstractContextManager[Any]:
         real(self, x, dy, main)
         return real(self, x, dy, None)
 
-    return swap(parallel_linear.LinearFunction, "weight_gradient", twice)
+    return swap(parallel_linear.LinearFunction, "compute_wgrad", twice)
 
 
 def _head_gradient_unscaled() -> AbstractContextManager[Any]:
     real = products.write_scaled
-    return swap(products, "scaled", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw))
+    return swap(products, "write_scaled", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw))
 
 
 def _slice_off_by_one() -> AbstractContextManager[Any]:
@@ -323,7 +330,7 @@ def _slice_off_by_one() -> AbstractContextManager[Any]:
 
 
 def _unpublished() -> AbstractContextManager[Any]:
-    return swap(FlatBufferStage, "publish", lambda self: None)
+    return swap(FlatBufferStage, "all_gather_params", lambda self: None)
 
 
 def _reduced_early() -> AbstractContextManager[Any]:
@@ -336,12 +343,12 @@ def _reduced_early() -> AbstractContextManager[Any]:
         begun.symmetric_difference_update({id(self)} if first or last else ())
         return real(self, first)
 
-    return swap(FlatBufferStage, "backward", backward)
+    return swap(FlatBufferStage, "backward_context", backward)
 
 
 def _dropout_by_rank() -> AbstractContextManager[Any]:
     real = rng.seeded_generator
-    return swap(rng, "generator", lambda device, *key: real(device, *key, dist.get_rank()))
+    return swap(rng, "seeded_generator", lambda device, *key: real(device, *key, dist.get_rank()))
 
 
 def _dropout_of_first_part() -> AbstractContextManager[Any]:
@@ -364,11 +371,11 @@ def _dropout_of_first_heads() -> AbstractContextManager[Any]:
 
 
 def _padding_takes_part() -> AbstractContextManager[Any]:
-    return swap(vocab_parallel_loss, "logits_of", lambda hidden, head, *rest: hidden @ head.t())
+    return swap(vocab_parallel_loss, "compute_local_logits", lambda hidden, head, *rest: hidden @ head.t())
 
 
 def _cap_without_slope() -> AbstractContextManager[Any]:
-    return swap(vocab_parallel_loss, "slope", lambda logits, softcap: 1.0)
+    return swap(vocab_parallel_loss, "softcap_derivative", lambda logits, softcap: 1.0)
 
 
 def _loss_of_local_logits() -> AbstractContextManager[Any]:
@@ -382,12 +389,12 @@ def _positions_of_first_part() -> AbstractContextManager[Any]:
         own = real(length, group, sp=sp)
         return slice(0, length // group.size) if sp else own
 
-    return swap(decoder, "sequence_part", part)
+    return swap(decoder, "local_sequence_slice", part)
 
 
 def _computed_again_from_zeros() -> AbstractContextManager[Any]:
     real = _RecomputedTensor.recompute_value
-    return swap(_RecomputedTensor, "value", lambda self: torch.zeros_like(real(self)))
+    return swap(_RecomputedTensor, "recompute_value", lambda self: torch.zeros_like(real(self)))
 
 
 def _views_begin_at_the_first_element() -> AbstractContextManager[Any]:
@@ -395,7 +402,7 @@ def _views_begin_at_the_first_element() -> AbstractContextManager[Any]:
     real = OffloadedLayer.unpack_saved_tensor
     return swap(
         OffloadedLayer,
-        "unpack",
+        "unpack_saved_tensor",
         lambda self, packed: real(self, replace(packed, offset=0) if hasattr(packed, "offset") else packed),
     )
 
@@ -412,7 +419,7 @@ def _layers_counted_from_zero() -> Any:
     def renamed(build: LayerBuilder, index: int) -> Any:
         return block(build, index - first[0])
 
-    with swap(decoder, "block_of", renamed), swap(Decoder, "__init__", init):
+    with swap(decoder, "build_transformer_layer", renamed), swap(Decoder, "__init__", init):
         yield
 
 
@@ -434,7 +441,7 @@ def _first_kv_head() -> AbstractContextManager[Any]:
         shared = blocks[0].count < group.size
         return real(blocks, tail, replace(group, rank=0) if shared else group)
 
-    return swap(layer_builder, "split_heads", first)
+    return swap(layer_builder, "split_fused_heads", first)
 
 
 def _ring_skips_a_block() -> AbstractContextManager[Any]:
@@ -444,7 +451,7 @@ def _ring_skips_a_block() -> AbstractContextManager[Any]:
         found = list(real(self, length, rank, see))
         return found if rank == self.group.rank else found[:-1]
 
-    return swap(context_parallel.BlockwiseAttention, "blocks", blocks)
+    return swap(context_parallel.BlockwiseAttention, "visible_blocks", blocks)
 
 
 def _blocks_added_without_weights() -> AbstractContextManager[Any]:
@@ -452,7 +459,7 @@ def _blocks_added_without_weights() -> AbstractContextManager[Any]:
         y += block_y
         lse.copy_(torch.logaddexp(lse, block_lse))
 
-    return swap(context_parallel, "_merge", merge)
+    return swap(context_parallel, "_merge_block", merge)
 
 
 def _documents_of_the_first_tokens() -> AbstractContextManager[Any]:
@@ -467,7 +474,7 @@ def _documents_of_the_first_tokens() -> AbstractContextManager[Any]:
             moved = SequenceBounds.from_positions(documents, documents).document_starts
         return real(replace(self, begins=moved, _made={}), queries, keys, window)
 
-    return swap(SequenceMask, "parts", parts)
+    return swap(SequenceMask, "mask_between", parts)
 
 
 def _window_within_a_block() -> AbstractContextManager[Any]:
@@ -476,7 +483,7 @@ def _window_within_a_block() -> AbstractContextManager[Any]:
     def parts(self: SequenceMask, queries: range, keys: range, window: int | None) -> Any:
         return real(self, queries, keys, window if queries == keys else None)
 
-    return swap(SequenceMask, "parts", parts)
+    return swap(SequenceMask, "mask_between", parts)
 
 
 def _each_block_alone() -> AbstractContextManager[Any]:
@@ -502,11 +509,11 @@ def _gradient_stays_away() -> AbstractContextManager[Any]:
             last.append(start(tensor, group))
             return last[-1]
 
-        with swap(context_parallel, "start_pass", passed):
+        with swap(context_parallel, "start_ring_transfer", passed):
             real(self, mine, work)
         return last[-1].sent
 
-    return swap(context_parallel.RingExchange, "collect", collect)
+    return swap(context_parallel.RingExchange, "collect_gradients", collect)
 
 
 def _gathered_gradient_not_summed() -> AbstractContextManager[Any]:
@@ -517,7 +524,7 @@ def _gathered_gradient_not_summed() -> AbstractContextManager[Any]:
 
 
 def _tokens_in_order_of_ranks() -> AbstractContextManager[Any]:
-    return swap(context_parallel, "_in_order", lambda parts: parts.movedim(0, 1).flatten(1, 2))
+    return swap(context_parallel, "_sequence_order", lambda parts: parts.movedim(0, 1).flatten(1, 2))
 
 
 def _heads_of_the_first_rank() -> AbstractContextManager[Any]:
@@ -526,7 +533,7 @@ def _heads_of_the_first_rank() -> AbstractContextManager[Any]:
     def attention(self: Any, q: Tensor, k: Tensor, v: Tensor, how: Any, see: Any, whole: Any) -> Tensor:
         return real(self, q, k, v, how, see, lambda q, k, v, how, first: whole(q, k, v, how, 0))
 
-    return swap(context_parallel.AllToAllAttention, "attention", attention)
+    return swap(context_parallel.AllToAllAttention, "compute_attention", attention)
 
 
 def _blocks_without_sinks() -> AbstractContextManager[Any]:
@@ -535,7 +542,7 @@ def _blocks_without_sinks() -> AbstractContextManager[Any]:
     def attention(self: Any, q: Tensor, k: Tensor, v: Tensor, how: Any, see: Any, whole: Any) -> Tensor:
         return real(self, q, k, v, replace(how, sinks=None), see, whole)
 
-    return swap(context_parallel.BlockwiseAttention, "attention", attention)
+    return swap(context_parallel.BlockwiseAttention, "compute_attention", attention)
 
 
 def _sinks_of_the_first_rank() -> AbstractContextManager[Any]:
@@ -547,7 +554,7 @@ def _sinks_of_the_first_rank() -> AbstractContextManager[Any]:
 
         return real(self, q, k, v, how, see, swapped)
 
-    return swap(context_parallel.AllToAllAttention, "attention", attention)
+    return swap(context_parallel.AllToAllAttention, "compute_attention", attention)
 
 
 def _positions_from_zero() -> AbstractContextManager[Any]:
@@ -557,7 +564,7 @@ def _positions_from_zero() -> AbstractContextManager[Any]:
     def part(self: Any, places: Tensor) -> Any:
         return replace(real(self, places), positions=self.positions[:, : len(places)])
 
-    return swap(batches.MicroBatch, "part", part)
+    return swap(batches.MicroBatch, "select_tokens", part)
 
 
 def _latent_norms_without_sync() -> AbstractContextManager[Any]:
@@ -566,7 +573,7 @@ def _latent_norms_without_sync() -> AbstractContextManager[Any]:
     def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
         return real(replace(self, sp=False) if "a_layernorm" in name else self, name, shape, **options)
 
-    return swap(LayerBuilder, "replicated", replicated)
+    return swap(LayerBuilder, "build_replicated", replicated)
 
 
 def _ahead_by_own_counts() -> AbstractContextManager[Any]:
@@ -576,7 +583,7 @@ def _ahead_by_own_counts() -> AbstractContextManager[Any]:
         own = [sum(b.mtp_targets[k].weights.sum().item() for b in batches) for k in range(len(batches[0].mtp_targets))]
         return real(batches, [tokens[0] / 2, *own])  # of two ranks
 
-    return swap(train_step, "weigh_ahead", weigh)
+    return swap(train_step, "normalize_mtp_weights", weigh)
 
 
 def _ahead_of_own_tokens() -> AbstractContextManager[Any]:
@@ -587,7 +594,7 @@ def _ahead_of_own_tokens() -> AbstractContextManager[Any]:
         own = real(self, places)
         return replace(own, ahead=[replace(one, tokens=own.tokens.roll(-1, 1)) for one in own.mtp_targets])
 
-    return swap(batches.MicroBatch, "part", part)
+    return swap(batches.MicroBatch, "select_tokens", part)
 
 
 def _ahead_by_each_batch() -> AbstractContextManager[Any]:
@@ -598,7 +605,7 @@ def _ahead_by_each_batch() -> AbstractContextManager[Any]:
         owns = [[a.weights.sum().item() for a in batch.mtp_targets] for batch in batches]
         return [real([b], [tokens[0] / len(batches), *own])[0] for b, own in zip(batches, owns, strict=True)]
 
-    return swap(train_step, "weigh_ahead", weigh)
+    return swap(train_step, "normalize_mtp_weights", weigh)
 
 
 MUTATIONS = [
@@ -608,7 +615,7 @@ MUTATIONS = [
     Mutation(
         "head: gradient of the hidden state not summed",
         TP,
-        lambda: swap(output_heads, "whole_sequence", lambda x, g, sp: x),
+        lambda: swap(output_heads, "gather_sequence", lambda x, g, sp: x),
     ),
     Mutation("norm gradient counted by every tensor rank", TP, _replicated(partial_grad=True)),
     Mutation("query-key norm gradient not summed", TP, _replicated(partial_grad=False)),
@@ -675,7 +682,7 @@ MUTATIONS = [
     Mutation(
         "latents: gradient of this rank's heads alone",
         replace(LATENT, parallel={"tp": 2}),
-        lambda: swap(latent_attention, "whole_sequence", lambda x, g, sp: x),
+        lambda: swap(latent_attention, "gather_sequence", lambda x, g, sp: x),
     ),
     Mutation("further tokens: each rank divides by its own", AHEAD_DP, _ahead_by_own_counts),
     Mutation("further tokens: each context rank divides by its own", AHEAD_CP, _ahead_by_own_counts),
@@ -693,15 +700,17 @@ MUON = case("gqa", 2, parallel={"tp": 2}, optimizer="muon")
 
 
 def _state_left_out() -> AbstractContextManager[Any]:
-    return swap(ShardedOptimizer, "tensors", lambda self: {})
+    return swap(ShardedOptimizer, "checkpoint_tensors", lambda self: {})
 
 
 def _momentum_left_out() -> AbstractContextManager[Any]:
-    return swap(MuonUpdateRule, "state", lambda self: {})
+    return swap(MuonUpdateRule, "state_tensors", lambda self: {})
 
 
 def _steps_left_out() -> AbstractContextManager[Any]:
-    return swap(ShardedOptimizer, "steps", property(ShardedOptimizer.update_count.fget, lambda self, value: None))
+    return swap(
+        ShardedOptimizer, "update_count", property(ShardedOptimizer.update_count.fget, lambda self, value: None)
+    )
 
 
 # Bugs of a restore: from the first layout to the second.

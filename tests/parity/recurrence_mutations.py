@@ -41,7 +41,9 @@ def _without_sync(part: str) -> Patch:
 
 def _decay_across_documents() -> AbstractContextManager[Any]:
     return swap(
-        SequenceChunks, "continued", property(lambda self: None if self.begins is None else self.begins < self.size)
+        SequenceChunks,
+        "started_before",
+        property(lambda self: None if self.begins is None else self.begins < self.size),
     )
 
 
@@ -73,18 +75,18 @@ def _halo_of_own_tokens() -> AbstractContextManager[Any]:
         first = x.unflatten(1, (2, -1))[:, 0, -count:]
         return torch.stack([torch.zeros_like(first), first], 1)
 
-    return swap(recurrent_mixer, "tokens_before", before)
+    return swap(recurrent_mixer, "gather_preceding_tokens", before)
 
 
 def _halo_without_gradient() -> AbstractContextManager[Any]:
     real = recurrent_mixer.gather_preceding_tokens
-    return swap(recurrent_mixer, "tokens_before", lambda *args: real(*args).detach())
+    return swap(recurrent_mixer, "gather_preceding_tokens", lambda *args: real(*args).detach())
 
 
 def _states_stay() -> AbstractContextManager[Any]:
     """Each rank begins with nothing, and its second chunk goes on behind its first."""
     real = recurrent_mixer.pass_recurrent_states
-    return swap(recurrent_mixer, "pass_states", lambda *args: real(*args[:3], CommGroup("alone")))
+    return swap(recurrent_mixer, "pass_recurrent_states", lambda *args: real(*args[:3], CommGroup("alone")))
 
 
 def _states_in_order_of_ranks() -> AbstractContextManager[Any]:
@@ -93,7 +95,7 @@ def _states_in_order_of_ranks() -> AbstractContextManager[Any]:
     def gathered(parts: Sequence[Tensor], group: CommGroup) -> list[Tensor]:
         return [torch.cat([one[:, :2], one[:, 2:].flip(1)], 1) for one in real(parts, group)]
 
-    return swap(recurrent_state, "_gathered", gathered)
+    return swap(recurrent_state, "_gather_spans", gathered)
 
 
 def _maps_of_the_last_chunk() -> AbstractContextManager[Any]:
@@ -104,7 +106,7 @@ def _maps_of_the_last_chunk() -> AbstractContextManager[Any]:
         whole = added.shape == maps.shape and not added.any()
         return torch.cat([first[:, None], maps], 1) if whole else real(maps, added, first)
 
-    return swap(recurrent_state, "fold", fold)
+    return swap(recurrent_state, "fold_affine_maps", fold)
 
 
 def _decays_of_the_first_heads() -> AbstractContextManager[Any]:
@@ -114,7 +116,7 @@ def _decays_of_the_first_heads() -> AbstractContextManager[Any]:
     def rule(self: Any, parts: Any, steps: Any, heads: slice, chunks: Any, states: Any) -> Tensor:
         return real(self, parts, steps, slice(0, parts[2].shape[2]), chunks, states)
 
-    return swap(GatedDeltaNet, "_rule", rule)
+    return swap(GatedDeltaNet, "_apply_delta_rule", rule)
 
 
 def _channels_of_the_first_rank() -> AbstractContextManager[Any]:
@@ -124,11 +126,11 @@ def _channels_of_the_first_rank() -> AbstractContextManager[Any]:
     def of_sequences(self: Any, x: Tensor, context: Any, channels: Tensor) -> Tensor:
         return real(self, x, context, channels - channels.min())
 
-    return swap(recurrent_mixer.ShortConvolution, "of_sequences", of_sequences)
+    return swap(recurrent_mixer.ShortConvolution, "convolve_channels", of_sequences)
 
 
 def _gate_of_another_head() -> AbstractContextManager[Any]:
-    return swap(attention, "opened", lambda y, gate: y * torch.sigmoid(gate.roll(1, -1)))
+    return swap(attention, "apply_sigmoid_gate", lambda y, gate: y * torch.sigmoid(gate.roll(1, -1)))
 
 
 def first_of_shared(mixer: str) -> Patch:
@@ -139,7 +141,7 @@ def first_of_shared(mixer: str) -> Patch:
         shared = mixer in blocks[0].name and blocks[0].count < group.size
         return real(blocks, tail, replace(group, rank=0) if shared else group)
 
-    return lambda: swap(layer_builder, "split_heads", first)
+    return lambda: swap(layer_builder, "split_fused_heads", first)
 
 
 def _norms_centered() -> AbstractContextManager[Any]:
@@ -150,7 +152,7 @@ def _norms_centered() -> AbstractContextManager[Any]:
         wrong = "linear_attn.norm" in name and self.groups.tp.rank > 0
         return real(self, name, shape, **(options | {"fill": 0.0} if wrong else options))
 
-    return swap(LayerBuilder, "replicated", replicated)
+    return swap(LayerBuilder, "build_replicated", replicated)
 
 
 RECURRENCES: list[tuple[str, Case, Patch]] = [

@@ -34,7 +34,7 @@ def _cut(change: Callable[..., tuple[CrossAttentionChunks, Tensor, Tensor]]) -> 
         own, k, v = change(self, k, v) if self.shift else (self, k, v)
         return real(own, how, q, k, v)
 
-    return lambda: swap(CrossAttentionChunks, "attend", attend)
+    return lambda: swap(CrossAttentionChunks, "attend_chunks", attend)
 
 
 def _of_the_next(chunks: CrossAttentionChunks, k: Tensor, v: Tensor) -> tuple[CrossAttentionChunks, Tensor, Tensor]:
@@ -44,21 +44,23 @@ def _of_the_next(chunks: CrossAttentionChunks, k: Tensor, v: Tensor) -> tuple[Cr
 
 def _read(**fields: None) -> Patch:
     real = batches.build_neighbor_batch
-    return lambda: swap(batches, "neighbor_batch", lambda *given: replace(real(*given), **fields))
+    return lambda: swap(batches, "build_neighbor_batch", lambda *given: replace(real(*given), **fields))
 
 
 def _open_padding() -> AbstractContextManager[Any]:
-    return swap(retro, "Sequences", lambda length, device, begins, causal: SequenceMask(length, device, causal=causal))
+    return swap(
+        retro, "SequenceMask", lambda length, device, begins, causal: SequenceMask(length, device, causal=causal)
+    )
 
 
 def _causal_encoder() -> AbstractContextManager[Any]:
-    return swap(retro, "Sequences", lambda length, device, begins, causal: SequenceMask(length, device, begins))
+    return swap(retro, "SequenceMask", lambda length, device, begins, causal: SequenceMask(length, device, begins))
 
 
 def _open_documents() -> AbstractContextManager[Any]:
     """Neighbours are seen across a document's end, too."""
     real = retro._chunk_in_document
-    return swap(retro, "_own_chunks", lambda begins, chunks: real(begins * 0, chunks))
+    return swap(retro, "_chunk_in_document", lambda begins, chunks: real(begins * 0, chunks))
 
 
 def _without_gradient(stage: int) -> Patch:
@@ -68,7 +70,7 @@ def _without_gradient(stage: int) -> Patch:
     def rows(self: RetroDecoder, neighbors: Tensor) -> Tensor:
         return real(self, neighbors.detach() if self.groups.pp.rank == stage else neighbors)
 
-    return lambda: swap(RetroDecoder, "rows", rows)
+    return lambda: swap(RetroDecoder, "unpack_neighbors", rows)
 
 
 def _chunk_without_gradient() -> AbstractContextManager[Any]:
@@ -79,7 +81,7 @@ def _chunk_without_gradient() -> AbstractContextManager[Any]:
         asks = context.source is not None and context.source.chunks is not None and not context.source.chunks.shift
         return real(context, memory.detach() if asks else memory)
 
-    return swap(retro, "remembering", remembering)
+    return swap(retro, "with_encoder_memory", remembering)
 
 
 def _encoder_without_sync() -> AbstractContextManager[Any]:
@@ -89,7 +91,7 @@ def _encoder_without_sync() -> AbstractContextManager[Any]:
         own = [replace(piece, name=piece.name.replace("model.layers.", self.prefix, 1)) for piece in pieces]
         return LayerBuilder.build_parameter(self, shape, own, **(start | {"grad_sync": ()}))
 
-    return swap(NeighborEncoderBuilder, "parameter", parameter)
+    return swap(NeighborEncoderBuilder, "build_parameter", parameter)
 
 
 RETROS: list[tuple[str, Case, Patch]] = [

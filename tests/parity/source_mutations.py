@@ -49,12 +49,12 @@ def _bucket_off_by_one() -> AbstractContextManager[Any]:
     def buckets(distances: Tensor, count: int, most: int, *, causal: bool) -> Tensor:
         return real(distances - 1 if causal else distances, count, most, causal=causal)
 
-    return swap(relative_position_bias, "buckets", buckets)
+    return swap(relative_position_bias, "bucket_distances", buckets)
 
 
 def _padding_seen() -> AbstractContextManager[Any]:
     real = batches.build_encoder_batch
-    return swap(batches, "source_batch", lambda *args: replace(real(*args), seen=None))
+    return swap(batches, "build_encoder_batch", lambda *args: replace(real(*args), seen=None))
 
 
 def _padding_in_order_of_tokens() -> AbstractContextManager[Any]:
@@ -65,15 +65,17 @@ def _padding_in_order_of_tokens() -> AbstractContextManager[Any]:
         return replace(real(tokens, lengths, device, context), seen=real(tokens, lengths, device, alone).attention_mask)
 
     real = batches.build_encoder_batch
-    return swap(batches, "source_batch", source)
+    return swap(batches, "build_encoder_batch", source)
 
 
 def _encoder_sees_before_alone() -> AbstractContextManager[Any]:
-    return swap(encoder_decoder, "Sequences", lambda *args, causal: SequenceMask(*args))
+    return swap(encoder_decoder, "SequenceMask", lambda *args, causal: SequenceMask(*args))
 
 
 def _bias_of_the_first_heads() -> AbstractContextManager[Any]:
-    return swap(DistanceBias, "heads", lambda self, own: DistanceBias(self.values[: own.stop - own.start], self.zero))
+    return swap(
+        DistanceBias, "select_heads", lambda self, own: DistanceBias(self.values[: own.stop - own.start], self.zero)
+    )
 
 
 def _table_of_the_first_rank() -> AbstractContextManager[Any]:
@@ -83,7 +85,7 @@ def _table_of_the_first_rank() -> AbstractContextManager[Any]:
         groups = replace(build.groups, tp=replace(build.groups.tp, rank=0))
         return real(replace(build, groups=groups), name)
 
-    return swap(encoder_decoder, "relative_table", table)
+    return swap(encoder_decoder, "build_bias_table", table)
 
 
 def _gathered_without_sum() -> AbstractContextManager[Any]:
@@ -95,7 +97,7 @@ def _gathered_without_sum() -> AbstractContextManager[Any]:
         parts[group.rank] = x
         return torch.cat(parts, 1)
 
-    return swap(cross_attention, "whole_sequence", gathered)
+    return swap(cross_attention, "gather_sequence", gathered)
 
 
 def _norm_without_sync() -> AbstractContextManager[Any]:

@@ -335,7 +335,7 @@ def traffic(cases: Sequence[Case]) -> list[Traffic]:
         log = CommLog()
         if rank < one.ranks:
             trainer = Trainer.make(one, rank, maker, log)
-            with mock.patch.object(ExpertRouter, "_with_losses", noted(log, one)):
+            with mock.patch.object(ExpertRouter, "_attach_losses", noted(log, one)):
                 trainer.step()
             trainer.optimizer.wait_for_params()
         out.append(log.counts)

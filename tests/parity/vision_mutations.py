@@ -64,7 +64,7 @@ def _gradient(partial: bool, axis: str) -> Patch:
     def gathered(features: Tensor, group: CommGroup, **options: Any) -> Tensor:
         return real(features, group, partial=partial if group.name == axis else options["partial"])
 
-    return lambda: swap(vision_encoder, "gathered", gathered)
+    return lambda: swap(vision_encoder, "all_gather_features", gathered)
 
 
 def _stays(prefix: str) -> Patch:
@@ -86,7 +86,7 @@ def _places_of_the_first_chunk() -> AbstractContextManager[Any]:
         assert self.images is not None
         return replace(own, images=self.images.select_positions(slice(len(places))))
 
-    return swap(MicroBatch, "part", part)
+    return swap(MicroBatch, "select_tokens", part)
 
 
 def _by_lines(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]:
@@ -115,30 +115,42 @@ _part = BatchImages.select_positions
 
 
 VISIONS: list[tuple[str, Case, Patch]] = [
-    ("vision: an image is dealt twice", TP, lambda: swap(BatchImages, "dealt", _one_dealt_twice)),
-    ("vision: features one place off under sp", SP, lambda: swap(vision_encoder, "placed", _one_place_off)),
+    ("vision: an image is dealt twice", TP, lambda: swap(BatchImages, "local_pixels", _one_dealt_twice)),
+    (
+        "vision: features one place off under sp",
+        SP,
+        lambda: swap(vision_encoder, "insert_image_features", _one_place_off),
+    ),
     ("vision: the projector's gradient stays on its rank", SP, _stays(PROJECTOR)),
     ("vision: the gradient of lines' ends stays on its rank", TILES, _stays(f"{PROJECTOR}newline")),
     ("vision: the tower's gradient stays on its rank", PIPED, _stays(TOWER)),
     ("vision: features' gradients of tensor ranks are summed without sp", TP, _gradient(True, "tp")),
     ("vision: features' gradients of tensor ranks are not summed under sp", SP, _gradient(False, "tp")),
     ("vision: features' gradients of context ranks are not summed", CP, _gradient(False, "cp")),
-    ("vision: an image ends with its chunk", RING, lambda: swap(forward_context, "ahead", _within_a_chunk)),
+    (
+        "vision: an image ends with its chunk",
+        RING,
+        lambda: swap(forward_context, "mask_later_in_block", _within_a_chunk),
+    ),
     ("vision: context ranks look at the first places", CP, _places_of_the_first_chunk),
-    ("vision: windows of features line by line", SHAPES, lambda: swap(native_resolution, "windows_of", _by_lines)),
+    (
+        "vision: windows of features line by line",
+        SHAPES,
+        lambda: swap(native_resolution, "order_by_windows", _by_lines),
+    ),
     (
         "vision: every layer sees the whole image",
         SHAPES,
-        lambda: swap(PatchWindowMask, "mask", lambda self, window: self.images),
+        lambda: swap(PatchWindowMask, "mask_for_window", lambda self, window: self.images),
     ),
     (
         "vision: what a rank has no images for stays among features",
         SHAPES,
-        lambda: swap(ImagePartition, "rows", property(_without_shares)),
+        lambda: swap(ImagePartition, "feature_rows", property(_without_shares)),
     ),
     (
         "vision: context ranks turn by columns where lines should",
         SHAPES,
-        lambda: swap(BatchImages, "part", _columns_before_lines),
+        lambda: swap(BatchImages, "select_positions", _columns_before_lines),
     ),
 ]

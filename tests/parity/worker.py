@@ -23,17 +23,18 @@ from mega_data.images.image_geometry import compute_native_size, list_placeholde
 from mega_data.kinds.dataset_kind import SampleImages
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data import token_counts
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.comm import CommLog
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run import build_components, training_run
-from mega_trainer.run import train_step as step
 from mega_trainer.run.train_state import TrainState
-from mega_trainer.run.train_step import StepResult, train_step
+from mega_trainer.run.train_step import train_step
 
 FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
 Held = Mapping[str, ShardedTensor]
@@ -85,7 +86,7 @@ class Trainer:
         config = RunConfig.parse(case.raw, source=str(case))
         groups = build_components.connect_groups(config, RankInfo(rank, case.ranks), maker, log)
         dtype = torch.float64 if case.wide else build_components.compute_dtype(config)
-        with mock.patch.object(build_components, "dtype_of", return_value=dtype):
+        with mock.patch.object(build_components, "compute_dtype", return_value=dtype):
             state, executor = training_run.assemble_training(config, groups, torch.device("cpu"))
         for stage in state.stages.values():
             initialize_weights(stage, config.train.seed)
@@ -98,7 +99,7 @@ class Trainer:
         batch = self.batches(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(split_micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
         settings = self.config.optimizer
-        tokens = step.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
+        tokens = token_counts.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
         result = train_step(
             self.executor, self.optimizer, micro, tokens=tokens,
             lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
@@ -273,7 +274,7 @@ def missing(ranks: Iterable[Places], shapes: Mapping[str, Sequence[int]]) -> lis
 class _Listing(ProcessGroupCache):
     """Lists the groups that would be made."""
 
-    def handle(self, ranks: Sequence[int]) -> None:
+    def get_process_group(self, ranks: Sequence[int]) -> None:
         if len(ranks) > 1:
             self.groups_by_ranks[tuple(ranks)] = None  # type: ignore[assignment]
 

@@ -24,6 +24,7 @@ from mega_ckpt.formats.hf_weight_files import has_readable_weights, read_json_ma
 from mega_ckpt.formats.megatron_source import MegatronSource, is_megatron_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import read_peft_adapter
+from mega_ckpt.formats.sentence_modules import find_transformer_folder
 from mega_ckpt.lora_adapter import (
     AVERAGES_HINT,
     AdaptedSource,
@@ -190,6 +191,9 @@ def open_weight_source(
             f"{folder}: {problem}",
             hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder, or a GGUF file",
         )
+    if isinstance(folder, Path) and (inner := find_transformer_folder(folder)) is not None:
+        logger.info("%s: sentence-transformers folder, whose transformer is read from %s", folder, inner.name)
+        return open_weight_source(inner, settings=settings, averaged=averaged)
     if (folder / PEFT_CONFIG).is_file():
         if has_readable_weights(folder):  # transformers would ignore these weights and load the adapter's base
             raise CheckpointError(

@@ -151,7 +151,7 @@ def test_an_engine_that_fails_again_and_again_stays_down_and_shows_in_health(tok
 def test_an_engine_that_cannot_start_again_stays_down(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Scripted(error=RuntimeError("out of memory"))
     engine.go.set()
-    monkeypatch.setattr(engine, "reset", lambda: 1 / 0)
+    monkeypatch.setattr(engine, "drop_all_requests", lambda: 1 / 0)
     with serving(service_of(engine, tokenizer)) as (url, _):
         assert [post(url).status_code for _ in range(2)] == [500, 503]
 
@@ -171,7 +171,7 @@ def test_a_request_that_fails_while_it_runs_ends_no_other(
             return EngineEvent(number, "", [], [], None, None, error)
         return told(number, request)
 
-    monkeypatch.setattr(engine, "_event", event_of)
+    monkeypatch.setattr(engine, "_format_event", event_of)
     with serving(service := service_of(engine, tokenizer)) as (url, _):
         honest = [pool.submit(post, url, stream=stream, n=2) for stream in (False, True)]
         failing = [pool.submit(post, url, stream=stream, max_tokens=5, n=2) for stream in (False, True)]
@@ -189,7 +189,7 @@ def test_a_request_that_fails_ends_no_other(tokenizer: Path, monkeypatch: pytest
     engine.go.set()
     with serving(service_of(engine, tokenizer)) as (url, _):
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "add", lambda request: 1 / 0)
+            patch.setattr(engine, "add_request", lambda request: 1 / 0)
             failed = post(url)
         assert (failed.status_code, error_of(failed)["message"]) == (500, "internal error; the server's log has more")
         assert post(url).status_code == 200
@@ -292,9 +292,9 @@ def test_the_page_needs_nothing_from_elsewhere(tokenizer: Path) -> None:
 
 
 def test_addresses_that_cannot_be(tokenizer: Path) -> None:
-    with pytest.raises(ConfigError, match="no API key is set"):
+    with pytest.raises(ConfigError, match="requires an API key"):
         bind_server_socket("0.0.0.0", 0, None)
-    with pytest.raises(ConfigError, match="cannot listen there"):
+    with pytest.raises(ConfigError, match="cannot listen on"):
         bind_server_socket("no-such-host.invalid", 0, "key")
     with bind_server_socket("127.0.0.1", 0, None) as taken:
         taken.listen()

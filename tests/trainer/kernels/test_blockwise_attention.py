@@ -175,7 +175,9 @@ def test_low_precision_keeps_its_sums_wide(how: ScoreTransform) -> None:
 def test_heads_of_uneven_widths_are_fused_too(query: int, value: int) -> None:
     """As those of latent attention are."""
     q, k, v = (torch.randn(B, S, K, n, dtype=torch.float64, requires_grad=True) for n in (query, query, value))
-    with mock.patch.object(blockwise_attention, "_scores", side_effect=AssertionError("made product by product")):
+    with mock.patch.object(
+        blockwise_attention, "_compute_scores", side_effect=AssertionError("made product by product")
+    ):
         y, lse = KERNELS.attend_block(q, k, v, CAUSAL, ScoreTransform(0.4))
         parts = KERNELS.attend_block_backward(torch.ones_like(y), q, k, v, y, lse, CAUSAL, ScoreTransform(0.4))
     expected = reference_attention(q, k, v, CAUSAL, ScoreTransform(0.4))

@@ -35,10 +35,10 @@ MASKS: dict[str, AttentionMaskSpec] = {
 class Products:
     """No kernel at all."""
 
-    def takes(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
         return False
 
-    def uneven(self, d: int, e: int) -> bool:
+    def supports_uneven_heads(self, d: int, e: int) -> bool:
         return True
 
 
@@ -146,7 +146,7 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
 @pytest.fixture(params=["flash2", "flash3", "flex"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
     monkeypatch.setattr(flash_attention, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(flash_attention, "fits_gpu", lambda q, v: True)  # fp64, too
+    monkeypatch.setattr(flash_attention, "fits_gpu_kernels", lambda q, v: True)  # fp64, too
     made: FlashKernel = request.getfixturevalue(request.param)
     return made
 

@@ -47,7 +47,7 @@ def test_sums_go_into_what_is_given(dtype: torch.dtype, add: bool) -> None:
 @pytest.mark.parametrize("add", [False, True])
 def test_what_a_gpu_does_is_the_same(add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the ways that a GPU takes, those that a CPU has too; of the others shapes and arguments."""
-    monkeypatch.setattr(gemm_accumulation, "_at_once", lambda out: True)
+    monkeypatch.setattr(gemm_accumulation, "_is_gpu", lambda out: True)
     there, scale = before(5, 3, dtype=torch.float32), torch.tensor(0.37)
     rows, places = torch.randn(8, 3).bfloat16(), torch.tensor([4, 0, 4, 1, 0, 1, 1, 4])
     out = there.clone() if add else torch.full_like(there, float("nan"))

@@ -65,7 +65,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     modules["transformer_engine.pytorch"].cpp_extensions = extensions  # type: ignore[attr-defined]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(te_kernels, "_quantizers", lambda *_: (Quantizer(), Quantizer(), Quantizer()))
+    monkeypatch.setattr(te_kernels, "_make_quantizers", lambda *_: (Quantizer(), Quantizer(), Quantizer()))
     return TeLinearKernels(recipe=request.param)
 
 
@@ -140,7 +140,7 @@ def test_attention_is_that_of_plain_products(monkeypatch: pytest.MonkeyPatch, ki
     module.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformer_engine", package)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
-    monkeypatch.setattr(TeAttention, "takes", lambda *_: True)
+    monkeypatch.setattr(TeAttention, "supports_call", lambda *_: True)
     kernels = TorchKernels(whole=TeAttention())
     q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 4)
     for how in (ScoreTransform(0.4), ScoreTransform(0.7), ScoreTransform(0.4)):
@@ -150,7 +150,7 @@ def test_attention_is_that_of_plain_products(monkeypatch: pytest.MonkeyPatch, ki
 
 
 def test_what_it_does_not_know_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_kernels, "fits_gpu", lambda q, v: True)
+    monkeypatch.setattr(te_kernels, "fits_gpu_kernels", lambda q, v: True)
     q, k = torch.empty(2, 6, 4, 8), torch.empty(2, 5, 2, 8)
     cases = {(CAUSAL, q): True, (BandMask(left=2, right=0), q): True, (ALL, q): False, (CAUSAL, k): False}
     for (mask, keys), expected in cases.items():

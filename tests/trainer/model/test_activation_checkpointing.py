@@ -106,7 +106,7 @@ def test_offloaded_layers_keep_nothing_on_the_device(
         made.append(torch.empty(nbytes, dtype=torch.uint8))
         return made[-1]
 
-    monkeypatch.setattr("mega_trainer.model.activation_offload.host_memory", memory)
+    monkeypatch.setattr("mega_trainer.model.activation_offload.allocate_host_memory", memory)
     offload = ActivationOffload(2, min_bytes=1024)
     (_, everything), (gradients, kept) = trained(recompute), trained(recompute, offload)
     assert all(map(torch.equal, gradients, PLAIN))

@@ -143,7 +143,7 @@ def spread(states: bool, cp: int, maker: ProcessGroupCache) -> tuple[list[float]
     layer = made(LayerBuilder(config(), groups, dtype=torch.float64, cp_kind="ring"))
     places = rank_token_indices(S, groups.cp)
     mine = x.detach()[:, places].requires_grad_()
-    with mock.patch.object(RecurrentMixer, "_exchanges", return_value=not states):
+    with mock.patch.object(RecurrentMixer, "_should_exchange_heads", return_value=not states):
         y = layer(mine, sequences(documents=documents))
     moved = sum(total for _, total in log.counts.values())
     own = list(torch.autograd.grad((y * weights[:, places]).sum(), [mine, *layer.parameters()]))

@@ -108,7 +108,7 @@ def test_an_evaluation_multiplies_for_no_gradient(monkeypatch: pytest.MonkeyPatc
     """Parameters want gradients there too, but nobody asks for them."""
     made: list[torch.Tensor] = []
     real = gemm_accumulation.gemm_into
-    monkeypatch.setattr(gemm_accumulation, "product", lambda *args, **options: made.append(real(*args, **options)))
+    monkeypatch.setattr(gemm_accumulation, "gemm_into", lambda *args, **options: made.append(real(*args, **options)))
     data = inputs(6, 5)
     with torch.no_grad():
         fused_linear_cross_entropy(**data, group=CommGroup("tp"), vocab_size=5)

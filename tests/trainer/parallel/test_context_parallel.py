@@ -167,7 +167,7 @@ def test_what_comes_next_is_on_its_way_while_a_block_is_computed() -> None:
             done.append(f"work {rank}")
             return torch.tensor([100.0])
 
-        with mock.patch.object(context_parallel, "start_pass", recorded.start):
+        with mock.patch.object(context_parallel, "start_ring_transfer", recorded.start):
             (ring.collect_gradients if gradient else ring.visit_all_ranks)(torch.tensor([1.0]), work)  # type: ignore[arg-type]
         assert recorded.done == expected
 

@@ -119,7 +119,7 @@ def test_sums_over_the_ranks_start_while_other_gradients_are_computed(monkeypatc
         model.register_parameter(name, parameter)
     stage = flatten_parameters(model, ZeroConfig(shard_grads=False, bucket_elements=1))
     reduce = StepGradientBucket.start_reduce
-    monkeypatch.setattr(StepGradientBucket, "reduce", lambda bucket: (events.append("sum"), reduce(bucket)))
+    monkeypatch.setattr(StepGradientBucket, "start_reduce", lambda bucket: (events.append("sum"), reduce(bucket)))
 
     def computed(name: str) -> Tensor:
         events.append(name)

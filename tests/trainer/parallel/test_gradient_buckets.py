@@ -122,7 +122,9 @@ def test_sums_over_ranks_start_as_soon_as_their_gradients_are_there(monkeypatch:
         StepGradientBucket.start_reduce,
     )
     buckets: list[GradientBucket] = [bucket for buffer in stage.buffers for bucket in buffer.buckets]
-    monkeypatch.setattr(StepGradientBucket, "reduce", lambda bucket: (left.append(len(bucket._owed)), reduce(bucket)))
+    monkeypatch.setattr(
+        StepGradientBucket, "start_reduce", lambda bucket: (left.append(len(bucket._missing)), reduce(bucket))
+    )
     stage.begin_step()
     with stage.backward_context(last=True):
         objective(model, 0).backward()

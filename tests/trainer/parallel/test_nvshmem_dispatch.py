@@ -39,7 +39,7 @@ def poisoned(*args: Any) -> SymmetricTables:
 
 
 def by_nvshmem(ep: int, parts: int, empty: bool, bound: float) -> Found:
-    with mock.patch.object(nvshmem_dispatch, "make_tables", poisoned), mock.patch.object(test_expert, "D", 8):
+    with mock.patch.object(nvshmem_dispatch, "allocate_tables", poisoned), mock.patch.object(test_expert, "D", 8):
         return dispatched(ep, parts, empty, bound, NvshmemDispatcher)
 
 
@@ -90,7 +90,7 @@ def launched(tables: SymmetricTables, group: CommGroup, received: Tensor) -> Col
 def by_operator(*args: Any) -> Found:
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("all_to_all_vdev", pulled, "CPU")
-    with mock.patch.object(nvshmem_dispatch, "by_gloo", launched):
+    with mock.patch.object(nvshmem_dispatch, "exchange_by_gloo", launched):
         return by_nvshmem(*args)
 
 

@@ -92,9 +92,15 @@ class OutputScaleEntry:
     Older versions of transformers derive both from `tie_word_embeddings`. Version 5 always writes true there, and adds
     `scale_decoder_outputs`; whether the matrices are tied follows from the tensors (`T5Family.restrict_to_stored`). mT5
     is a T5 1.1 and never `scaled`.
+
+    UMT5 has no `scale_decoder_outputs` (`by_tie`). Version 4 of transformers scales if `tie_word_embeddings` is true, which
+    UMT5's own checkpoints do not set; version 5 always ties and scales. So true with an output projection of its own is a
+    scaled model of version 5. An unscaled one (false) has the logits of version 4, which are larger than those of version 5
+    by hidden_size^0.5.
     """
 
     scaled: bool
+    by_tie: bool = False
     covered_keys: frozenset[str] = frozenset({"tie_word_embeddings", "scale_decoder_outputs"})
     covered_fields: frozenset[str] = frozenset({"tie_embeddings", "logit_scale"})
 
@@ -111,6 +117,10 @@ class OutputScaleEntry:
         if model.logit_scale not in factors or (factors[model.logit_scale] and not self.scaled):
             allowed = "1 or hidden_size^-0.5" if self.scaled else "1"
             raise ConfigMismatchError(f"logit_scale must be {allowed}, not {model.logit_scale}")
+        if self.by_tie:
+            if model.tie_embeddings and not factors[model.logit_scale]:
+                raise ConfigMismatchError("logit_scale must be hidden_size^-0.5 for tied embeddings, not 1")
+            return {"tie_word_embeddings": factors[model.logit_scale]}
         return {"tie_word_embeddings": model.tie_embeddings, "scale_decoder_outputs": factors[model.logit_scale]}
 
 
@@ -179,7 +189,8 @@ class T5Family(ModelFamily):
         """Return `model` with untied embeddings if both tensors exist, except for T5 1.0, which always ties them."""
         names = set(names)
         embedded = names & {"shared.weight", *(f"{stack}.embed_tokens.weight" for stack in _STACKS)}
-        untied = self.head in names and bool(embedded) and model.logit_scale == 1
+        may_untie = model.logit_scale == 1 or model.relative.every_layer
+        untied = self.head in names and bool(embedded) and may_untie
         return model.model_copy(update={"tie_embeddings": False}) if untied else model
 
 
@@ -192,7 +203,7 @@ def _entries(activation: str, *, every_layer: bool, scaled: bool) -> tuple[Confi
         KeyEntry("layer_norm_epsilon", "norm_eps", 1e-6),
         KeyEntry("feed_forward_proj", "activation", activation, _ACTIVATIONS),
         KeyEntry("n_positions max_position_embeddings", "max_position", 512),
-        HeadSizeEntry(), StackLayersEntry(), RelativePositionsEntry(every_layer), OutputScaleEntry(scaled), DropoutRateEntry(),
+        HeadSizeEntry(), StackLayersEntry(), RelativePositionsEntry(every_layer), OutputScaleEntry(scaled, by_tie=every_layer), DropoutRateEntry(),
         FixedFieldsEntry({"norm": "rmsnorm", "attention_scale": 1.0, "mlp_bias": False}),
         AllowedValuesEntry({"sliding_window": (None,), "layer_types": (None,)}),
     )  # fmt: skip

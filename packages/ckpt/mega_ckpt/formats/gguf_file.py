@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.bounded_parsing import explain_read_error
 from mega_common.errors import CheckpointError, MissingPackageError
 
 MAX_ELEMENTS = 1 << 22  # of all metadata arrays; a vocabulary of 262,144 tokens needs about 1.3 million
@@ -219,7 +220,8 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
         metadata = {key: _shortest_decimal(field.contents()) for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         raise CheckpointError(
-            f"{path}: damaged, or not a supported GGUF file ({error})", hint="download or copy the file again"
+            f"{path}: damaged, or not a supported GGUF file ({explain_read_error(error)})",
+            hint="download or copy the file again",
         ) from None
     return metadata, reader.tensors
 

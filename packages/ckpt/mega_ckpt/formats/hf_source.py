@@ -79,9 +79,9 @@ class HfSource(DiskSource):
         self.family, described, self.unread = load_hf_config(folder / CONFIG, self._raw)
         files = open_weight_files(folder)
         self._read_adam_state, tensors = files.read_adam_state, files.tensors
-        self._naming = adapt_to_naming(self.family, tensors) if files.foreign else self.family
+        self._naming = adapt_to_naming(self.family, tensors) if files.has_foreign_names else self.family
         headers = files.headers
-        if files.foreign or described.vision is None:
+        if files.has_foreign_names or described.vision is None:
             check_tensor_counts(self._naming, described, len(tensors) + described.mtp_layers, folder)
             bare = strip_common_prefix(tensors, self._naming.disk_tensor_table(described))
             headers = headers if bare.keys() == tensors.keys() else {}
@@ -96,7 +96,9 @@ class HfSource(DiskSource):
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
         """Return all files other than weights, and the headers of the weight files if the weights are unchanged."""
-        found = {path.name: read_if_remote(path) for path in _sorted(self.folder.iterdir()) if _is_asset(path)}
+        paths = _sorted(self.folder.iterdir())
+        check_settings_files(paths)
+        found = {path.name: read_if_remote(path) for path in paths if _is_asset(path)}
         templates = self.folder / _TEMPLATES
         if templates.is_dir():
             found |= {f"{_TEMPLATES}/{path.name}": read_if_remote(path) for path in _sorted(templates.glob("*.jinja"))}
@@ -308,6 +310,18 @@ def decode_hf_layout(content: bytes) -> dict[str, SafetensorsHeader]:
 
 def _sorted(paths: Iterable[Location]) -> list[Location]:
     return sorted(paths, key=str)
+
+
+def check_settings_files(paths: Iterable[Location]) -> None:
+    """Check that settings and templates of a folder are files: one that cannot be read is not one that is absent.
+
+    Raises:
+        CheckpointError: naming a dangling link, or a folder or FIFO of such a name.
+    """
+    for path in paths:
+        if isinstance(path, Path) and path.suffix in (".json", ".jinja") and not path.is_file():
+            reason = "a link to a file that is not there" if path.is_symlink() and not path.exists() else "not a file"
+            raise CheckpointError(f"{path}: is {reason}", hint="copy or download it again, or remove it")
 
 
 def _is_asset(path: Location) -> bool:

@@ -16,6 +16,7 @@ from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.foreign_checkpoint import read_foreign_checkpoint, strip_wrappers
 from mega_ckpt.formats.safetensors_file import SafetensorsFile, SafetensorsHeader
 from mega_ckpt.formats.torch_archive import load_state_tensors
+from mega_common.bounded_parsing import explain_read_error, parse_json_text
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location, RemotePath
 from mega_common.progress_logging import logger
@@ -32,13 +33,13 @@ class WeightFiles:
         tensors: {name: tensor}.
         headers: {file name: header} of safetensors files; empty for other formats.
         read_adam_state: reads weights and Adam moments that a trainer saved with them; returns None if there are none.
-        foreign: names are those of another trainer, possibly with a common prefix.
+        has_foreign_names: names are those of another trainer, possibly with a common prefix.
     """
 
     tensors: Mapping[str, LazyTensor]
     headers: Mapping[str, SafetensorsHeader] = field(default_factory=dict)
     read_adam_state: Callable[[], NamedAdamState | None] = lambda: None
-    foreign: bool = False
+    has_foreign_names: bool = False
 
 
 def has_readable_weights(folder: Location) -> bool:
@@ -71,7 +72,7 @@ def open_weight_files(folder: Location) -> WeightFiles:
 
     tensors = {names[name]: stored for name, stored in files.tensors.items()}
     # without headers: a folder written from these weights has the names of the model
-    return WeightFiles(tensors, read_adam_state=read_adam_state, foreign=files.foreign)
+    return WeightFiles(tensors, read_adam_state=read_adam_state, has_foreign_names=files.has_foreign_names)
 
 
 def _open_files(folder: Location) -> WeightFiles:
@@ -94,12 +95,12 @@ def _open_files(folder: Location) -> WeightFiles:
         _check_index(folder, TORCH_SINGLE, TORCH_INDEX, saved)
         state = read_colossalai_state(folder, saved)
         if state is not None:
-            return WeightFiles(state.weights, read_adam_state=lambda: state, foreign=True)
+            return WeightFiles(state.weights, read_adam_state=lambda: state, has_foreign_names=True)
         tensors = {key: to_lazy_tensor(one.path, one) for part in saved.values() for key, one in part.items()}
         return WeightFiles(tensors, read_adam_state=partial(read_trainer_state, folder, tensors))
     foreign = read_foreign_checkpoint(folder) if isinstance(folder, Path) else None
     if foreign is not None:
-        return WeightFiles(foreign.weights, read_adam_state=lambda: foreign, foreign=True)
+        return WeightFiles(foreign.weights, read_adam_state=lambda: foreign, has_foreign_names=True)
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     raise CheckpointError(
         f"{folder}: weights are missing: neither {SINGLE} nor {INDEX}, nor {TORCH_SINGLE}"
@@ -165,7 +166,7 @@ def read_json_mapping(path: Location) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+        raise CheckpointError(f"{path}: cannot be read ({explain_read_error(error)})") from None
     return decode_json_mapping(content, path)
 
 
@@ -176,8 +177,8 @@ def decode_json_mapping(content: bytes, source: object) -> dict[str, Any]:
         CheckpointError: when it is anything else, naming `source`.
     """
     try:
-        raw = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        raw = parse_json_text(content)
+    except ValueError as error:
         raise CheckpointError(f"{source}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{source}: must be a JSON object, not {type(raw).__name__}")

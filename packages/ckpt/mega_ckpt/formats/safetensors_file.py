@@ -22,6 +22,7 @@ from mega_ckpt.resumable_folder import FinishedFile
 from mega_ckpt.shard_files import HashedFile, tensor_bytes
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
 
@@ -61,10 +62,10 @@ class SafetensorsHeader:
                 conflicts with their shape.
         """
         try:
-            fields = json.loads(text)
+            fields = parse_json_text(text)
             metadata = fields.pop("__metadata__", {})
             found = {name: _parse_entry(value) for name, value in fields.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: not a safetensors file, or its header is damaged ({error})") from None
         entries = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
         position = 0

@@ -9,20 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from mega_common.errors import MegaError, TrainingError
 from mega_common.progress_logging import format_number
+from mega_trainer.job.connection_errors import connection_error_reason, is_lost_connection
 from mega_trainer.job.metrics_log import memory_in_use
 from mega_trainer.plan.memory_advice import MemoryNeeds
 
-# What torch says of host memory (its allocator raises a plain RuntimeError), and gloo of a connection.
+# What torch says of host memory: its allocator raises a plain RuntimeError.
 OUT_OF_MEMORY = "out of memory"
 _HOST_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
-_LOST = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|\[?gloo|socket", re.IGNORECASE
-)
-_PLACE = re.compile(r"^\[\S+:\d+\] ")
 ADVICES = 6  # of those that free most
 LOST_HINT = (
     "the rank that ended first says why, in the output of its own; the same command goes on from the last checkpoint"
@@ -59,10 +55,10 @@ def translate_errors(rank: int, step: Callable[[], str], needs: Callable[[], Mem
             raise _out_of_memory_error(
                 f"{where.format(step())}: {message}", _without_offload(needs()), _held_on_host()
             ) from error
-        if isinstance(error, dist.DistError) or _LOST.search(str(error)):
-            reason = _PLACE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]
+        if is_lost_connection(error):
             raise TrainingError(
-                f"{where.format(step())}: the other ranks cannot be reached ({reason})", hint=LOST_HINT
+                f"{where.format(step())}: the other ranks cannot be reached ({connection_error_reason(error)})",
+                hint=LOST_HINT,
             ) from error
         _add_location_note(error, where.format(step()))
         raise

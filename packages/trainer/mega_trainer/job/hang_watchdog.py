@@ -52,8 +52,8 @@ class RankHeartbeat(BaseModel):
     `looks` tells how often it was seen at work in each phase, and under "" how often waiting for others; `stack` is that of
     a main thread that has stood still for long.
 
-    `written` is the time of its own clock, which serves to tell a new sign from an old one, and with other ranks' to name
-    all that are silent, not to find that one is.
+    `written` is the monotonic clock of its own machine. Other ranks compare it with the one before, for equality only: how
+    long ago a sign was written is counted from when a reader saw it change (`HeartbeatChanges`).
     """
 
     rank: int
@@ -79,6 +79,29 @@ class RankHeartbeat(BaseModel):
     def observation_count(self) -> int:
         """Number of observations of the rank."""
         return sum(self.looks.values())
+
+
+class HeartbeatChanges:
+    """Time since each rank's heartbeat was seen to change, by this process's monotonic clock.
+
+    Clocks of other machines are not read: they may be apart by hours.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float]] = {}  # by rank: `written` of its sign, and when that was first read
+
+    def record_heartbeats(self, ranks: Sequence[int], signs: Sequence[RankHeartbeat], now: float) -> None:
+        """Record the heartbeats read from these ranks, and forget ranks without one: they have not begun or have left."""
+        written = {sign.rank: sign.written for sign in signs}
+        for rank in ranks:
+            if rank not in written:
+                self._seen.pop(rank, None)
+            elif rank not in self._seen or self._seen[rank][0] != written[rank]:
+                self._seen[rank] = written[rank], now
+
+    def silent_seconds(self, rank: int, now: float) -> float:
+        """Return the time since a rank's heartbeat changed; 0 for a rank that was not read."""
+        return now - self._seen[rank][1] if rank in self._seen else 0.0
 
 
 class HangWatchdog:
@@ -113,8 +136,7 @@ class HangWatchdog:
         self._place, self._since = RankPosition(where="the start", phase=""), time.monotonic()
         self._at_step, self._lines = step(), tuple[StackLine, ...]()
         self._looks, self._slow, self._output = Counter[str](), frozenset[int](), output
-        self._heard: dict[int, tuple[float, float]] = {}  # of each rank when its sign was written, and first read
-        self._last: tuple[float, float] | None = None  # when the next rank's sign was written, and first read
+        self._changes = HeartbeatChanges()
 
     def __enter__(self) -> HangWatchdog:
         self._send_heartbeat()  # a rank that stops before its thread first looks is known, too
@@ -178,7 +200,7 @@ class HangWatchdog:
             place = place.model_copy(update={"waits": describe_wait(place)})
         sign = RankHeartbeat(
             rank=self._rank, host=socket.gethostname(), pid=os.getpid(), step=self._step(), at=place,
-            still=still, written=time.time(), looks=dict(self._looks), stack=format_stack(lines),
+            still=still, written=time.monotonic(), looks=dict(self._looks), stack=format_stack(lines),
         )  # fmt: skip
         self._store.set(f"watch/{self._rank}", sign.model_dump_json())
 
@@ -188,13 +210,20 @@ class HangWatchdog:
         return [RankHeartbeat.model_validate(sign) for sign in json.loads(self._store.get("watch/verdict"))]
 
     def _find_culprits(self) -> Sequence[RankHeartbeat]:
-        """Return the heartbeats of the ranks that block the job, empty if none do. The verdict goes into the store."""
+        """Return the heartbeats of the ranks that block the job, empty if none do. The verdict goes into the store.
+
+        When the next rank has been silent for a quarter of the time, all ranks are read: those silent for half of it are blamed too.
+        """
         blamed: Sequence[RankHeartbeat] = []
-        if self._is_silent(following := (self._rank + 1) % self._world_size):
-            signs, old = self._read_heartbeats(range(self._world_size)), time.time() - self._seconds
-            blamed = [sign for sign in signs if sign.rank == following or sign.written < old]
+        following = (self._rank + 1) % self._world_size
+        suspects = self._changes.silent_seconds(following, time.monotonic()) > self._seconds / 4
+        asked = range(self._world_size) if suspects or self._rank == 0 else [following]
+        signs, now = self._read_heartbeats(asked), time.monotonic()
+        self._changes.record_heartbeats(asked, signs, now)
+        if self._changes.silent_seconds(following, now) > self._seconds:
+            silent = [rank for rank in asked if self._changes.silent_seconds(rank, now) > self._seconds / 2]
+            blamed = [sign for sign in signs if sign.rank in silent]
         elif self._rank == 0:
-            signs = self._read_heartbeats(range(self._world_size))
             blamed = _blocking_ranks(signs, self._seconds, self._world_size)
             self._log_stragglers(signs)
             self._write_rank_states(signs)
@@ -211,22 +240,14 @@ class HangWatchdog:
 
     def _write_rank_states(self, signs: Sequence[RankHeartbeat]) -> None:
         """Write the state of all ranks for `mega top`; `heard` is the arrival time of a heartbeat, by the clock here."""
-        for sign in signs:
-            if self._heard.get(sign.rank, (None, None))[0] != sign.written:
-                self._heard[sign.rank] = sign.written, time.time()
+        now, here = time.monotonic(), time.time()
         lines = [
             {"rank": sign.rank, "host": sign.host, "step": sign.step, "phase": sign.at.phase, "waits": sign.at.waits,
-             "still": sign.still, "heard": self._heard[sign.rank][1]}
+             "still": sign.still, "heard": here - self._changes.silent_seconds(sign.rank, now)}
             for sign in signs
         ]  # fmt: skip
         with contextlib.suppress(OSError), open_atomic_file(self._output / RANKS, text=True) as stream:
             json.dump(lines, stream)
-
-    def _is_silent(self, rank: int) -> bool:
-        signs, now = self._read_heartbeats([rank]), time.monotonic()
-        if not signs or self._last is None or self._last[0] != signs[0].written:
-            self._last = (signs[0].written, now) if signs else None
-        return self._last is not None and now - self._last[1] > self._seconds
 
     def _read_heartbeats(self, ranks: Sequence[int]) -> list[RankHeartbeat]:
         """Return the heartbeats of ranks that have begun and not left."""

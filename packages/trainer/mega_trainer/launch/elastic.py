@@ -17,11 +17,13 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+from mega_trainer.job.connection_errors import connection_error_reason
 from mega_trainer.job.environment import STATUS_NOTE
 
 # How ranks end that did nothing wrong themselves: interrupted after a save, or stopped because another had ended.
@@ -59,6 +61,11 @@ def _run_torchrun(arguments: Sequence[str], note: Path) -> int:
     except RendezvousConnectionError as error:
         return _print_failure(
             f"the machine at --rdzv-endpoint, where all meet, cannot be reached ({error.__cause__ or error})"
+        )
+    except DistError as error:
+        where = "at --master-addr (or --rdzv-endpoint)"
+        return _print_failure(
+            f"the machines of the job do not reach each other {where}: {connection_error_reason(error)}"
         )
     except SignalException as error:
         return int(note.read_text()) if note.exists() else 128 + error.sigval

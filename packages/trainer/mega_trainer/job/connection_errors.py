@@ -1,0 +1,23 @@
+"""Errors of torch and gloo about ranks, or a store of the job, that do not answer."""
+
+from __future__ import annotations
+
+import re
+
+import torch.distributed as dist
+
+# gloo raises a plain RuntimeError.
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|\[?gloo|socket", re.IGNORECASE
+)
+_PLACE = re.compile(r"^\[\S+:\d+\] ")
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Return whether torch raised this because another rank, or the job's store, does not answer."""
+    return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
+
+
+def connection_error_reason(error: RuntimeError) -> str:
+    """Return the first sentence of an error of torch, without the place in its source and its stack."""
+    return _PLACE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]
