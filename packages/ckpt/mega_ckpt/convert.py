@@ -87,6 +87,9 @@ class ConvertOptions:
     tokens: tuple[str, ...] = ()
 
 
+Options = ConvertOptions  # deprecated name
+
+
 @wrap_disk_errors()
 def convert_checkpoint(
     source: str | Location,
@@ -155,6 +158,9 @@ def convert_checkpoint(
             if journal.finished:
                 logger.warning("%d file(s) are complete; run the same command to resume", len(journal.finished))
             raise
+
+
+convert = convert_checkpoint  # deprecated name
 
 
 def _open_input(source: str | Location, options: ConvertOptions) -> WeightSource:

@@ -87,6 +87,9 @@ class WeightSource(Protocol):
         """Return the asset files of the weights, {path inside the assets folder: file or content}."""
 
 
+Source = WeightSource  # deprecated name
+
+
 def cast_dtype(source: WeightSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of a tensor after a cast to `dtype`. Integers are not cast, nor is a router's selection bias,
     whose updates are small and which published folders have in fp32.
@@ -217,6 +220,9 @@ def open_weight_source(
     if isinstance(folder, Path) and not has_readable_weights(folder) and (inside := list(folder.glob(f"*{SUFFIX}"))):
         return GgufSource(_single_gguf_model(folder, inside))
     return HfSource(folder)
+
+
+open_source = open_weight_source  # deprecated name
 
 
 def load_with_adapter(path: str | Location, base: str | Location, *, averaged: bool = False) -> AdaptedSource:
