@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers whose transformer is in a folder of its own, such as `0_Transformer`."""
+"""Folders of sentence-transformers with the transformer in a subfolder, such as `0_Transformer`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LISTING = "modules.json"
 
 
 def find_transformer_folder(folder: Path) -> Path | None:
-    """Return the folder of the transformer, where `modules.json` names one inside `folder`; else None.
+    """Return the subfolder of the transformer if `modules.json` in `folder` names one; else None.
 
     Raises:
         CheckpointError: when `modules.json` is not JSON, or names a folder that is missing or elsewhere.
@@ -25,9 +25,7 @@ def find_transformer_folder(folder: Path) -> Path | None:
         return None
     inner = folder / name
     if not inner.resolve().is_relative_to(folder.resolve()) or inner.resolve() == folder.resolve():
-        raise CheckpointError(f"{folder / LISTING}: path {name!r} is outside the folder")
+        raise CheckpointError(f"{folder / LISTING}: path {name!r} must be inside the folder")
     if not inner.is_dir():
-        raise CheckpointError(
-            f"{folder / LISTING}: path {name!r} is not a folder", hint="was the download interrupted?"
-        )
+        raise CheckpointError(f"{folder / LISTING}: path {name!r} must be a folder", hint="download the folder again")
     return inner
