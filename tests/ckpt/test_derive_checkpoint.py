@@ -189,10 +189,10 @@ def test_training_settings_make_no_other_model(tmp_path: Path) -> None:
     [
         (1, None, "two or more"),
         (2, [1.0], "1 weights for 2 checkpoints"),
-        (2, [1.0, 0.0], "expected a positive number"),
-        (2, [1.0, -1.0], "expected a positive number"),
-        (2, [1.0, float("nan")], "expected a positive number"),
-        (2, [1.0, float("inf")], "expected a positive number"),
+        (2, [1.0, 0.0], "must be a positive number"),
+        (2, [1.0, -1.0], "must be a positive number"),
+        (2, [1.0, float("nan")], "must be a positive number"),
+        (2, [1.0, float("inf")], "must be a positive number"),
     ],
 )
 def test_weights_that_do_not_fit(count: int, given_weights: list[float] | None, match: str, tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ def test_experts_are_copies_or_slices_and_the_router_is_seeded(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"experts": 4, "top_k": 2, "expert_ffn": 7}, "--expert-ffn 7 does not divide the dense width"),
-        ({"experts": 4, "top_k": 3, "expert_ffn": 8}, "--experts 4 takes no whole copies of a block of 3 slices"),
-        ({"experts": 6, "top_k": 2, "expert_ffn": 8}, "--top-k 2 takes no whole copies"),
+        ({"experts": 4, "top_k": 2, "expert_ffn": 7}, "--expert-ffn 7 must divide the dense width"),
+        ({"experts": 4, "top_k": 3, "expert_ffn": 8}, "--experts 4 must be a multiple of the 3 slices of a block"),
+        ({"experts": 6, "top_k": 2, "expert_ffn": 8}, "--top-k 2 must be a multiple of"),
         ({"experts": 2, "top_k": 4}, "top_k = 4"),
     ],
 )
@@ -78,7 +78,7 @@ def test_sizes_that_do_not_fit(sizes: dict[str, int], says: str) -> None:
     with pytest.raises(ConfigError) as error:
         upcycled_config(dense, **sizes)
     assert says in str(error.value)
-    with pytest.raises(ConfigError, match="has experts already"):
+    with pytest.raises(ConfigError, match="must be dense, but has experts"):
         upcycled_config(upcycled_config(dense, experts=2, top_k=1), experts=2, top_k=1)
 
 
