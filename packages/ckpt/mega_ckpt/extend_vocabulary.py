@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mega_ckpt.canonical_tensors import EMBEDDING, HEAD
 from mega_ckpt.tensor_pieces import TensorShape, split_box
+from mega_ckpt.weight_source import WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource
 
 TOKENIZER = "tokenizer.json"
 BLOCK = 1 << 22  # elements that are summed at once

@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -24,13 +23,11 @@ from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, abbreviate_names, canon
 from mega_ckpt.checkpoint import AVERAGE, WEIGHTS, Checkpoint
 from mega_ckpt.lora_tensors import MAGNITUDE, A, AdaptedModule, B, adapted_modules, adapter_tensor_shapes
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_box
+from mega_ckpt.weight_source import WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.lora_config import LoraConfig, is_adapter_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import parse_location
-
-if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource
 
 AVERAGES_HINT = "give a run with train.ema, which keeps averages of the weights"
 # Files of a tokenizer and its chat template, which PEFT users save with an adapter.

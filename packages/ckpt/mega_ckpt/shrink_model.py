@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +20,10 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.derive_checkpoint import create_output_folder
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
+from mega_ckpt.weight_source import WeightSource
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
-
-if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 

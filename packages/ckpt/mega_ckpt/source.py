@@ -6,11 +6,10 @@ A `WeightSource` has canonical tensors, and reads only the requested bytes of it
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,9 @@ from mega_ckpt.lora_tensors import MAGNITUDE, AdaptedModule
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.store import Checkpoint, latest_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorShape, crop_tensor
-from mega_common.atomic_files import add_path_to_errors
+from mega_ckpt.weight_source import WeightSource as WeightSource
+from mega_ckpt.weight_source import find_unsupported_parts as find_unsupported_parts
+from mega_ckpt.weight_source import write_file_durably as write_file_durably
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location, parse_location, read_if_remote
@@ -47,56 +48,9 @@ from mega_common.progress_logging import logger
 
 ASSETS = "assets"
 _MODEL_HINT = "the manifest describes another model than the weights: save the checkpoint again"
-VISION = "vision encoder"
-# Tensors that some families carry as buffers, but that are weights of parts that mega does not run.
-_UNSUPPORTED_PARTS = {
-    VISION: r"(model\.)?(visual|vision_tower|vision_model)\.(?!(.*\.)?(head\..*|inv_freq|position_ids)$)",
-    "multi-token prediction block": r"(model\.)?mtp\.",
-}
-
-
-class WeightSource(Protocol):
-    """Interface of a model's weights by canonical name, each tensor whole and global."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """Configuration of the model."""
-
-    def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of the forward pass."""
-
-    def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
-
-    def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor."""
-
-    def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor. The result may be a view of the file: copy it before changing it."""
-
-    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`, and only the bytes it needs. The result may be a view of the file."""
-
-    def buffer_names(self) -> Sequence[str]:
-        """Return the tensors of a HuggingFace folder that are not weights (masks and so on), by their names there."""
-
-    def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer, unchanged."""
-
-    def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the asset files of the weights, {path inside the assets folder: file or content}."""
 
 
 Source = WeightSource  # deprecated name
-
-
-def cast_dtype(source: WeightSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor after a cast to `dtype`. Integers are not cast, nor is a router's selection bias,
-    whose updates are small and which published folders have in fp32.
-    """
-    stored = source.tensor_dtype(name)
-    fixed = not stored.is_floating_point or name.endswith("e_score_correction_bias")
-    return stored if dtype is None or fixed else dtype
 
 
 class MegaSource:
@@ -303,16 +257,6 @@ def warn_of_unsupported_parts(source: WeightSource, *, training: bool = False) -
         logger.warning("the %s of this model (%s) is not supported: it is %s", part, abbreviate_names(names), effect)
 
 
-def find_unsupported_parts(buffers: Iterable[str]) -> dict[str, list[str]]:
-    """Group the tensors in `buffers` that belong to parts of a model which mega does not run, by part."""
-    found: dict[str, list[str]] = {}
-    for name in buffers:
-        part = next((part for part, pattern in _UNSUPPORTED_PARTS.items() if re.match(pattern, name)), None)
-        if part is not None:
-            found.setdefault(part, []).append(name)
-    return found
-
-
 def _single_gguf_model(folder: Path, files: Sequence[Path]) -> Path:
     """Return the only GGUF model of a folder: its file, or the first of its split files."""
     firsts = [path for path in files if not re.search(r"-of-\d{5}\.gguf$", path.name) or "-00001-of-" in path.name]
@@ -393,14 +337,3 @@ def copy_assets(source: WeightSource, folder: Path) -> None:
     """Write the asset files of the weights into `folder`, for the checkpoints of a training run."""
     for name, content in source.asset_files().items():
         write_file_durably(folder / name, content)
-
-
-def write_file_durably(path: Path, content: Path | bytes) -> None:
-    """Write or copy a small file and flush it to disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, Path):
-        content = content.read_bytes()
-    with add_path_to_errors(path), open(path, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())

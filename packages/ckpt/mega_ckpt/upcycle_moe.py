@@ -19,9 +19,10 @@ from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.derive_checkpoint import create_output_folder
-from mega_ckpt.source import WeightSource, open_weight_source, resolve_checkpoint
+from mega_ckpt.source import open_weight_source, resolve_checkpoint
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
+from mega_ckpt.weight_source import WeightSource
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig, MoeConfig
 from mega_common.object_store import Location

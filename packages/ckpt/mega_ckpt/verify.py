@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -20,12 +20,10 @@ from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, MANIFEST, Manifest
 from mega_ckpt.shard_files import tensor_bytes
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.tensor_pieces import TensorShape, split_box
+from mega_ckpt.weight_source import WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar, format_number
-
-if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource
 
 SLAB_ELEMENTS = 1 << 22
 READ_BYTES = 1 << 22
