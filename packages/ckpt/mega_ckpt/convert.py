@@ -121,14 +121,7 @@ def convert_checkpoint(
         raise CheckpointError(f"format {to!r} is not supported", hint=f"use one of {', '.join(FORMATS)}")
     final = _absolute(parse_location(destination))
     _check_destination(final, _absolute(parse_location(source)), to, overwrite)
-    if to == "peft" and (options.tokens or options.vocab_size):
-        raise CheckpointError(
-            f"{source}: adding tokens is not supported with --to peft, since their rows belong to the base",
-            hint="add them to the base and train the adapter on that, or convert --to hf",
-        )
-    weights = _open_input(source, options)
-    if to == "peft" and not isinstance(weights, AdaptedSource):
-        raise CheckpointError(f"{source}: --to peft requires a checkpoint with an adapter", hint="convert it --to hf")
+    weights = _open_input(source, to, options)
     warn_of_unsupported_parts(weights)
     if to == "megatron":
         _prepare_megatron(weights, options)  # before anything is written
@@ -146,11 +139,7 @@ def convert_checkpoint(
             elif isinstance(journal.folder, Path):
                 _WRITERS[to](weights, journal.folder, options, journal)
             if verify and to != "peft":
-                _compare_weights(
-                    weights, open_weight_source(journal.result_folder, settings=options.settings), options.dtype
-                )
-                if training is not None:
-                    _compare_optimizer(training, Checkpoint.open_folder(journal.result_folder))
+                _verify_output(weights, training, journal.result_folder, options)
             if check is not None:
                 check(journal.result_folder)
         except KeyboardInterrupt:
@@ -162,11 +151,18 @@ def convert_checkpoint(
 convert = convert_checkpoint  # deprecated name
 
 
-def _open_input(source: str | Location, options: ConvertOptions) -> WeightSource:
+def _open_input(source: str | Location, to: str, options: ConvertOptions) -> WeightSource:
     """Open the weights to convert."""
+    if to == "peft" and (options.tokens or options.vocab_size):
+        raise CheckpointError(
+            f"{source}: adding tokens is not supported with --to peft, since their rows belong to the base",
+            hint="add them to the base and train the adapter on that, or convert --to hf",
+        )
     if options.adapter is not None:
         return load_with_adapter(options.adapter, source)
     weights = open_weight_source(source, settings=options.settings, averaged=options.averaged)
+    if to == "peft" and not isinstance(weights, AdaptedSource):
+        raise CheckpointError(f"{source}: --to peft requires a checkpoint with an adapter", hint="convert it --to hf")
     if options.tokens:
         return add_tokens(weights, options.tokens, options.vocab_size)
     return weights if options.vocab_size is None else ExtendedVocabularySource(weights, options.vocab_size)
@@ -257,6 +253,15 @@ MEGATRON_FORMATS = {"torch_dist": write_dist_checkpoint, "torch": write_legacy_c
 _WRITERS: Mapping[str, Callable[[WeightSource, Path, ConvertOptions, WriteJournal], None]] = {
     "hf": _write_hf, "megatron": _write_megatron, "peft": _write_peft,
 }  # fmt: skip
+
+
+def _verify_output(
+    weights: WeightSource, training: ConvertedTraining | None, folder: Location, options: ConvertOptions
+) -> None:
+    """Read the output back and check that it equals the input bit for bit."""
+    _compare_weights(weights, open_weight_source(folder, settings=options.settings), options.dtype)
+    if training is not None:
+        _compare_optimizer(training, Checkpoint.open_folder(folder))
 
 
 def _compare_weights(source: WeightSource, output: WeightSource, dtype: torch.dtype | None) -> None:

@@ -15,15 +15,14 @@ from torch import Tensor
 
 from mega_ckpt.canonical_tensors import EMBEDDING, HEAD
 from mega_ckpt.tensor_pieces import TensorShape, split_box
-from mega_ckpt.weight_source import WeightSource
+from mega_ckpt.weight_source import DerivedSource, WeightSource
 from mega_common.errors import CheckpointError
-from mega_common.model_config import ModelConfig
 
 TOKENIZER = "tokenizer.json"
 BLOCK = 1 << 22  # elements that are summed at once
 
 
-class ExtendedVocabularySource:
+class ExtendedVocabularySource(DerivedSource):
     """A `WeightSource` of a base whose vocabulary is extended to `size` tokens, the new ones after the old.
 
     Args:
@@ -42,56 +41,35 @@ class ExtendedVocabularySource:
         old_size = base.model.vocab_size
         if size < old_size:
             raise CheckpointError(f"the vocabulary size must be at least that of the model, {old_size}, not {size}")
-        self._base, self._old, self._files = base, old_size if first is None else first, files or {}
-        self.model: ModelConfig = base.model.model_copy(update={"vocab_size": size})
+        super().__init__(base, base.model.model_copy(update={"vocab_size": size}))
+        self._old, self._files = old_size if first is None else first, files or {}
         self._mean = cache(self._compute_mean_row)
-
-    def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of the forward pass."""
-        return self._base.tensor_names()
 
     def tensor_shape(self, name: str) -> TensorShape:
         """Return the shape of a tensor, with the new rows."""
-        shape = self._base.tensor_shape(name)
+        shape = self.base.tensor_shape(name)
         return (self.model.vocab_size, *shape[1:]) if name in (EMBEDDING, HEAD) else shape
-
-    def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor."""
-        return self._base.tensor_dtype(name)
-
-    def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
-        shape = self.tensor_shape(name)
-        return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read `tensor[offset : offset + shape]`."""
         new = offset[0] + shape[0] - self._old if name in (EMBEDDING, HEAD) else 0
         if new <= 0:
-            return self._base.read_tensor_slice(name, offset, shape)
+            return self.base.read_tensor_slice(name, offset, shape)
         rows = self._mean(name)[offset[1] : offset[1] + shape[1]].expand(min(new, shape[0]), -1)
         if new >= shape[0]:
             return rows.clone()
-        return torch.cat([self._base.read_tensor_slice(name, offset, (shape[0] - new, shape[1])), rows])
+        return torch.cat([self.base.read_tensor_slice(name, offset, (shape[0] - new, shape[1])), rows])
 
     def _compute_mean_row(self, name: str) -> Tensor:
         """Return the mean row [D], accumulated in fp64."""
-        total = torch.zeros(self._base.tensor_shape(name)[1], dtype=torch.float64)
+        total = torch.zeros(self.base.tensor_shape(name)[1], dtype=torch.float64)
         for offset, shape in split_box((self._old, len(total)), BLOCK):
-            total[offset[1] : offset[1] + shape[1]] += self._base.read_tensor_slice(name, offset, shape).double().sum(0)
+            total[offset[1] : offset[1] + shape[1]] += self.base.read_tensor_slice(name, offset, shape).double().sum(0)
         return (total / self._old).to(self.tensor_dtype(name))
-
-    def buffer_names(self) -> Sequence[str]:
-        """Return the names of the buffers (tensors that are not weights)."""
-        return self._base.buffer_names()
-
-    def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer."""
-        return self._base.read_buffer(name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
         """Return the base's asset files, replaced by `files` where given."""
-        return {**self._base.asset_files(), **self._files}
+        return {**self.base.asset_files(), **self._files}
 
 
 def extend_to_size(base: WeightSource, size: int) -> WeightSource:

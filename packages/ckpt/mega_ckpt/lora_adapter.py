@@ -23,7 +23,7 @@ from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, abbreviate_names, canon
 from mega_ckpt.checkpoint import AVERAGE, WEIGHTS, Checkpoint
 from mega_ckpt.lora_tensors import MAGNITUDE, A, AdaptedModule, B, adapted_modules, adapter_tensor_shapes
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_box
-from mega_ckpt.weight_source import WeightSource
+from mega_ckpt.weight_source import DerivedSource, WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.lora_config import LoraConfig, is_adapter_tensor
 from mega_common.model_config import ModelConfig
@@ -38,12 +38,11 @@ ADAPTER_TOKENIZER_FILES: tuple[str, ...] = (
 SAMPLE = 1024  # elements of each tensor in the digest of a base
 
 
-class UntiedSource:
+class UntiedSource(DerivedSource):
     """A `WeightSource` of a base with tied embeddings, whose `lm_head.weight` is read from the embedding."""
 
     def __init__(self, base: WeightSource) -> None:
-        self.base = base
-        self.model = base.model.model_copy(update={"tie_embeddings": False})
+        super().__init__(base, base.model.model_copy(update={"tie_embeddings": False}))
 
     def tensor_names(self) -> Sequence[str]:
         """Return the base's tensor names and the output layer, in the order of the forward pass."""
@@ -58,25 +57,9 @@ class UntiedSource:
         """Return the stored dtype of a tensor."""
         return self.base.tensor_dtype(_stored_name(name))
 
-    def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
-        return self.base.read_tensor(_stored_name(name))
-
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read `tensor[offset : offset + shape]`."""
         return self.base.read_tensor_slice(_stored_name(name), offset, shape)
-
-    def buffer_names(self) -> Sequence[str]:
-        """Return the names of the base's buffers."""
-        return self.base.buffer_names()
-
-    def read_buffer(self, name: str) -> Tensor:
-        """Read a buffer of the base."""
-        return self.base.read_buffer(name)
-
-    def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base's asset files."""
-        return self.base.asset_files()
 
 
 def _stored_name(name: str) -> str:
@@ -202,7 +185,7 @@ def check_adapter_start(
             )
 
 
-class AdaptedSource:
+class AdaptedSource(DerivedSource):
     """A `WeightSource` of a base with a LoRA adapter merged in, in the base's dtypes. The sum is computed in fp32 or
     wider.
 
@@ -212,8 +195,8 @@ class AdaptedSource:
 
     def __init__(self, base: WeightSource, adapter: SavedAdapter) -> None:
         base = UntiedSource(base) if adapter.unties_embeddings else base
-        self.base, self.adapter = base, adapter
-        self.model: ModelConfig = base.model
+        super().__init__(base, base.model)
+        self.adapter = adapter
         self._adapted: dict[str, tuple[str, int]] = {}  # {adapted tensor: (its module, its first row in B)}
         for module, of in adapter.modules.items():
             row = 0
@@ -227,23 +210,6 @@ class AdaptedSource:
                     f"the adapter replaces {name} {list(adapter.shapes[name])}, which the base does not have in that shape",
                     hint="give the base that the adapter was trained on",
                 )
-
-    def tensor_names(self) -> Sequence[str]:
-        """Return the tensor names of the base."""
-        return self.base.tensor_names()
-
-    def tensor_shape(self, name: str) -> TensorShape:
-        """Return the shape of a tensor of the base."""
-        return self.base.tensor_shape(name)
-
-    def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor of the base."""
-        return self.base.tensor_dtype(name)
-
-    def read_tensor(self, name: str) -> Tensor:
-        """Read a whole merged tensor."""
-        shape = self.tensor_shape(name)
-        return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read a rectangle of a merged tensor; for stacked experts, a part of each expert."""
@@ -274,14 +240,6 @@ class AdaptedSource:
         a = crop_tensor(a, (*stack, 0, column), (*deep, a.shape[-2], columns))
         b = crop_tensor(b, (*stack, first + row, 0), (*deep, rows, b.shape[-1]))
         return base.to(wide) + self.adapter.modules[module].scale * (b @ a)
-
-    def buffer_names(self) -> Sequence[str]:
-        """Return the buffer names of the base."""
-        return self.base.buffer_names()
-
-    def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer of the base."""
-        return self.base.read_buffer(name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
         """Return the base's asset files; the adapter's tokenizer, if present, replaces the base's."""

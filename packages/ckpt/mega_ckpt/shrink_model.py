@@ -8,9 +8,8 @@ Legend: L layers, D model width, F feed-forward width, H query heads, K key/valu
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.derive_checkpoint import create_output_folder
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
-from mega_ckpt.weight_source import WeightSource
+from mega_ckpt.weight_source import DerivedSource, WeightSource
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
@@ -157,11 +156,12 @@ def shrink_model(
     return kept
 
 
-class ShrunkSource:
+class ShrunkSource(DerivedSource):
     """A `WeightSource` of the kept parts of a larger model."""
 
     def __init__(self, whole: WeightSource, model: ModelConfig, kept: KeptParts) -> None:
-        self._whole, self.model, self._kept = whole, model, kept
+        super().__init__(whole, model)
+        self._kept = kept
         self._shapes = canonical_tensors(model)
 
     def tensor_names(self) -> Sequence[str]:
@@ -174,17 +174,12 @@ class ShrunkSource:
 
     def tensor_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the larger model's tensor."""
-        return self._whole.tensor_dtype(self._source_indices(name)[0])
-
-    def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
-        shape = self.tensor_shape(name)
-        return self.read_tensor_slice(name, (0,) * len(shape), shape)
+        return self.base.tensor_dtype(self._source_indices(name)[0])
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read `tensor[offset : offset + shape]`."""
         origin, indices = self._source_indices(name)
-        part = self._whole.read_tensor(origin)
+        part = self.base.read_tensor(origin)
         for axis, kept in enumerate(indices):
             if kept is None:
                 part = part.narrow(axis, offset[axis], shape[axis])
@@ -209,14 +204,6 @@ class ShrunkSource:
     def buffer_names(self) -> Sequence[str]:
         """Return no buffers: masks and the like have the original sizes."""
         return []
-
-    def read_buffer(self, name: str) -> Tensor:
-        """Raise KeyError: the source has no buffers."""
-        raise KeyError(name)
-
-    def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the larger model's asset files."""
-        return self._whole.asset_files()
 
 
 def _axis_kinds(name: str, model: ModelConfig) -> Sequence[str]:

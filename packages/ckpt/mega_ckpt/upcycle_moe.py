@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from mega_ckpt.derive_checkpoint import create_output_folder
 from mega_ckpt.source import open_weight_source, resolve_checkpoint
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
-from mega_ckpt.weight_source import WeightSource
+from mega_ckpt.weight_source import DerivedSource, WeightSource
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig, MoeConfig
 from mega_common.object_store import Location
@@ -93,12 +92,13 @@ def upcycled_config(
     return ModelConfig.parse({**dense.model_dump(exclude_unset=True), "moe": moe}, source="upcycling")
 
 
-class UpcycledSource:
+class UpcycledSource(DerivedSource):
     """A `WeightSource` of the mixture of experts, computed from the dense model's tensors when it is read."""
 
     def __init__(self, dense: WeightSource, model: ModelConfig, seed: int) -> None:
         assert model.moe is not None
-        self._dense, self.model, self._moe, self._seed = dense, model, model.moe, seed
+        super().__init__(dense, model)
+        self._moe, self._seed = model.moe, seed
         self._shapes = canonical_tensors(model)
         self._slices = model.ffn_hidden_size // model.moe.ffn_hidden_size
 
@@ -113,13 +113,8 @@ class UpcycledSource:
     def tensor_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the dense tensor that a tensor is made from or belongs to."""
         if found := ROUTER.fullmatch(name):
-            return self._dense.tensor_dtype(f"{found[1]}.up_proj.weight")
-        return self._dense.tensor_dtype(_dense_name(name))
-
-    def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
-        shape = self.tensor_shape(name)
-        return self.read_tensor_slice(name, (0,) * len(shape), shape)
+            return self.base.tensor_dtype(f"{found[1]}.up_proj.weight")
+        return self.base.tensor_dtype(_dense_name(name))
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read `tensor[offset : offset + shape]`."""
@@ -128,14 +123,14 @@ class UpcycledSource:
         if EXPERT.fullmatch(name):
             experts = range(offset[0], offset[0] + shape[0])
             return torch.stack([self._read_expert_slice(name, expert, offset[1:], shape[1:]) for expert in experts])
-        return self._dense.read_tensor_slice(name, offset, shape)
+        return self.base.read_tensor_slice(name, offset, shape)
 
     def _read_expert_slice(self, name: str, expert: int, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Return a rectangle of one expert: expert e is slice e mod G of its block."""
         down, bias, start = ".down_proj." in name, name.endswith(".bias"), list(offset)
         if not (down and bias):
             start[1 if down else 0] += expert % self._slices * self._moe.ffn_hidden_size
-        part = self._dense.read_tensor_slice(_dense_name(name), tuple(start), shape)
+        part = self.base.read_tensor_slice(_dense_name(name), tuple(start), shape)
         # the weights of the slices sum to G, and so would their biases
         return part / self._slices if down and bias else part
 
@@ -146,18 +141,6 @@ class UpcycledSource:
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         copies = torch.empty(experts // self._slices, width).normal_(0.0, self.model.init_std, generator=generator)
         return copies.repeat_interleave(self._slices, 0)
-
-    def buffer_names(self) -> Sequence[str]:
-        """Return the dense model's buffer names."""
-        return self._dense.buffer_names()
-
-    def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer."""
-        return self._dense.read_buffer(name)
-
-    def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the dense model's asset files."""
-        return self._dense.asset_files()
 
 
 def _dense_name(name: str) -> str:

@@ -55,6 +55,46 @@ class WeightSource(Protocol):
         """Return the asset files of the weights, {path inside the assets folder: file or content}."""
 
 
+class DerivedSource:
+    """Base of weight sources that change tensors of another source, `base`; all other tensors are those of `base`."""
+
+    def __init__(self, base: WeightSource, model: ModelConfig) -> None:
+        self.base, self.model = base, model
+
+    def tensor_names(self) -> Sequence[str]:
+        """Return the canonical names, in the order of the forward pass."""
+        return self.base.tensor_names()
+
+    def tensor_shape(self, name: str) -> TensorShape:
+        """Return the global shape of a tensor."""
+        return self.base.tensor_shape(name)
+
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self.base.tensor_dtype(name)
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Read a whole tensor."""
+        shape = self.tensor_shape(name)
+        return self.read_tensor_slice(name, (0,) * len(shape), shape)
+
+    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
+        """Read `tensor[offset : offset + shape]`."""
+        return self.base.read_tensor_slice(name, offset, shape)
+
+    def buffer_names(self) -> Sequence[str]:
+        """Return the names of the base's buffers."""
+        return self.base.buffer_names()
+
+    def read_buffer(self, name: str) -> Tensor:
+        """Read one buffer of the base."""
+        return self.base.read_buffer(name)
+
+    def asset_files(self) -> Mapping[str, Path | bytes]:
+        """Return the base's asset files."""
+        return self.base.asset_files()
+
+
 def cast_dtype(source: WeightSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of a tensor after a cast to `dtype`. Integers are not cast, nor is a router's selection bias,
     whose updates are small and which published folders have in fp32.
