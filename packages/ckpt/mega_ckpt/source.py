@@ -23,7 +23,6 @@ from mega_ckpt.formats.hf_weight_files import has_readable_weights, read_json_ma
 from mega_ckpt.formats.megatron_source import MegatronSource, is_megatron_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import read_peft_adapter
-from mega_ckpt.formats.sentence_modules import find_transformer_folder
 from mega_ckpt.lora_adapter import (
     AVERAGES_HINT,
     AdaptedSource,
@@ -41,12 +40,14 @@ from mega_ckpt.tensor_pieces import ShardedTensor, TensorShape, crop_tensor
 from mega_ckpt.weight_source import WeightSource as WeightSource
 from mega_ckpt.weight_source import find_unsupported_parts as find_unsupported_parts
 from mega_ckpt.weight_source import write_file_durably as write_file_durably
+from mega_common.bounded_parsing import read_json_file
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location, parse_location, read_if_remote
 from mega_common.progress_logging import logger
 
 ASSETS = "assets"
+_SENTENCE_MODULES = "modules.json"  # list of the modules of sentence-transformers
 _MODEL_HINT = "the manifest describes another model than the weights: save the checkpoint again"
 
 
@@ -148,7 +149,7 @@ def open_weight_source(
             f"{folder}: {problem}",
             hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder, or a GGUF file",
         )
-    if isinstance(folder, Path) and (inner := find_transformer_folder(folder)) is not None:
+    if isinstance(folder, Path) and (inner := _find_transformer_folder(folder)) is not None:
         logger.info("%s: sentence-transformers folder, whose transformer is read from %s", folder, inner.name)
         return open_weight_source(inner, settings=settings, averaged=averaged)
     if (folder / PEFT_CONFIG).is_file():
@@ -177,6 +178,29 @@ def open_weight_source(
 
 
 open_source = open_weight_source  # deprecated name
+
+
+def _find_transformer_folder(folder: Path) -> Path | None:
+    """Return the subfolder of the transformer in a folder of sentence-transformers, such as `0_Transformer`; else None.
+
+    Raises:
+        CheckpointError: when `modules.json` is not JSON, or names a folder that is missing or elsewhere.
+    """
+    if not (folder / _SENTENCE_MODULES).is_file() or (folder / "config.json").exists():
+        return None
+    listing = read_json_file(folder / _SENTENCE_MODULES, CheckpointError)
+    first = listing[0] if isinstance(listing, list) and listing else None
+    name = first.get("path") if isinstance(first, dict) else None
+    if not isinstance(name, str) or not name:
+        return None
+    inner = folder / name
+    if not inner.resolve().is_relative_to(folder.resolve()) or inner.resolve() == folder.resolve():
+        raise CheckpointError(f"{folder / _SENTENCE_MODULES}: path {name!r} must be inside the folder")
+    if not inner.is_dir():
+        raise CheckpointError(
+            f"{folder / _SENTENCE_MODULES}: path {name!r} must be a folder", hint="download the folder again"
+        )
+    return inner
 
 
 def load_with_adapter(path: str | Location, base: str | Location, *, averaged: bool = False) -> AdaptedSource:
