@@ -406,8 +406,8 @@ def test_open_source_of_anything_else(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("10")
     for name, told in {
-        "absent": "no such folder", "file": "is a file", "empty": "expected a mega checkpoint",
-        "megatron": "there is no iter_0000010",
+        "absent": "no such folder", "file": "must be a folder, not a file", "empty": "expected a mega checkpoint",
+        "megatron": "10 requires the folder iter_0000010",
     }.items():  # fmt: skip
         with pytest.raises(CheckpointError, match=f"(?s){name}.*{told}"):
             open_weight_source(tmp_path / name)

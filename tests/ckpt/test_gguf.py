@@ -147,7 +147,7 @@ def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_off(end: int, tmp_path: Path) -> None:
     path = small(tmp_path)
     path.write_bytes(path.read_bytes()[:end] if end != -1 else path.read_bytes()[:-4096])
-    with pytest.raises(CheckpointError, match=r"model\.gguf: damaged, or not a GGUF file"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf: damaged, or not a supported GGUF file"):
         open_weight_source(path)
 
 

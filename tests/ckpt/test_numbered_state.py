@@ -100,7 +100,7 @@ def test_numbers_that_may_be_of_any_parameter_stay_behind(tmp_path: Path) -> Non
     parameters = list(model.parameters())
     two = stepped(model, [{"params": parameters[::2]}, {"params": parameters[1::2]}])
     some = stepped(model, parameters[1:])
-    told = {"of 12 parameters in 2 groups, but there are 12 weights": [two], "11 in 1 groups, the weights are 12": [some],
+    told = {"of 12 parameters in 2 groups, but there are 12 weights": [two], "of 11 parameters in 1 groups, but there are 12 weights": [some],
             "in another order": [stepped(model, parameters[::-1])], "Adam moments": [stepped(model, parameters)] * 2}  # fmt: skip
     for number, (message, optimizers) in enumerate(told.items()):
         source = lightning(tmp_path / str(number), model, *optimizers)
