@@ -418,7 +418,7 @@ def load_loosely(path: Path) -> dict[str, Any]:
 
 def test_a_file_of_litgpt_runs_nothing_and_wants_a_config(tmp_path: Path) -> None:
     torch.save({"model": Evil()}, tmp_path / "lit_model.pth")
-    with pytest.raises(CheckpointError, match=r"no config.json") as error:
+    with pytest.raises(CheckpointError, match=r"config.json is missing") as error:
         open_weight_source(tmp_path)
     assert "the folder has weights (lit_model.pth): add the model's config.json" in str(error.value)
     make_model().config.save_pretrained(tmp_path)

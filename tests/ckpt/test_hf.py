@@ -270,7 +270,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="mamba")),
         "model type 'mamba' is not supported; supported families: docs/families.md; nearest: mamba2",
     ),
-    "shard missing": (lambda f: shard(f).unlink(), r"model-00001-of-\d+.safetensors the file of .*is missing"),
+    "shard missing": (lambda f: shard(f).unlink(), r"model-00001-of-\d+.safetensors, the file of .* is missing"),
     "shard truncated": (cut_short, r"model-00001-of-\d+.safetensors: truncated: \d+ bytes instead of \d+"),
     "shard longer": (lambda f: shard(f).open("ab").write(b"x"), "too long"),
     "shard empty": (lambda f: shard(f).write_bytes(b""), r"truncated, or not a safetensors file \(0 bytes\)"),
@@ -291,7 +291,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: rewrite(f, lambda t: t.update({"model.layers.0.lora": torch.ones(2)})),
         "the tensor model.layers.0.lora is not part of a llama model",
     ),
-    "wrong shape": (larger_vocabulary, r"has shape \[97, 24\], but config.json makes it \[98, 24\]"),
+    "wrong shape": (larger_vocabulary, r"has shape \[97, 24\], but config.json requires \[98, 24\]"),
     "quantised": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(quantization_config={"quant_method": "awq"})),
         r"weights quantized with 'awq' are not supported \(only fp8, mxfp4, compressed-tensors",

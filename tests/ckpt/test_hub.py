@@ -125,7 +125,7 @@ def test_pull_refuses_what_is_there_and_what_is_only_pickled(fake: FakeHub, tmp_
     with pytest.raises(CheckpointError, match="exists already"):
         pull_from_hub("ada/llama", tmp_path)
     (fake.root / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    with pytest.raises(CheckpointError, match="no safetensors"):
+    with pytest.raises(CheckpointError, match="safetensors files are missing"):
         pull_from_hub("ada/llama", tmp_path / "out")
     assert not fake.calls
 

@@ -42,7 +42,7 @@ def test_a_quantised_folder_and_what_is_made_of_it_say_so(v3: Path, tmp_path: Pa
 def test_conversion_says_it_in_one_line(v3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="mega")
     convert_checkpoint(v3, tmp_path / "hf", "hf")
-    said = [message for message in caplog.messages if "quantised" in message]
+    said = [message for message in caplog.messages if "quantized" in message]
     assert said == [f"the weights of {v3} are quantized ({HOW.partition(': ')[2]}); the output is not"]
 
 

@@ -248,8 +248,8 @@ def test_further_tokens_of_a_pattern() -> None:
     ("pattern", "problem"),
     [
         *((pattern, "") for pattern in ("M?", "|", "M/MM", "M+D")),
-        ("M/*-", "no MambaModel of Megatron-Core 0.16 predicts further tokens"),
-        ("MG", "the MambaModel of Megatron-Core 0.16 has M, .* G is not supported by"),
+        ("M/*-", "MTP layers .* are not supported by Megatron-Core 0.16"),
+        ("MG", "G is not supported by the MambaModel of Megatron-Core 0.16"),
     ],
 )
 def test_patterns_that_are_not_supported(pattern: str, problem: str) -> None:
@@ -374,7 +374,7 @@ TRACKERS = {
     "": "must be an iteration or 'release', not ''",
     "soon": "must be an iteration or 'release', not 'soon'",
     "99": "99 requires the folder iter_0000099, which is missing",
-    "-1": "says '-1'",
+    "-1": "not '-1'",
 }
 
 
@@ -388,7 +388,7 @@ def test_trackers_that_name_nothing(text: str, folder: Path) -> None:
 def test_no_tracker(folder: Path) -> None:
     (folder / "dist" / "latest_checkpointed_iteration.txt").unlink()
     (folder / "dist" / "release").rename(folder / "dist" / "iter_0000012")
-    with pytest.raises(CheckpointError, match="there is no latest_checkpointed_iteration") as error:
+    with pytest.raises(CheckpointError, match="latest_checkpointed_iteration.txt is missing") as error:
         open_weight_source(folder / "dist")
     assert "iter_0000012" in str(error.value)
 
@@ -525,11 +525,11 @@ LEGACY_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a rank left out": (
         lambda root: shutil.rmtree(root / "torch/release/mp_rank_01_000"), "tp rank 1, pp rank 0, ep rank 0 is missing"
     ),
-    "no file": (lambda root: (root / "torch/release/mp_rank_01_000" / FILE).unlink(), "there is no model_optim_rng.pt"),
+    "no file": (lambda root: (root / "torch/release/mp_rank_01_000" / FILE).unlink(), "model_optim_rng.pt is missing"),
     "an empty file": (lambda root: (root / "torch/release/mp_rank_01_000" / FILE).write_bytes(b""), "damaged"),
     "no tensor": (rank_says(lambda state: state["model"].pop(FC1)), "linear_fc1.weight overlap or are incomplete"),
     "another tensor": (
-        rank_says(lambda state: state["model"].update({"decoder.x": torch.ones(2)})), "the tensor decoder.x is not one"
+        rank_says(lambda state: state["model"].update({"decoder.x": torch.ones(2)})), "the tensor decoder.x is not part"
     ),
     "other sizes": (
         rank_says(lambda state: state["model"].update({FC1: torch.ones(8, 16)})), "overlap or are incomplete"
@@ -564,20 +564,27 @@ NOT_MEGATRON: dict[str, dict[str, Any]] = {
     "requires moe_router_pre_softmax": {"moe": EXPERTS | {"groups": 2, "group_score": "top2"}},
     "apply_layernorm_1p": {**LATENT, "zero_centered_norm": True},
     "rope.fraction = 0.5": {"rope": {"scaling": "yarn", "factor": 2.0, "original_max_position": 16, "fraction": 0.5}},
-    r"moe\.layers = \[1, 3, 4\], but .* if layer 3": {"moe": EXPERTS | {"layers": [1, 3, 4]}, "mtp_layers": 2},
-    r"moe\.layers = \[0, 4\], but": {"moe": EXPERTS | {"layers": [0, 4]}, "mtp_layers": 1},
+    r"moe\.layers = \[1, 3, 4\] must include the MTP layers .* layer 3": {
+        "moe": EXPERTS | {"layers": [1, 3, 4]},
+        "mtp_layers": 2,
+    },
+    r"moe\.layers = \[0, 4\] must include the MTP layers": {"moe": EXPERTS | {"layers": [0, 4]}, "mtp_layers": 1},
     "num_kv_heads must be 4": {"encoder": {"num_layers": 1, "head_bias": True}, "tie_embeddings": True},
-    "head_bias must be True": {"encoder": {"num_layers": 1}, "num_kv_heads": 4, "tie_embeddings": True},
+    "head_bias must equal tie_embeddings = True": {
+        "encoder": {"num_layers": 1},
+        "num_kv_heads": 4,
+        "tie_embeddings": True,
+    },
     "every_layer": {
         "encoder": {"num_layers": 1},
         "num_kv_heads": 4,
         "position": "relative",
         "relative": {"every_layer": True},
     },
-    "no residual_multiplier = 0.5": {"residual_multiplier": 0.5},
-    "no embedding_multiplier = 4.0, no logit_scale = 0.25": {"embedding_multiplier": 4.0, "logit_scale": 0.25},
+    "residual_multiplier = 0.5": {"residual_multiplier": 0.5},
+    "embedding_multiplier = 4.0, logit_scale = 0.25": {"embedding_multiplier": 4.0, "logit_scale": 0.25},
     r"no_rope_layers = \[1\]": {"no_rope_layers": [1]},
-    "no norm_bias = False": {"norm": "layernorm", "norm_bias": False},
+    "norm_bias = False": {"norm": "layernorm", "norm_bias": False},
     "local_rope": {"sliding_window": 7, "full_attention_layers": [1], "local_rope": {"theta": 5e5}},
 }
 
@@ -601,11 +608,11 @@ DIVISIONS: list[tuple[str, dict[str, Any], dict[str, int], str | None]] = [
     ("torch", {"num_kv_heads": 1}, {"tp": 2}, "tp = 2 must divide the 1 key/value heads"),
     ("torch_dist", {"num_kv_heads": 1}, {"tp": 3}, "tp = 3 must divide the 4 attention heads"),
     ("torch_dist", {}, {"tp": 6}, "tp = 6 must divide the 4 attention heads"),
-    ("torch_dist", {**EIGHT, "ffn_hidden_size": 12}, {"tp": 8}, "tp = 8 does not divide decoder.layers.0.mlp.linear_fc2"),
-    ("torch_dist", {"moe": EXPERTS | {"ffn_hidden_size": 7}}, {"tp": 2}, "tp = 2 does not divide .*experts.*linear_fc2"),
+    ("torch_dist", {**EIGHT, "ffn_hidden_size": 12}, {"tp": 8}, "tp = 8 must divide decoder.layers.0.mlp.linear_fc2"),
+    ("torch_dist", {"moe": EXPERTS | {"ffn_hidden_size": 7}}, {"tp": 2}, "tp = 2 must divide .*experts.*linear_fc2"),
     (
         "torch_dist", {"moe": EXPERTS | {"shared_ffn_hidden_size": 7}}, {"tp": 2},
-        "tp = 2 does not divide .*shared_experts.*linear_fc2",
+        "tp = 2 must divide .*shared_experts.*linear_fc2",
     ),
     ("torch_dist", LATENT, {"tp": 3}, "tp = 3 must divide the 4 (key/value|attention) heads"),
     ("torch_dist", HYBRID, {"tp": 4}, "tp = 4 must divide the 8 heads in 2 groups of the Mamba-2 layers"),
@@ -722,17 +729,17 @@ NOT_MEGA: dict[str, dict[str, Any]] = {
     "swiglu is not supported with .* or glu_linear_offset": {"glu_linear_offset": 1.0},
     "quick_geglu requires": {"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0},
     "window_attn_skip_freq = 0 conflicts with 4 layers": {"window_size": (7, 0), "window_attn_skip_freq": 0},
-    r"moe_layer_freq = \[1, 0\] does not fit": {**SPARSE, "moe_layer_freq": [1, 0]},
-    "moe_layer_freq = 2 does not fit": {**SPARSE, "moe_layer_freq": 2, "num_layers": 1 << 40},
+    r"moe_layer_freq = \[1, 0\] conflicts with": {**SPARSE, "moe_layer_freq": [1, 0]},
+    "moe_layer_freq = 2 conflicts with": {**SPARSE, "moe_layer_freq": 2, "num_layers": 1 << 40},
     "tokens after the query must be 0": {"window_size": (7, 1)},
-    "mscale = 0.7 with mscale_all_dim = 0.0": {"position_embedding_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.0},
+    "mscale = 0.7 is not supported with mscale_all_dim = 0.0": {"position_embedding_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.0},
     "is not supported with apply_layernorm_1p": {**FLAT, ZERO: True},
     "with learned positions": {**FLAT, "position_embedding_type": "learned_absolute"},
     "requires moe_router_pre_softmax": {**SPARSE, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
     "use_mup = True": {"use_mup": True},
-    "mtp_use_repeated_layer = True: .* is not supported": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
-    "mtp_num_layers = 1099511627776 is not between": {**SPARSE, "mtp_num_layers": 1 << 40},
-    r"window_attn_skip_freq = \[1, 0, 1, 0\] does not fit 5 layers": {
+    "mtp_use_repeated_layer = True is not supported": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+    "mtp_num_layers = 1099511627776 must be from 0": {**SPARSE, "mtp_num_layers": 1 << 40},
+    r"window_attn_skip_freq = \[1, 0, 1, 0\] conflicts with 5 layers": {
         "window_size": (7, 0), "window_attn_skip_freq": [1, 0, 1, 0], "mtp_num_layers": 1,
     },
     "problem\n  mtp_layers = 1: embeds further tokens": {"mtp_num_layers": 1, "position_embedding_type": "learned_absolute"},
@@ -817,7 +824,9 @@ def test_an_activation_that_megatron_cannot_say_is_refused(folder: Path) -> None
     rewrite(root / "common.pt", lambda state: state.pop("args"))
     odd = {**PROVIDER, "activation_func": "torch.nn.functional.gelu"}
     (root / "run_config.yaml").write_text(json.dumps({"model": odd}))
-    with pytest.raises(CheckpointError, match=r"run_config.yaml: activation_func gelu as a gate has no counterpart"):
+    with pytest.raises(
+        CheckpointError, match=r"run_config.yaml: activation_func = gelu with gated_linear_unit is not supported"
+    ):
         open_weight_source(folder / "dist")
 
 
@@ -864,7 +873,7 @@ SINGLETONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] =
     ),
     "another shape": (
         lambda state: state.update({"decoder.layers.1.mlp.experts.experts.0.linear_fc2.weight": torch.ones(3, 3)}),
-        "of another shape",
+        "another shape",
     ),
 }  # fmt: skip
 

@@ -224,20 +224,22 @@ def test_samples_as_the_schedule_counted_them(folder: Path) -> None:
 def test_inspect_says_what_would_come_along(folder: Path) -> None:
     assert inspect_megatron(folder / "dist").state["optimizer"] == "exp_avg, exp_avg_sq: converted with --to mega"
     metadata_says(pop("optimizer."))(folder)
-    assert "not converted: there is no optimizer" in inspect_megatron(folder / "dist").state["optimizer"]
+    assert (
+        "not converted: the checkpoint has no optimizer state" in inspect_megatron(folder / "dist").state["optimizer"]
+    )
 
 
 def test_a_cast_leaves_the_optimizer_behind(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = ConvertOptions(dtype=torch.bfloat16)
     text = said(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega", options=options))
-    assert "only the weights are converted: they are cast" in text
+    assert "only the weights are converted: the optimizer state is not supported with a cast" in text
     assert not Checkpoint.open_folder(folder / "ours").tensor_keys("optimizer/")
 
 
 def test_files_of_ranks_say_no_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = ConvertOptions(megatron_format="torch", tp=2)
     convert_checkpoint(mega(tmp_path / "mega", BASE), tmp_path / "torch", "megatron", options=options)
-    assert "there is no optimizer" in said(
+    assert "the checkpoint has no optimizer state" in said(
         caplog, lambda: convert_checkpoint(tmp_path / "torch", tmp_path / "one", "mega")
     )
     (tmp_path / "torch/release/mp_rank_00/distrib_optim.pt").write_bytes(b"not looked into")

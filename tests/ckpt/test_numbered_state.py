@@ -119,7 +119,7 @@ def index_of(content: str) -> Callable[[Path], object]:
 
 
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "runs a program": (lambda folder: torch.save({0: Evil()}, folder / "pytorch_optim-00001.bin"), "asks for '(posix|os).system'"),
+    "runs a program": (lambda folder: torch.save({0: Evil()}, folder / "pytorch_optim-00001.bin"), "requires '(posix|os).system'"),
     "lacks a file": (lambda folder: (folder / "pytorch_optim-00001.bin").unlink(), "pytorch_optim-00001.bin is missing"),
     "lacks the groups": (lambda folder: (folder / "pytorch_optim_group.bin").unlink(), "pytorch_optim_group.bin is missing"),
     "is no state": (lambda folder: torch.save([1], folder / "pytorch_optim-00001.bin"), "have no optimizer state"),

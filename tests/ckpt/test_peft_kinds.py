@@ -236,7 +236,7 @@ def test_an_embedding_that_an_encoder_shares_is_refused(targets: list[str], tmp_
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "base")
     base = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "base")
     peft.get_peft_model(base, peft.LoraConfig(target_modules=targets)).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=f"a change of {targets[-1]}.weight is not supported in a t5 model"):
+    with pytest.raises(CheckpointError, match=f"an adapter of {targets[-1]}.weight is not supported in a t5 model"):
         load_with_adapter(tmp_path / "adapter", tmp_path / "base")
 
 

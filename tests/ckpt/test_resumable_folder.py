@@ -233,7 +233,7 @@ def test_on_an_object_store(llama: Path, tmp_path: Path, monkeypatch: pytest.Mon
         interrupt(patch, 14, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             convert_checkpoint(llama, out, "mega")
-    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         open_weight_source(out)
     kept = {path for path in object_stores.content() if path.endswith(".safetensors") and "/finished/" not in path}
     noted = {path for path in object_stores.content() if "/finished/" in path}

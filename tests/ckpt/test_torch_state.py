@@ -113,7 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "is text": (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1"), "damaged|not (written by|a file of) torch.save"),
     "is empty": (lambda p: p.write_bytes(b""), "damaged"),
     "is cut off": (lambda p: old_and_cut(p, -3), r"truncated: \d+ bytes instead of \d+"),
-    "lacks its storages": (lambda p: old_and_cut(p, -24), "damaged: storage|truncated"),
+    "lacks its storages": (lambda p: old_and_cut(p, -24), "damaged: the length of storage|truncated"),
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ TOKENS = torch.arange(12).view(2, 6)
 
 
 def logits(path: Path) -> torch.Tensor:
-    model = mega_eval.model_loading(path, dtype=torch.float64)
+    model = mega_eval.load_inference_model(path, dtype=torch.float64)
     positions = torch.arange(6)[None]
     return model.logits(model(model.embed(TOKENS, positions), model.context(positions)))
 
