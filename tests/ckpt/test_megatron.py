@@ -388,7 +388,7 @@ def test_trackers_that_name_nothing(text: str, folder: Path) -> None:
 def test_no_tracker(folder: Path) -> None:
     (folder / "dist" / "latest_checkpointed_iteration.txt").unlink()
     (folder / "dist" / "release").rename(folder / "dist" / "iter_0000012")
-    with pytest.raises(CheckpointError, match="latest_checkpointed_iteration.txt is missing") as error:
+    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration\.txt is missing") as error:
         open_weight_source(folder / "dist")
     assert "iter_0000012" in str(error.value)
 

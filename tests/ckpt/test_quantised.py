@@ -195,7 +195,7 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], obj
 
 SCALE = "model.layers.0.self_attn.o_proj.weight_scale_inv"
 REFUSED: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
-    "no scale": (lambda t, _: t.pop(SCALE), f"model.safetensors: {SCALE[:-10]} requires the tensor {SCALE} is missing"),
+    "no scale": (lambda t, _: t.pop(SCALE), f"model.safetensors: quantized {SCALE[:-10]} requires the tensor {SCALE}, which is missing"),
     "scale of another shape": (lambda t, _: t.update({SCALE: torch.ones(2, 3)}), r"o_proj.weight \[24, 32\] have shape \[2, 3\], but blocks of 16 x 16 require \[2, 2\]"),
     "scale not finite": (lambda t, _: t[SCALE].fill_(torch.nan), "model.safetensors: a scale of .*o_proj.weight is not finite"),
     "scale without codes": (lambda t, _: t.update({"model.norm.weight_scale_inv": torch.ones(1)}), "the tensor model.norm.weight_scale_inv is not part of"),
