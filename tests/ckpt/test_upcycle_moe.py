@@ -22,7 +22,7 @@ TOKENS = torch.arange(12).view(2, 6)
 def logits(path: Path) -> torch.Tensor:
     model = mega_eval.load_inference_model(path, dtype=torch.float64)
     positions = torch.arange(6)[None]
-    return model.logits(model(model.embed(TOKENS, positions), model.context(positions)))
+    return model.compute_logits(model(model.embed_inputs(TOKENS, positions), model.make_forward_context(positions)))
 
 
 @pytest.mark.parametrize("changes", [{}, {"mlp_bias": True, "activation": "gelu", "norm": "layernorm"}])

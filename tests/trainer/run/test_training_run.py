@@ -550,7 +550,7 @@ def test_an_unreadable_newest_checkpoint_stops_training_eval_and_convert(
         assert end.value.code == 2, told
         assert f"{newest}: " in told
         assert words in told
-        assert "move step-00000002 away" in told
+        assert "move step-00000002 elsewhere" in told
     assert len(lines(raw)) == 2
 
 
