@@ -156,7 +156,7 @@ def test_shrink(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         2,
         8,
     ]
-    with pytest.raises(ConfigError, match="--ffn 99: the model has 24"):
+    with pytest.raises(ConfigError, match="--ffn 99 must be at most 24"):
         call("shrink", run, tmp_path / "none", "--ffn", "99", *args)
 
 
@@ -164,7 +164,7 @@ def test_upcycle(run: Path, tmp_path: Path) -> None:
     made = tmp_path / "moe"
     assert call("upcycle", run, made, "--experts", "4", "--top-k", "2", "--expert-ffn", "12").strip() == str(made)
     assert json.loads(call("inspect", made, "--json"))["step"] == 0
-    with pytest.raises(ConfigError, match="does not divide"):
+    with pytest.raises(ConfigError, match="must divide"):
         call("upcycle", run, tmp_path / "other", "--experts", "4", "--top-k", "2", "--expert-ffn", "7")
 
 

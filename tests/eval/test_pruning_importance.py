@@ -168,7 +168,7 @@ def test_sizes_that_cannot_be(tmp_path: Path) -> None:
     source = saved(tmp_path / "whole", "llama")
     ones = PartImportance(torch.ones(3), torch.ones(3, 40), torch.ones(3, 4), torch.ones(24))
     for sizes, message in (
-        (ShrinkSizes(layers=4), "--layers 4: the model has 3"),
+        (ShrinkSizes(layers=4), "--layers 4 must be at most 3"),
         (ShrinkSizes(heads=3), "--heads 3 must be a multiple of 2"),
     ):
         with pytest.raises(ConfigError, match=message):
