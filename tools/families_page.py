@@ -12,7 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
-from mega_ckpt.families import FAMILIES, SEEING
+from mega_ckpt.families import FAMILIES, VISION_FAMILIES
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 
@@ -73,7 +73,7 @@ def supported() -> dict[str, list[tuple[str, str, str]]]:
     rows: dict[str, list[tuple[str, str, str]]] = {kind: [] for kind in KINDS}
     for family in FAMILIES:
         rows[kind_of(family.name)].append((family.name, family.architecture, family.outer_model_type))
-    rows["vision"] = [(family.name, family.architecture, "") for family in SEEING]
+    rows["vision"] = [(family.name, family.architecture, "") for family in VISION_FAMILIES]
     return rows
 
 

@@ -95,7 +95,7 @@ def test_keys_that_nothing_reads_come_back_and_are_told_once(tmp_path: Path, cap
     convert_checkpoint(folder, tmp_path / "mega", "mega", verify=True)
     told = [line for line in caplog.messages if "use_mrope" in line]
     assert len(told) == 1
-    assert "reads unsloth_fixed, use_mrope; carried as it is" in told[0]
+    assert "reads unsloth_fixed, use_mrope; kept unchanged" in told[0]
     convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf")
     assert content(tmp_path / "back") == content(folder)
 
@@ -244,7 +244,7 @@ def test_experts_of_two_dtypes_are_refused(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     save_file(tensors | {name: tensors[name].half()}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"{name} has another dtype than .*experts.0.w1.weight"):
+    with pytest.raises(CheckpointError, match=f"{name}, .* must be that of .*experts.0.w1.weight"):
         open_weight_source(folder)
 
 
@@ -263,7 +263,7 @@ def test_predictors_that_are_left_out_and_copies_that_differ(predictor: Path, tm
     save_file({key: tensor for key, tensor in disk.items() if key != name}, predictor / "model.safetensors")
     assert open_weight_source(predictor).model.mtp_layers == 1
     save_file(disk | {name: disk[name] + 1}, predictor / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"{name} differs from model.embed_tokens.weight, .* that they are one"):
+    with pytest.raises(CheckpointError, match=f"{name} differs from model.embed_tokens.weight, .* they must be equal"):
         open_weight_source(predictor)
 
 
@@ -321,11 +321,11 @@ def test_what_is_there_is_not_touched(mega: Path, llama: Path, tmp_path: Path) -
     (old / "notes").write_text("mine")
     with pytest.raises(CheckpointError, match="exists already"):
         convert_checkpoint(mega, old, "hf")
-    with pytest.raises(CheckpointError, match="is not replaced"):
+    with pytest.raises(CheckpointError, match="can be replaced"):
         convert_checkpoint(mega, old, "hf", overwrite=True)
     assert content(old) == {"notes": b"mine"}
     copy = Path(shutil.copytree(llama, tmp_path / "copy"))
-    with pytest.raises(CheckpointError, match="is not replaced"):
+    with pytest.raises(CheckpointError, match="can be replaced"):
         convert_checkpoint(copy, copy, "hf", overwrite=True)
     convert_checkpoint(mega, tmp_path / "copy", "hf", overwrite=True, options=ConvertOptions(max_shard=10**9))
     assert (copy / "model.safetensors").is_file()
@@ -358,13 +358,13 @@ def test_verify_notices_what_was_written_wrongly(llama: Path, tmp_path: Path, mo
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")
 
     monkeypatch.setattr(module, "write_hf_folder", wrong)
-    with pytest.raises(CheckpointError, match="what was written is not what was read"):
+    with pytest.raises(CheckpointError, match="the written tensor differs from the source"):
         convert_checkpoint(llama, tmp_path / "out", "hf", verify=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_target(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot convert to 'gguf'"):
+    with pytest.raises(CheckpointError, match="format 'gguf' is not supported"):
         convert_checkpoint(llama, tmp_path / "out", "gguf")
 
 
@@ -376,7 +376,7 @@ def test_a_damaged_layout_is_refused(mega: Path, tmp_path: Path) -> None:
     model, tensors = MegaSource(Checkpoint.open_folder(mega)).model, weights(open_weight_source(mega))
     held = {f"weights/{k}": ShardedTensor(tuple(t.shape), [TensorBox((0,) * t.dim(), t)]) for k, t in tensors.items()}
     broken = {
-        "not the plain name": {"files": {"../../x.safetensors": layout["files"][first]}},
+        "must be the plain name": {"files": {"../../x.safetensors": layout["files"][first]}},
         "is missing": {"files": {first: layout["files"][first]}},
         "damaged": {"file": 3},
     }
@@ -390,7 +390,7 @@ def test_a_damaged_layout_is_refused(mega: Path, tmp_path: Path) -> None:
 def test_open_source_finds_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="a run folder without a complete checkpoint"):
+    with pytest.raises(CheckpointError, match="the run has no complete checkpoint"):
         open_weight_source(run)
     trained(run / "checkpoints", {}, step=2)
     newest = trained(run / "checkpoints", {}, step=10)
@@ -406,8 +406,8 @@ def test_open_source_of_anything_else(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("10")
     for name, told in {
-        "absent": "no such folder", "file": "is a file", "empty": "expected a mega checkpoint",
-        "megatron": "there is no iter_0000010",
+        "absent": "no such folder", "file": "must be a folder, not a file", "empty": "expected a mega checkpoint",
+        "megatron": "10 requires the folder iter_0000010",
     }.items():  # fmt: skip
         with pytest.raises(CheckpointError, match=f"(?s){name}.*{told}"):
             open_weight_source(tmp_path / name)
@@ -427,7 +427,7 @@ def test_load_weights_fills_boxes_and_casts(kind: str, llama: Path, mega: Path) 
     load_weights(source, boxes)
     assert torch.equal(top, whole[name][:5].float())
     assert torch.equal(corner, whole[name][-3:, 2:6].double())
-    with pytest.raises(CheckpointError, match=r"have no tensor model\.other"):
+    with pytest.raises(CheckpointError, match=r"the tensor model\.other is missing"):
         load_weights(source, {"model.other": ShardedTensor((1,), [])})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \[24\].*\[25\] here"):
         load_weights(source, {"model.norm.weight": ShardedTensor((25,), [])})
@@ -435,7 +435,7 @@ def test_load_weights_fills_boxes_and_casts(kind: str, llama: Path, mega: Path) 
 
 def test_a_checkpoint_that_is_of_another_model_than_it_says(tmp_path: Path) -> None:
     model = ModelConfig.parse(SMALL)
-    for told, change in (("has no tensor", {"num_layers": 3}), ("has a tensor", {"num_layers": 1}),
+    for told, change in (("is missing", {"num_layers": 3}), ("is not part of the model", {"num_layers": 1}),
                          ("has shape", {"vocab_size": 51}), ("less than or equal to 10000", {"num_layers": 10**12})):  # fmt: skip
         held = {
             f"weights/{k}": ShardedTensor(s, [TensorBox((0,) * len(s), torch.zeros(s))])

@@ -153,7 +153,7 @@ def test_bf16_is_rounded_once(tmp_path: Path) -> None:
             )
             for name, shape in canonical_tensors(model).items()
         }
-        save_random_checkpoint(tmp_path / str(number), 1, held, model=model, state={})
+        save_sharded_checkpoint(tmp_path / str(number), 1, held, model=model, state={})
     average_checkpoints([tmp_path / str(number) for number in range(5)], tmp_path / "out")
     for tensor in weights(open_weight_source(tmp_path / "out")).values():
         assert (tensor == torch.tensor(260 / 5, dtype=torch.bfloat16)).all()
@@ -188,11 +188,11 @@ def test_training_settings_make_no_other_model(tmp_path: Path) -> None:
     ("count", "given_weights", "match"),
     [
         (1, None, "two or more"),
-        (2, [1.0], "1 weights for 2 checkpoints"),
-        (2, [1.0, 0.0], "expected a positive number"),
-        (2, [1.0, -1.0], "expected a positive number"),
-        (2, [1.0, float("nan")], "expected a positive number"),
-        (2, [1.0, float("inf")], "expected a positive number"),
+        (2, [1.0], "must be that of checkpoints, 2, not 1"),
+        (2, [1.0, 0.0], "must be a positive number"),
+        (2, [1.0, -1.0], "must be a positive number"),
+        (2, [1.0, float("nan")], "must be a positive number"),
+        (2, [1.0, float("inf")], "must be a positive number"),
     ],
 )
 def test_weights_that_do_not_fit(count: int, given_weights: list[float] | None, match: str, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_new_tokens_are_the_mean_of_the_others(tmp_path: Path, tied: bool) -> No
         assert torch.equal(new[:61], old)
         torch.testing.assert_close(new[61:], old.mean(0).expand(3, -1))
     assert torch.equal(after.read_tensor("model.norm.weight"), before.read_tensor("model.norm.weight"))
-    with pytest.raises(CheckpointError, match="is smaller than the model's, which has 61"):
+    with pytest.raises(CheckpointError, match="must be at least that of the model, 61"):
         convert_checkpoint(tmp_path, tmp_path / "small", "mega", options=ConvertOptions(vocab_size=60))
 
 
@@ -77,10 +77,10 @@ def test_tokens_are_added_to_tokenizer_and_weights(spoken: Path, tmp_path: Path)
 
 def test_tokens_that_cannot_be_added_are_told(spoken: Path, tmp_path: Path) -> None:
     for tokens, size, told in (
-        ("<a>,w5", None, "has 'w5' already, as token 5"),
+        ("<a>,w5", None, "has 'w5' already, with id 5"),
         ("<a>,<a>", None, "'<a>' is there twice"),
         (",", None, "names no token"),
-        ("<a>,<b>", 61, "a vocabulary of 61 tokens has no place for token 61"),
+        ("<a>,<b>", 61, "must be at least 62 for these tokens, not 61"),
     ):
         args = ["convert", spoken, tmp_path / "new", "--to", "hf", "--add-tokens", tokens]
         args += ["--vocab-size", size] if size else []

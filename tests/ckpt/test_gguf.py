@@ -115,13 +115,13 @@ def add(key: str, value: Any) -> Callable[[gguf.GGUFWriter, str], None]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a key that is not known": ({"more": add("llama.attention.curved", 1.5)}, "llama.attention.curved = 1.5 is not understood"),
+    "a key that is not known": ({"more": add("llama.attention.curved", 1.5)}, "llama.attention.curved = 1.5 is not supported"),
     "a part of each head is rotated": ({"more": add("llama.rope.scaling.type", "spiral")}, "rope_type = 'spiral' is not supported"),
     "frequencies of its own": (
-        {"tensors": {"rope_freqs.weight": torch.tensor([1.0, 3.0, 2.0])}}, "scales frequencies in a way that is not Llama 3's",
+        {"tensors": {"rope_freqs.weight": torch.tensor([1.0, 3.0, 2.0])}}, "must be Llama 3's frequency scaling",
     ),
     "a tensor that is not known": (
-        {"tensors": {"blk.1.attn_gate.weight": torch.ones(2)}}, "the tensor blk.1.attn_gate.weight is not one of a llama model with this metadata",
+        {"tensors": {"blk.1.attn_gate.weight": torch.ones(2)}}, "the tensor blk.1.attn_gate.weight is not part of a llama model with this metadata",
     ),
 }  # fmt: skip
 
@@ -139,7 +139,7 @@ def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match="the GGUF architecture 'mamba' is not known"):
+    with pytest.raises(CheckpointError, match="the GGUF architecture 'mamba' is not supported"):
         open_weight_source(tmp_path / "x.gguf")
 
 
@@ -147,7 +147,7 @@ def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_off(end: int, tmp_path: Path) -> None:
     path = small(tmp_path)
     path.write_bytes(path.read_bytes()[:end] if end != -1 else path.read_bytes()[:-4096])
-    with pytest.raises(CheckpointError, match=r"model\.gguf: damaged, or not a GGUF file"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf: damaged, or not a supported GGUF file"):
         open_weight_source(path)
 
 
@@ -157,7 +157,7 @@ def test_a_folder_with_a_file_and_one_with_two(tmp_path: Path) -> None:
     shutil.copy(path, tmp_path / "one")
     assert open_weight_source(tmp_path / "one").model == open_weight_source(path).model
     shutil.copy(path, tmp_path / "one" / "other.gguf")
-    with pytest.raises(CheckpointError, match=r"holds several GGUF files: model\.gguf, other\.gguf"):
+    with pytest.raises(CheckpointError, match=r"has several GGUF files: model\.gguf, other\.gguf"):
         open_weight_source(tmp_path / "one")
 
 

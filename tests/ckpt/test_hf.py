@@ -205,7 +205,7 @@ def test_a_run_without_the_vision_encoder_exports_the_language_model_alone(
     )
     with caplog.at_level("WARNING"):
         convert_checkpoint(run, tmp_path / "out", "hf", verify=True)
-    assert "whose weights are not in this checkpoint: the output is the language model alone" in caplog.text
+    assert "whose weights are not in this checkpoint; only the language model" in caplog.text
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["model_type"] == "qwen3_5_text"
     assert not written.keys() & {"vision_config", "text_config", "image_token_id"}
@@ -263,38 +263,38 @@ def larger_vocabulary(folder: Path) -> None:
 
 NORM = "model.norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json.*put the model's config.json beside"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing.*add the model's config.json"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must have keys with values, not list"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must be a JSON object, not list"),
     "unknown model_type": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="mamba")),
         "model type 'mamba' is not supported; supported families: docs/families.md; nearest: mamba2",
     ),
-    "shard missing": (lambda f: shard(f).unlink(), r"model-00001-of-\d+.safetensors is missing, which holds"),
+    "shard missing": (lambda f: shard(f).unlink(), r"model-00001-of-\d+.safetensors, the file of .* is missing"),
     "shard truncated": (cut_short, r"model-00001-of-\d+.safetensors: truncated: \d+ bytes instead of \d+"),
     "shard longer": (lambda f: shard(f).open("ab").write(b"x"), "too long"),
     "shard empty": (lambda f: shard(f).write_bytes(b""), r"truncated, or not a safetensors file \(0 bytes\)"),
     "shard is text": (lambda f: shard(f).write_text("version https://git-lfs.github.com/spec/v1\n" * 3), "truncated, or not"),
-    "index outside": (index_says("../other/model.safetensors"), "'../other/model.safetensors' is not the plain name"),
-    "index absolute": (index_says("/etc/x.safetensors"), "is not the plain name of a safetensors file"),
-    "index of a pickle": (index_says("pytorch_model.bin"), "is not the plain name of a safetensors file"),
-    "index of a number": (index_says(3), "3 is not the plain name"),
+    "index outside": (index_says("../other/model.safetensors"), "'../other/model.safetensors' must be the plain name"),
+    "index absolute": (index_says("/etc/x.safetensors"), "must be the plain name of a safetensors file"),
+    "index of a pickle": (index_says("pytorch_model.bin"), "must be the plain name of a safetensors file"),
+    "index of a number": (index_says(3), "3 must be the plain name"),
     "index without map": (
-        lambda f: edit_json(f / "model.safetensors.index.json", lambda raw: raw.pop("weight_map")), "has no weight_map",
+        lambda f: edit_json(f / "model.safetensors.index.json", lambda raw: raw.pop("weight_map")), "weight_map is missing",
     ),
     "index disagrees": (
         lambda f: edit_json(f / "model.safetensors.index.json", lambda raw: raw["weight_map"].pop(NORM)),
-        "disagrees with .* on whether it holds model.norm.weight",
+        "conflicts with .* only one of them has model.norm.weight",
     ),
     "tensor missing": (lambda f: rewrite(f, lambda t: t.pop(NORM)), "the tensor model.norm.weight is missing"),
     "tensor unknown": (
         lambda f: rewrite(f, lambda t: t.update({"model.layers.0.lora": torch.ones(2)})),
-        "the tensor model.layers.0.lora is not one of a llama model",
+        "the tensor model.layers.0.lora is not part of a llama model",
     ),
-    "wrong shape": (larger_vocabulary, r"has shape \[97, 24\], but config.json makes it \[98, 24\]"),
+    "wrong shape": (larger_vocabulary, r"has shape \[97, 24\], but config.json requires \[98, 24\]"),
     "quantised": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(quantization_config={"quant_method": "awq"})),
-        r"the weights are quantised by 'awq', which is not read \(only fp8, mxfp4, compressed-tensors",
+        r"weights quantized with 'awq' are not supported \(only fp8, mxfp4, compressed-tensors",
     ),
     "too many experts": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="qwen3_moe", num_experts=10**12, mlp_bias=None, moe_intermediate_size=8)),
@@ -304,7 +304,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(num_hidden_layers=10**12)), "num_layers = 1000000000000",
     ),
     "a damaged pickle": (pickled, r"pytorch_model.bin: (damaged|not written by torch.save)"),
-    "no weights": (lambda f: [path.unlink() for path in f.glob("*.safetensors*")], "neither model.safetensors nor"),
+    "weights are missing": (lambda f: [path.unlink() for path in f.glob("*.safetensors*")], "neither model.safetensors nor"),
 }  # fmt: skip
 
 

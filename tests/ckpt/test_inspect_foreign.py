@@ -15,7 +15,7 @@ from mega_ckpt.convert import convert_checkpoint
 from mega_cli.ckpt import app
 from mega_common.errors import CheckpointError
 
-HOW = "its weights were quantised: fp8, a scale for 16 x 16 weights; read as bfloat16"
+HOW = "original quantization: fp8, a scale for 16 x 16 weights; read as bfloat16"
 
 
 def call(*args: object, status: int = 0) -> str:
@@ -35,19 +35,19 @@ def test_a_quantised_folder_and_what_is_made_of_it_say_so(v3: Path, tmp_path: Pa
     assert HOW in call("inspect", tmp_path / "mega")
     plain = save_model(tmp_path / "hf", "llama")
     shown = call("inspect", plain)
-    assert "were quantised" not in shown
+    assert "original quantization" not in shown
     assert "safetensors" in shown
 
 
 def test_conversion_says_it_in_one_line(v3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="mega")
     convert_checkpoint(v3, tmp_path / "hf", "hf")
-    said = [message for message in caplog.messages if "quantised" in message]
-    assert said == [f"the weights of {v3} are quantised ({HOW.partition(': ')[2]}); what is written is not"]
+    said = [message for message in caplog.messages if "quantized" in message]
+    assert said == [f"the weights of {v3} are quantized ({HOW.partition(': ')[2]}); the output is not"]
 
 
 def test_every_tensor_is_read(v3: Path, tmp_path: Path) -> None:
-    assert "every tensor can be read; there are no checksums" in call("verify", v3, "--finite")
+    assert "all tensors can be read; the format has no checksums" in call("verify", v3, "--finite")
     plain = save_model(tmp_path / "hf", "llama")
     tensors = load_file(plain / "model.safetensors")
     tensors["model.norm.weight"][3] = torch.nan

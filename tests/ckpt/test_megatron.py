@@ -170,12 +170,12 @@ def test_encoders_there_and_back(name: str, kind: str, tp: int, pp: int, tmp_pat
 
 def test_no_t5_in_stages(tmp_path: Path) -> None:
     source = mega(tmp_path / "mega", ENCODERS["t5"])
-    with pytest.raises(CheckpointError, match="pp = 2: Megatron has no T5 in stages"):
+    with pytest.raises(CheckpointError, match="pp = 2 is not supported with a T5"):
         convert_checkpoint(source, tmp_path / "out", "megatron", options=ConvertOptions(megatron_format="torch", pp=2))
     convert_checkpoint(source, tmp_path / "out", "megatron", options=ConvertOptions(megatron_format="torch"))
     (tmp_path / "out/release/mp_rank_00").rename(tmp_path / "out/release/mp_rank_00_000")
     shutil.copytree(tmp_path / "out/release/mp_rank_00_000", tmp_path / "out/release/mp_rank_00_001")
-    with pytest.raises(CheckpointError, match="a T5 in stages of a pipeline"):
+    with pytest.raises(CheckpointError, match="a T5 with pipeline parallelism is not supported"):
         open_weight_source(tmp_path / "out")
 
 
@@ -199,7 +199,7 @@ def test_files_of_ranks_join_the_parts_of_a_mamba_layer(tmp_path: Path) -> None:
 
 def test_layers_of_mamba_split_by_groups_alone(tmp_path: Path) -> None:
     source = mega(tmp_path / "mega", HYBRID | {"mamba": {**MAMBA, "num_groups": 1}})
-    with pytest.raises(CheckpointError, match="tp = 2 does not divide the 8 heads in 1 groups"):
+    with pytest.raises(CheckpointError, match="tp = 2 must divide the 8 heads in 1 groups"):
         convert_checkpoint(source, tmp_path / "out", "megatron", options=ConvertOptions(megatron_format="torch", tp=2))
 
 
@@ -248,8 +248,8 @@ def test_further_tokens_of_a_pattern() -> None:
     ("pattern", "problem"),
     [
         *((pattern, "") for pattern in ("M?", "|", "M/MM", "M+D")),
-        ("M/*-", "no MambaModel of Megatron-Core 0.16 predicts further tokens"),
-        ("MG", "the MambaModel of Megatron-Core 0.16 has M, .* and no G"),
+        ("M/*-", "MTP layers .* are not supported by Megatron-Core 0.16"),
+        ("MG", "G is not supported by the MambaModel of Megatron-Core 0.16"),
     ],
 )
 def test_patterns_that_are_not_supported(pattern: str, problem: str) -> None:
@@ -351,7 +351,9 @@ def test_further_tokens_that_the_settings_do_not_tell_of(tmp_path: Path) -> None
     convert_checkpoint(mega(tmp_path / "mega", {"mtp_layers": 1}), tmp_path / "out", "megatron")
     path = tmp_path / "out" / "release" / "common.pt"
     rewrite(path, lambda state: setattr(state["args"], "mtp_num_layers", None))
-    with pytest.raises(CheckpointError, match=r"the tensor mtp\.layers\.0\..* is not one of a model with its settings"):
+    with pytest.raises(
+        CheckpointError, match=r"the tensor mtp\.layers\.0\..* is not part of a model with its settings"
+    ):
         open_weight_source(tmp_path / "out")
     assert open_weight_source(tmp_path / "out", settings={"mtp_layers": 1}).model.mtp_layers == 1
 
@@ -369,10 +371,10 @@ def test_folders(folder: Path) -> None:
 
 
 TRACKERS = {
-    "": "is empty, instead of an iteration or 'release'",
-    "soon": "says 'soon', instead of an iteration",
-    "99": "says 99, but there is no iter_0000099",
-    "-1": "says '-1'",
+    "": "must be an iteration or 'release', not ''",
+    "soon": "must be an iteration or 'release', not 'soon'",
+    "99": "99 requires the folder iter_0000099, which is missing",
+    "-1": "not '-1'",
 }
 
 
@@ -386,7 +388,7 @@ def test_trackers_that_name_nothing(text: str, folder: Path) -> None:
 def test_no_tracker(folder: Path) -> None:
     (folder / "dist" / "latest_checkpointed_iteration.txt").unlink()
     (folder / "dist" / "release").rename(folder / "dist" / "iter_0000012")
-    with pytest.raises(CheckpointError, match="there is no latest_checkpointed_iteration") as error:
+    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration\.txt is missing") as error:
         open_weight_source(folder / "dist")
     assert "iter_0000012" in str(error.value)
 
@@ -410,7 +412,7 @@ def test_settings_from_a_file(folder: Path) -> None:
 def test_settings_that_mega_has_not(folder: Path) -> None:
     path = folder / "dist" / "release" / "common.pt"
     rewrite(path, lambda state: state["args"].__dict__.update(qk_l2_norm=True, swiglu=False, quick_geglu=True))
-    with pytest.raises(CheckpointError, match=r"quick_geglu is not supported.*qk_l2_norm"):
+    with pytest.raises(CheckpointError, match=r"quick_geglu requires.*qk_l2_norm"):
         open_weight_source(folder / "dist")
 
 
@@ -464,36 +466,36 @@ def rename(old: str, new: str) -> Callable[[Any], None]:
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another folder's file": (
-        metadata_says(lambda m: set_(entry(m), relative_path="../../x.distcp")), "is not the plain name of a file"
+        metadata_says(lambda m: set_(entry(m), relative_path="../../x.distcp")), "must be the plain name of a file"
     ),
-    "an absolute file": (metadata_says(lambda m: set_(entry(m), relative_path="/etc/passwd")), "not the plain name"),
+    "an absolute file": (metadata_says(lambda m: set_(entry(m), relative_path="/etc/passwd")), "must be the plain name"),
     "a file that is not there": (metadata_says(lambda m: set_(entry(m), relative_path="__9_9.distcp")), "cannot be read"),
-    "past the end": (metadata_says(lambda m: set_(entry(m), offset=1 << 40)), "bytes long"),
-    "before the start": (metadata_says(lambda m: set_(entry(m), offset=-5)), "are not sizes"),
+    "past the end": (metadata_says(lambda m: set_(entry(m), offset=1 << 40)), "bytes instead of"),
+    "before the start": (metadata_says(lambda m: set_(entry(m), offset=-5)), "must be sizes"),
     "another tensor": (
         metadata_says(lambda m: set_(entry(m), offset=entry(m, QKV).offset, length=entry(m, QKV).length)),
-        "is not the tensor that .metadata says",
+        "conflicts with .metadata",
     ),
-    "a terabyte": (metadata_says(shape("output_layer.weight", 1 << 36, 16)), "overlap or leave a part out"),
-    "a million layers": (metadata_says(shape(QKV, 1 << 20, 32, 16)), "layers, which no model has"),
-    "five layers": (metadata_says(shape(QKV, 5, 32, 16)), "leave a part out of its 5 layers"),
+    "a terabyte": (metadata_says(shape("output_layer.weight", 1 << 36, 16)), "overlap or are incomplete"),
+    "a million layers": (metadata_says(shape(QKV, 1 << 20, 32, 16)), "layers, not"),
+    "five layers": (metadata_says(shape(QKV, 5, 32, 16)), "are incomplete: it has 5 layers"),
     "other sizes": (metadata_says(shape(QKV, 4, 48, 16)), "linear_qkv.weight has shape"),
     "overlapping": (
         metadata_says(lambda m: m.state_dict_metadata[QKV].chunks.append(m.state_dict_metadata[QKV].chunks[0])),
-        "overlap or leave a part out",
+        "overlap or are incomplete",
     ),
-    "a part left out": (metadata_says(lambda m: m.state_dict_metadata[QKV].chunks.pop()), "leave a part out"),
-    "no tensor": (metadata_says(lambda m: m.state_dict_metadata.pop(QKV)), "there is no tensor .*linear_qkv.weight"),
-    "another model's tensor": (metadata_says(rename("output_layer.weight", "x.weight")), "no tensor output_layer.weight"),
+    "a part left out": (metadata_says(lambda m: m.state_dict_metadata[QKV].chunks.pop()), "are incomplete"),
+    "no tensor": (metadata_says(lambda m: m.state_dict_metadata.pop(QKV)), "tensor .*linear_qkv.weight.* is missing"),
+    "another model's tensor": (metadata_says(rename("output_layer.weight", "x.weight")), "tensor output_layer.weight.* is missing"),
     "metadata of nothing": (metadata_says(lambda m: m.__dict__.clear()), "not the metadata of a checkpoint"),
     "half the metadata": (
         lambda root: (root / "dist/release/.metadata").write_bytes(b"\x80\x04}"), "damaged, or not a pickle"
     ),
     "a bomb for metadata": (
-        lambda root: (root / "dist/release/.metadata").write_bytes(BOMBS["a program"][0]), "asks for 'subprocess.Popen'"
+        lambda root: (root / "dist/release/.metadata").write_bytes(BOMBS["a program"][0]), "requires 'subprocess.Popen'"
     ),
     "half the tensors": (
-        lambda root: (root / "dist/release/__0_0.distcp").write_bytes(bytes(100)), "bytes long"
+        lambda root: (root / "dist/release/__0_0.distcp").write_bytes(bytes(100)), "bytes instead of"
     ),
     "zeros for tensors": (
         lambda root: (root / "dist/release/__0_0.distcp").write_bytes(
@@ -501,7 +503,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "damaged",
     ),
-    "neither format": (lambda root: (root / "dist/release/.metadata").unlink(), "neither a torch_dist checkpoint"),
+    "neither format": (lambda root: (root / "dist/release/.metadata").unlink(), "must be a torch_dist checkpoint"),
 }  # fmt: skip
 
 
@@ -523,19 +525,19 @@ LEGACY_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a rank left out": (
         lambda root: shutil.rmtree(root / "torch/release/mp_rank_01_000"), "tp rank 1, pp rank 0, ep rank 0 is missing"
     ),
-    "no file": (lambda root: (root / "torch/release/mp_rank_01_000" / FILE).unlink(), "there is no model_optim_rng.pt"),
+    "no file": (lambda root: (root / "torch/release/mp_rank_01_000" / FILE).unlink(), "model_optim_rng.pt is missing"),
     "an empty file": (lambda root: (root / "torch/release/mp_rank_01_000" / FILE).write_bytes(b""), "damaged"),
-    "no tensor": (rank_says(lambda state: state["model"].pop(FC1)), "linear_fc1.weight overlap or leave a part out"),
+    "no tensor": (rank_says(lambda state: state["model"].pop(FC1)), "linear_fc1.weight overlap or are incomplete"),
     "another tensor": (
-        rank_says(lambda state: state["model"].update({"decoder.x": torch.ones(2)})), "the tensor decoder.x is not one"
+        rank_says(lambda state: state["model"].update({"decoder.x": torch.ones(2)})), "the tensor decoder.x is not part"
     ),
     "other sizes": (
-        rank_says(lambda state: state["model"].update({FC1: torch.ones(8, 16)})), "overlap or leave a part out"
+        rank_says(lambda state: state["model"].update({FC1: torch.ones(8, 16)})), "overlap or are incomplete"
     ),
-    "no model": (rank_says(lambda state: state.pop("model")), "overlap or leave a part out"),
+    "no model": (rank_says(lambda state: state.pop("model")), "overlap or are incomplete"),
     "an older model": (rank_says(lambda state: state.update(model={"language_model": {}})), "from before Megatron-Core"),
     "a list": (
-        lambda root: torch.save([1], root / "torch/release/mp_rank_01_001" / FILE), "not the file of a rank"
+        lambda root: torch.save([1], root / "torch/release/mp_rank_01_001" / FILE), "not a rank file"
     ),
 }  # fmt: skip
 
@@ -559,23 +561,30 @@ NOT_MEGATRON: dict[str, dict[str, Any]] = {
     r"moe\.group_score = 'top2'": {"moe": EXPERTS | {"groups": 2, "top_groups": 2, "group_score": "top2"}},
     r"mla\.norm_eps = 1e-06": {**LATENT, "mla": {**LATENT["mla"], "norm_eps": 1e-6}},
     "layernorm": {"qk_norm": True, "norm": "layernorm"},
-    "sum of two logits": {"moe": EXPERTS | {"groups": 2, "group_score": "top2"}},
-    "latents' norms": {**LATENT, "zero_centered_norm": True},
+    "requires moe_router_pre_softmax": {"moe": EXPERTS | {"groups": 2, "group_score": "top2"}},
+    "apply_layernorm_1p": {**LATENT, "zero_centered_norm": True},
     "rope.fraction = 0.5": {"rope": {"scaling": "yarn", "factor": 2.0, "original_max_position": 16, "fraction": 0.5}},
-    r"moe\.layers = \[1, 3, 4\], but .* if layer 3": {"moe": EXPERTS | {"layers": [1, 3, 4]}, "mtp_layers": 2},
-    r"moe\.layers = \[0, 4\], but": {"moe": EXPERTS | {"layers": [0, 4]}, "mtp_layers": 1},
+    r"moe\.layers = \[1, 3, 4\] must include the MTP layers .* layer 3": {
+        "moe": EXPERTS | {"layers": [1, 3, 4]},
+        "mtp_layers": 2,
+    },
+    r"moe\.layers = \[0, 4\] must include the MTP layers": {"moe": EXPERTS | {"layers": [0, 4]}, "mtp_layers": 1},
     "num_kv_heads must be 4": {"encoder": {"num_layers": 1, "head_bias": True}, "tie_embeddings": True},
-    "head_bias must be True": {"encoder": {"num_layers": 1}, "num_kv_heads": 4, "tie_embeddings": True},
+    "head_bias must equal tie_embeddings = True": {
+        "encoder": {"num_layers": 1},
+        "num_kv_heads": 4,
+        "tie_embeddings": True,
+    },
     "every_layer": {
         "encoder": {"num_layers": 1},
         "num_kv_heads": 4,
         "position": "relative",
         "relative": {"every_layer": True},
     },
-    "no residual_multiplier = 0.5": {"residual_multiplier": 0.5},
-    "no embedding_multiplier = 4.0, no logit_scale = 0.25": {"embedding_multiplier": 4.0, "logit_scale": 0.25},
+    "residual_multiplier = 0.5": {"residual_multiplier": 0.5},
+    "embedding_multiplier = 4.0, logit_scale = 0.25": {"embedding_multiplier": 4.0, "logit_scale": 0.25},
     r"no_rope_layers = \[1\]": {"no_rope_layers": [1]},
-    "no norm_bias = False": {"norm": "layernorm", "norm_bias": False},
+    "norm_bias = False": {"norm": "layernorm", "norm_bias": False},
     "local_rope": {"sliding_window": 7, "full_attention_layers": [1], "local_rope": {"theta": 5e5}},
 }
 
@@ -589,24 +598,24 @@ def test_models_that_megatron_has_not(said: str, tmp_path: Path) -> None:
 
 EIGHT = {"num_attention_heads": 8, "num_kv_heads": 8, "hidden_size": 48}
 DIVISIONS: list[tuple[str, dict[str, Any], dict[str, int], str | None]] = [
-    ("torch", {}, {"pp": 3}, "pp = 3 does not divide the 4 layers"),
-    ("torch_dist", {}, {"pp": 3}, "pp = 3 does not divide the 4 layers"),
-    ("torch_dist", {}, {"pp": 8}, "pp = 8 does not divide the 4 layers"),
-    ("torch", {}, {"tp": 4}, "tp = 4 does not divide the 2 key/value heads"),
-    ("torch_dist", {}, {"tp": 3}, "tp = 3 does not divide the 2 key/value heads, and is no multiple of them"),
+    ("torch", {}, {"pp": 3}, "pp = 3 must divide the 4 layers"),
+    ("torch_dist", {}, {"pp": 3}, "pp = 3 must divide the 4 layers"),
+    ("torch_dist", {}, {"pp": 8}, "pp = 8 must divide the 4 layers"),
+    ("torch", {}, {"tp": 4}, "tp = 4 must divide the 2 key/value heads"),
+    ("torch_dist", {}, {"tp": 3}, "tp = 3 must divide the 2 key/value heads or be a multiple of them"),
     ("torch_dist", {}, {"tp": 4}, None),  # a multiple of them
     ("torch_dist", {"num_kv_heads": 1}, {"tp": 2}, None),
-    ("torch", {"num_kv_heads": 1}, {"tp": 2}, "tp = 2 does not divide the 1 key/value heads"),
-    ("torch_dist", {"num_kv_heads": 1}, {"tp": 3}, "tp = 3 does not divide the 4 attention heads"),
-    ("torch_dist", {}, {"tp": 6}, "tp = 6 does not divide the 4 attention heads"),
-    ("torch_dist", {**EIGHT, "ffn_hidden_size": 12}, {"tp": 8}, "tp = 8 does not divide decoder.layers.0.mlp.linear_fc2"),
-    ("torch_dist", {"moe": EXPERTS | {"ffn_hidden_size": 7}}, {"tp": 2}, "tp = 2 does not divide .*experts.*linear_fc2"),
+    ("torch", {"num_kv_heads": 1}, {"tp": 2}, "tp = 2 must divide the 1 key/value heads"),
+    ("torch_dist", {"num_kv_heads": 1}, {"tp": 3}, "tp = 3 must divide the 4 attention heads"),
+    ("torch_dist", {}, {"tp": 6}, "tp = 6 must divide the 4 attention heads"),
+    ("torch_dist", {**EIGHT, "ffn_hidden_size": 12}, {"tp": 8}, "tp = 8 must divide decoder.layers.0.mlp.linear_fc2"),
+    ("torch_dist", {"moe": EXPERTS | {"ffn_hidden_size": 7}}, {"tp": 2}, "tp = 2 must divide .*experts.*linear_fc2"),
     (
         "torch_dist", {"moe": EXPERTS | {"shared_ffn_hidden_size": 7}}, {"tp": 2},
-        "tp = 2 does not divide .*shared_experts.*linear_fc2",
+        "tp = 2 must divide .*shared_experts.*linear_fc2",
     ),
-    ("torch_dist", LATENT, {"tp": 3}, "tp = 3 does not divide the 4 (key/value|attention) heads"),
-    ("torch_dist", HYBRID, {"tp": 4}, "tp = 4 does not divide the 8 heads in 2 groups of the Mamba-2 layers"),
+    ("torch_dist", LATENT, {"tp": 3}, "tp = 3 must divide the 4 (key/value|attention) heads"),
+    ("torch_dist", HYBRID, {"tp": 4}, "tp = 4 must divide the 8 heads in 2 groups of the Mamba-2 layers"),
     ("torch_dist", {"vocab_size": 101}, {"tp": 2}, None),  # padded to 256
 ]  # fmt: skip
 
@@ -716,21 +725,21 @@ def test_what_settings_mean(given: dict[str, Any], expected: dict[str, Any]) -> 
 
 NOT_MEGA: dict[str, dict[str, Any]] = {
     "softmax_type = 'off-by-one' is not supported": {"softmax_type": "off-by-one"},
-    "swiglu with activation_func_clamp_value": {"activation_func_clamp_value": 7.0},
-    "swiglu with .* or glu_linear_offset": {"glu_linear_offset": 1.0},
-    "quick_geglu is not supported": {"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0},
-    "window_attn_skip_freq = 0 does not fit 4 layers": {"window_size": (7, 0), "window_attn_skip_freq": 0},
-    r"moe_layer_freq = \[1, 0\] does not fit": {**SPARSE, "moe_layer_freq": [1, 0]},
-    "moe_layer_freq = 2 does not fit": {**SPARSE, "moe_layer_freq": 2, "num_layers": 1 << 40},
-    "it looks ahead": {"window_size": (7, 1)},
-    "mscale = 0.7 with mscale_all_dim = 0.0": {"position_embedding_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.0},
-    "apply_layernorm_1p is not supported": {**FLAT, ZERO: True},
+    "swiglu is not supported with activation_func_clamp_value": {"activation_func_clamp_value": 7.0},
+    "swiglu is not supported with .* or glu_linear_offset": {"glu_linear_offset": 1.0},
+    "quick_geglu requires": {"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0},
+    "window_attn_skip_freq = 0 conflicts with 4 layers": {"window_size": (7, 0), "window_attn_skip_freq": 0},
+    r"moe_layer_freq = \[1, 0\] conflicts with": {**SPARSE, "moe_layer_freq": [1, 0]},
+    "moe_layer_freq = 2 conflicts with": {**SPARSE, "moe_layer_freq": 2, "num_layers": 1 << 40},
+    "tokens after the query must be 0": {"window_size": (7, 1)},
+    "mscale = 0.7 is not supported with mscale_all_dim = 0.0": {"position_embedding_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.0},
+    "is not supported with apply_layernorm_1p": {**FLAT, ZERO: True},
     "with learned positions": {**FLAT, "position_embedding_type": "learned_absolute"},
-    "the sum of two logits": {**SPARSE, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "requires moe_router_pre_softmax": {**SPARSE, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
     "use_mup = True": {"use_mup": True},
-    "mtp_use_repeated_layer = True: .* is not supported": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
-    "mtp_num_layers = 1099511627776 is not between": {**SPARSE, "mtp_num_layers": 1 << 40},
-    r"window_attn_skip_freq = \[1, 0, 1, 0\] does not fit 5 layers": {
+    "mtp_use_repeated_layer = True is not supported": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+    "mtp_num_layers = 1099511627776 must be from 0": {**SPARSE, "mtp_num_layers": 1 << 40},
+    r"window_attn_skip_freq = \[1, 0, 1, 0\] conflicts with 5 layers": {
         "window_size": (7, 0), "window_attn_skip_freq": [1, 0, 1, 0], "mtp_num_layers": 1,
     },
     "problem\n  mtp_layers = 1: is not supported with position: learned": {"mtp_num_layers": 1, "position_embedding_type": "learned_absolute"},
@@ -801,11 +810,11 @@ def test_archives_and_zarr_folders_of_nemo_are_told_apart(folder: Path) -> None:
     )
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(found).items())
     (folder / "nemo/model_weights/.metadata").unlink()  # zarr has a folder for each tensor
-    with pytest.raises(CheckpointError, match="model_weights: neither a torch_dist checkpoint") as told:
+    with pytest.raises(CheckpointError, match="model_weights: must be a torch_dist checkpoint") as told:
         open_weight_source(folder / "nemo", settings=settings)
     assert "in NeMo with dist_ckpt_format: torch_dist" in (told.value.hint or "")
     (folder / "model.nemo").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"model\.nemo: is an archive of NeMo") as told:
+    with pytest.raises(CheckpointError, match=r"model.nemo: a NeMo archive must be unpacked") as told:
         open_weight_source(folder / "model.nemo")
     assert "tar xf model.nemo -C FOLDER" in (told.value.hint or "")
 
@@ -815,7 +824,9 @@ def test_an_activation_that_megatron_cannot_say_is_refused(folder: Path) -> None
     rewrite(root / "common.pt", lambda state: state.pop("args"))
     odd = {**PROVIDER, "activation_func": "torch.nn.functional.gelu"}
     (root / "run_config.yaml").write_text(json.dumps({"model": odd}))
-    with pytest.raises(CheckpointError, match=r"run_config.yaml: activation_func gelu as a gate has no counterpart"):
+    with pytest.raises(
+        CheckpointError, match=r"run_config.yaml: activation_func = gelu with gated_linear_unit is not supported"
+    ):
         open_weight_source(folder / "dist")
 
 
@@ -862,7 +873,7 @@ SINGLETONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] =
     ),
     "another shape": (
         lambda state: state.update({"decoder.layers.1.mlp.experts.experts.0.linear_fc2.weight": torch.ones(3, 3)}),
-        "of another shape",
+        "another shape",
     ),
 }  # fmt: skip
 
@@ -879,5 +890,5 @@ def test_singleton_local_shards_that_are_not_whole(case: str, tmp_path: Path) ->
 
 def test_latent_attention_without_norms_of_the_latents_is_refused_by_name(tmp_path: Path) -> None:
     args = write_megatron_args(ModelConfig.parse(BASE | LATENT)) | {"qk_layernorm": False}
-    with pytest.raises(CheckpointError, match="multi_latent_attention without qk_layernorm is not supported"):
+    with pytest.raises(CheckpointError, match="multi_latent_attention requires qk_layernorm"):
         read_megatron_args(args, tmp_path)

@@ -169,24 +169,24 @@ def bucket(root: Path) -> None:
 
 UP = "decoder.layers.mlp.linear_fc1.weight"
 LEFT: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no optimizer": (metadata_says(pop("optimizer.")), "there is no optimizer in the checkpoint"),
-    "buckets": (bucket, "the distributed optimizer's buckets fit only the ranks that wrote them"),
+    "no optimizer": (metadata_says(pop("optimizer.")), "the checkpoint has no optimizer state"),
+    "buckets": (bucket, "buckets of the distributed optimizer can be loaded only by the ranks that saved them"),
     "a moment left out": (
         metadata_says(pop(f"optimizer.state.exp_avg_sq.{UP}")),
-        r"its optimizer has no exp_avg_sq of decoder.layers.0.mlp.linear_fc1.weight \(and 3 more\)",
+        r"the optimizer state has no exp_avg_sq of decoder.layers.0.mlp.linear_fc1.weight \(and 3 more\)",
     ),
     "another optimizer": (
-        metadata_says(pop("optimizer.state.exp_avg_sq")), "its optimizer is not Adam: it keeps exp_avg"
+        metadata_says(pop("optimizer.state.exp_avg_sq")), "the optimizer is not Adam: its state is exp_avg"
     ),
     "no count of updates": (
-        common(lambda state: state.update(optimizer={})), "does not say after how many steps and samples"
+        common(lambda state: state.update(optimizer={})), "numbers of steps and samples are missing"
     ),
     "several counts of updates": (
         common(lambda state: state["optimizer"].update({1: {"state": {"common_step": torch.tensor(5.0)}}})),
-        "does not say after how many steps and samples",
+        "numbers of steps and samples are missing",
     ),
     "no count of samples": (
-        common(lambda state: delattr(state["args"], "consumed_train_samples")), "does not say after how many steps"
+        common(lambda state: delattr(state["args"], "consumed_train_samples")), "numbers of steps"
     ),
 }  # fmt: skip
 
@@ -222,30 +222,29 @@ def test_samples_as_the_schedule_counted_them(folder: Path) -> None:
 
 
 def test_inspect_says_what_would_come_along(folder: Path) -> None:
-    assert inspect_megatron(folder / "dist").state["optimizer"] == "exp_avg, exp_avg_sq: these come along to mega"
+    assert inspect_megatron(folder / "dist").state["optimizer"] == "exp_avg, exp_avg_sq: converted with --to mega"
     metadata_says(pop("optimizer."))(folder)
-    assert "stays behind: there is no optimizer" in inspect_megatron(folder / "dist").state["optimizer"]
+    assert (
+        "not converted: the checkpoint has no optimizer state" in inspect_megatron(folder / "dist").state["optimizer"]
+    )
 
 
 def test_a_cast_leaves_the_optimizer_behind(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = ConvertOptions(dtype=torch.bfloat16)
     text = said(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega", options=options))
-    assert "only the weights are converted: they are cast" in text
+    assert "only the weights are converted: the optimizer state is not supported with a cast" in text
     assert not Checkpoint.open_folder(folder / "ours").tensor_keys("optimizer/")
 
 
 def test_files_of_ranks_say_no_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = ConvertOptions(megatron_format="torch", tp=2)
     convert_checkpoint(mega(tmp_path / "mega", BASE), tmp_path / "torch", "megatron", options=options)
-    assert "there is no optimizer" in said(
+    assert "the checkpoint has no optimizer state" in said(
         caplog, lambda: convert_checkpoint(tmp_path / "torch", tmp_path / "one", "mega")
     )
     (tmp_path / "torch/release/mp_rank_00/distrib_optim.pt").write_bytes(b"not looked into")
     text = said(caplog, lambda: convert_checkpoint(tmp_path / "torch", tmp_path / "two", "mega"))
-    assert (
-        "only the weights are converted: in the format torch the optimizer's tensors have numbers of each rank's own"
-        in text
-    )
+    assert "only the weights are converted: in the format torch the optimizer's tensors have rank-local numbers" in text
 
 
 def test_a_damaged_moment_is_an_error(folder: Path) -> None:
@@ -258,5 +257,5 @@ def test_a_damaged_moment_is_an_error(folder: Path) -> None:
 
 def test_what_comes_along_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = said(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega"))
-    assert "the optimizer's state after step 7 comes along" in text
+    assert "the optimizer state of step 7 is converted" in text
     assert "\n" not in text

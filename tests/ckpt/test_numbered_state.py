@@ -100,8 +100,8 @@ def test_numbers_that_may_be_of_any_parameter_stay_behind(tmp_path: Path) -> Non
     parameters = list(model.parameters())
     two = stepped(model, [{"params": parameters[::2]}, {"params": parameters[1::2]}])
     some = stepped(model, parameters[1:])
-    told = {"12 in 2 groups, the weights are 12": [two], "11 in 1 groups, the weights are 12": [some],
-            "in another order": [stepped(model, parameters[::-1])], "no moments of Adam": [stepped(model, parameters)] * 2}  # fmt: skip
+    told = {"of 12 parameters in 2 groups, but there are 12 weights": [two], "of 11 parameters in 1 groups, but there are 12 weights": [some],
+            "in another order": [stepped(model, parameters[::-1])], "Adam moments": [stepped(model, parameters)] * 2}  # fmt: skip
     for number, (message, optimizers) in enumerate(told.items()):
         source = lightning(tmp_path / str(number), model, *optimizers)
         assert torch.equal(source.read_tensor("lm_head.weight"), model.lm_head.weight)
@@ -119,11 +119,11 @@ def index_of(content: str) -> Callable[[Path], object]:
 
 
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "runs a program": (lambda folder: torch.save({0: Evil()}, folder / "pytorch_optim-00001.bin"), "asks for '(posix|os).system'"),
+    "runs a program": (lambda folder: torch.save({0: Evil()}, folder / "pytorch_optim-00001.bin"), "requires '(posix|os).system'"),
     "lacks a file": (lambda folder: (folder / "pytorch_optim-00001.bin").unlink(), "pytorch_optim-00001.bin is missing"),
     "lacks the groups": (lambda folder: (folder / "pytorch_optim_group.bin").unlink(), "pytorch_optim_group.bin is missing"),
-    "is no state": (lambda folder: torch.save([1], folder / "pytorch_optim-00001.bin"), "none of an optimizer"),
-    "has no groups": (lambda folder: torch.save([1], folder / "pytorch_optim_group.bin"), "not the state of an optimizer"),
+    "is no state": (lambda folder: torch.save([1], folder / "pytorch_optim-00001.bin"), "have no optimizer state"),
+    "has no groups": (lambda folder: torch.save([1], folder / "pytorch_optim_group.bin"), "not a state dict of a torch optimizer"),
     "is no index": (index_of("{}"), "not an index"),
     "is no JSON": (index_of("index"), "not an index"),
     "points elsewhere": (index_of(json.dumps({"weight_map": {"0": "../../evil.bin"}})), "evil.bin is missing"),

@@ -53,7 +53,7 @@ BOMBS: dict[str, tuple[bytes, str]] = {
     "an index of four billion": (b"\x80\x04]r\xff\xff\xff\xff0.", "damaged"),
     "a string longer than the file": (b"\x80\x04\x8d" + (1 << 50).to_bytes(8, "little") + b"x.", "damaged"),
     "an extension": (b"\x80\x02\x82\x01.", "damaged"),
-    "something outside": (b"\x80\x04\x8c\x01xQ.", "damaged"),
+    "external references": (b"\x80\x04\x8c\x01xQ.", "damaged"),
     "nothing": (b"", "damaged"),
     "half": (pickle.dumps({"a": [1, 2, 3]})[:-4], "damaged"),
     "text": (b"hello", "damaged"),
@@ -186,5 +186,5 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError):
             load_torch_archive(path)
-    with pytest.raises(CheckpointError, match="bytes long"):
+    with pytest.raises(CheckpointError, match="bytes instead of"):
         load_torch_archive(path, 5, 1 << 40)

@@ -195,18 +195,18 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], obj
 
 SCALE = "model.layers.0.self_attn.o_proj.weight_scale_inv"
 REFUSED: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
-    "no scale": (lambda t, _: t.pop(SCALE), f"model.safetensors: {SCALE[:-10]} is quantised, but the tensor {SCALE} is missing"),
-    "scale of another shape": (lambda t, _: t.update({SCALE: torch.ones(2, 3)}), r"o_proj.weight \[24, 32\] are \[2, 3\], but blocks of 16 x 16 want \[2, 2\]"),
+    "no scale": (lambda t, _: t.pop(SCALE), f"model.safetensors: quantized {SCALE[:-10]} requires the tensor {SCALE}, which is missing"),
+    "scale of another shape": (lambda t, _: t.update({SCALE: torch.ones(2, 3)}), r"o_proj.weight \[24, 32\] have shape \[2, 3\], but blocks of 16 x 16 require \[2, 2\]"),
     "scale not finite": (lambda t, _: t[SCALE].fill_(torch.nan), "model.safetensors: a scale of .*o_proj.weight is not finite"),
-    "scale without codes": (lambda t, _: t.update({"model.norm.weight_scale_inv": torch.ones(1)}), "the tensor model.norm.weight_scale_inv is not one of"),
-    "block size is a word": (lambda _, s: s.update(weight_block_size="128"), "quantization_config of config.json is not understood"),
-    "gptq": (lambda _, s: s.update(quant_method="gptq"), "quantised by 'gptq', which is not read"),
-    "bitsandbytes": (lambda _, s: s.update(quant_method="bitsandbytes"), "quantised by 'bitsandbytes', which"),
-    "sparse": (lambda _, s: s.update(group("dense"), sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format = 'sparse-24-bitmask', which is not read"),
+    "scale without codes": (lambda t, _: t.update({"model.norm.weight_scale_inv": torch.ones(1)}), "the tensor model.norm.weight_scale_inv is not part of"),
+    "block size is a word": (lambda _, s: s.update(weight_block_size="128"), "quantization_config of config.json is damaged or not supported"),
+    "gptq": (lambda _, s: s.update(quant_method="gptq"), "quantized with 'gptq' are not supported"),
+    "bitsandbytes": (lambda _, s: s.update(quant_method="bitsandbytes"), "quantized with 'bitsandbytes'"),
+    "sparse": (lambda _, s: s.update(group("dense"), sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format = 'sparse-24-bitmask' are not supported"),
     "rotated": (lambda _, s: s.update(group("int-quantized"), transform_config={"config_groups": {}, "x": 1}), "transform_config"),
-    "marlin": (lambda _, s: s.update(group("marlin-24")), "the format 'marlin-24' of compressed-tensors, which is not read"),
+    "marlin": (lambda _, s: s.update(group("marlin-24")), "the format 'marlin-24' of compressed-tensors are not supported"),
     "activations only": (lambda _, s: s.update(group("dense") | {"config_groups": {"g": {"targets": ["Linear"], "weights": None}}}), "for activations only"),
-    "5 bits": (lambda _, s: s.update(group("pack-quantized", num_bits=5)), "5 bits a weight"),
+    "5 bits": (lambda _, s: s.update(group("pack-quantized", num_bits=5)), "5 bits per weight"),
 }  # fmt: skip
 
 
@@ -227,15 +227,15 @@ def test_mxfp4_without_its_exponents(oss: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(oss, tmp_path / "hf"))
     name = "model.layers.1.mlp.experts.down_proj"
     edit(folder, lambda tensors, _: tensors.pop(f"{name}_scales"))
-    with pytest.raises(CheckpointError, match=f"{name} is quantised, but the tensor {name}_scales is missing"):
+    with pytest.raises(CheckpointError, match=f"{name} requires the tensor {name}_scales, which is missing"):
         open_weight_source(folder)
 
 
 SCHEME = group("int-quantized", num_bits=8, strategy="channel")
 LOST: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
-    "scale": (lambda t, _: t.pop("model.layers.1.mlp.up_proj.weight_scale"), "up_proj.weight is quantised, but the tensor .*weight_scale is missing"),
-    "group": (lambda _, s: s["config_groups"].update(g={**s["config_groups"]["group_0"], "targets": ["A"]}, group_0={**s["config_groups"]["group_0"], "targets": ["B"]}), "config_groups of which none is for model.layers"),
-    "index": (lambda t, _: t.update({"model.layers.1.mlp.up_proj.weight_g_idx": torch.arange(24)}), "up_proj.weight_g_idx does not fit its scales"),
+    "scale": (lambda t, _: t.pop("model.layers.1.mlp.up_proj.weight_scale"), "quantized .*up_proj.weight requires the tensor .*weight_scale, which is missing"),
+    "group": (lambda _, s: s["config_groups"].update(g={**s["config_groups"]["group_0"], "targets": ["A"]}, group_0={**s["config_groups"]["group_0"], "targets": ["B"]}), "config_groups without a group for model.layers"),
+    "index": (lambda t, _: t.update({"model.layers.1.mlp.up_proj.weight_g_idx": torch.arange(24)}), "up_proj.weight_g_idx conflicts with the shape"),
 }  # fmt: skip
 
 

@@ -232,7 +232,7 @@ def test_folders_without_a_manifest_are_absent_and_damaged_ones_are_told(root: L
             (root / "step-00000004" / MANIFEST).write_bytes(data)  # says that it is step 1
     (root / "notes" / "mine").write_bytes(b"")
     assert list_checkpoints(root) == [step_folder(root, 1)]
-    with pytest.raises(CheckpointError, match=r"step-00000004: .* of step 1(.|\n)*move step-00000004 away"):
+    with pytest.raises(CheckpointError, match=r"step-00000004: .* with step 1(.|\n)*move step-00000004 elsewhere"):
         latest_checkpoint(root)
     assert remove_leftovers(root) == [root / "step-00000002"]
     assert {path.name for path in root.iterdir()} == {

@@ -81,7 +81,9 @@ def test_moments_of_experts_that_are_held_together_stay_behind(tmp_path: Path) -
     written(tmp_path, "qwen3_moe", "optimizer.pt", groups=2)
     source = open_weight_source(tmp_path)
     assert isinstance(source, HfSource)
-    with pytest.raises(OptimizerNotConverted, match=r"its optimizer has no exp_avg of model.layers.0.mlp.experts"):
+    with pytest.raises(
+        OptimizerNotConverted, match=r"the optimizer state has no exp_avg of model.layers.0.mlp.experts"
+    ):
         source.read_training_state(torch.float32)
 
 
@@ -92,14 +94,17 @@ def test_moments_that_nobody_can_tell_apart_stay_behind(tmp_path: Path) -> None:
     broken = mock.patch.object(transformers.Qwen3ForCausalLM, "__init__", side_effect=RuntimeError("no such kernel"))
     missing = mock.patch.dict(sys.modules, {"transformers": None})
     for lacking, said in (
-        (missing, "transformers, which knows their order, is not installed"),
-        (broken, r"cannot tell their order \(no such kernel\)"),
+        (missing, "transformers, which defines the order of the parameters, is not installed"),
+        (broken, r"cannot build the model \(no such kernel\)"),
     ):
         with lacking, pytest.raises(OptimizerNotConverted, match=said):
             source.read_training_state(torch.float32)
     parameters = list(model.parameters())
     for spoilt, said in (
-        (torch.optim.AdamW([{"params": [one]} for one in parameters[:3]]), "3 in 3 groups, the weights are 25"),
+        (
+            torch.optim.AdamW([{"params": [one]} for one in parameters[:3]]),
+            "of 3 parameters in 3 groups, but there are 25 weights",
+        ),
         (torch.optim.AdamW(parameters[::-1]), "in another order than the weights"),
     ):
         for group in spoilt.param_groups:
@@ -108,7 +113,7 @@ def test_moments_that_nobody_can_tell_apart_stay_behind(tmp_path: Path) -> None:
         torch.save(spoilt.state_dict(), path)
         with pytest.raises(OptimizerNotConverted, match=said):
             source.read_training_state(torch.float32)
-    for content, said in (([1], "not the state of an optimizer"), ({"param_groups": print}, "print")):
+    for content, said in (([1], "not a state dict of a torch optimizer"), ({"param_groups": print}, "print")):
         torch.save(content, path)
         with pytest.raises(OptimizerNotConverted, match=f"optimizer.pt.*{said}"):
             source.read_training_state(torch.float32)

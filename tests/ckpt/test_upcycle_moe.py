@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_combine import save_checkpoint
+from test_derive_checkpoint import save_random_checkpoint
 
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.upcycle_moe import upcycle_to_moe, upcycled_config
@@ -20,9 +20,9 @@ TOKENS = torch.arange(12).view(2, 6)
 
 
 def logits(path: Path) -> torch.Tensor:
-    model = mega_eval.model_loading(path, dtype=torch.float64)
+    model = mega_eval.load_inference_model(path, dtype=torch.float64)
     positions = torch.arange(6)[None]
-    return model.logits(model(model.embed(TOKENS, positions), model.context(positions)))
+    return model.compute_logits(model(model.embed_inputs(TOKENS, positions), model.make_forward_context(positions)))
 
 
 @pytest.mark.parametrize("changes", [{}, {"mlp_bias": True, "activation": "gelu", "norm": "layernorm"}])
@@ -36,7 +36,7 @@ def logits(path: Path) -> torch.Tensor:
     ],
 )
 def test_the_first_forward_is_the_dense_models(tmp_path: Path, changes: dict[str, Any], sizes: dict[str, int]) -> None:
-    dense = save_checkpoint(tmp_path / "run", 1, torch.float64, **changes)
+    dense = save_random_checkpoint(tmp_path / "run", 1, torch.float64, **changes)
     upcycle_to_moe(dense, tmp_path / "moe", **sizes)
     made = Checkpoint.open_folder(tmp_path / "moe")
     assert verify_checkpoint(made.folder).ok
@@ -47,7 +47,7 @@ def test_the_first_forward_is_the_dense_models(tmp_path: Path, changes: dict[str
 
 
 def test_experts_are_copies_or_slices_and_the_router_is_seeded(tmp_path: Path) -> None:
-    dense = Checkpoint.open_folder(save_checkpoint(tmp_path / "run", 1))
+    dense = Checkpoint.open_folder(save_random_checkpoint(tmp_path / "run", 1))
     name = "weights/model.layers.1.mlp"
     for folder, seed, ffn in (("a", 1, 8), ("b", 1, 8), ("c", 2, 8), ("whole", 1, None)):
         upcycle_to_moe(dense.folder, tmp_path / folder, experts=6, top_k=3, expert_ffn=ffn, seed=seed)
@@ -65,9 +65,9 @@ def test_experts_are_copies_or_slices_and_the_router_is_seeded(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"experts": 4, "top_k": 2, "expert_ffn": 7}, "--expert-ffn 7 does not divide the dense width"),
-        ({"experts": 4, "top_k": 3, "expert_ffn": 8}, "--experts 4 takes no whole copies of a block of 3 slices"),
-        ({"experts": 6, "top_k": 2, "expert_ffn": 8}, "--top-k 2 takes no whole copies"),
+        ({"experts": 4, "top_k": 2, "expert_ffn": 7}, "--expert-ffn 7 must divide the dense width"),
+        ({"experts": 4, "top_k": 3, "expert_ffn": 8}, "--experts 4 must be a multiple of the 3 slices of a block"),
+        ({"experts": 6, "top_k": 2, "expert_ffn": 8}, "--top-k 2 must be a multiple of"),
         ({"experts": 2, "top_k": 4}, "top_k = 4"),
     ],
 )
@@ -78,11 +78,11 @@ def test_sizes_that_do_not_fit(sizes: dict[str, int], says: str) -> None:
     with pytest.raises(ConfigError) as error:
         upcycled_config(dense, **sizes)
     assert says in str(error.value)
-    with pytest.raises(ConfigError, match="has experts already"):
+    with pytest.raises(ConfigError, match="must be dense, but has experts"):
         upcycled_config(upcycled_config(dense, experts=2, top_k=1), experts=2, top_k=1)
 
 
 def test_nothing_is_left_of_a_destination_that_exists(tmp_path: Path) -> None:
-    dense = save_checkpoint(tmp_path / "run", 1)
+    dense = save_random_checkpoint(tmp_path / "run", 1)
     with pytest.raises(CheckpointError, match="exists already"):
         upcycle_to_moe(dense, tmp_path / "run", experts=2, top_k=1)

@@ -41,7 +41,7 @@ def test_a_sound_checkpoint(tmp_path: Path) -> None:
     report = verify_checkpoint(put(tmp_path / "root", two()), finite=True)
     assert report.ok
     assert (report.files, report.tensors, report.extra) == (2, 2, [])
-    assert "every byte is as it was written" in str(report)
+    assert "all checksums match" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_all_damaged_tensors_and_files_are_named(tmp_path: Path) -> None:
     (folder / "assets" / "tokenizer.json").unlink()
     (folder / "assets" / "stray").touch()
     report = verify_checkpoint(folder)
-    assert ["tokenizer.json: missing" in report.problems[0], "main/a" in report.problems[1]] == [True, True]
+    assert ["tokenizer.json: the file is missing" in report.problems[0], "main/a" in report.problems[1]] == [True, True]
     assert "weights/a" in report.problems[2]
     assert report.extra == ["assets/stray"]
 

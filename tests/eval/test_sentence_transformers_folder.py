@@ -137,7 +137,7 @@ MODULES = '[{"idx": 0, "path": "", "type": "Transformer"}, {"idx": 1, "path": "p
         ({"modules.json": "[1]"}, "must hold a JSON list of objects"),
         ({"modules.json": '[{"type": "a.CLIPModel"}]'}, "must begin with Transformer and Pooling, found CLIPModel"),
         ({"modules.json": MODULES % ', {"path": "w", "type": "WordWeights"}'}, "module WordWeights is not supported"),
-        ({"modules.json": MODULES % ', {"path": "../x", "type": "Dense"}'}, "is outside the folder"),
+        ({"modules.json": MODULES % ', {"path": "../x", "type": "Dense"}'}, "must be inside the folder"),
         ({"modules.json": MODULES % ""}, "config.json is missing"),
         ({"modules.json": MODULES % "", "p/config.json": '{"pooling_mode": "median"}'}, "pooling 'median' is not sup"),
         (

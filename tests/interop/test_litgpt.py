@@ -73,9 +73,9 @@ def test_what_it_alone_does_not_tell_is_refused_with_a_way_out(tmp_path: Path) -
     }  # fmt: skip
     for said, fields in refused.items():
         lit.utils.save_config(lit.Config.from_name("tiny-llama-1.1b", **SMALL, n_query_groups=2, **fields), tmp_path)
-        with pytest.raises(CheckpointError, match=f"{said}.* is not read") as error:
+        with pytest.raises(CheckpointError, match=f"{said}.* is not supported") as error:
             open_weight_source(tmp_path)
-        assert "put the config.json of the model beside" in str(error.value)
+        assert "add the config.json of the model to the folder of" in str(error.value)
     for damage in ("n_layer: 2\n", "- 1\n", "n_layer: [\n"):
         (tmp_path / "model_config.yaml").write_text(damage)
         with pytest.raises(CheckpointError, match=r"model_config.yaml: describes no model"):

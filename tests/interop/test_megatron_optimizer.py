@@ -166,7 +166,7 @@ def test_buckets_stay_behind(root: Path, tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, logger.name):
         convert_checkpoint(root / "buckets" / "theirs", tmp_path / "ours", "mega")
     assert [record.message for record in caplog.records] == [
-        "only the weights are converted: the distributed optimizer's buckets fit only the ranks that wrote them "
-        "(Megatron saves it otherwise with --dist-ckpt-optim-fully-reshardable)"
+        "only the weights are converted: buckets of the distributed optimizer can be loaded only by the ranks that saved them "
+        "(save with --dist-ckpt-optim-fully-reshardable in Megatron)"
     ]
     assert not Checkpoint.open_folder(tmp_path / "ours").tensor_keys("optimizer/")

@@ -133,13 +133,13 @@ def test_another_base_is_refused_and_one_that_is_gone_is_told(
     with pytest.raises(CheckpointError, match="other has other weights"):
         trained({**raw, "train": {"steps": 2}, "init_from": other["output"]})
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(CheckpointError, match="whose base is not there") as told:
+    with pytest.raises(CheckpointError, match="base of the adapter cannot be opened") as told:
         open_weight_source(tmp_path / "run")
     assert "merge-adapter" in str(told.value.hint)
 
 
 def test_what_cannot_be_is_told_at_once(tuning: Settings, settings: Settings) -> None:
-    with pytest.raises(ConfigError, match="'q_projj' is for no projection of the model"):
+    with pytest.raises(ConfigError, match="'q_projj' must match a projection of the model"):
         trained(tuning(lora={"modules": ["q_projj"]}))
     with pytest.raises(ConfigError, match="requires pretrained weights"):
         trained(settings(lora={"rank": 2}))
@@ -151,7 +151,7 @@ def test_what_cannot_be_is_told_at_once(tuning: Settings, settings: Settings) ->
     trained(raw)
     with pytest.raises(ConfigError, match=r"lora\.rank: 3 -> 4"):
         trained({**raw, "train": {"steps": 2}, "lora": {**raw["lora"], "rank": 4}})
-    with pytest.raises(CheckpointError, match="holds an adapter, which is no model without its base"):
+    with pytest.raises(CheckpointError, match="must be the checkpoint of a full model, not of an adapter"):
         prune_checkpoint(raw["output"], f"{raw['output']}-pruned")
 
 
@@ -240,13 +240,13 @@ def test_gradients_are_peft_s(settings: Settings, tmp_path: Path, dropout: float
     [
         ({}, {}, ""),
         ({"modules_to_save": ["lm_head"]}, {"modules_to_save": ["lm_head"]}, ""),
-        ({"modules_to_save": ["lm_head"]}, {}, r"has lm_head\.weight, which this run does not train"),
-        ({"target_modules": ["q_proj", "lm_head"]}, {}, r"has lm_head\.weight, which this run does not train"),
-        ({"target_modules": ["q_proj", "k_proj"]}, {}, r"has .*k_proj\.lora_A.*, which this run does not train"),
-        ({"trainable_token_indices": [1, 2]}, {}, r"has model\.embed_tokens\.weight, which"),
-        ({}, {"alpha": 8.0}, "trained with a scale of 2, and lora.alpha makes it 2.66667"),
-        ({"use_rslora": True}, {}, "trained with a scale of 3.4641, and lora.alpha makes it 2"),
-        ({"alpha_pattern": {"layers.1.self_attn.q_proj": 3}}, {}, r"layers\.1.*scale of 1, and"),
+        ({"modules_to_save": ["lm_head"]}, {}, r"tensor lm_head.weight is not trained by this run"),
+        ({"target_modules": ["q_proj", "lm_head"]}, {}, r"tensor lm_head.weight is not trained by this run"),
+        ({"target_modules": ["q_proj", "k_proj"]}, {}, r"tensor .*k_proj\.lora_A.* is not trained by this run"),
+        ({"trainable_token_indices": [1, 2]}, {}, r"tensor model\.embed_tokens\.weight is not trained"),
+        ({}, {"alpha": 8.0}, "trained with scale 2, which conflicts with scale 2.66667"),
+        ({"use_rslora": True}, {}, "trained with scale 3.4641, which conflicts with scale 2"),
+        ({"alpha_pattern": {"layers.1.self_attn.q_proj": 3}}, {}, r"layers\.1.*scale 1, which conflicts"),
         ({"lora_alpha": 12, "use_rslora": True}, {"alpha": 12, "rslora": True}, ""),
     ],
 )

@@ -1,7 +1,7 @@
 """Canonical tensors of a model: named as in HuggingFace Llama, unfused, (out, in), vocabulary unpadded.
 
-Legend: V vocabulary, D model width, F feed-forward width, E experts, P positions, d width of one head, H heads of a state
-space, G their groups, N the width of a state, k tokens that a convolution sees.
+Legend: V vocabulary, D model width, F feed-forward width, E experts, P positions, d head dimension, H heads of a state
+space, G their groups, N state size, k kernel size of a convolution.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.w
 def canonical_tensors(config: ModelConfig) -> TensorShapes:
     """Return {canonical name: shape} of every tensor of a model, in the order of the forward pass.
 
-    A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent when it is the embedding, and
-    `score.weight` in its place in a reward model.
+    A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent with tied embeddings, and replaced by
+    `score.weight` in a reward model.
     """
     width, vocab = config.hidden_size, config.vocab_size
     out: TensorShapes = {EMBEDDING: (vocab, width)}
@@ -54,11 +54,11 @@ def _vision(config: ModelConfig) -> TensorShapes:
     vision, tower = config.vision, config.vision_encoder_config
     if vision is None or tower is None:
         return {}
-    width, kept = vision.hidden_size, "model.layers." if vision.native else ("model.layers.", "model.norm.")
+    width, prefixes = vision.hidden_size, "model.layers." if vision.native else ("model.layers.", "model.norm.")
     layers = {
         name.replace("model.", TOWER, 1): shape
         for name, shape in canonical_tensors(tower).items()
-        if name.startswith(kept)
+        if name.startswith(prefixes)
     }
     positions = {f"{TOWER}embed_positions.weight": (vision.patches_per_image + vision.class_token, width)}
     return {
@@ -105,11 +105,11 @@ def abbreviate_names(names: Iterable[str]) -> str:
 def _encoder_heads(config: ModelConfig) -> TensorShapes:
     """Return the tensors of the masked-language-model head, the pooler and the sentence-pair head."""
     width, head = config.hidden_size, config.masked_lm
-    guesses: TensorShapes = {}
+    masked_lm: TensorShapes = {}
     if head:
-        guesses = {**_linear("lm_head.dense", width, width, head.dense_bias), **_norm(config, "lm_head.norm")}
+        masked_lm = {**_linear("lm_head.dense", width, width, head.dense_bias), **_norm(config, "lm_head.norm")}
     return {
-        **guesses,
+        **masked_lm,
         **({"lm_head.bias": (config.vocab_size,)} if config.has_output_bias else {}),
         **(_linear("model.pooler", width, width, True) if config.pooler else {}),
         **(_linear("pair_head", 2, width, True) if config.sentence_pairs else {}),
@@ -134,8 +134,8 @@ def _layer(config: ModelConfig, index: int) -> TensorShapes:
 def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
     if kind is None:
         return {}
-    makes = {"mamba": _mamba, "delta": _delta, "attention": _latent_attention if config.mla else _attention}
-    return makes[kind](config)
+    mixers = {"mamba": _mamba, "delta": _delta, "attention": _latent_attention if config.mla else _attention}
+    return mixers[kind](config)
 
 
 def _feed(config: ModelConfig, kind: str | None) -> TensorShapes:
@@ -146,7 +146,7 @@ def _feed(config: ModelConfig, kind: str | None) -> TensorShapes:
 
 def _mtp_layer(config: ModelConfig, index: int) -> TensorShapes:
     """Return the tensors of a multi-token prediction (MTP) layer (arXiv:2412.19437): two norms and a projection before
-    the layer, one norm behind.
+    the layer, one norm after it.
     """
     width = config.hidden_size
     return {

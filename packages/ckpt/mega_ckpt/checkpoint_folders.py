@@ -1,7 +1,7 @@
 """Checkpoint folders of a run: atomic commit and removal (a rename on a file system, one put of the manifest on an
 object store), listing and retention.
 
-Between any two operations a reader finds every checkpoint complete or not at all.
+At any time a reader finds each checkpoint either complete or not at all.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class CheckpointCommitter(Protocol):
         """Return the folders named like complete checkpoints, sorted by step."""
 
     def begin_save(self, step: int) -> Location:
-        """Return the folder for the files of a new checkpoint. No reader looks there."""
+        """Return the folder for the files of a new checkpoint; readers ignore it."""
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
         """Turn a folder, whose files are all durable, into the checkpoint of the manifest's step.
 
-        A checkpoint of the same step that is there already is replaced; at no moment is there neither. After an error
-        nothing of it is left, unless it may have come through.
+        An existing checkpoint of the same step is replaced; a reader finds one of the two at any time. After an error the
+        folder is removed, unless the commit may have succeeded.
         """
 
     def discard_save(self, folder: Location) -> None:
@@ -54,7 +54,7 @@ class CheckpointCommitter(Protocol):
         """Remove a complete checkpoint."""
 
     def remove_leftovers(self) -> Sequence[Location]:
-        """Remove the leftovers of killed runs and return their paths. Call it only while nothing is being saved."""
+        """Remove the leftovers of killed runs and return their paths. Call it only while no save is in progress."""
 
 
 class RenameCommitter:
@@ -62,10 +62,10 @@ class RenameCommitter:
 
         <root>/step-00000100/                   committed: complete and on the disk
         <root>/.step-00000200.tmp-1f9a.../      being written
-        <root>/.step-00000100.replaced-.../     was committed; `step-00000100` is just being saved once more
+        <root>/.step-00000100.replaced-.../     committed earlier; `step-00000100` is being replaced
         <root>/.step-00000050.trash-.../        being deleted
 
-    A name changes in one rename, which is durable after an fsync of the root.
+    Each change is one rename, which is durable after an fsync of the root.
     """
 
     def __init__(self, root: Path) -> None:
@@ -74,7 +74,7 @@ class RenameCommitter:
     def list_candidates(self) -> list[Path]:
         """Return the folders named like complete checkpoints; a replaced one counts if its successor is missing."""
         found: dict[int, Path] = {}
-        # "." sorts before "s": where both are there, the new one wins over the one that it replaces.
+        # "." sorts before "s": the new checkpoint takes precedence over the one that it replaces.
         for name in sorted(self._list_names()):
             match = _COMMITTED.fullmatch(name) or _REPLACED.fullmatch(name)
             if match and _is_folder(self._root / name):
@@ -110,8 +110,8 @@ class RenameCommitter:
             self.discard_save(replaced)
 
     def discard_save(self, folder: Location) -> None:
-        """Delete the folder; files that cannot be deleted now (a network file system keeps open ones) are left to
-        `remove_leftovers`.
+        """Delete the folder; `remove_leftovers` deletes files that cannot be deleted now (open ones on a network file
+        system).
         """
         shutil.rmtree(self._root / folder.name, ignore_errors=True)
 
@@ -149,11 +149,11 @@ class RenameCommitter:
 class ManifestCommitter:
     """Committer on an object store, which has no rename but puts an object atomically.
 
-        <root>/step-00000100/manifest.json      committed: names the folder below that holds its files
+        <root>/step-00000100/manifest.json      committed: names the subfolder of its files
         <root>/step-00000100/1f9a.../           its files
-        <root>/step-00000100/77c0.../           files of a save that goes on, or was killed
+        <root>/step-00000100/77c0.../           files of a save in progress, or of a killed one
 
-    A checkpoint is there as soon as its manifest is, which is put last and goes first.
+    A checkpoint exists if its manifest exists: it is written last and removed first.
     """
 
     def __init__(self, root: RemotePath) -> None:
@@ -168,22 +168,22 @@ class ManifestCommitter:
         return step_folder(self._root, step) / secrets.token_hex(4)
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
-        """Put the manifest. If the reply is lost, the result is unknown, so the files stay."""
+        """Put the manifest. The files are kept after an error, since the put may have succeeded."""
         put_manifest(folder, manifest)
         with contextlib.suppress(ObjectStoreError):
             self._remove_other_saves(step_folder(self._root, manifest.step), keep=folder.name)
 
     def discard_save(self, folder: Location) -> None:
-        """Remove all objects below the folder; objects that cannot be deleted now are left to `remove_leftovers`."""
+        """Remove all objects below the folder; `remove_leftovers` removes objects that cannot be deleted now."""
         with contextlib.suppress(ObjectStoreError):
             (self._root / folder.parent.name / folder.name).delete_objects()
 
     def remove_checkpoint(self, folder: Location) -> None:
         """Remove the manifest first, then the files."""
-        gone = self._root / folder.name
-        (gone / MANIFEST).delete_objects()
+        path = self._root / folder.name
+        (path / MANIFEST).delete_objects()
         with contextlib.suppress(ObjectStoreError):
-            gone.delete_objects()
+            path.delete_objects()
 
     def remove_leftovers(self) -> list[RemotePath]:
         """Remove folders without a manifest and superseded files; a folder with a damaged manifest is kept for
@@ -196,22 +196,22 @@ class ManifestCommitter:
                 left.append(folder)
                 continue
             try:
-                held = Manifest.read_from_folder(folder).folder
+                committed = Manifest.read_from_folder(folder).folder
             except CheckpointError:
                 continue
-            left += self._remove_other_saves(folder, keep=held)
+            left += self._remove_other_saves(folder, keep=committed)
         return left
 
     def _folders(self) -> list[RemotePath]:
-        return [place for place in self._root.iterdir() if _COMMITTED.fullmatch(place.name)]
+        return [path for path in self._root.iterdir() if _COMMITTED.fullmatch(path.name)]
 
     def _remove_other_saves(self, folder: RemotePath, *, keep: str) -> list[RemotePath]:
-        """Remove the files of other saves of the same step. A checkpoint copied here has its files next to the
-        manifest.
+        """Remove the files of other saves of the same step; none if `keep` is empty, as in a checkpoint copied to the
+        store, whose files are next to the manifest.
         """
-        others = [place for place in folder.iterdir() if keep and place.name not in (keep, MANIFEST)]
-        for place in others:
-            place.delete_objects()
+        others = [path for path in folder.iterdir() if keep and path.name not in (keep, MANIFEST)]
+        for path in others:
+            path.delete_objects()
         return others
 
 
@@ -260,7 +260,7 @@ def _is_folder(path: Path) -> bool:
     """
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
-    except FileNotFoundError:  # renamed or deleted just now
+    except FileNotFoundError:  # renamed or deleted concurrently
         return False
 
 
@@ -272,7 +272,7 @@ def make_durable_folder(folder: Path) -> None:
             os.mkdir(folder)
         except FileExistsError:
             if not folder.is_dir():
-                raise CheckpointError(f"{folder}: is a file, where a folder of checkpoints should be") from None
+                raise CheckpointError(f"{folder}: must be a folder, not a file") from None
         fsync_directory(folder.parent)
 
 
@@ -285,18 +285,18 @@ def latest_checkpoint(root: Location) -> Location | None:
     """Return the complete checkpoint of the highest step, or None if there is none.
 
     Raises:
-        CheckpointError: when the newest one cannot be read or is damaged. An older one in its place would be steps lost
-            without a word.
+        CheckpointError: when the latest one cannot be read or is damaged. An older one is never used instead, since that
+            would silently lose steps.
     """
     for path in reversed(committer_for(root).list_candidates()):
         try:
             _check_step(path)
-        except NoCheckpointError:  # a folder without a manifest: never complete, or just being deleted
+        except NoCheckpointError:  # a folder without a manifest is incomplete or being deleted
             continue
         except CheckpointError as error:
             raise CheckpointError(
                 error.message,
-                hint=f"it is the newest checkpoint in {root}; to do without it, move {path.name} away from there",
+                hint=f"it is the latest checkpoint in {root}; to resume from an older one, move {path.name} elsewhere",
             ) from error
         return path
     return None
@@ -306,22 +306,22 @@ def latest_checkpoint(root: Location) -> Location | None:
 def apply_retention(
     root: Location, *, keep: int | None, keep_every: int | None = None, best: int | None = None
 ) -> list[Location]:
-    """Delete old checkpoints: keep the newest `keep`, those whose step is a multiple of `keep_every`, and the one of
-    step `best`.
+    """Delete old checkpoints: keep the latest `keep`, those whose step is a multiple of `keep_every`, and the one of
+    step `best`; return the deleted ones.
 
-    The newest complete one always stays; `keep=None` keeps all. To be called by one rank. Returns what was deleted.
+    The latest complete one is always kept; `keep=None` keeps all. Call it on one rank.
     """
     if keep is None:
         return []
     old = list_checkpoints(root)[: -max(keep, 1)]
-    gone = [
+    deleted = [
         path
         for path in old
         if step_from_path(path) != best and not (keep_every and step_from_path(path) % keep_every == 0)
     ]
-    for path in gone:
+    for path in deleted:
         committer_for(root).remove_checkpoint(path)
-    return gone
+    return deleted
 
 
 def latest_until_step(root: Location, step: int) -> Location | None:
@@ -332,22 +332,22 @@ def latest_until_step(root: Location, step: int) -> Location | None:
 @wrap_disk_errors()
 def delete_after_step(root: Location, step: int) -> list[Location]:
     """Delete the checkpoints after `step`, for a run that rolls back; returns their paths. Call it on one rank."""
-    gone = [path for path in committer_for(root).list_candidates() if step_from_path(path) > step]
-    for path in reversed(gone):  # the newest first: whoever looks meanwhile finds a checkpoint of the same run
+    deleted = [path for path in committer_for(root).list_candidates() if step_from_path(path) > step]
+    for path in reversed(deleted):  # the latest first, so that the remaining ones are always consecutive
         committer_for(root).remove_checkpoint(path)
-    return gone
+    return deleted
 
 
 @wrap_disk_errors()
 def remove_leftovers(root: Location) -> Sequence[Location]:
-    """Remove the leftovers of killed runs below `root`. Call it on one rank at start, while nothing is being saved."""
+    """Remove the leftovers of killed runs below `root`. Call it on one rank at start, while no save is in progress."""
     return committer_for(root).remove_leftovers()
 
 
 def _check_step(path: Location) -> None:
     step = Manifest.read_from_folder(path).step
     if step != step_from_path(path):
-        raise CheckpointError(f"{path}: its manifest says that it is the checkpoint of step {step}")
+        raise CheckpointError(f"{path}: the folder name conflicts with step {step} in its manifest")
 
 
 def _is_sound(path: Location) -> bool:

@@ -1,8 +1,8 @@
-"""Conversion of weights between formats (and of the optimizer state from Megatron), with memory for one tensor at a
-time.
+"""Conversion of weights between formats (and of the optimizer state of other trainers to mega), with memory for one
+tensor at a time.
 
-The output is written beside its place under a hidden name, made durable, and renamed: it is complete or not there. After a
-kill, the same conversion goes on with the file that it was at.
+The output is written next to the destination under a hidden name, made durable, and renamed: it is complete or does not
+exist. A killed conversion resumes with the unfinished file when it is called again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from mega_ckpt.model_card import build_cards
 from mega_ckpt.resumable_folder import WriteJournal, open_resumable
 from mega_ckpt.source import (
     MegaSource,
-    WeightSource,
-    cast_dtype,
     load_with_adapter,
     open_weight_source,
     resolve_checkpoint,
@@ -47,6 +45,7 @@ from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream_checkpoint import split_blocks, write_weights
 from mega_ckpt.training_state import ConvertedTraining, OptimizerNotConverted
+from mega_ckpt.weight_source import WeightSource, cast_dtype
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location, RemotePath, parse_location
 from mega_common.progress_logging import ProgressBar, logger
@@ -60,17 +59,17 @@ class ConvertOptions:
     """Changes to apply during a conversion.
 
     Attributes:
-        dtype: to cast floating-point weights to; None leaves each as it is.
-        family: HuggingFace `model_type` to write; None chooses.
-        max_shard: most bytes of tensors in a HuggingFace file; None keeps the files of the source, or takes 5 GB.
-        megatron_format: `torch_dist`, or `torch` for a file a rank.
-        tp, pp: ranks that the files of `torch` are for, and that Megatron has to be able to load `torch_dist` with.
-        implementation: the `--transformer-impl` that the files of `torch` are for: `transformer_engine` or `local`.
-        settings: fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says.
-        adapter: a run's or a folder of PEFT's, to be put into the weights.
-        vocab_size: tokens of the vocabulary, the new ones' rows the mean of the others'; None leaves it.
-        tokens: to add to the tokenizer, with rows of that kind.
-        averaged: take the averages that a run has kept of its weights (`train.ema`).
+        dtype: dtype to cast floating-point weights to; None: unchanged.
+        family: HuggingFace `model_type` to write; None: that of the source, or the first that fits.
+        max_shard: maximum bytes of tensors per HuggingFace file; None: the files of the source, or 5 GB.
+        megatron_format: `torch_dist`, or `torch` for one file per rank.
+        tp, pp: parallel sizes of the files of `torch`, and sizes with which Megatron must be able to load `torch_dist`.
+        implementation: the `--transformer-impl` of the files of `torch`: `transformer_engine` or `local`.
+        settings: fields of `ModelConfig` that are missing in a Megatron checkpoint, or override it.
+        adapter: adapter to merge into the weights, of a run or a PEFT folder.
+        vocab_size: size of the vocabulary; new rows are the mean of the old ones; None: unchanged.
+        tokens: tokens to add to the tokenizer, with such rows.
+        averaged: convert the exponential moving averages of the weights (`train.ema`).
     """
 
     dtype: torch.dtype | None = None
@@ -87,6 +86,9 @@ class ConvertOptions:
     tokens: tuple[str, ...] = ()
 
 
+Options = ConvertOptions  # deprecated name
+
+
 @wrap_disk_errors()
 def convert_checkpoint(
     source: str | Location,
@@ -101,72 +103,69 @@ def convert_checkpoint(
     """Write the model at `source` to the folder `destination` in the format `to`.
 
     Args:
-        source: a mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or a Megatron folder.
-        destination: the folder to make; a mega checkpoint may be a URL.
-        to: the format: "hf", "mega" or "megatron"; "peft" for the adapter alone of a run that trained one.
-        options: what to change on the way.
-        verify: read the output back and compare every element before it gets its name.
-        check: called with the folder of the output before it gets its name; its error is the conversion's. (On an object
-            store the name comes first, and goes again when there is an error.)
-        overwrite: replace `destination`, once the new one is complete.
+        source: a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron folder.
+        destination: the folder to create; a mega checkpoint may be a URL.
+        to: the format: "hf", "mega" or "megatron"; "peft" for the adapter of a LoRA run.
+        options: changes to apply.
+        verify: read the output back and compare every element before it is renamed to `destination`.
+        check: called with the output folder before the rename; its error fails the conversion. (On an object store the
+            output has its final name already, and is removed after an error.)
+        overwrite: replace an existing `destination` once the output is complete.
 
     Raises:
         CheckpointError: when the source cannot be used, the target format cannot express the model, or `destination`
-            exists and `overwrite` is not given. Nothing is left behind then.
-        KeyboardInterrupt: the same call goes on with the file that it was at.
+            exists without `overwrite`. Nothing is written then.
+        KeyboardInterrupt: the same call resumes with the unfinished file.
     """
     if to not in FORMATS:
-        raise CheckpointError(f"cannot convert to {to!r}", hint=f"known formats: {', '.join(FORMATS)}")
+        raise CheckpointError(f"format {to!r} is not supported", hint=f"use one of {', '.join(FORMATS)}")
     final = _absolute(parse_location(destination))
     _check_destination(final, _absolute(parse_location(source)), to, overwrite)
-    if to == "peft" and (options.tokens or options.vocab_size):
-        raise CheckpointError(
-            f"{source}: new tokens are rows of the base, which a folder of PEFT's has not got",
-            hint="add them to the base and train the adapter beside that, or convert --to hf",
-        )
-    given = _open_input(source, options)
-    if to == "peft" and not isinstance(given, AdaptedSource):
-        raise CheckpointError(
-            f"{source}: holds no adapter, which is what PEFT's folders hold", hint="convert it --to hf"
-        )
-    warn_of_unsupported_parts(given)
+    weights = _open_input(source, to, options)
+    warn_of_unsupported_parts(weights)
     if to == "megatron":
-        _prepare_megatron(given, options)  # before anything is written
-    training = _read_training_state(given, options) if to == "mega" else None
-    quantised = given.quantization if isinstance(given, DiskSource) else None
-    if quantised:
-        logger.info("the weights of %s are quantised (%s); what is written is not", source, quantised)
+        _prepare_megatron(weights, options)  # before anything is written
+    training = _read_training_state(weights, options) if to == "mega" else None
+    quantization = weights.quantization if isinstance(weights, DiskSource) else None
+    if quantization:
+        logger.info("the weights of %s are quantized (%s); the output is not", source, quantization)
     with open_resumable(final, _conversion_identity(source, to, options)) as journal:
         try:
             if to == "mega":
                 write_weights(
-                    given, journal.folder, "writing mega", dtype=options.dtype, training=training, journal=journal,
-                    provenance={"quantised": quantised} if quantised else None,
+                    weights, journal.folder, "writing mega", dtype=options.dtype, training=training, journal=journal,
+                    provenance={"quantised": quantization} if quantization else None,
                 )  # fmt: skip
             elif isinstance(journal.folder, Path):
-                _WRITERS[to](given, journal.folder, options, journal)
+                _WRITERS[to](weights, journal.folder, options, journal)
             if verify and to != "peft":
-                _compare_weights(
-                    given, open_weight_source(journal.result_folder, settings=options.settings), options.dtype
-                )
-                if training is not None:
-                    _compare_optimizer(training, Checkpoint.open_folder(journal.result_folder))
+                _verify_output(weights, training, journal.result_folder, options)
             if check is not None:
                 check(journal.result_folder)
         except KeyboardInterrupt:
             if journal.finished:
-                logger.warning("%d file(s) are finished; the same command goes on", len(journal.finished))
+                logger.warning("%d file(s) are complete; run the same command to resume", len(journal.finished))
             raise
 
 
-def _open_input(source: str | Location, options: ConvertOptions) -> WeightSource:
+convert = convert_checkpoint  # deprecated name
+
+
+def _open_input(source: str | Location, to: str, options: ConvertOptions) -> WeightSource:
     """Open the weights to convert."""
+    if to == "peft" and (options.tokens or options.vocab_size):
+        raise CheckpointError(
+            f"{source}: adding tokens is not supported with --to peft, since their rows belong to the base",
+            hint="add them to the base and train the adapter on that, or convert --to hf",
+        )
     if options.adapter is not None:
         return load_with_adapter(options.adapter, source)
-    given = open_weight_source(source, settings=options.settings, averaged=options.averaged)
+    weights = open_weight_source(source, settings=options.settings, averaged=options.averaged)
+    if to == "peft" and not isinstance(weights, AdaptedSource):
+        raise CheckpointError(f"{source}: --to peft requires a checkpoint with an adapter", hint="convert it --to hf")
     if options.tokens:
-        return add_tokens(given, options.tokens, options.vocab_size)
-    return given if options.vocab_size is None else ExtendedVocabularySource(given, options.vocab_size)
+        return add_tokens(weights, options.tokens, options.vocab_size)
+    return weights if options.vocab_size is None else ExtendedVocabularySource(weights, options.vocab_size)
 
 
 def _write_peft(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
@@ -189,11 +188,8 @@ def _conversion_identity(source: str | Location, to: str, options: ConvertOption
 def _file_stamps(source: Location) -> dict[str, str]:
     """Return a stamp for each file of the source that changes when the file changes."""
     if isinstance(source, Path) and source.is_file():
-        return {
-            name: stamp
-            for name, stamp in open_storage_folder(source.parent).file_stamps().items()
-            if name == source.name
-        }
+        stamps = open_storage_folder(source.parent).file_stamps()
+        return {name: stamp for name, stamp in stamps.items() if name == source.name}
     return open_storage_folder(source).file_stamps()
 
 
@@ -206,8 +202,8 @@ def _write_hf(source: WeightSource, folder: Path, options: ConvertOptions, journ
         )
     if source.model.moe and source.model.moe.sinkhorn:
         logger.warning(
-            "model.moe.sinkhorn balanced the choice of experts in training alone: like validation and `mega eval`, the "
-            "exported model chooses them by score"
+            "model.moe.sinkhorn applies only in training: like validation and `mega eval`, the exported model selects "
+            "experts by score"
         )
     with ProgressBar("writing HuggingFace", total=plan.total_bytes, unit="bytes") as bar:
         journal.advance = bar.advance
@@ -215,7 +211,7 @@ def _write_hf(source: WeightSource, folder: Path, options: ConvertOptions, journ
 
 
 def _read_training_state(source: WeightSource, options: ConvertOptions) -> ConvertedTraining | None:
-    """Return the optimizer state to carry over, if the source has any; log why not."""
+    """Return the optimizer state to carry over, else None; log it or the reason."""
     if not isinstance(source, MegatronSource | HfSource):
         return None
     stored = source.tensor_dtype(source.tensor_names()[0])
@@ -223,16 +219,16 @@ def _read_training_state(source: WeightSource, options: ConvertOptions) -> Conve
         if isinstance(source, HfSource):
             training = source.read_training_state(options.dtype or stored)
         elif options.dtype is not None:
-            raise OptimizerNotConverted("they are cast, and training goes on with what it had")
+            raise OptimizerNotConverted("the optimizer state is not supported with a cast of the weights (--dtype)")
         else:
             training = source.read_training_state()
-    except OptimizerNotConverted as why:
-        logger.warning("only the weights are converted: %s", why)
+    except OptimizerNotConverted as error:
+        logger.warning("only the weights are converted: %s", error)
         return None
     if training is not None:
         logger.info(
-            "the optimizer's state after step %d comes along; the learning rate, its schedule, Adam's settings and the "
-            "generators' states do not: run.yaml has its own",
+            "the optimizer state of step %d is converted; the learning rate schedule, Adam's settings and random generator "
+            "states are not: set them in run.yaml",
             training.step,
         )
     return training
@@ -259,35 +255,44 @@ _WRITERS: Mapping[str, Callable[[WeightSource, Path, ConvertOptions, WriteJourna
 }  # fmt: skip
 
 
-def _compare_weights(one: WeightSource, other: WeightSource, dtype: torch.dtype | None) -> None:
-    """Check that `other` equals `one` bit for bit after the cast."""
-    names = list(one.tensor_names())
-    total = sum(other.tensor_dtype(name).itemsize * torch.Size(other.tensor_shape(name)).numel() for name in names)
+def _verify_output(
+    weights: WeightSource, training: ConvertedTraining | None, folder: Location, options: ConvertOptions
+) -> None:
+    """Read the output back and check that it equals the input bit for bit."""
+    _compare_weights(weights, open_weight_source(folder, settings=options.settings), options.dtype)
+    if training is not None:
+        _compare_optimizer(training, Checkpoint.open_folder(folder))
+
+
+def _compare_weights(source: WeightSource, output: WeightSource, dtype: torch.dtype | None) -> None:
+    """Check that `output` equals `source` bit for bit after the cast."""
+    names = list(source.tensor_names())
+    total = sum(output.tensor_dtype(name).itemsize * torch.Size(output.tensor_shape(name)).numel() for name in names)
     with ProgressBar("comparing", total=total, unit="bytes") as bar:
         for name in names:
-            kind = cast_dtype(one, name, dtype)
-            for offset, shape in split_blocks(one.tensor_shape(name), kind):
-                left, right = (each.read_tensor_slice(name, offset, shape) for each in (one, other))
-                _check_equal(name, left.to(kind), right)
-                bar.advance(right.nbytes)
+            kind = cast_dtype(source, name, dtype)
+            for offset, shape in split_blocks(source.tensor_shape(name), kind):
+                read, written = (each.read_tensor_slice(name, offset, shape) for each in (source, output))
+                _check_equal(name, read.to(kind), written)
+                bar.advance(written.nbytes)
 
 
-def _compare_optimizer(training: ConvertedTraining, made: Checkpoint) -> None:
+def _compare_optimizer(training: ConvertedTraining, output: Checkpoint) -> None:
     """Check that the optimizer state in a mega checkpoint equals `training` bit for bit."""
-    total = sum(4 * math.prod(made.tensor_shape(key)) for key in made.tensor_keys(OPTIMIZER))
+    total = sum(4 * math.prod(output.tensor_shape(key)) for key in output.tensor_keys(OPTIMIZER))
     with ProgressBar("comparing the optimizer", total=total, unit="bytes") as bar:
-        for kind, held in training.tensors.items():
-            for name in held.tensor_names():
+        for kind, tensors in training.tensors.items():
+            for name in tensors.tensor_names():
                 key = f"{OPTIMIZER}{kind}/{name}"
-                for offset, shape in split_blocks(held.tensor_shape(name), torch.float32):
-                    right = made.read_tensor(key, offset, shape)
-                    _check_equal(key, held.read_tensor_slice(name, offset, shape).float(), right)
-                    bar.advance(right.nbytes)
+                for offset, shape in split_blocks(tensors.tensor_shape(name), torch.float32):
+                    written = output.read_tensor(key, offset, shape)
+                    _check_equal(key, tensors.read_tensor_slice(name, offset, shape).float(), written)
+                    bar.advance(written.nbytes)
 
 
 def _check_equal(name: str, read: Tensor, written: Tensor) -> None:
     if read.dtype != written.dtype or not torch.equal(_as_bytes(read), _as_bytes(written)):
-        raise CheckpointError(f"{name}: what was written is not what was read", hint="is the disk sound?")
+        raise CheckpointError(f"{name}: the written tensor differs from the source", hint="check the disk")
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -304,21 +309,25 @@ def _check_destination(final: Location, source: Location, to: str, overwrite: bo
     if isinstance(final, RemotePath):
         if to != "mega":
             raise CheckpointError(
-                f"{final}: on an object store only checkpoints of mega are made", hint="convert here, and upload that"
+                f"{final}: --to {to} is not supported on an object store",
+                hint="convert to a local folder and upload that",
             )
         if (final / MANIFEST).is_file():
-            raise CheckpointError(f"{final}: exists already", hint="choose another place, or remove it")
+            raise CheckpointError(f"{final}: exists already", hint="choose another destination, or remove it")
         return
     if not final.exists():
         return
     if not overwrite:
         raise CheckpointError(f"{final}: exists already", hint="choose another folder, or overwrite it")
     if not _is_replaceable(final, source):
-        raise CheckpointError(f"{final}: is not a folder of a model, or holds the source; it is not replaced")
+        raise CheckpointError(
+            f"{final}: only a model folder that does not contain the source can be replaced",
+            hint="choose another folder",
+        )
 
 
 def _is_replaceable(final: Path, source: Location) -> bool:
     """Return whether `final` is a model folder that neither is nor contains the source."""
-    holds_model = any((final / name).is_file() for name in ("config.json", "manifest.json", PEFT_CONFIG, TRACKER))
-    held = isinstance(source, Path) and final.resolve() in (source.resolve(), *source.resolve().parents)
-    return holds_model and not held
+    has_model = any((final / name).is_file() for name in ("config.json", "manifest.json", PEFT_CONFIG, TRACKER))
+    has_source = isinstance(source, Path) and final.resolve() in (source.resolve(), *source.resolve().parents)
+    return has_model and not has_source

@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint (DCP) planners with mega's own storage format.
 
-DCP's planners find out which rank writes which box (a box that several ranks hold is written once) and which parts of
-which saved chunks a rank's boxes need. They see a rank's boxes through DCP's checkpointable protocol. Its collectives
-carry an error of one rank to all. The files are ours: shards and a manifest, nothing pickled.
+DCP's planners assign each box to the rank that writes it (a box that several ranks have is written once), and determine
+the parts of saved chunks that a rank's boxes need. They access a rank's boxes through DCP's checkpointable protocol, and
+its collectives propagate an error of one rank to all. The file format is mega's: shards and a manifest, without pickles.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DcpTensor:
         boxes = [TensorBox(box.offset, box.tensor.detach()) for box in sharded.boxes if box.tensor.numel()]
         if slab_bytes is not None:
             boxes = [slab for box in boxes for slab in split_into_slabs(box, slab_bytes)]
-            # An empty tensor has no box with elements, but has a place in the checkpoint.
+            # An empty tensor has no box with elements, but must be in the checkpoint.
             boxes = boxes or sharded.boxes[:1]
         self.key, self.shape, self.boxes = key, torch.Size(sharded.shape), boxes
         self._at = {torch.Size(box.offset): box.tensor for box in boxes}
@@ -90,7 +90,7 @@ def _chunk_of(box: TensorBox) -> ChunkStorageMetadata:
 class BoxSavePlanner(DefaultSavePlanner):
     """DCP save planner that rejects boxes which do not tile their tensors.
 
-    `tensors` is called where an error reaches every rank.
+    `tensors` is called in the planner, where an error reaches every rank.
     """
 
     def __init__(self, tensors: Callable[[], Mapping[str, ShardedTensor]]) -> None:
@@ -107,19 +107,19 @@ class BoxSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Check that the boxes tile each tensor, then let DCP assign the writes."""
         boxes: dict[str, dict[TensorShape, TensorShape]] = defaultdict(dict)
-        seen: dict[str, tuple[torch.dtype, TensorShape]] = {}
+        kinds: dict[str, tuple[torch.dtype, TensorShape]] = {}
         for item in (item for plan in all_plans for item in plan.items):
             data, key = item.tensor_data, item.index.fqn
             assert data is not None
             kind = data.properties.dtype, tuple(data.size)
-            if seen.setdefault(key, kind) != kind:
-                raise CheckpointError(f"{key}: the ranks do not agree on what it is: {seen[key]} and {kind}")
+            if kinds.setdefault(key, kind) != kind:
+                raise CheckpointError(f"{key}: dtype and shape must be equal on all ranks, not {kinds[key]} and {kind}")
             boxes[key][tuple(data.chunk.offsets)] = tuple(data.chunk.sizes)
-        for key, (dtype, shape) in seen.items():
+        for key, (dtype, shape) in kinds.items():
             if dtype not in DTYPE_NAMES:
-                raise CheckpointError(f"{key}: a tensor of {dtype} cannot be saved")
+                raise CheckpointError(f"{key}: dtype {dtype} is not supported in a checkpoint")
             if not is_exact_tiling(shape, boxes[key].items()):
-                raise CheckpointError(f"{key}: the boxes of all ranks overlap in part, or do not cover {list(shape)}")
+                raise CheckpointError(f"{key}: the boxes of all ranks must tile {list(shape)} without overlap or gap")
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
@@ -148,18 +148,18 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         missing = [key for key in self.state_dict if key not in saved]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise CheckpointError(f"{self.source}: there is no tensor {missing[0]}{more} in it")
-        for key, held in self.state_dict.items():
+            raise CheckpointError(f"{self.source}: the tensor {missing[0]}{more} is missing")
+        for key, tensor in self.state_dict.items():
             entry = saved[key]
             assert isinstance(entry, TensorStorageMetadata)
-            if entry.size != held.shape:
+            if entry.size != tensor.shape:
                 raise CheckpointError(
-                    f"{self.source}: {key} has shape {list(entry.size)}, but {list(held.shape)} is wanted"
+                    f"{self.source}: {key} has shape {list(entry.size)}, but the run requires {list(tensor.shape)}"
                 )
-            for box in held.boxes:
+            for box in tensor.boxes:
                 if box.tensor.dtype != entry.properties.dtype:
                     raise CheckpointError(
-                        f"{self.source}: {key} is {entry.properties.dtype}, but {box.tensor.dtype} is wanted"
+                        f"{self.source}: {key} has dtype {entry.properties.dtype}, but the run requires {box.tensor.dtype}"
                     )
         return super().create_local_plan()
 
@@ -180,7 +180,7 @@ class WrittenChunk:
 
 
 class SaveTarget(Protocol):
-    """The folder that a save fills, as the coordinator uses it."""
+    """Interface of the folder that a save writes to, for the coordinator."""
 
     def begin_save(self) -> Location:
         """Create the folder and return it."""
@@ -192,7 +192,7 @@ class SaveTarget(Protocol):
 class ShardStorageWriter(StorageWriter):
     """DCP storage writer that writes a rank's boxes to shards. The coordinator also begins and finishes the target.
 
-    `advance` is told the bytes of each slab.
+    `advance` is called with the bytes of each slab.
     """
 
     def __init__(self, target: SaveTarget, advance: Callable[[int], None]) -> None:
@@ -276,7 +276,7 @@ class ShardStorageReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise the error of opening the checkpoint, if any."""
+        """Raise the error of opening the checkpoint if there was one."""
         if isinstance(self._opened, MegaError):
             raise self._opened
 
@@ -299,7 +299,7 @@ class ShardStorageReader(StorageReader):
             located.append((chunk.file, chunk.begin, chunk, item))
         last, read = None, torch.empty(0)
         for *_, chunk, item in sorted(located, key=lambda found: found[:2]):
-            if chunk is not last:  # boxes of one chunk come one after the other
+            if chunk is not last:  # boxes of one chunk are consecutive
                 last, read = chunk, checkpoint.map_chunk(item.storage_index.fqn, chunk)
             source = read
             for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

@@ -1,8 +1,8 @@
-"""Weights-only checkpoints made from others: `prune_checkpoint` drops the optimizer, `average_checkpoints` takes a
+"""Weights-only checkpoints derived from others: `prune_checkpoint` drops the optimizer, `average_checkpoints` computes a
 weighted mean.
 
-Both stream a slab of a tensor at a time into a hidden folder beside the destination, which one rename turns into it:
-the new checkpoint is complete or not there.
+Both stream a slab of a tensor at a time into a hidden folder next to the destination, which is renamed at the end: the
+new checkpoint is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -34,28 +34,27 @@ from mega_common.object_store import Location, RemotePath, parse_location
 def prune_checkpoint(source: str | Location, destination: str | Location) -> None:
     """Write a copy of a mega checkpoint to `destination` without the optimizer and the trainer state.
 
-    Weights and assets are the same to the byte, and the step stays; the optimizer's tensors and the trainer's state are
-    left out. The provenance gains `pruned`, which tells from where.
+    Weights, assets and the step are unchanged. The provenance gets an entry `pruned` with the source.
 
     Args:
-        source: a mega checkpoint, or a run folder for its newest one.
-        destination: the folder to make.
+        source: a mega checkpoint, or a run folder for its latest one.
+        destination: the folder to create.
 
     Raises:
-        CheckpointError: when the source is no complete mega checkpoint or is damaged, or `destination` exists. Nothing
-            is left behind then.
+        CheckpointError: when the source is not a complete mega checkpoint or is damaged, or `destination` exists. No files
+            are left then.
     """
     with create_output_folder(destination) as folder:
         checkpoint = Checkpoint.open_folder(resolve_checkpoint(source))
         if is_adapter_checkpoint(checkpoint):
             raise CheckpointError(
-                f"{checkpoint.folder}: holds an adapter, which is no model without its base",
-                hint="mega ckpt convert --to peft writes the adapter alone, --to mega the model with it",
+                f"{checkpoint.folder}: must be the checkpoint of a full model, not of an adapter",
+                hint="use mega ckpt convert: --to peft writes the adapter, --to mega the merged model",
             )
-        held = MegaSource(checkpoint)
+        source_weights = MegaSource(checkpoint)
         note = {"source": str(checkpoint.folder), "without": sorted(_non_model_groups(checkpoint))}
         provenance = {**checkpoint.manifest.provenance, "pruned": note}
-        write_weights(held, folder, "pruning", step=checkpoint.step, provenance=provenance)
+        write_weights(source_weights, folder, "pruning", step=checkpoint.step, provenance=provenance)
 
 
 @wrap_disk_errors()
@@ -64,20 +63,20 @@ def average_checkpoints(
 ) -> None:
     """Write the weighted mean of the weights of several checkpoints of one model to `destination`, a mega checkpoint.
 
-    Each tensor is summed in fp32, or in fp64 where a source has it in fp64, and written in the dtype of the first
-    source (arXiv:2203.05482). The assets and buffers are the first one's. The result is no state of any run: its step
-    is 0. The provenance has the sources and their shares as `average`.
+    Each tensor is summed in fp32, or in fp64 if a source has it in fp64, and written in the dtype of the first source
+    (arXiv:2203.05482). Assets and buffers are those of the first source. The step of the result is 0. The provenance has
+    the sources and their weights as `average`.
 
     Args:
-        sources: two or more mega checkpoints, run folders (their newest checkpoint) or HuggingFace folders; of an adapter
-            the model that its base is with it.
-        destination: the folder to make.
-        weights: one positive number a source, which are divided by their sum; default: all alike.
+        sources: two or more mega checkpoints, run folders (their latest checkpoint) or HuggingFace folders; an adapter is
+            merged into its base.
+        destination: the folder to create.
+        weights: one positive number per source, which are divided by their sum; default: equal weights.
 
     Raises:
-        ConfigError: when there are fewer than two sources, or the weights do not fit.
-        CheckpointError: when a source cannot be used or is of another model, or `destination` exists. Nothing is left
-            behind then.
+        ConfigError: when there are fewer than two sources, or the number of weights differs.
+        CheckpointError: when a source cannot be used or has another model, or `destination` exists. No files are left
+            then.
     """
     shares = _normalize_weights(len(sources), weights)
     with create_output_folder(destination) as folder:
@@ -108,13 +107,16 @@ def _non_model_groups(checkpoint: Checkpoint) -> set[str]:
 def _normalize_weights(count: int, weights: Sequence[float] | None) -> list[float]:
     """Return the weight of each source in the mean; the weights sum to 1."""
     if count < 2:
-        raise ConfigError("an average needs two or more checkpoints")
+        raise ConfigError("an average requires two or more checkpoints")
     weights = [1.0] * count if weights is None else weights
     if len(weights) != count:
-        raise ConfigError(f"{len(weights)} weights for {count} checkpoints", hint="give one number a checkpoint")
+        raise ConfigError(
+            f"the number of weights must be that of checkpoints, {count}, not {len(weights)}",
+            hint="give one number per checkpoint",
+        )
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"a weight of {weight}: expected a positive number")
+            raise ConfigError(f"weight {weight} must be a positive number")
     return [weight / math.fsum(weights) for weight in weights]
 
 
@@ -122,31 +124,31 @@ def _check_same_model(one: ModelConfig, other: ModelConfig, first: str | Locatio
     """Reject a source of a different model, and name the settings that differ."""
     if is_same_model(one, other):
         return
-    apart = [
+    differences = [
         f"{name} is {getattr(other, name)} instead of {getattr(one, name)}"
         for name in ModelConfig.model_fields
         if not is_same_model(one, one.model_copy(update={name: getattr(other, name)}))
     ]
     raise CheckpointError(
-        f"{path}: not the same model as {first}: {', '.join(apart)}", hint="only weights of one model have a mean"
+        f"{path}: not the same model as {first}: {', '.join(differences)}", hint="average checkpoints of one model"
     )
 
 
 @contextlib.contextmanager
 def create_output_folder(destination: str | Location) -> Iterator[Location]:
-    """Yield a folder to fill; it is renamed to `destination` on success and removed on error."""
-    there = parse_location(destination)
-    if isinstance(there, RemotePath):
-        if (there / MANIFEST).is_file():
-            raise CheckpointError(f"{there}: exists already", hint="choose another place")
-        folder = there / secrets.token_hex(4)
+    """Yield a folder to write; it is renamed to `destination` on success and removed on error."""
+    location = parse_location(destination)
+    if isinstance(location, RemotePath):
+        if (location / MANIFEST).is_file():
+            raise CheckpointError(f"{location}: exists already", hint="choose another destination")
+        folder = location / secrets.token_hex(4)
         try:
             yield folder
         except Exception:
             folder.delete_objects()
             raise
         return
-    final = Path(os.path.abspath(there))
+    final = Path(os.path.abspath(location))
     if final.exists():
         raise CheckpointError(f"{destination}: exists already", hint="choose another folder")
     make_durable_folder(final.parent)

@@ -1,4 +1,4 @@
-"""Host memory that boxes are copied to, so that training can continue while they are written."""
+"""Host memory for copies of boxes, so that training can continue while they are written."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class HostStaging:
         on_device = any(box.tensor.is_cuda for sharded in tensors.values() for box in sharded.boxes)
         need = staging_bytes(tensors)
         if self._buffer.numel() < need:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one before asking for the new
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before the new one is allocated
             self._buffer = allocate_host_memory(need, pinned=on_device)
         out = {key: ShardedTensor(sharded.shape, []) for key, sharded in tensors.items()}
-        for key, box, place in place_in_buffer(tensors, self._buffer):
-            place.copy_(box.tensor.detach(), non_blocking=True)
-            out[key].boxes.append(TensorBox(box.offset, place))
+        for key, box, view in place_in_buffer(tensors, self._buffer):
+            view.copy_(box.tensor.detach(), non_blocking=True)
+            out[key].boxes.append(TensorBox(box.offset, view))
         if on_device:
             torch.cuda.current_stream().synchronize()
         return out
@@ -46,8 +46,8 @@ def place_in_buffer(
     start = 0
     for key, sharded in tensors.items():
         for box in sharded.boxes:
-            place = buffer[start : start + box.tensor.nbytes]
-            yield key, box, place.view(box.tensor.dtype).view(box.tensor.shape)
+            data = buffer[start : start + box.tensor.nbytes]
+            yield key, box, data.view(box.tensor.dtype).view(box.tensor.shape)
             start += _aligned_bytes(box.tensor)
 
 
@@ -56,13 +56,13 @@ def _aligned_bytes(tensor: torch.Tensor) -> int:
 
 
 def allocate_host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate exactly `nbytes` of host memory, uint8 [nbytes]: torch would round pinned memory up to a power of two.
-    Pinned until it is freed.
+    """Allocate exactly `nbytes` of host memory, uint8 [nbytes]; torch would round pinned memory up to a power of two.
+    Pinned memory is unpinned when it is freed.
     """
     memory = torch.empty(nbytes, dtype=torch.uint8)
     if pinned and nbytes:
-        runtime, place = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
-        if status := int(runtime.cudaHostRegister(place, nbytes, 0)):
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+        if status := int(runtime.cudaHostRegister(address, nbytes, 0)):
             raise MemoryError(f"{nbytes} bytes of host memory cannot be pinned (CUDA error {status})")
-        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, place).atexit = False
+        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
     return memory

@@ -1,6 +1,6 @@
 """Upload of a HuggingFace folder to the HuggingFace hub and download from it, with the hub's own client.
 
-Only safetensors, JSON, text and tokenizer files travel, never a pickle. Who one is comes from the client:
+Only safetensors, JSON, text and tokenizer files are transferred, never pickles. The client's credentials are used:
 `hf auth login`, or HF_TOKEN.
 """
 
@@ -20,7 +20,7 @@ from mega_ckpt.source import MegaSource, open_weight_source
 from mega_common.atomic_files import convert_full_disk_error, fsync_directory
 from mega_common.errors import CheckpointError, MegaError, MissingPackageError
 
-# Weights and what describes them, the model card, tokenizer files. Not every "*.model": some programs pickle under it.
+# Weights, configurations, the model card, tokenizer files. Not every "*.model", since some programs pickle to it.
 _TOKENIZER = ("tokenizer*.model", "spiece.model", "sentencepiece*.model", "*.tiktoken", "*.txt", "*.jinja")
 PATTERNS = ("*.safetensors", "*.json", "*.md", *_TOKENIZER)
 _LOG_IN = "log in: hf auth login"
@@ -32,25 +32,25 @@ def push_to_hub(
     """Upload a HuggingFace folder to the repository `repo_id` as one commit; returns the commit URL.
 
     Args:
-        folder: config.json and safetensors, which are checked first. Nothing is converted.
-        repo_id: "user/name", or a name of one's own; made when it is not there yet.
-        private: nobody else may see it. A repository that is public already is then refused.
-        revision: branch to commit to, made when it is not there yet; default: main.
-        message: of the commit.
+        folder: config.json and safetensors, which are checked first and uploaded unchanged.
+        repo_id: "user/name", or a name in your own namespace; created if missing.
+        private: create a private repository; an existing public one is an error.
+        revision: branch to commit to, created if missing; default: main.
+        message: commit message.
 
     Raises:
-        CheckpointError: when the folder is no complete HuggingFace folder, or the hub refuses or cannot be reached.
+        CheckpointError: when the folder is not a complete HuggingFace folder, or the hub refuses or cannot be reached.
         MissingPackageError: when the hub's client is not installed.
     """
     hub = _client()
     _check_folder(folder)
     with _translate_errors(repo_id, revision):
-        # Where it is not asked for, the organization's own default decides.
+        # Without `private`, the organization's default applies.
         visibility = {"private": True} if private else {}
         repo_id = hub.create_repo(repo_id, exist_ok=True, **visibility).repo_id
         if private and not hub.model_info(repo_id).private:
             raise CheckpointError(
-                f"{repo_id}: is public already, so that what is pushed there is not private",
+                f"{repo_id}: --private conflicts with an existing public repository",
                 hint="make it private in its settings, or choose another name",
             )
         if revision:
@@ -66,17 +66,17 @@ def push_to_hub(
 
 
 def pull_from_hub(repo_id: str, folder: Path, *, revision: str | None = None) -> None:
-    """Download the repository `repo_id` to `folder`, which appears once everything is there.
+    """Download the repository `repo_id` to `folder`, which appears when it is complete.
 
-    What an interrupted download fetched stays beside it, under a hidden name, and the same call goes on from there.
+    An interrupted download is kept next to it, under a hidden name, and the same call resumes it.
 
     Args:
         repo_id: "user/name".
-        folder: the folder to make.
-        revision: branch, tag or commit; default: the newest commit of main.
+        folder: the folder to create.
+        revision: branch, tag or commit; default: the latest commit of main.
 
     Raises:
-        CheckpointError: when `folder` exists, the repository has no safetensors, or the hub refuses or is out of reach.
+        CheckpointError: when `folder` exists, the repository has no safetensors, or the hub refuses or is unreachable.
         MissingPackageError: when the hub's client is not installed.
     """
     hub = _client()
@@ -86,8 +86,11 @@ def pull_from_hub(repo_id: str, folder: Path, *, revision: str | None = None) ->
     with _translate_errors(repo_id, revision):
         info = hub.model_info(repo_id, revision=revision)
         if not any(file.rfilename.endswith(".safetensors") for file in info.siblings or ()):
-            raise CheckpointError(f"{repo_id}: has no safetensors files", hint="pickled weights are never fetched")
-        # The commit is in the name: files of two commits never mix, and a branch that moves on begins anew.
+            raise CheckpointError(
+                f"{repo_id}: safetensors files are missing (pickled weights are not supported)",
+                hint="choose a repository or revision with safetensors",
+            )
+        # The name contains the commit, so that files of two commits never mix.
         key = hashlib.sha256(f"{repo_id}@{info.sha}".encode()).hexdigest()[:12]
         partial = final.with_name(f".{final.name}.{key}.partial")
         make_durable_folder(final.parent)
@@ -103,17 +106,17 @@ def _client() -> ModuleType:
         import huggingface_hub
     except ImportError:
         raise MissingPackageError(
-            "the HuggingFace hub needs the package huggingface-hub, which is not installed",
+            "the HuggingFace hub requires the package huggingface-hub, which is not installed",
             hint="in the root of the repository: pip install 'packages/ckpt[hub]'",
         ) from None
     return huggingface_hub
 
 
 def _check_folder(folder: Path) -> None:
-    """Reject anything but a complete HuggingFace folder: headers, names and shapes are checked before anything is sent."""
+    """Reject anything but a complete HuggingFace folder: headers, names and shapes are checked before the upload."""
     if not (folder / CONFIG).is_file() and isinstance(open_weight_source(folder), MegaSource):
         raise CheckpointError(
-            f"{folder}: a checkpoint of mega; the hub's users load HuggingFace folders",
+            f"{folder}: must be a HuggingFace folder, not a mega checkpoint",
             hint=f"convert it first: mega ckpt convert {folder} out/hf --to hf, then push out/hf",
         )
     HfSource(folder)
@@ -121,7 +124,7 @@ def _check_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _translate_errors(repo_id: str, revision: str | None) -> Iterator[None]:
-    """Convert the client's exceptions into one-sentence errors. They, and those of its transports, share no base class."""
+    """Convert the client's exceptions, which share no base class, into one-sentence errors."""
     try:
         yield
     except MegaError:
@@ -139,27 +142,30 @@ def _explain_error(error: Exception, repo_id: str, revision: str | None) -> tupl
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, kinds.GatedRepoError):
-        return f"{repo_id}: access is granted by its owner", f"ask for it on its page on the hub, then {_LOG_IN}"
+        return f"{repo_id}: access requires its owner's approval", f"request it on its page on the hub, then {_LOG_IN}"
     if isinstance(error, kinds.RepositoryNotFoundError):
-        return f"{repo_id}: no such repository on the hub, or not for you to see", f"if it is private, {_LOG_IN}"
+        return f"{repo_id}: no such repository on the hub, or it is private", f"if it is private, {_LOG_IN}"
     if isinstance(error, kinds.RevisionNotFoundError):
         return f"{repo_id}: has no revision {revision}", "give a branch, a tag or a commit"
     if isinstance(error, kinds.HFValidationError):
-        return f"{repo_id!r} is not the name of a repository", "expected user/name"
+        return f"{repo_id!r} must be the name of a repository", "use user/name"
     first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     if status in (401, 403):
-        return f"{repo_id}: the hub does not permit it (status {status}): {first}", f"{_LOG_IN}, with a token that may"
+        return (
+            f"{repo_id}: the hub denied access (status {status}): {first}",
+            f"{_LOG_IN}, with a token that has access",
+        )
     if status is not None:
         return f"{repo_id}: the hub answered with status {status}: {first}", "try again later"
     return (
-        f"{repo_id}: the hub was not reached, or broke off: {first}",
-        "is the network there? The same command goes on",
+        f"{repo_id}: the connection to the hub failed: {first}",
+        "check the network, and run the same command to resume",
     )
 
 
 def _make_durable(folder: Path) -> None:
     """Flush all files to disk; the hub client does not."""
-    for above, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
-            fsync_directory(Path(above) / name)
-        fsync_directory(Path(above))
+            fsync_directory(Path(parent) / name)
+        fsync_directory(Path(parent))

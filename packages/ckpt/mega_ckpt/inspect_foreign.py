@@ -24,7 +24,7 @@ from mega_common.progress_logging import ProgressBar
 
 
 def is_foreign_model(path: Location) -> bool:
-    """Return whether the path holds a HuggingFace folder or a GGUF file rather than a mega checkpoint."""
+    """Return whether the path is a HuggingFace folder or a GGUF file rather than a mega checkpoint."""
     if (path / MANIFEST).is_file():
         return False
     described = any((path / name).is_file() for name in (CONFIG, litgpt.FILE))
@@ -32,7 +32,7 @@ def is_foreign_model(path: Location) -> bool:
 
 
 def inspect_foreign(path: Location) -> CheckpointSummary:
-    """Summarize a HuggingFace folder or a GGUF file: model, family, quantization, tensors as they are read.
+    """Summarize a HuggingFace folder or a GGUF file: model, family, quantization, and tensors after dequantization.
 
     Raises:
         CheckpointError: when it cannot be used.
@@ -55,7 +55,7 @@ def inspect_foreign(path: Location) -> CheckpointSummary:
 def verify_foreign(path: Location, *, finite: bool = False) -> VerifyReport:
     """Read every tensor of a HuggingFace folder or a GGUF file, dequantized; with `finite`, also look for NaN.
 
-    These formats have no checksums: what is found is a file that is cut off, a scale that is no number, and the like.
+    These formats have no checksums, so only damage such as truncated files and invalid scales is found.
 
     Raises:
         CheckpointError: when it cannot be opened.
@@ -81,7 +81,7 @@ def verify_foreign(path: Location, *, finite: bool = False) -> VerifyReport:
 
 def _open_foreign(path: Location) -> HfSource | GgufSource:
     source = open_weight_source(path)
-    assert isinstance(source, (HfSource, GgufSource))  # the caller has looked for manifests
+    assert isinstance(source, (HfSource, GgufSource))  # callers check `is_foreign_model`
     return source
 
 
@@ -96,7 +96,7 @@ def inspect_megatron(folder: Path) -> CheckpointSummary:
     """Summarize a checkpoint of Megatron: format, iteration, model, weights and sizes.
 
     Raises:
-        CheckpointError: when it is damaged, or its settings are missing or not understood.
+        CheckpointError: when it is damaged, or its settings are missing or not supported.
     """
     source, files = MegatronSource(folder), [path for path in iteration_folder(folder).rglob("*") if path.is_file()]
     contents, groups = source.contents, group_by_dtype(source)
@@ -119,8 +119,8 @@ def inspect_megatron(folder: Path) -> CheckpointSummary:
 
 
 def _describe_optimizer(source: MegatronSource) -> str:
-    """Describe the optimizer state that a conversion to mega carries over, or why it cannot."""
+    """Describe the optimizer state that a conversion to mega carries over, or the reason why it cannot."""
     try:
-        return f"{', '.join(source.read_training_state().tensors)}: these come along to mega"
-    except OptimizerNotConverted as why:
-        return f"stays behind: {why}"
+        return f"{', '.join(source.read_training_state().tensors)}: converted with --to mega"
+    except OptimizerNotConverted as error:
+        return f"not converted: {error}"

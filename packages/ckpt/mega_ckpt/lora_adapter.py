@@ -1,10 +1,10 @@
 """LoRA adapters on disk, and weights with an adapter merged in.
 
-Two formats: a checkpoint of a run that trained one, which holds no more than what was trained and says what it is beside;
-and a folder of PEFT's (`peft.py`). Both are read as an `Adapter`, by canonical names, and `AdaptedSource` is the model of
-an adapter and its base, whose tensors are put together as they are asked for:
+Two formats: the checkpoint of a LoRA run, which has only the trained tensors and the identity of the base; and a PEFT
+folder (`formats.peft_adapter`). Both are read as a `SavedAdapter` with canonical names. `AdaptedSource` merges an adapter
+into its base when tensors are read:
 
-    W + s B A      or, with a magnitude m for each row (DoRA), m (W + s B A) / |W + s B A|
+    W + s B A      or, with a magnitude m per row (DoRA), m (W + s B A) / |W + s B A|
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -24,26 +23,31 @@ from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, abbreviate_names, canon
 from mega_ckpt.checkpoint import AVERAGE, WEIGHTS, Checkpoint
 from mega_ckpt.lora_tensors import MAGNITUDE, A, AdaptedModule, B, adapted_modules, adapter_tensor_shapes
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_box
+from mega_ckpt.weight_source import DerivedSource, WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.lora_config import LoraConfig, is_adapter_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import parse_location
 
-if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource
+AVERAGES_HINT = "give a run with train.ema, which keeps averages of the weights"
+# Files of a tokenizer and its chat template, which PEFT users save with an adapter.
+ADAPTER_TOKENIZER_FILES: tuple[str, ...] = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+SAMPLE = 1024  # elements of each tensor in the digest of a base
 
 
-class UntiedSource:
+class UntiedSource(DerivedSource):
     """A `WeightSource` of a base with tied embeddings, whose `lm_head.weight` is read from the embedding."""
 
     def __init__(self, base: WeightSource) -> None:
-        self.base = base
-        self.model = base.model.model_copy(update={"tie_embeddings": False})
+        super().__init__(base, base.model.model_copy(update={"tie_embeddings": False}))
 
     def tensor_names(self) -> Sequence[str]:
         """Return the base's tensor names and the output layer, in the order of the forward pass."""
-        held = {*self.base.tensor_names(), HEAD}
-        return [name for name in canonical_tensors(self.model) if name in held]
+        names = {*self.base.tensor_names(), HEAD}
+        return [name for name in canonical_tensors(self.model) if name in names]
 
     def tensor_shape(self, name: str) -> TensorShape:
         """Return the global shape of a tensor."""
@@ -53,40 +57,13 @@ class UntiedSource:
         """Return the stored dtype of a tensor."""
         return self.base.tensor_dtype(_stored_name(name))
 
-    def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
-        return self.base.read_tensor(_stored_name(name))
-
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read `tensor[offset : offset + shape]`."""
         return self.base.read_tensor_slice(_stored_name(name), offset, shape)
 
-    def buffer_names(self) -> Sequence[str]:
-        """Return the names of the base's buffers."""
-        return self.base.buffer_names()
-
-    def read_buffer(self, name: str) -> Tensor:
-        """Read a buffer of the base."""
-        return self.base.read_buffer(name)
-
-    def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base's asset files."""
-        return self.base.asset_files()
-
 
 def _stored_name(name: str) -> str:
     return EMBEDDING if name == HEAD else name
-
-
-if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource
-
-# Files of a tokenizer and its chat template, which PEFT's users save beside an adapter.
-ADAPTER_TOKENIZER_FILES: tuple[str, ...] = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-SAMPLE = 1024  # elements of each tensor that tell one base from another
 
 
 @dataclass(frozen=True)
@@ -94,13 +71,13 @@ class SavedAdapter:
     """A LoRA adapter read from disk: its configuration, its tensors and the base it was trained on.
 
     Attributes:
-        lora: what the adapter is.
-        modules: the projections that have one.
-        shapes: of its tensors, and of those of the base that it replaces, by canonical name.
-        read_tensor_slice: gives a rectangle of one of them, by its offset and shape.
-        base_fingerprint: where the base is, as far as is known, and its digest, as `fingerprint_base` tells them.
-        unties_embeddings: whether it makes an output layer of its own for a base with tied embeddings.
-        tokenizer: files of the tokenizer that came with it, if any, which replaces the base's.
+        lora: configuration of the adapter.
+        modules: the adapted projections.
+        shapes: shapes of the adapter's tensors, and of tensors that replace those of the base, by canonical name.
+        read_tensor_slice: reads a rectangle of one of them, by name, offset and shape.
+        base_fingerprint: path and digest of the base, as returned by `fingerprint_base`; empty or partial if unknown.
+        unties_embeddings: the adapter has a separate output layer for a base with tied embeddings.
+        tokenizer: files of the adapter's tokenizer, which replaces that of the base; may be empty.
     """
 
     lora: LoraConfig
@@ -116,7 +93,7 @@ class SavedAdapter:
         """Return the adapter in a checkpoint of a run with `lora`; with `averaged`, the average kept by `train.ema`.
 
         Raises:
-            CheckpointError: when its tensors are not those of its configuration.
+            CheckpointError: when its tensors conflict with its configuration.
         """
         lora = LoraConfig.parse(checkpoint.trainer_state["settings"]["lora"], source=f"{checkpoint.folder}: lora")
         shapes = {key.removeprefix(WEIGHTS): checkpoint.tensor_shape(key) for key in checkpoint.tensor_keys(WEIGHTS)}
@@ -138,14 +115,12 @@ def averaged_weights(checkpoint: Checkpoint) -> frozenset[str]:
     """
     names = frozenset(key.removeprefix(AVERAGE) for key in checkpoint.tensor_keys(AVERAGE))
     if not names:
-        raise CheckpointError(
-            f"{checkpoint.folder}: has no averages of weights", hint="a run with train.ema keeps them"
-        )
+        raise CheckpointError(f"{checkpoint.folder}: averages of the weights are missing", hint=AVERAGES_HINT)
     return names
 
 
 def is_adapter_checkpoint(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint holds a LoRA adapter instead of a full model."""
+    """Return whether the checkpoint is a LoRA adapter instead of a full model."""
     return bool(checkpoint.trainer_state.get("settings", {}).get("lora"))
 
 
@@ -159,148 +134,128 @@ def check_adapter_modules(
         CheckpointError: naming one that is missing, unknown or of another shape.
     """
     modules = adapted_modules(model, lora)
-    expected, held = adapter_tensor_shapes(modules), {name for name in shapes if is_adapter_tensor(name)}
-    for what, names in (("has no tensor", expected.keys() - held), ("has a tensor", held - expected.keys())):
-        if names:
-            raise CheckpointError(f"{where}: {what} {abbreviate_names(names)}", hint="the adapter is of another model")
+    hint = "give the model that the adapter was trained for"
+    expected, stored = adapter_tensor_shapes(modules), {name for name in shapes if is_adapter_tensor(name)}
+    if missing := expected.keys() - stored:
+        raise CheckpointError(f"{where}: the tensor {abbreviate_names(missing)} is missing", hint=hint)
+    if unknown := stored - expected.keys():
+        raise CheckpointError(
+            f"{where}: the tensor {abbreviate_names(unknown)} is not part of the adapter's configuration", hint=hint
+        )
     for name, shape in expected.items():
         if shapes[name] != shape:
-            raise CheckpointError(
-                f"{where}: {name} has shape {list(shapes[name])} instead of {list(shape)}",
-                hint="the adapter is of another model",
-            )
+            raise CheckpointError(f"{where}: {name} has shape {list(shapes[name])} instead of {list(shape)}", hint=hint)
     return modules
 
 
 def check_adapter_start(
     adapter: SavedAdapter, modules: Mapping[str, AdaptedModule], trains: Callable[[str], bool], where: str
 ) -> None:
-    """Reject an adapter of which a run would drop a tensor or change the scale.
+    """Reject an adapter if a run that starts from it would drop a tensor or change the scale.
 
     Args:
-        adapter: what the run starts from, at `where`.
-        modules: projections with an adapter in the run.
-        trains: whether the run trains a tensor, by its canonical name.
+        adapter: the initial adapter, saved at `where`.
+        modules: adapted projections of the run.
+        trains: returns whether the run trains a tensor, by its canonical name.
 
     Raises:
         CheckpointError: naming a tensor that the run does not train, or a projection whose scale differs.
     """
-    merge = "or merge it first (mega ckpt merge-adapter), and train from the merged weights"
+    merge = "merge it first (mega ckpt merge-adapter), and train from the merged weights"
     if adapter.unties_embeddings:
         raise CheckpointError(
-            f"{where}: the adapter makes embedding and output layer differ, which model.tie_embeddings = True keeps equal",
-            hint="merge it first (mega ckpt merge-adapter), and train from the merged weights",
+            f"{where}: an adapter with untied embeddings conflicts with model.tie_embeddings = True", hint=merge
         )
-    own = adapter_tensor_shapes(modules)
-    dropped = [name for name in adapter.shapes if not (name in own if is_adapter_tensor(name) else trains(name))]
+    run_tensors = adapter_tensor_shapes(modules)
+    dropped = [
+        name for name in adapter.shapes if not (name in run_tensors if is_adapter_tensor(name) else trains(name))
+    ]
     if dropped:
         raise CheckpointError(
-            f"{where}: the adapter has {abbreviate_names(dropped)}, which this run does not train",
-            hint=f"add its module to lora.modules or lora.modules_to_save, {merge}",
+            f"{where}: the adapter's tensor {abbreviate_names(dropped)} is not trained by this run",
+            hint=f"add its module to lora.modules or lora.modules_to_save, or {merge}",
         )
     for module, of in modules.items():
         saved = adapter.modules.get(module)
         if saved is not None and not math.isclose(saved.scale, of.scale, rel_tol=1e-6):
             raise CheckpointError(
-                f"{where}: the adapter of {module} was trained with a scale of {saved.scale:g}, "
-                f"and lora.alpha makes it {of.scale:g}",
-                hint="set lora.alpha, lora.alphas and lora.rslora as it was trained",
+                f"{where}: the adapter of {module} was trained with scale {saved.scale:g}, which conflicts with scale "
+                f"{of.scale:g} from lora.alpha",
+                hint="set lora.alpha, lora.alphas and lora.rslora as the adapter was trained",
             )
 
 
-class AdaptedSource:
+class AdaptedSource(DerivedSource):
     """A `WeightSource` of a base with a LoRA adapter merged in, in the base's dtypes. The sum is computed in fp32 or
     wider.
 
     Raises:
-        CheckpointError: from the constructor, when the adapter is of another model than the base.
+        CheckpointError: from the constructor, when the adapter belongs to another model than the base.
     """
 
     def __init__(self, base: WeightSource, adapter: SavedAdapter) -> None:
         base = UntiedSource(base) if adapter.unties_embeddings else base
-        self.base, self.adapter = base, adapter
-        self.model: ModelConfig = base.model
-        self._homes: dict[str, tuple[str, int]] = {}  # of each changed tensor its module, and its first row in B
+        super().__init__(base, base.model)
+        self.adapter = adapter
+        self._adapted: dict[str, tuple[str, int]] = {}  # {adapted tensor: (its module, its first row in B)}
         for module, of in adapter.modules.items():
             row = 0
             for name in of.weights:
-                self._homes[name] = (module, row)
+                self._adapted[name] = (module, row)
                 row += base.tensor_shape(name)[-2]
         self._replaced = {name for name in adapter.shapes if not is_adapter_tensor(name)}
         for name in self._replaced:
             if name not in base.tensor_names() or base.tensor_shape(name) != adapter.shapes[name]:
-                raise CheckpointError(f"the adapter replaces {name}, which the base has not got in that shape")
-
-    def tensor_names(self) -> Sequence[str]:
-        """Return the tensor names of the base."""
-        return self.base.tensor_names()
-
-    def tensor_shape(self, name: str) -> TensorShape:
-        """Return the shape of a tensor of the base."""
-        return self.base.tensor_shape(name)
-
-    def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor of the base."""
-        return self.base.tensor_dtype(name)
-
-    def read_tensor(self, name: str) -> Tensor:
-        """Read a whole merged tensor."""
-        shape = self.tensor_shape(name)
-        return self.read_tensor_slice(name, (0,) * len(shape), shape)
+                raise CheckpointError(
+                    f"the adapter replaces {name} {list(adapter.shapes[name])}, which the base does not have in that shape",
+                    hint="give the base that the adapter was trained on",
+                )
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read a rectangle of a merged tensor; for stacked experts, a part of each expert."""
         if name in self._replaced:
             return self.adapter.read_tensor_slice(name, offset, shape).to(self.tensor_dtype(name))
-        if name not in self._homes:
+        if name not in self._adapted:
             return self.base.read_tensor_slice(name, offset, shape)
-        module, first = self._homes[name]
-        of, made = self.adapter.modules[module], self._merged_slice(name, offset, shape)
+        module, first = self._adapted[name]
+        of, merged = self.adapter.modules[module], self._merged_slice(name, offset, shape)
         if of.has_magnitude:
-            whole = (
-                made
+            rows = (
+                merged
                 if shape[1] == of.in_features
                 else self._merged_slice(name, (offset[0], 0), (shape[0], of.in_features))
             )
-            length = self.adapter.read_tensor_slice(module + MAGNITUDE, (first + offset[0],), shape[:1])
-            made = made * (length.to(made.dtype) / torch.linalg.vector_norm(whole, dim=1)).unsqueeze(1)
-        return made.to(self.tensor_dtype(name))
+            magnitude = self.adapter.read_tensor_slice(module + MAGNITUDE, (first + offset[0],), shape[:1])
+            merged = merged * (magnitude.to(merged.dtype) / torch.linalg.vector_norm(rows, dim=1)).unsqueeze(1)
+        return merged.to(self.tensor_dtype(name))
 
     def _merged_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Return a rectangle of W + s B A."""
-        held = self.base.read_tensor_slice(name, offset, shape)
-        module, first = self._homes[name]
-        wide = torch.promote_types(held.dtype, torch.float32)
+        base = self.base.read_tensor_slice(name, offset, shape)
+        module, first = self._adapted[name]
+        wide = torch.promote_types(base.dtype, torch.float32)
         *stack, row, column = offset
         *deep, rows, columns = shape
         a, b = (self.adapter.read_tensor(module + suffix).to(wide) for suffix in (A, B))
         a = crop_tensor(a, (*stack, 0, column), (*deep, a.shape[-2], columns))
         b = crop_tensor(b, (*stack, first + row, 0), (*deep, rows, b.shape[-1]))
-        return held.to(wide) + self.adapter.modules[module].scale * (b @ a)
-
-    def buffer_names(self) -> Sequence[str]:
-        """Return the buffer names of the base."""
-        return self.base.buffer_names()
-
-    def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer of the base."""
-        return self.base.read_buffer(name)
+        return base.to(wide) + self.adapter.modules[module].scale * (b @ a)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base's asset files, with the tokenizer that came with the adapter if there is one."""
-        held = self.base.asset_files()
+        """Return the base's asset files; the adapter's tokenizer, if present, replaces the base's."""
+        files = self.base.asset_files()
         if not self.adapter.tokenizer:
-            return held
-        return {name: file for name, file in held.items() if name not in ADAPTER_TOKENIZER_FILES} | dict(
+            return files
+        return {name: file for name, file in files.items() if name not in ADAPTER_TOKENIZER_FILES} | dict(
             self.adapter.tokenizer
         )
 
 
 def compute_row_norms(base: WeightSource, name: str, first: int, rows: int) -> Tensor:
-    """Return the L2 norms fp64 [rows] of some rows of a matrix [N, D]; DoRA magnitudes start from them."""
-    held = base.read_tensor_slice(name, (first, 0), (rows, base.tensor_shape(name)[1]))
-    lengths: Tensor = torch.linalg.vector_norm(held.double(), dim=1)
-    return lengths
+    """Return the L2 norms fp64 [rows] of some rows of a matrix [N, D]: the initial DoRA magnitudes."""
+    matrix = base.read_tensor_slice(name, (first, 0), (rows, base.tensor_shape(name)[1]))
+    norms: Tensor = torch.linalg.vector_norm(matrix.double(), dim=1)
+    return norms
 
 
 def fingerprint_base(path: str, source: WeightSource) -> dict[str, str]:
@@ -325,6 +280,6 @@ def check_adapter_base(saved: Mapping[str, str] | None, given: Mapping[str, str]
     """
     if saved and saved.get("digest") and saved["digest"] != given["digest"]:
         raise CheckpointError(
-            f"{where}: the adapter is of {saved.get('path')}, and {given['path']} has other weights",
-            hint="give the weights that it was trained beside",
+            f"{where}: the adapter was trained on {saved.get('path')}, and {given['path']} has other weights",
+            hint="give the base that the adapter was trained on",
         )

@@ -2,8 +2,8 @@
 
     model.layers.0.self_attn.q_proj.lora_A.weight [r, D]      model.layers.0.self_attn.q_proj.lora_B.weight [N, r]
 
-A layer's experts are stacked on axis 0, gate above up where there is a gate: `mlp.experts.gate_up_proj` has A [E, r, D] and
-B [E, 2 F, r], `mlp.experts.down_proj` A [E, r, F] and B [E, D, r]. With `lora.dora` a projection also has a
+A layer's experts are stacked on axis 0, and gate and up rows are concatenated: `mlp.experts.gate_up_proj` has A [E, r, D]
+and B [E, 2 F, r], `mlp.experts.down_proj` A [E, r, F] and B [E, D, r]. With `lora.dora` a projection also has a
 `lora_magnitude_vector` [N].
 
 Legend: D model width, N a projection's output width, F feed-forward width, E experts, r rank.
@@ -22,7 +22,7 @@ from mega_common.lora_config import LoraConfig, matches_module_pattern
 from mega_common.model_config import ModelConfig
 
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-# Of attention, feed-forward blocks and experts; no router, and nothing of a recurrent mixer.
+# Projections of attention, feed-forward blocks and experts; not routers or recurrent mixers.
 _PROJECTION = re.compile(
     r"(?P<module>model\.layers\.(?P<layer>\d+)\.(self_attn|mlp)\..*(?<!latent)_proj(_with_mqa)?)\.weight"
 )
@@ -34,12 +34,12 @@ class AdaptedModule:
     """A projection with a LoRA adapter.
 
     Attributes:
-        rank, scale: r, and what B A is multiplied by.
-        weights: the canonical tensors that it changes, one below the other.
-        out, into: their output width, of all, and their input width.
-        num_experts: how many are stacked; None for a plain matrix.
-        dropout: share of the input that the adapter does not see in training.
-        has_magnitude: whether it has a magnitude for each output, too.
+        rank, scale: r, and the factor of B A.
+        weights: the canonical tensors of the projection, whose rows are concatenated.
+        out_features, in_features: total output width, and input width.
+        num_experts: number of stacked experts; None for a matrix.
+        dropout: dropout probability of the adapter's input.
+        has_magnitude: the adapter has a DoRA magnitude per output.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class AdaptedModule:
 
     @property
     def tensor_shapes(self) -> tuple[TensorShape, ...]:
-        """Shapes of A and B, and of the DoRA magnitude if there is one."""
+        """Shapes of A, B and, with DoRA, the magnitude."""
         stack = () if self.num_experts is None else (self.num_experts,)
         pair = (*stack, self.rank, self.in_features), (*stack, self.out_features, self.rank)
         return (*pair, (self.out_features,)) if self.has_magnitude else pair
@@ -63,7 +63,7 @@ def adapted_modules(model: ModelConfig, lora: LoraConfig) -> dict[str, AdaptedMo
     """Return the projections of `model` that `lora` adapts, by canonical name without `.weight`, in forward order.
 
     Raises:
-        ConfigError: naming a pattern that is for no projection, or experts, which have neither dropout nor magnitudes.
+        ConfigError: naming a pattern that matches no projection, or experts with dropout or DoRA.
     """
     modules = adaptable_projections(model)
     for key, patterns in (("modules", lora.modules), ("ranks", lora.ranks), ("alphas", lora.alphas)):
@@ -71,7 +71,7 @@ def adapted_modules(model: ModelConfig, lora: LoraConfig) -> dict[str, AdaptedMo
             if not any(matches_module_pattern(module, [pattern]) for module in modules):
                 kinds = sorted({module.rpartition(".")[2] for module in modules})
                 raise ConfigError(
-                    f"lora.{key}: {pattern!r} is for no projection of the model", hint=f"it has {', '.join(kinds)}"
+                    f"lora.{key}: {pattern!r} must match a projection of the model", hint=f"use {', '.join(kinds)}"
                 )
     out = {}
     for module, weights in modules.items():
@@ -84,8 +84,8 @@ def adapted_modules(model: ModelConfig, lora: LoraConfig) -> dict[str, AdaptedMo
             if experts is not None and (lora.dropout or lora.dora):
                 key = "dropout" if lora.dropout else "dora"
                 raise ConfigError(
-                    f"lora.{key} = {getattr(lora, key)}: {module} has none, as in PEFT",
-                    hint=f"leave out lora.{key}, or the experts in lora.modules",
+                    f"lora.{key} = {getattr(lora, key)} is not supported with experts ({module})",
+                    hint=f"remove lora.{key}, or the experts from lora.modules",
                 )
             scale = lora.get_adapter_scale(module)
             out[module] = AdaptedModule(rank, scale, tuple(weights), rows, into, experts, lora.dropout, lora.dora)
@@ -109,7 +109,7 @@ def adaptable_projections(model: ModelConfig) -> dict[str, TensorShapes]:
 
 
 def quantized_tensors(model: ModelConfig, lora: LoraConfig | None, is_trained: Callable[[str], bool]) -> frozenset[str]:
-    """Return the tensors that `lora.quantize` stores quantized: those of every projection that is not fully trained."""
+    """Return the tensors that `lora.quantize` stores quantized: the weights of all projections not fully trained."""
     if lora is None or lora.quantize is None:
         return frozenset()
     return frozenset(

@@ -1,13 +1,13 @@
 """Manifest of a checkpoint: a byte-exact description of the folder in one JSON file, verified before use.
 
     step-00000100/
-        manifest.json                        this
-        shard-00000-000.safetensors ...      tensors, cut in chunks
-        assets/                              tokenizer files and the like, as they came
+        manifest.json                        the manifest
+        shard-00000-000.safetensors ...      tensors, split into chunks
+        assets/                              tokenizer files and others, unchanged
 
-The second line of `manifest.json` is the XXH3-128 checksum of every byte after that line, so that no flipped bit of it goes
-unseen. Everything else in the folder is described by it: a shard's header is not parsed but must be, byte for byte, the
-one that follows from the manifest.
+The second line of `manifest.json` is the XXH3-128 checksum of every byte after that line, so that any flipped bit is
+detected. The manifest describes all other files: a shard's header is not parsed but must equal, byte for byte, the one
+that follows from the manifest.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Manifest(StrictConfig):
     """Contents of a checkpoint. `state` and `provenance` are the writer's own JSON, opaque to the store.
 
     Attributes:
-        folder: where the files are, seen from the manifest: "" is beside it. On an object store each save has a folder of
-            its own, so that putting the manifest is what turns one checkpoint of a step into another.
+        folder: folder of the files, relative to the manifest; "" is the folder of the manifest. On an object store each
+            save has a separate folder, so that one put of the manifest replaces a checkpoint of the same step.
     """
 
     format_version: Literal[1] = FORMAT_VERSION
@@ -100,7 +100,7 @@ class Manifest(StrictConfig):
         yield from self.model.problems()
         for name in [*self.files, *([self.folder] if self.folder else [])]:
             if not _is_plain_path(name):
-                yield ConfigProblem("files", f"{name!r} is not the plain name of a file inside the checkpoint")
+                yield ConfigProblem("files", f"{name!r} must be the plain name of a file inside the checkpoint")
         ranges = defaultdict(list)
         for key, tensor in self.tensors.items():
             rule = _tensor_problem(key, tensor, self.files)
@@ -116,14 +116,14 @@ class Manifest(StrictConfig):
         """Return the bytes of `manifest.json`, one line per tensor.
 
         Raises:
-            CheckpointError: when `state` or `provenance` holds NaN or an infinity, which JSON has not.
+            CheckpointError: when `state` or `provenance` has NaN or infinity, which JSON cannot express.
         """
         fields = self.model_dump(mode="json", exclude=set() if self.folder else {"folder"})
         rows = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(fields.pop("tensors").items())]
         try:
             lines = [f' "{name}": {json.dumps(value, allow_nan=False)}' for name, value in fields.items()]
         except ValueError as error:
-            raise CheckpointError(f"the state to save is not JSON: {error}") from None
+            raise CheckpointError(f"the state to save must be JSON: {error}") from None
         body = (",\n".join([*lines, ' "tensors": {\n' + ",\n".join(rows) + "\n }"]) + "\n}\n").encode()
         return _HEAD + xxhash.xxh3_128_hexdigest(body).encode() + _TAIL + body
 
@@ -138,7 +138,7 @@ class Manifest(StrictConfig):
         body = data[start:]
         if data[:start] != _HEAD + xxhash.xxh3_128_hexdigest(body).encode() + _TAIL:
             raise CheckpointError(
-                f"{source}: damaged or changed since it was written: its checksum does not fit",
+                f"{source}: damaged or changed since it was written: its checksum does not match",
                 hint="resume from another checkpoint, or save this one again",
             )
         try:
@@ -147,7 +147,9 @@ class Manifest(StrictConfig):
             first = error.errors(include_url=False, include_input=False)[0]
             raise CheckpointError(
                 f"{source}: {'.'.join(map(str, first['loc'])) or 'the whole file'}: {first['msg']}",
-                hint=f"this program reads format {FORMAT_VERSION}" if first["loc"] == ("format_version",) else None,
+                hint=f"this version of mega reads format {FORMAT_VERSION}; upgrade mega"
+                if first["loc"] == ("format_version",)
+                else None,
             ) from None
         problem = next(manifest.problems(), None)
         if problem:
@@ -159,23 +161,23 @@ class Manifest(StrictConfig):
         """Read the manifest of a checkpoint folder.
 
         Raises:
-            NoCheckpointError: when there is none.
-            CheckpointError: when it is not sound, or cannot be read.
+            NoCheckpointError: when it is missing.
+            CheckpointError: when it is damaged or cannot be read.
         """
         path = folder / MANIFEST
         try:
             if open_storage_folder(folder).file_size(MANIFEST) > MAX_MANIFEST_BYTES:
-                raise CheckpointError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes, which no manifest is")
+                raise CheckpointError(f"{path}: must have at most {MAX_MANIFEST_BYTES} bytes")
             return cls.decode_json(path.read_bytes(), path)
         except FileNotFoundError:
             raise NoCheckpointError(
-                f"{folder}: not a mega checkpoint, there is no {MANIFEST} in it",
-                hint="a checkpoint is a folder such as checkpoints/step-00000100",
+                f"{folder}: not a mega checkpoint: {MANIFEST} is missing",
+                hint="give a folder such as checkpoints/step-00000100",
             ) from None
         except NotADirectoryError:
             raise NoCheckpointError(
-                f"{folder}: is a file, and a mega checkpoint is a folder",
-                hint="a checkpoint is a folder such as checkpoints/step-00000100",
+                f"{folder}: must be the folder of a mega checkpoint, not a file",
+                hint="give a folder such as checkpoints/step-00000100",
             ) from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
@@ -196,7 +198,7 @@ def make_manifest(
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise CheckpointError(
-            f"the checkpoint of step {step} cannot be described: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            f"the checkpoint of step {step} cannot be saved: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from None
     manifest.encode_json()
     return manifest
@@ -205,9 +207,9 @@ def make_manifest(
 def is_exact_tiling(shape: TensorShape, boxes: Iterable[tuple[TensorShape, TensorShape]]) -> bool:
     """Return whether boxes (offset, shape) cover a tensor of `shape` exactly once everywhere.
 
-    The mixed derivative of a box's indicator function is a sum of signed points at its 2^axes corners, and a function
-    that is zero far away is determined by that derivative. So the boxes tile iff their signed corners add up to those of
-    the whole. Linear in the number of boxes, where comparing all pairs is quadratic.
+    The mixed derivative of a box's indicator function is a sum of signed points at its 2^axes corners, and determines a
+    function that is zero far away. So the boxes tile iff their signed corners add up to those of the tensor. The cost is
+    linear in the number of boxes; comparing all pairs would be quadratic.
     """
     corners: Counter[TensorShape] = Counter()
     outer = ((0,) * len(shape), shape)
@@ -234,26 +236,26 @@ def _is_plain_path(name: str) -> bool:
 def _tensor_problem(key: str, tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
     """Return the first rule that a tensor's entry breaks, or None."""
     if not key or not key.isprintable():
-        return "a tensor's name must be printable"
+        return "the name of a tensor must be printable"
     if tensor.dtype not in DTYPES:
-        return f"unknown dtype {tensor.dtype!r}"
+        return f"dtype {tensor.dtype!r} is not supported"
     if len(tensor.shape) > MAX_AXES or math.prod(n or 1 for n in tensor.shape) >= 1 << 62:
-        return f"a shape of {list(tensor.shape)} is not possible"
+        return f"shape {list(tensor.shape)} is too large"
     width = DTYPES[tensor.dtype].itemsize
     for chunk in tensor.chunks:
         if not len(chunk.offset) == len(chunk.shape) == len(tensor.shape):
-            return f"a chunk at {list(chunk.offset)} has another number of axes than the tensor"
+            return f"the chunk at {list(chunk.offset)} must have the tensor's number of axes"
         if any(o + n > g for o, n, g in zip(chunk.offset, chunk.shape, tensor.shape, strict=True)):
-            return f"the chunk at {list(chunk.offset)} reaches outside the tensor"
+            return f"the chunk at {list(chunk.offset)} exceeds the tensor"
         if chunk.file not in files:
             return f"the chunk at {list(chunk.offset)} is in {chunk.file!r}, which is not a file of this checkpoint"
         if chunk.end - chunk.begin != math.prod(chunk.shape) * width or chunk.begin % width:
-            return f"the chunk at {list(chunk.offset)} has a shape that its bytes in {chunk.file} do not hold"
+            return f"the shape of the chunk at {list(chunk.offset)} conflicts with its bytes in {chunk.file}"
         if chunk.end > files[chunk.file].bytes:
-            return f"the chunk at {list(chunk.offset)} ends after the end of {chunk.file}"
+            return f"the chunk at {list(chunk.offset)} exceeds the file {chunk.file}"
     if not is_exact_tiling(tensor.shape, ((chunk.offset, chunk.shape) for chunk in tensor.chunks)):
-        held, whole = sum(math.prod(c.shape) for c in tensor.chunks), math.prod(tensor.shape)
-        return f"its chunks overlap or leave a part out ({held} elements in chunks, {whole} in the tensor)"
+        elements, total = sum(math.prod(c.shape) for c in tensor.chunks), math.prod(tensor.shape)
+        return f"its chunks overlap or are incomplete ({elements} elements in chunks, {total} in the tensor)"
     return None
 
 
@@ -261,6 +263,6 @@ def _range_problems(name: str, found: list[tuple[int, int, str]], size: int) -> 
     """Yield the gaps and overlaps between the chunks of a shard; chunks must be contiguous up to its end."""
     for (_, end, _), (begin, _, key) in itertools.pairwise(found):
         if begin != end:
-            yield ConfigProblem(key, f"its bytes in {name} overlap with another tensor's, or leave a hole")
+            yield ConfigProblem(key, f"its bytes in {name} overlap with another tensor's or leave a gap")
     if found[-1][1] != size:
-        yield ConfigProblem(found[-1][2], f"it should end where {name} ends")
+        yield ConfigProblem(found[-1][2], f"it must end at the end of {name}")

@@ -20,7 +20,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import format_number
 
 MODEL_CARD, OTHER_NAME, DATA_CARD = "README.md", "MODEL_CARD.md", "DATA_CARD.md"
-LINES = 1 << 20  # bytes at the end of metrics.jsonl in which the checkpoint's step is looked for
+LINES = 1 << 20  # bytes at the end of metrics.jsonl that are searched for the checkpoint's step
 _METRICS = "metrics.jsonl"
 _SHAPE = (
     "num_layers",
@@ -37,10 +37,10 @@ def build_cards(checkpoint: Checkpoint, num_parameters: int, existing_files: Map
     """Return {file name: content} of the cards of a run's checkpoint; empty for a checkpoint without run settings.
 
     Args:
-        checkpoint: what is exported.
-        num_parameters: how many the model has.
-        existing_files: files that the export has already, a README.md of the user's or of the model that training began from, say:
-            none of them is written over. The model card is then called MODEL_CARD.md.
+        checkpoint: the checkpoint that is exported.
+        num_parameters: number of parameters of the model.
+        existing_files: other files of the export, which are never replaced; with a README.md the model card is named
+            MODEL_CARD.md.
     """
     settings = checkpoint.trainer_state.get("settings")
     if not isinstance(settings, dict) or not settings:
@@ -57,7 +57,7 @@ def _model_card(checkpoint: Checkpoint, settings: Mapping[str, Any], parameters:
     name = Path(str(settings.get("output", "model"))).name
     length = settings.get("data", {}).get("seq_length", 0)
     samples = checkpoint.trainer_state.get("consumed_samples", 0)
-    begun = settings.get("init_from")
+    initial = settings.get("init_from")
     facts = [
         ("parameters", f"{parameters:,}"),
         *_architecture(checkpoint.model),
@@ -65,21 +65,20 @@ def _model_card(checkpoint: Checkpoint, settings: Mapping[str, Any], parameters:
             "trained",
             f"{checkpoint.step:,} steps, {samples:,} samples of {length:,} tokens: {format_number(samples * length)} tokens",
         ),
-        ("started from", str(begun) if begun else "random weights"),
+        ("started from", str(initial) if initial else "random weights"),
         *_losses(checkpoint),
     ]
     return "\n".join(
         [
             f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {name}\n",
-            f"A language model, trained with mega. What it was trained on: [{DATA_CARD}]({DATA_CARD}).\n",
+            f"A language model trained with mega. Training data: [{DATA_CARD}]({DATA_CARD}).\n",
             *_format_table(("", ""), facts),
             "\n## Settings\n",
             *_format_table(("setting", "value"), list(_settings(settings))),
             "\n## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n",
             'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")',
             'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```\n',
-            "## Limits\n\nNobody has said yet what this model is good for, whom it may harm, or under which licence it is given: "
-            "write it here.\n",
+            "## Limits\n\nIntended use, risks and license of this model are not documented yet: describe them here.\n",
         ]
     )
 
@@ -88,7 +87,7 @@ def _architecture(model: ModelConfig) -> Iterator[tuple[str, str]]:
     shape = [f"{key} {value}" for key in _SHAPE if (value := getattr(model, key)) is not None]
     yield "architecture", ", ".join(shape)
     if model.moe is not None:
-        yield "experts", f"{model.moe.num_experts}, of which {model.moe.top_k} a token"
+        yield "experts", f"{model.moe.num_experts}, {model.moe.top_k} per token"
 
 
 def _settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -108,16 +107,16 @@ def _losses(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         with open(path, "rb") as stream:
             stream.seek(max(0, path.stat().st_size - LINES))
             for text in stream:
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short, at its begin or its end
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # the first or last line may be truncated
                     line = parse_json_text(text)
-                    told = {key: line[key] for key in ("loss", "valid_loss") if isinstance(line.get(key), float)}
+                    losses = {key: line[key] for key in ("loss", "valid_loss") if isinstance(line.get(key), float)}
                     found |= {
-                        key: (line["step"], value) for key, value in told.items() if line["step"] <= checkpoint.step
+                        key: (line["step"], value) for key, value in losses.items() if line["step"] <= checkpoint.step
                     }
     for key, name in (("loss", "training loss"), ("valid_loss", "validation loss")):
         if key in found:
             step, loss = found[key]
-            yield name, f"{loss:.4f} a token (perplexity {math.exp(min(loss, 700)):.4g}), step {step:,}"
+            yield name, f"{loss:.4f} per token (perplexity {math.exp(min(loss, 700)):.4g}), step {step:,}"
 
 
 def _data_card(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> str:
@@ -126,26 +125,30 @@ def _data_card(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> str:
     rows = [
         (
             path, f"{samples:,}", format_number(samples * length), f"{100 * samples / whole:.1f} %",
-            *(_format_count(info, key) for key in ("documents", "tokens")), str(info.get("license") or "not told"),
+            *(_format_count(info, key) for key in ("documents", "tokens")), str(info.get("license") or "unknown"),
         )
         for path, samples in read.items()
         for info in [_read_dataset_info(path)]
     ]  # fmt: skip
-    made = {str(info["tokenizer"]["path"]) for path in read if (info := _read_dataset_info(path)).get("tokenizer")}
+    tokenizers = {
+        str(info["tokenizer"]["path"]) for path in read if (info := _read_dataset_info(path)).get("tokenizer")
+    }
     return "\n".join(
         [
             "# Data\n",
-            f"What the model had read after step {checkpoint.step:,}, in samples of {length:,} tokens.\n",
-            *_format_table(("data set", "samples", "tokens", "share", "its documents", "its tokens", "licence"), rows),
+            f"Training data up to step {checkpoint.step:,}, in samples of {length:,} tokens.\n",
+            *_format_table(
+                ("data set", "samples", "tokens", "share", "documents in total", "tokens in total", "license"), rows
+            ),
             "",
             f"Order: {data.get('order')}, seed {settings.get('train', {}).get('seed')}; split (train, valid, test): "
-            f"{data.get('split')}; tokenizer: {', '.join(sorted(made)) or data.get('tokenizer') or 'not told'}.\n",
+            f"{data.get('split')}; tokenizer: {', '.join(sorted(tokenizers)) or data.get('tokenizer') or 'unknown'}.\n",
         ]
     )
 
 
 def _format_count(info: Mapping[str, Any], key: str) -> str:
-    return f"{info[key]:,}" if isinstance(info.get(key), int) else "not told"
+    return f"{info[key]:,}" if isinstance(info.get(key), int) else "unknown"
 
 
 def _read_dataset_info(prefix: str) -> dict[str, Any]:

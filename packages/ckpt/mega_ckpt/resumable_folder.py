@@ -1,10 +1,10 @@
-"""Folder that is filled file by file and, after a kill, resumes with the unfinished file.
+"""Folder that is written file by file and, after a kill, resumed with the unfinished file.
 
-    .name.1f9a....partial/journal.jsonl     what is made, from what, how; then a line for each finished file
-    .name.1f9a....partial/content/          becomes `name` when all is there
+    .name.1f9a....partial/journal.jsonl     identity of the output; then a line for each finished file
+    .name.1f9a....partial/content/          becomes `name` when it is complete
 
-The folder's key is a hash of what is made, from what and how, so that nothing of another source, or of the same one before
-it changed, is ever taken. A finished file is believed when it has the header that is wanted and the checksum it had.
+The folder name has a hash of the identity (sources, options), so that files of another source, or of an older version of
+the source, are never reused. A finished file is reused if it has the expected header and its recorded checksum.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class FinishedFile(StrictConfig):
     """A file that is durable on disk, with the checksums and byte ranges of its tensors.
 
     Attributes:
-        parts: their checksums.
-        places: where they begin and end.
+        parts: checksums of the tensors.
+        places: byte ranges of the tensors, (begin, end).
     """
 
     file: FileEntry
@@ -45,12 +45,12 @@ class FinishedFile(StrictConfig):
     places: tuple[tuple[int, int], ...] = ()
 
 
-# Makes the file of a name, which begins with a header, unless it is finished already; returns it either way.
+# Function (name, header, make) that calls `make` unless the file with that name and header is finished; returns its entry.
 RunOnce = Callable[[str, bytes, Callable[[], FinishedFile]], FinishedFile]
 
 
 def write_always(_name: str, _header: bytes, make: Callable[[], FinishedFile]) -> FinishedFile:
-    """Call `make`: nothing can be finished already."""
+    """Call `make`: without a journal, no file is finished."""
     return make()
 
 
@@ -64,13 +64,13 @@ def hash_file(path: Path) -> FileEntry:
 
 
 class WriteJournal(Protocol):
-    """Record of the finished files of a folder that is being filled.
+    """Record of the finished files of a folder that is being written.
 
     Attributes:
-        folder: it.
-        result_folder: where its content can be read when it is complete.
-        finished: by name, what was finished when it was last written.
-        advance: is told the bytes of a file that is kept.
+        folder: the folder.
+        result_folder: folder from which the complete content can be read.
+        finished: finished files by name.
+        advance: called with the bytes of a finished file that is reused.
     """
 
     folder: Location
@@ -166,8 +166,8 @@ class RemoteJournal:
         return self.finished[name]
 
     def _is_sound(self, name: str, header: bytes) -> bool:
-        place, expected = RemotePath(self.folder) / name, self.finished[name].file.bytes
-        if not place.is_file() or place.get_object_size() != expected or place.read_bytes(0, len(header)) != header:
+        path, expected = RemotePath(self.folder) / name, self.finished[name].file.bytes
+        if not path.is_file() or path.get_object_size() != expected or path.read_bytes(0, len(header)) != header:
             return False
         self.advance(expected - len(header))
         return True
@@ -175,24 +175,24 @@ class RemoteJournal:
     def remove_notes(self) -> None:
         """Remove the notes, and the leftovers of conversions from another source or with other options."""
         self._notes.delete_objects()
-        for begun in [place for place in self._final.iterdir() if (place / NOTES).is_dir()]:
-            begun.delete_objects()
+        for unfinished in [path for path in self._final.iterdir() if (path / NOTES).is_dir()]:
+            unfinished.delete_objects()
 
 
 def open_resumable(final: Location, identity: Mapping[str, Any]) -> contextlib.AbstractContextManager[WriteJournal]:
-    """Open a folder to fill, which becomes `final` when the context exits without an error.
+    """Open a folder to write, which becomes `final` when the context exits without an error.
 
-    After an error that would come again, nothing is left. After any other one, an interrupt or a kill, the finished files
-    are, and the same call goes on with them.
+    After an error that would recur, no files are left. After another error, an interrupt or a kill, the finished files are
+    kept, and the same call resumes with them.
 
-    On an object store it lies below `final`, and whoever puts a manifest into that makes it so.
+    On an object store the folder is below `final`, and becomes the result when the caller puts a manifest into `final`.
 
     Args:
-        final: the folder to make; one that is there is replaced.
-        identity: what decides the content, as JSON.
+        final: the folder to create; an existing one is replaced.
+        identity: everything that determines the content, as JSON.
 
     Raises:
-        CheckpointError: when another process is at it.
+        CheckpointError: when another process is writing the same output.
     """
     title = json.dumps(identity, sort_keys=True) + "\n"
     key = hashlib.sha256(title.encode()).hexdigest()[:12]
@@ -218,7 +218,7 @@ def _open_local(final: Path, key: str, title: str) -> Iterator[WriteJournal]:
     (partial / CONTENT).mkdir(parents=True, exist_ok=True)
     with add_path_to_errors(final), open(partial / JOURNAL, "a+", encoding="utf-8") as stream:
         if not _try_lock(stream):
-            raise CheckpointError(f"{final}: another process is making it", hint="wait for it, or end it")
+            raise CheckpointError(f"{final}: another process is writing it", hint="wait for that process, or end it")
         journal = LocalJournal(partial / CONTENT, stream, title)
         try:
             yield journal
@@ -236,9 +236,7 @@ def _is_permanent(error: BaseException) -> bool:
 
 
 def _remove_stale(final: Path) -> None:
-    """Remove unfinished folders for `final` from another source or with other options, unless a process holds their
-    lock.
-    """
+    """Remove unfinished folders for `final` with another identity, unless a process has their lock."""
     for path in final.parent.iterdir():
         if path.name.startswith(f".{final.name}.") and path.suffix == ".partial" and (path / JOURNAL).is_file():
             with open(path / JOURNAL, "a", encoding="utf-8") as stream:
@@ -247,7 +245,7 @@ def _remove_stale(final: Path) -> None:
 
 
 def _try_lock(stream: IO[str]) -> bool:
-    """Take the lock of a journal, held until it is closed; return False if another process has it."""
+    """Take the lock of a journal, until it is closed; return False if another process has it."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

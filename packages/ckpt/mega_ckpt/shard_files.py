@@ -1,8 +1,8 @@
 """Shards: safetensors files written in one pass, hashed while written, durable when closed, and read by mmap.
 
 The format is 8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, the data
-(https://github.com/huggingface/safetensors). What a header must be follows from the manifest, so a reader of ours never
-parses one: it compares bytes.
+(https://github.com/huggingface/safetensors). The header follows from the manifest, so readers compare its bytes instead
+of parsing it.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class HashedFile:
 
     def write_hashed(self, data: bytes | memoryview, *digests: xxhash.xxh3_128) -> None:
         """Append `data`, and update hashes of the caller with it."""
-        whole = memoryview(data)
-        # A block that was just hashed is written from the processor's cache: twice as fast as one after the other.
-        for start in range(0, len(whole), BLOCK_BYTES):
-            block = whole[start : start + BLOCK_BYTES]
+        view = memoryview(data)
+        # Hashing and writing block by block uses the processor's cache: twice as fast as hashing all data first.
+        for start in range(0, len(view), BLOCK_BYTES):
+            block = view[start : start + BLOCK_BYTES]
             for digest in (self._hash, *digests):
                 digest.update(block)
             self._file.write_block(block)
@@ -121,21 +121,21 @@ def write_shards(
     """Write `slabs` to files `<prefix>-000.safetensors`, ... of about `max_bytes` at most; yield the contents of each
     file.
 
-    `resolve` is asked for one slab at a time, so one slab of memory suffices where tensors live on a device. `once`
-    passes over files that are there already.
+    `resolve` is called for one slab at a time, so tensors on a device need host memory for one slab only. `once` skips
+    files that are already complete.
     """
     for number, group in enumerate(split_into_files(sorted(slabs, key=lambda slab: slab.sort_key), max_bytes)):
         name, head = f"{prefix}-{number:03d}.safetensors", safetensors_header(group)
         done = once(name, head, partial(_write_shard, folder / name, head, group, resolve))
         ends = list(itertools.accumulate((slab.nbytes for slab in group), initial=len(head)))
-        held = [
+        contents = [
             (
                 slab,
                 TensorChunk(offset=slab.offset, shape=slab.shape, file=name, begin=begin, end=end, checksum=checksum),
             )
             for slab, (begin, end), checksum in zip(group, itertools.pairwise(ends), done.parts, strict=True)
         ]
-        yield held, done.file
+        yield contents, done.file
 
 
 def _write_shard(
@@ -173,41 +173,43 @@ class ShardFile:
         self._file = open_storage_folder(path.parent).open_file(path.name)
         expected = safetensors_header(slabs)
         if len(expected) != first_byte or tensor_bytes(self._file.read_range(0, first_byte)) != expected:
-            held = _describe_keys([slab.key for slab in slabs])
-            raise CheckpointError(f"{path}: damaged: its header does not fit the manifest ({held})")
+            keys = _describe_keys([slab.key for slab in slabs])
+            raise CheckpointError(
+                f"{path}: damaged: its header conflicts with the manifest ({keys})", hint="use another checkpoint"
+            )
 
     def read_chunk(self, key: str, dtype: torch.dtype, chunk: TensorChunk, *, verify: bool) -> Tensor:
         """Return a chunk as a tensor over the file's bytes.
 
         Raises:
-            CheckpointError: when `verify` and the bytes are not those that were written.
+            CheckpointError: when `verify` is set and the checksum does not match.
         """
         data = self._file.read_range(chunk.begin, chunk.end, whole=verify)
         if verify and xxhash.xxh3_128_hexdigest(tensor_bytes(data)) != chunk.checksum:
             raise CheckpointError(
-                f"{self.path}: damaged: the checksum of {key} at {list(chunk.offset)} does not fit",
+                f"{self.path}: damaged: the checksum of {key} at {list(chunk.offset)} does not match",
                 hint="use another checkpoint",
             )
         return data.view(dtype).view(chunk.shape)
 
 
 def check_file_size(path: Location, size: Callable[[], int], entry: FileEntry, keys: Sequence[str]) -> None:
-    """Check that a file, which holds `keys`, exists, is a regular file, and has the length in the manifest.
+    """Check that a file, which contains `keys`, exists, is a regular file, and has the length in the manifest.
 
-    `size` tells its length.
+    `size` returns its length.
 
     Raises:
-        CheckpointError: when not.
+        CheckpointError: otherwise.
     """
     try:
         found = size()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path}: missing, though the manifest names it ({_describe_keys(keys)})") from None
+        raise CheckpointError(f"{path}: the file is missing ({_describe_keys(keys)})") from None
     if found != entry.bytes:
-        raise CheckpointError(f"{path}: {found} bytes long, but {entry.bytes} were written ({_describe_keys(keys)})")
+        raise CheckpointError(f"{path}: has {found} bytes instead of {entry.bytes} ({_describe_keys(keys)})")
 
 
 def _describe_keys(keys: Sequence[str]) -> str:
     if not keys:
-        return "it holds no tensor"
-    return f"it holds {keys[0]}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+        return "no tensors"
+    return f"tensor {keys[0]}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")

@@ -8,10 +8,9 @@ Legend: L layers, D model width, F feed-forward width, H query heads, K key/valu
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +19,10 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.derive_checkpoint import create_output_folder
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
+from mega_ckpt.weight_source import DerivedSource, WeightSource
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
-
-if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -35,10 +32,10 @@ class PartImportance:
     """Importance scores of the parts of a model, fp64.
 
     Attributes:
-        layers: [L].
-        neurons: [L, F].
-        heads: [L, H].
-        channels: [D], of the residual stream.
+        layers: scores [L].
+        neurons: scores [L, F].
+        heads: scores [L, H].
+        channels: scores [D] of the residual stream.
     """
 
     layers: Tensor
@@ -67,14 +64,14 @@ def check_shrinkable(model: ModelConfig) -> None:
         ConfigError: naming one.
     """
     parts = {
-        "experts": model.moe, "a latent attention": model.mla, "a recurrent mixer": model.is_recurrent,
-        "a vision tower": model.vision, "an encoder": model.encoder or not model.causal,
-        "relative positions": model.position == "relative", "a reward's head": model.score,
-        "layers that predict further tokens": model.mtp_layers, "layers of several kinds": model.layers,
+        "experts": model.moe, "latent attention": model.mla, "a recurrent mixer": model.is_recurrent,
+        "a vision encoder": model.vision, "an encoder": model.encoder or not model.causal,
+        "relative positions": model.position == "relative", "a reward head": model.score,
+        "MTP layers": model.mtp_layers, "layers of several kinds": model.layers,
     }  # fmt: skip
-    for what, there in parts.items():
-        if there:
-            raise ConfigError(f"the model has {what}, and only plain dense decoders are made smaller")
+    for part, present in parts.items():
+        if present:
+            raise ConfigError(f"pruning a model with {part} is not supported (only dense decoders)")
 
 
 @dataclass(frozen=True)
@@ -88,25 +85,28 @@ class ShrinkSizes:
 
 
 def shrunk_config(model: ModelConfig, sizes: ShrinkSizes, layers: Sequence[int] | None = None) -> ModelConfig:
-    """Return the configuration with these sizes; `layers` are the indices of the remaining layers, if known.
+    """Return the configuration with these sizes; `layers` are the indices of the remaining layers, by default the first.
 
     Raises:
-        ConfigError: when a size is none of a part of the model.
+        ConfigError: when the model does not support a size.
     """
     check_shrinkable(model)
-    there = ShrinkSizes(model.num_layers, model.ffn_hidden_size, model.num_attention_heads, model.hidden_size)
-    new = {name: getattr(sizes, name) or has for name, has in asdict(there).items()}
-    for name, has in asdict(there).items():
-        if new[name] > has:
-            raise ConfigError(f"--{name} {new[name]}: the model has {has}", hint="give no more than it has")
+    current = ShrinkSizes(model.num_layers, model.ffn_hidden_size, model.num_attention_heads, model.hidden_size)
+    new = {name: getattr(sizes, name) or size for name, size in asdict(current).items()}
+    for name, size in asdict(current).items():
+        if new[name] > size:
+            raise ConfigError(f"--{name} {new[name]} must be at most {size}, as in the model")
     heads, group = new["heads"], model.num_attention_heads // model.key_value_heads
     if model.key_value_heads > 1 and heads % group:
-        raise ConfigError(f"--heads {heads}: {group} query heads share a key/value head", hint=f"a multiple of {group}")
+        raise ConfigError(
+            f"--heads {heads} must be a multiple of {group}, the number of query heads per key/value head",
+            hint=f"a multiple of {group}",
+        )
     if heads < model.num_attention_heads and model.qk_norm and model.qk_norm_span == "all":
         raise ConfigError(
-            f"--heads {heads} is not supported for a model whose query and key norms span all heads (model.qk_norm_span = all): "
-            "the mean square that divides the remaining heads would change",
-            hint="cut --ffn, --hidden or --layers",
+            f"--heads {heads} is not supported with query and key norms over all heads (model.qk_norm_span = all), which would "
+            "change for the remaining heads",
+            hint="reduce --ffn, --hidden or --layers instead",
         )
     found: dict[str, Any] = model.model_dump(exclude_unset=True) | {
         "num_layers": new["layers"], "ffn_hidden_size": new["ffn"], "num_attention_heads": heads,
@@ -116,10 +116,10 @@ def shrunk_config(model: ModelConfig, sizes: ShrinkSizes, layers: Sequence[int] 
         found["num_kv_heads"] = heads // group if model.key_value_heads > 1 else 1
     if model.head_dim is None and new["hidden"] != heads * model.query_key_head_dim:
         found["head_dim"] = model.query_key_head_dim
-    stay = range(new["layers"]) if layers is None else layers
+    kept_layers = range(new["layers"]) if layers is None else layers
     for name in ("full_attention_layers", "no_rope_layers"):
-        if (named := getattr(model, name)) is not None:
-            found[name] = [place for place, layer in enumerate(stay) if layer in named]
+        if (listed := getattr(model, name)) is not None:
+            found[name] = [index for index, layer in enumerate(kept_layers) if layer in listed]
     return ModelConfig.parse(found, source="shrinking")
 
 
@@ -145,8 +145,8 @@ def shrink_model(
     """Write the mega checkpoint of the most important parts and return their indices.
 
     Raises:
-        ConfigError: when a size is none of a part of the model.
-        CheckpointError: when `destination` exists. Nothing is left behind then.
+        ConfigError: when the model does not support a size.
+        CheckpointError: when `destination` exists. No files are left then.
     """
     kept = choose_kept_parts(importance, source.model, shrunk_config(source.model, sizes))
     smaller = shrunk_config(source.model, sizes, kept.layers.tolist())
@@ -156,11 +156,12 @@ def shrink_model(
     return kept
 
 
-class ShrunkSource:
+class ShrunkSource(DerivedSource):
     """A `WeightSource` of the kept parts of a larger model."""
 
     def __init__(self, whole: WeightSource, model: ModelConfig, kept: KeptParts) -> None:
-        self._whole, self.model, self._kept = whole, model, kept
+        super().__init__(whole, model)
+        self._kept = kept
         self._shapes = canonical_tensors(model)
 
     def tensor_names(self) -> Sequence[str]:
@@ -173,18 +174,13 @@ class ShrunkSource:
 
     def tensor_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the larger model's tensor."""
-        return self._whole.tensor_dtype(self._source_indices(name)[0])
-
-    def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
-        shape = self.tensor_shape(name)
-        return self.read_tensor_slice(name, (0,) * len(shape), shape)
+        return self.base.tensor_dtype(self._source_indices(name)[0])
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read `tensor[offset : offset + shape]`."""
-        origin, places = self._source_indices(name)
-        part = self._whole.read_tensor(origin)
-        for axis, kept in enumerate(places):
+        origin, indices = self._source_indices(name)
+        part = self.base.read_tensor(origin)
+        for axis, kept in enumerate(indices):
             if kept is None:
                 part = part.narrow(axis, offset[axis], shape[axis])
             else:
@@ -192,46 +188,38 @@ class ShrunkSource:
         return part
 
     def _source_indices(self, name: str) -> tuple[str, list[Tensor | None]]:
-        """Return the larger model's tensor, and the kept indices of each of its axes; None keeps all."""
+        """Return the larger model's tensor, and the kept indices of each of its axes; None for all."""
         kept, found = self._kept, LAYER.fullmatch(name)
         if found is None:  # the vocabulary, positions, norms
             return name, [None] * (len(self.tensor_shape(name)) - 1) + [kept.channels]
-        place, own = int(found[1]), found[2]
-        kinds = _axis_kinds(own, self.model)
+        layer, rest = int(found[1]), found[2]
         size = self.model.query_key_head_dim
-        each: dict[str, Tensor | None] = {
-            "D": kept.channels, "F": kept.neurons[place], "H": kept.heads[place], "K": kept.kv_heads[place],
-            "Hd": _head_rows(kept.heads[place], size), "Kd": _head_rows(kept.kv_heads[place], size), "d": None,
+        by_kind: dict[str, Tensor | None] = {
+            "D": kept.channels, "F": kept.neurons[layer], "H": kept.heads[layer], "K": kept.kv_heads[layer],
+            "Hd": _head_rows(kept.heads[layer], size), "Kd": _head_rows(kept.kv_heads[layer], size), "d": None,
         }  # fmt: skip
-        return f"model.layers.{int(kept.layers[place])}.{own}", [each[kind] for kind in kinds]
+        kinds = _axis_kinds(rest, self.model)
+        return f"model.layers.{int(kept.layers[layer])}.{rest}", [by_kind[kind] for kind in kinds]
 
     def buffer_names(self) -> Sequence[str]:
-        """Return no buffers: masks and so on have the old sizes."""
+        """Return no buffers: masks and the like have the original sizes."""
         return []
 
-    def read_buffer(self, name: str) -> Tensor:
-        """Raise KeyError: there are no buffers."""
-        raise KeyError(name)
 
-    def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the larger model's asset files."""
-        return self._whole.asset_files()
-
-
-def _axis_kinds(own: str, model: ModelConfig) -> Sequence[str]:
-    """Return the kinds of the axes of a layer's tensor, by the legend."""
-    part, _, what = own.rpartition(".")
+def _axis_kinds(name: str, model: ModelConfig) -> Sequence[str]:
+    """Return the kinds of the axes of a layer's tensor, as in the legend."""
+    part, _, kind = name.rpartition(".")
     module = part.rpartition(".")[2]
     if module in ("q_norm", "k_norm"):
         head = "H" if module == "q_norm" else "K"
         return {"head": ["d"], "all": [f"{head}d"], "each": [head, "d"]}[model.qk_norm_span]
-    if own == "self_attn.sinks":
+    if name == "self_attn.sinks":
         return ["H"]
     axes = {
         "q_proj": ("Hd", "D"), "g_proj": ("Hd", "D"), "k_proj": ("Kd", "D"), "v_proj": ("Kd", "D"),
         "o_proj": ("D", "Hd"), "gate_proj": ("F", "D"), "up_proj": ("F", "D"), "down_proj": ("D", "F"),
     }.get(module, ("D",))  # fmt: skip
-    return axes[:1] if what == "bias" else axes
+    return axes[:1] if kind == "bias" else axes
 
 
 def _head_rows(heads: Tensor, size: int) -> Tensor:

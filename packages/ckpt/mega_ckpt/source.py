@@ -1,16 +1,15 @@
-"""Weights to load from in any format: a mega checkpoint, a run's latest one, a HuggingFace or Megatron folder, a GGUF
+"""Sources of weights in any format: a mega checkpoint, a run's latest one, a HuggingFace or Megatron folder, a GGUF
 file.
 
-A `Source` speaks of canonical tensors only, and reads no more of a file than what is asked of it.
+A `WeightSource` has canonical tensors, and reads only the requested bytes of its files.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ from mega_ckpt.formats.hf_weight_files import has_readable_weights, read_json_ma
 from mega_ckpt.formats.megatron_source import MegatronSource, is_megatron_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import read_peft_adapter
-from mega_ckpt.formats.sentence_modules import find_transformer_folder
 from mega_ckpt.lora_adapter import (
+    AVERAGES_HINT,
     AdaptedSource,
     SavedAdapter,
     averaged_weights,
@@ -38,60 +37,21 @@ from mega_ckpt.lora_tensors import MAGNITUDE, AdaptedModule
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.store import Checkpoint, latest_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorShape, crop_tensor
-from mega_common.atomic_files import add_path_to_errors
+from mega_ckpt.weight_source import WeightSource as WeightSource
+from mega_ckpt.weight_source import find_unsupported_parts as find_unsupported_parts
+from mega_ckpt.weight_source import write_file_durably as write_file_durably
+from mega_common.bounded_parsing import read_json_file
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location, parse_location, read_if_remote
 from mega_common.progress_logging import logger
 
 ASSETS = "assets"
-VISION = "vision encoder"
-# Tensors that some families carry as buffers, though they are weights of a part that mega has no code for.
-_UNCOMPUTED = {
-    VISION: r"(model\.)?(visual|vision_tower|vision_model)\.(?!(.*\.)?(head\..*|inv_freq|position_ids)$)",
-    "multi-token prediction block": r"(model\.)?mtp\.",
-}
+_SENTENCE_MODULES = "modules.json"  # list of the modules of sentence-transformers
+_MODEL_HINT = "the manifest describes another model than the weights: save the checkpoint again"
 
 
-class WeightSource(Protocol):
-    """Interface of a model's weights by canonical name, each tensor whole and global."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """Configuration of the model."""
-
-    def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of the forward pass."""
-
-    def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
-
-    def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor."""
-
-    def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor. The result may be a view of the file: copy it before changing it."""
-
-    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`, and only the bytes it needs. The result may be a view of the file."""
-
-    def buffer_names(self) -> Sequence[str]:
-        """Return the tensors of a HuggingFace folder that are not weights (masks and so on), by their names there."""
-
-    def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer, unchanged."""
-
-    def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the files that travel with the weights, {path inside the assets folder: file or content}."""
-
-
-def cast_dtype(source: WeightSource, name: str, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor after a cast to `wanted`: integers, and a router's selection bias (small steps, fp32
-    on the hub too), keep theirs.
-    """
-    stored = source.tensor_dtype(name)
-    kept = not stored.is_floating_point or name.endswith("e_score_correction_bias")
-    return stored if wanted is None or kept else wanted
+Source = WeightSource  # deprecated name
 
 
 class MegaSource:
@@ -101,10 +61,8 @@ class MegaSource:
         self.checkpoint = checkpoint
         self._averaged = averaged_weights(checkpoint) if averaged else frozenset()
         self.model: ModelConfig = checkpoint.model
-        held = {key.removeprefix(WEIGHTS) for key in checkpoint.tensor_keys(WEIGHTS)}
-        self._names = _check_tensors(
-            self.model, {name: checkpoint.tensor_shape(WEIGHTS + name) for name in held}, checkpoint.folder
-        )
+        shapes = {key.removeprefix(WEIGHTS): checkpoint.tensor_shape(key) for key in checkpoint.tensor_keys(WEIGHTS)}
+        self._names = _check_tensors(self.model, shapes, checkpoint.folder)
 
     def tensor_names(self) -> Sequence[str]:
         """Return the canonical names, in the order of the forward pass."""
@@ -143,28 +101,25 @@ class MegaSource:
         return self.checkpoint.read_tensor(BUFFERS + name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the files that travel with the weights, {path inside the assets folder: file or content}."""
+        """Return the asset files of the weights, {path inside the assets folder: file or content}."""
         names = [name for name in self.checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
-        places = {name.removeprefix(f"{ASSETS}/"): self.checkpoint.files / name for name in names}
-        return {name: read_if_remote(path) for name, path in places.items()}
+        return {name.removeprefix(f"{ASSETS}/"): read_if_remote(self.checkpoint.files / name) for name in names}
 
 
-def _check_tensors(model: ModelConfig, held: Mapping[str, TensorShape], folder: Location) -> Sequence[str]:
-    """Return the canonical names of `model`, after checking that `held` are exactly its tensors."""
-    if model.num_layers > len(held):
-        raise CheckpointError(f"{folder}: {model.num_layers} layers, but only {len(held)} tensors of weights")
+def _check_tensors(model: ModelConfig, shapes: Mapping[str, TensorShape], folder: Location) -> Sequence[str]:
+    """Return the canonical names of `model`, after checking that `shapes` are those of its tensors."""
+    if model.num_layers > len(shapes):
+        raise CheckpointError(f"{folder}: has {model.num_layers} layers, but only {len(shapes)} tensors of weights")
     expected = canonical_tensors(model)
-    for what, names in (
-        ("has no tensor", expected.keys() - held.keys()),
-        ("has a tensor", held.keys() - expected.keys()),
-    ):
-        if names:
-            raise CheckpointError(
-                f"{folder}: {what} {abbreviate_names(names)}", hint="its manifest says that it is another model"
-            )
+    if missing := expected.keys() - shapes.keys():
+        raise CheckpointError(f"{folder}: the tensor {abbreviate_names(missing)} is missing", hint=_MODEL_HINT)
+    if unknown := shapes.keys() - expected.keys():
+        raise CheckpointError(
+            f"{folder}: the tensor {abbreviate_names(unknown)} is not part of the model", hint=_MODEL_HINT
+        )
     for name, shape in expected.items():
-        if held[name] != shape:
-            raise CheckpointError(f"{folder}: {name} has shape {list(held[name])} instead of {list(shape)}")
+        if shapes[name] != shape:
+            raise CheckpointError(f"{folder}: {name} has shape {list(shapes[name])} instead of {list(shape)}")
     return list(expected)
 
 
@@ -174,33 +129,34 @@ def open_weight_source(
     """Open the weights at `path`: a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron
     folder, a GGUF file or a folder with one.
 
-    `settings` are fields of `ModelConfig` that a checkpoint of Megatron lacks, or that replace what it says. `averaged` takes the
-    averages that a run has kept of its weights (`train.ema`).
+    `settings` are fields of `ModelConfig` that are missing in a Megatron checkpoint, or override it. `averaged` selects
+    the exponential moving averages of the weights that a run keeps (`train.ema`).
 
     Raises:
-        CheckpointError: when it is none of these, or one that cannot be used.
+        CheckpointError: when it is none of these, damaged or not supported.
     """
     folder = parse_location(path)
     if isinstance(folder, Path) and is_gguf_file(folder):
         return GgufSource(folder)
     if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "no such folder"
+        problem = "must be a folder, not a file" if folder.exists() else "no such folder"
         if folder.name.endswith(".nemo") and folder.exists():
             raise CheckpointError(
-                f"{folder}: is an archive of NeMo", hint=f"tar xf {folder.name} -C FOLDER, and give that"
+                f"{folder}: a NeMo archive must be unpacked first",
+                hint=f"run tar xf {folder.name} -C FOLDER, and give FOLDER",
             )
         raise CheckpointError(
-            f"{folder}: {what}",
+            f"{folder}: {problem}",
             hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder, or a GGUF file",
         )
-    if isinstance(folder, Path) and (inner := find_transformer_folder(folder)) is not None:
+    if isinstance(folder, Path) and (inner := _find_transformer_folder(folder)) is not None:
         logger.info("%s: sentence-transformers folder, whose transformer is read from %s", folder, inner.name)
         return open_weight_source(inner, settings=settings, averaged=averaged)
     if (folder / PEFT_CONFIG).is_file():
-        if has_readable_weights(folder):  # transformers would load the adapter's base, and not these weights
+        if has_readable_weights(folder):  # transformers would ignore these weights and load the adapter's base
             raise CheckpointError(
-                f"{folder}: holds the weights of a model and an adapter ({PEFT_CONFIG}), and only one can be meant",
-                hint="move the adapter's files into a folder of their own",
+                f"{folder}: a folder with an adapter ({PEFT_CONFIG}) must not have weights of a model",
+                hint="move the adapter's files to a separate folder",
             )
         return _open_with_named_base(folder, read_json_mapping(folder / PEFT_CONFIG).get("base_model_name_or_path"))
     found = _find_checkpoint(folder)
@@ -210,10 +166,10 @@ def open_weight_source(
             return _open_with_named_base(found, checkpoint.trainer_state.get("base", {}).get("path"), averaged=averaged)
         return MegaSource(checkpoint, averaged=averaged)
     if averaged:
-        raise CheckpointError(f"{folder}: has no averages of weights", hint="a run with train.ema keeps them")
+        raise CheckpointError(f"{folder}: averages of the weights are missing", hint=AVERAGES_HINT)
     is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
     if is_run and not (folder / CONFIG).exists():
-        raise CheckpointError(f"{folder}: a run folder without a complete checkpoint")
+        raise CheckpointError(f"{folder}: the run has no complete checkpoint", hint="train to its first checkpoint")
     if isinstance(folder, Path) and is_megatron_folder(folder):
         return MegatronSource(folder, settings)
     if isinstance(folder, Path) and not has_readable_weights(folder) and (inside := list(folder.glob(f"*{SUFFIX}"))):
@@ -221,40 +177,66 @@ def open_weight_source(
     return HfSource(folder)
 
 
+open_source = open_weight_source  # deprecated name
+
+
+def _find_transformer_folder(folder: Path) -> Path | None:
+    """Return the subfolder of the transformer in a folder of sentence-transformers, such as `0_Transformer`; else None.
+
+    Raises:
+        CheckpointError: when `modules.json` is not JSON, or names a folder that is missing or elsewhere.
+    """
+    if not (folder / _SENTENCE_MODULES).is_file() or (folder / "config.json").exists():
+        return None
+    listing = read_json_file(folder / _SENTENCE_MODULES, CheckpointError)
+    first = listing[0] if isinstance(listing, list) and listing else None
+    name = first.get("path") if isinstance(first, dict) else None
+    if not isinstance(name, str) or not name:
+        return None
+    inner = folder / name
+    if not inner.resolve().is_relative_to(folder.resolve()) or inner.resolve() == folder.resolve():
+        raise CheckpointError(f"{folder / _SENTENCE_MODULES}: path {name!r} must be inside the folder")
+    if not inner.is_dir():
+        raise CheckpointError(
+            f"{folder / _SENTENCE_MODULES}: path {name!r} must be a folder", hint="download the folder again"
+        )
+    return inner
+
+
 def load_with_adapter(path: str | Location, base: str | Location, *, averaged: bool = False) -> AdaptedSource:
     """Open the weights at `base` merged with the adapter at `path`, a run's or a PEFT folder.
 
     Raises:
-        CheckpointError: when there is no adapter, or it was trained beside other weights.
+        CheckpointError: when there is no adapter, or it was trained on other weights.
     """
     folder = parse_location(path)
-    held = open_weight_source(base)
+    base_source = open_weight_source(base)
     if (folder / PEFT_CONFIG).is_file():
-        return AdaptedSource(held, read_peft_adapter(folder, held))
+        return AdaptedSource(base_source, read_peft_adapter(folder, base_source))
     found = _find_checkpoint(folder)
     if found is None or not is_adapter_checkpoint(checkpoint := Checkpoint.open_folder(found)):
         inside = [path.parent.name for path in folder.glob(f"*/{PEFT_CONFIG}")] if isinstance(folder, Path) else []
         raise CheckpointError(
-            f"{folder}: holds no adapter",
+            f"{folder}: must be an adapter",
             hint=f"give one of the adapters inside: {', '.join(sorted(inside))}"
             if inside
             else f"give a run with `lora`, or a folder with {PEFT_CONFIG}",
         )
     adapter = SavedAdapter.from_checkpoint(checkpoint, averaged=averaged)
-    check_adapter_base(adapter.base_fingerprint, fingerprint_base(str(base), held), str(folder))
-    return AdaptedSource(held, adapter)
+    check_adapter_base(adapter.base_fingerprint, fingerprint_base(str(base), base_source), str(folder))
+    return AdaptedSource(base_source, adapter)
 
 
 def _open_with_named_base(folder: Location, base: object, *, averaged: bool = False) -> WeightSource:
     """Open an adapter merged into the base that it names."""
-    hint = "mega ckpt merge-adapter BASE ADAPTER OUT puts the two together, wherever they are"
+    hint = "merge it with its base: mega ckpt merge-adapter BASE ADAPTER OUT"
     if not isinstance(base, str):
-        raise CheckpointError(f"{folder}: holds an adapter, and does not say beside which weights", hint=hint)
+        raise CheckpointError(f"{folder}: the adapter does not name its base", hint=hint)
     try:
         open_weight_source(base)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{folder}: holds an adapter, whose base is not there: {error.message}", hint=hint
+            f"{folder}: the base of the adapter cannot be opened: {error.message}", hint=hint
         ) from error
     return load_with_adapter(folder, base, averaged=averaged)
 
@@ -263,10 +245,10 @@ def read_model_config(path: str | Location, *, warn: bool = False) -> ModelConfi
     """Return the model configuration at `path`: of any weights that `open_weight_source` opens, of a HuggingFace folder
     without weights, or of a config.json.
 
-    With `warn`, `warn_of_unsupported_parts`.
+    With `warn`, call `warn_of_unsupported_parts`.
 
     Raises:
-        CheckpointError: when there is no model, or one that cannot be expressed.
+        CheckpointError: when there is no model, or an unsupported one.
     """
     folder = parse_location(path)
     config = folder if folder.name.endswith(".json") else folder / CONFIG
@@ -288,25 +270,15 @@ def warn_of_unsupported_parts(source: WeightSource, *, training: bool = False) -
 
     Args:
         source: the weights to convert, to run or, with `training`, to start a run from.
-        training: whether checkpoints of a run follow, which have no such parts.
+        training: a training run starts from them; its checkpoints lack these parts.
     """
     if isinstance(source, HfSource):
         warn_of_unread_keys(source.folder / CONFIG, source.unread, source.model)
-    fate = (
+    effect = (
         "neither trained nor saved with the run" if training else "copied by a conversion, but neither run nor trained"
     )
     for part, names in find_unsupported_parts(source.buffer_names()).items():
-        logger.warning("the %s of this model (%s) is not supported: it is %s", part, abbreviate_names(names), fate)
-
-
-def find_unsupported_parts(buffers: Iterable[str]) -> dict[str, list[str]]:
-    """Group the tensors in `buffers` that belong to parts of a model which mega does not run, by part."""
-    found: dict[str, list[str]] = {}
-    for name in buffers:
-        part = next((part for part, pattern in _UNCOMPUTED.items() if re.match(pattern, name)), None)
-        if part is not None:
-            found.setdefault(part, []).append(name)
-    return found
+        logger.warning("the %s of this model (%s) is not supported: it is %s", part, abbreviate_names(names), effect)
 
 
 def _single_gguf_model(folder: Path, files: Sequence[Path]) -> Path:
@@ -314,7 +286,7 @@ def _single_gguf_model(folder: Path, files: Sequence[Path]) -> Path:
     firsts = [path for path in files if not re.search(r"-of-\d{5}\.gguf$", path.name) or "-00001-of-" in path.name]
     if len(firsts) != 1:
         names = ", ".join(sorted(path.name for path in firsts))
-        raise CheckpointError(f"{folder}: holds several GGUF files: {names}", hint="name one of them")
+        raise CheckpointError(f"{folder}: has several GGUF files: {names}", hint="give one of the files")
     return firsts[0]
 
 
@@ -336,14 +308,17 @@ def load_weights(source: WeightSource, tensors: Mapping[str, ShardedTensor]) -> 
     Raises:
         CheckpointError: when the source lacks a tensor or has it in another shape.
     """
-    held = set(source.tensor_names())
+    names = set(source.tensor_names())
     for name, sharded in tensors.items():
-        if name not in held:
-            raise CheckpointError(f"the weights to load have no tensor {name}", hint="they are of another model")
+        if name not in names:
+            raise CheckpointError(
+                f"the tensor {name} is missing in the weights to load", hint="give weights of the same model"
+            )
         if source.tensor_shape(name) != sharded.shape:
             raise CheckpointError(
-                f"{name} has shape {list(source.tensor_shape(name))} in the weights to load, but {list(sharded.shape)} here",
-                hint="they are of another model",
+                f"{name} has shape {list(source.tensor_shape(name))} in the weights to load, but the model requires "
+                f"{list(sharded.shape)}",
+                hint="give weights of the same model",
             )
         _fill_boxes(name, sharded, source.read_tensor_slice)
 
@@ -355,12 +330,12 @@ def load_adapter_weights(adapter: SavedAdapter, tensors: Mapping[str, ShardedTen
         CheckpointError: when it lacks one of them or has it in another shape.
     """
     for name, sharded in tensors.items():
-        held = adapter.shapes.get(name)
-        if held != sharded.shape:
-            has = "no such tensor" if held is None else f"{list(held)}"
+        saved = adapter.shapes.get(name)
+        if saved != sharded.shape:
+            problem = "is missing" if saved is None else f"has shape {list(saved)}"
             raise CheckpointError(
-                f"{name} is {list(sharded.shape)} here, and the adapter to start from has {has}",
-                hint="lora.modules and lora.ranks must be those that it was trained with",
+                f"{name} {problem} in the adapter to start from, but this run requires {list(sharded.shape)}",
+                hint="set lora.modules and lora.ranks as the adapter was trained",
             )
         _fill_boxes(name, sharded, adapter.read_tensor_slice)
 
@@ -383,17 +358,6 @@ def _fill_boxes(name: str, sharded: ShardedTensor, read: Callable[[str, TensorSh
 
 
 def copy_assets(source: WeightSource, folder: Path) -> None:
-    """Write the files that travel with the weights into `folder`, for a training run to pass on."""
+    """Write the asset files of the weights into `folder`, for the checkpoints of a training run."""
     for name, content in source.asset_files().items():
         write_file_durably(folder / name, content)
-
-
-def write_file_durably(path: Path, content: Path | bytes) -> None:
-    """Write or copy a small file and flush it to disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, Path):
-        content = content.read_bytes()
-    with add_path_to_errors(path), open(path, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())

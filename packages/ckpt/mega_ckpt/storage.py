@@ -1,7 +1,5 @@
 """Storage of checkpoint bytes: files that are written once and read by ranges, on a file system (fsync, mmap) or an
-object store (`remote`).
-
-One interface and two kinds of it: a file system here (fsync, mmap) and an object store (`remote`).
+object store (`mega_common.object_store`).
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from mega_common.atomic_files import add_path_to_errors, fsync_directory
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location, RemotePath, translate_store_errors
 
-AHEAD_BYTES = 2 << 20  # the kernel cuts what is asked for at once to a few megabytes
-SENT_BYTES = 64 << 20
+READ_AHEAD_BYTES = 2 << 20  # per request; the kernel limits requests to a few megabytes
+WRITEBACK_BYTES = 64 << 20
 
 
 class FileWriter(Protocol):
@@ -61,11 +59,11 @@ class StorageFolder(Protocol):
         """Return the length in bytes of a regular file.
 
         Raises:
-            CheckpointError: for anything but a plain file (links, pipes); FileNotFoundError: where nothing is.
+            CheckpointError: for anything but a plain file (links, pipes); FileNotFoundError: for a missing file.
         """
 
     def cache_sizes(self) -> None:
-        """Prepare for size queries of many files, answered as of now."""
+        """Fetch the sizes of all files, for later queries."""
 
     def list_files(self) -> list[str]:
         """Return the names of all files, at any depth."""
@@ -151,7 +149,7 @@ class RemoteFolder:
         return {name: stamp for name, stamp in self._path.list_object_stamps().items() if _is_visible(name)}
 
     def create_folder(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: a folder is a part of a name."""
+        """Do nothing: folders on an object store are prefixes of names."""
         return contextlib.nullcontext()
 
 
@@ -168,7 +166,7 @@ class _LocalFileWriter:
                 written = os.write(self._descriptor, block)
             block = block[written:]
             self._bytes += written
-        if self._bytes - self._sent >= SENT_BYTES:
+        if self._bytes - self._sent >= WRITEBACK_BYTES:
             self._start_writeback()
 
     def _start_writeback(self) -> None:
@@ -187,7 +185,7 @@ class _LocalFileWriter:
 
 class _MappedFile:
     def __init__(self, path: Path) -> None:
-        # Open as long as this is: a checkpoint that is replaced or deleted meanwhile can still be read to its end.
+        # Kept open, so that a checkpoint that is replaced or deleted concurrently can still be read.
         self._file = open(path, "rb")  # noqa: SIM115
 
     def file_size(self) -> int:
@@ -198,21 +196,21 @@ class _MappedFile:
 
 
 class _RemoteObjectWriter:
-    def __init__(self, place: RemotePath) -> None:
-        self._place, self._stream = place, place.open_multipart_upload()
+    def __init__(self, path: RemotePath) -> None:
+        self._path, self._stream = path, path.open_multipart_upload()
         self._finished = False
 
     def write_block(self, block: memoryview) -> None:
-        with translate_store_errors(self._place, writing=True):
+        with translate_store_errors(self._path, writing=True):
             self._stream.write(block)
 
     def finish_file(self) -> None:
-        with translate_store_errors(self._place, writing=True):
+        with translate_store_errors(self._path, writing=True):
             self._stream.close()
         self._finished = True
 
     def release_file(self) -> None:
-        # What fsspec has not discarded it would complete when it is collected.
+        # fsspec completes an upload when the stream is garbage-collected, unless it is discarded.
         if not self._finished and hasattr(self._stream, "discard"):
             with contextlib.suppress(Exception):
                 self._stream.discard()
@@ -220,18 +218,18 @@ class _RemoteObjectWriter:
 
 
 class _RemoteObject:
-    def __init__(self, place: RemotePath) -> None:
-        self._place = place
+    def __init__(self, path: RemotePath) -> None:
+        self._path = path
 
     def file_size(self) -> int:
-        return self._place.get_object_size()
+        return self._path.get_object_size()
 
     def read_range(self, begin: int, end: int, *, whole: bool = False) -> Tensor:
         if begin == end:
             return torch.empty(0, dtype=torch.uint8)
-        data = bytearray(self._place.read_bytes(begin, end))  # of its own: torch wants memory that it may write to
+        data = bytearray(self._path.read_bytes(begin, end))  # a copy, since torch requires writable memory
         if len(data) != end - begin:
-            raise CheckpointError(f"{self._place}: ends before byte {end}")
+            raise CheckpointError(f"{self._path}: truncated: ends before byte {end}")
         return torch.frombuffer(data, dtype=torch.uint8)
 
 
@@ -249,27 +247,27 @@ def regular_file_size(folder: Path, name: str) -> int:
     folders.
 
     Raises:
-        CheckpointError: when it is none; FileNotFoundError: when there is no such file.
+        CheckpointError: for a link, pipe or other special file; FileNotFoundError: for a missing file.
     """
     path = folder / name
-    above = [folder / parent for parent in PurePosixPath(name).parents][:-1]
+    parents = [folder / parent for parent in PurePosixPath(name).parents][:-1]
     found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) or any(parent.is_symlink() for parent in above):
-        raise CheckpointError(f"{path}: not a plain file inside the checkpoint (links are not followed)")
+    if not stat.S_ISREG(found.st_mode) or any(parent.is_symlink() for parent in parents):
+        raise CheckpointError(f"{path}: must be a plain file inside the checkpoint (links are not followed)")
     return found.st_size
 
 
 def map_file_range(file: IO[bytes], begin: int, end: int, *, whole: bool = False) -> Tensor:
     """Return bytes [begin, end) of a file as a private mapping, uint8: read when used, released with the tensor.
 
-    With `whole`, all of them, and no others, are asked of the disk at once; else the kernel guesses what to read ahead.
+    With `whole`, exactly these bytes are requested from the disk at once; else the kernel's read-ahead decides.
     """
     if begin == end:
         return torch.empty(0, dtype=torch.uint8)
     before = begin % mmap.ALLOCATIONGRANULARITY
-    # Copy-on-write: nothing can write to the file through it, yet torch has the writable memory that it wants.
+    # Copy-on-write: torch requires writable memory, and the file cannot be changed through the mapping.
     memory = mmap.mmap(file.fileno(), end - begin + before, access=mmap.ACCESS_COPY, offset=begin - before)
     if whole:
-        for start in range(0, len(memory), AHEAD_BYTES):
-            memory.madvise(mmap.MADV_WILLNEED, start, min(AHEAD_BYTES, len(memory) - start))
+        for start in range(0, len(memory), READ_AHEAD_BYTES):
+            memory.madvise(mmap.MADV_WILLNEED, start, min(READ_AHEAD_BYTES, len(memory) - start))
     return torch.frombuffer(memory, dtype=torch.uint8, offset=before)

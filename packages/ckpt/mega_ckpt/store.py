@@ -1,8 +1,8 @@
 """Checkpoint store: save and load sharded tensors of all ranks.
 
-A save writes where no reader looks and commits in one operation, after every rank's files are durable: a rename on a file
-system, the put of the manifest on an object store. Killed at any moment, it leaves the former checkpoints as they were, or
-the new one complete.
+A save writes to a hidden folder and commits in one operation after the files of all ranks are durable: a rename on a file
+system, the put of the manifest on an object store. A kill at any time leaves the previous checkpoints unchanged, and the
+new one complete or absent.
 """
 
 from __future__ import annotations
@@ -75,12 +75,11 @@ def save_sharded_checkpoint(
 ) -> Location:
     """Save a checkpoint to `<root>/step-<step>`; when it returns, it is durable and complete, on every rank.
 
-    The boxes of all ranks together must tile each tensor; several ranks may hold the same box, which is written once. A
-    checkpoint of the same step is replaced. `state`, `assets` (a folder, copied whole) and `provenance` are taken from
-    the group's first rank.
+    The boxes of all ranks must tile each tensor; a box that several ranks have is written once. A checkpoint of the same
+    step is replaced. `state`, `assets` (a folder, copied whole) and `provenance` are those of the group's first rank.
 
     Raises:
-        CheckpointError: the same on every rank, when any rank cannot do its part. Nothing is left behind then.
+        CheckpointError: on all ranks, when any rank fails. No files are left then.
     """
     with _progress_on_first_rank(f"saving step {step}", group) as advance:
         _save_with_dcp(lambda: tensors, _CheckpointTarget(root, step, model, state, assets, provenance), group, advance)
@@ -89,7 +88,7 @@ def save_sharded_checkpoint(
 
 @dataclass
 class _CheckpointTarget:
-    """The folder that a save fills; created, completed and committed by the group's first rank."""
+    """Folder that a save writes to; created, completed and committed by the group's first rank."""
 
     root: Location
     step: int
@@ -104,12 +103,12 @@ class _CheckpointTarget:
         """Create the folder, after checking that the checkpoint can be described."""
         make_manifest(self.step, self.model, self.state, self.provenance)
         if self.assets and not self.assets.is_dir():
-            raise CheckpointError(f"{self.assets}: no such folder, though its files should go into the checkpoint")
+            raise CheckpointError(f"{self.assets}: no such folder; it must have the asset files of the checkpoint")
         self.folder = committer_for(self.root).begin_save(self.step)
         return self.folder
 
     def finish_save(self, written: list[WrittenChunk]) -> None:
-        """Add the files that are not tensors, and commit. All ranks' shards are durable by then."""
+        """Add the asset files and the manifest, and commit. The shards of all ranks must be durable."""
         assert self.folder is not None
         files = _copy_assets(self.assets, self.folder) if self.assets else {}
         manifest = make_manifest(self.step, self.model, self.state, self.provenance)
@@ -139,7 +138,7 @@ def _save_with_dcp(
             writer, planner = ShardStorageWriter(target, advance), BoxSavePlanner(tensors)
             dcp_save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not _distributed())
     except CheckpointError as error:
-        # Only after DCP's own error it is certain that no rank writes any more.
+        # Only DCP's own error guarantees that no rank is still writing.
         if isinstance(error.__cause__, CheckpointException):
             target.discard_save()
         raise
@@ -152,13 +151,13 @@ def load_sharded_checkpoint(
     group: dist.ProcessGroup | None = None,
     verify: bool = True,
 ) -> None:
-    """Fill boxes from a checkpoint, in place. Each rank passes the boxes it wants; tensors left out are not read.
+    """Fill boxes from a checkpoint, in place. Each rank passes the boxes that it needs; other tensors are not read.
 
-    With `verify`, every chunk that is touched is compared with its checksum. Nothing is cast.
+    With `verify`, every chunk that is read is compared with its checksum. Dtypes are not cast.
 
     Raises:
-        CheckpointError: the same on every rank, when a tensor is missing, has another shape or dtype, or is damaged.
-            The boxes' content is undefined then.
+        CheckpointError: on all ranks, when a tensor is missing, has another shape or dtype, or is damaged. The content
+            of the boxes is undefined then.
     """
     size = sum(box.tensor.nbytes for sharded in tensors.values() for box in sharded.boxes)
     with _same_error_on_all_ranks(group), _progress_on_first_rank(f"loading {folder.name}", group, size) as advance:
@@ -179,8 +178,9 @@ class SaveStall(NamedTuple):
 class AsyncSaver:
     """Asynchronous saver: copies the boxes to host memory, then a thread writes them. One save at a time.
 
-    The thread's collectives need a process group of their own; with torch.distributed, constructing a saver makes one
-    (gloo), so every rank must do so. An error of the thread is raised by the next `start_save` or by `wait_for_save`, on every rank.
+    The thread's collectives use a separate process group (gloo), which the constructor creates with torch.distributed, so
+    every rank must construct a saver. An error of the thread is raised on every rank by the next `start_save` or by
+    `wait_for_save`.
     """
 
     def __init__(self) -> None:
@@ -201,19 +201,19 @@ class AsyncSaver:
         assets: Path | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> SaveStall:
-        """Begin a save like `save_sharded_checkpoint`; when this returns, `tensors` and `state` may change.
+        """Start a save like `save_sharded_checkpoint`; after the call, `tensors` and `state` may change.
 
         Raises:
-            CheckpointError: when the former save failed. The new one is not begun then.
+            CheckpointError: when the previous save failed. The new one is not started then.
         """
-        begun = time.perf_counter()
+        started = time.perf_counter()
         self.wait_for_save()
         waited = time.perf_counter()
         staged = _run_into_future(lambda: self._staging.copy_boxes(tensors))
         target = _CheckpointTarget(root, step, model, copy.deepcopy(dict(state)), assets, copy.deepcopy(provenance))
         self._running = self._thread.submit(_save_with_dcp, staged.result, target, self._group, _no_progress)
         self._folder = step_folder(root, step)
-        return SaveStall(waited - begun, time.perf_counter() - waited)
+        return SaveStall(waited - started, time.perf_counter() - waited)
 
     def wait_for_save(self) -> Location | None:
         """Wait for the save in flight; return its folder, or None if there was none.
@@ -243,7 +243,7 @@ class AsyncSaver:
 
 
 def _run_into_future(work: Callable[[], T]) -> Future[T]:
-    """Run `work` now and keep its result or error: a rank that cannot copy must still join the others' collectives."""
+    """Run `work` now and store its result or error: a rank that fails must still join the collectives."""
     future: Future[T] = Future()
     try:
         future.set_result(work())
@@ -260,9 +260,7 @@ def _distributed() -> bool:
 def _progress_on_first_rank(
     title: str, group: dist.ProcessGroup | None, size: int | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a progress callback in bytes on the group's first rank; the other ranks, which do about as much, are
-    silent.
-    """
+    """Yield a progress callback in bytes; only the group's first rank shows progress."""
     if _distributed() and dist.get_rank(group):
         yield _no_progress
         return
@@ -283,16 +281,16 @@ def _same_error_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        if not isinstance(cause, Exception):  # an interrupt is not the checkpoint's fault
+        if not isinstance(cause, Exception):  # an interrupt is not an error of the checkpoint
             raise cause from error
-        everywhere = len(error.failures) == (dist.get_world_size(group) if _distributed() else 1)
+        on_all_ranks = len(error.failures) == (dist.get_world_size(group) if _distributed() else 1)
         text, hint = _explain_error(cause)
-        raise CheckpointError(text if everywhere else f"rank {rank}: {text}", hint=hint) from error
+        raise CheckpointError(text if on_all_ranks else f"rank {rank}: {text}", hint=hint) from error
     except RuntimeError as error:
-        # What a rank does itself is told above; only the collectives in between are left.
+        # Errors of a rank's own work are handled above; this one comes from a collective.
         raise CheckpointError(
-            f"the ranks lost each other: {str(error).splitlines()[0]}",
-            hint="the rank that ended first says why, in the output of its own",
+            f"the connection between ranks was lost: {str(error).splitlines()[0]}",
+            hint="see the output of the rank that ended first",
         ) from error
 
 
@@ -312,11 +310,11 @@ def _fill_manifest(manifest: Manifest, written: list[WrittenChunk], files: dict[
         files[one.chunk.file] = one.file
     tensors = {
         key: TensorEntry(
-            dtype=DTYPE_NAMES[held[0].slab.dtype],
-            shape=held[0].slab.global_shape,
-            chunks=tuple(one.chunk for one in sorted(held, key=lambda one: one.slab.offset)),
+            dtype=DTYPE_NAMES[written_chunks[0].slab.dtype],
+            shape=written_chunks[0].slab.global_shape,
+            chunks=tuple(one.chunk for one in sorted(written_chunks, key=lambda one: one.slab.offset)),
         )
-        for key, held in chunks.items()
+        for key, written_chunks in chunks.items()
     }
     return manifest.model_copy(update={"files": dict(sorted(files.items())), "tensors": tensors})
 
@@ -324,11 +322,11 @@ def _fill_manifest(manifest: Manifest, written: list[WrittenChunk], files: dict[
 def _copy_assets(source: Path, folder: Location) -> dict[str, FileEntry]:
     """Copy a folder's files to `assets/`, durably; return {name in the checkpoint: entry}."""
     files = {}
-    for above, _, names in os.walk(source):
-        inside = Path("assets") / Path(above).relative_to(source)
+    for parent, _, names in os.walk(source):
+        inside = Path("assets") / Path(parent).relative_to(source)
         with open_storage_folder(folder / inside).create_folder():
             for name in sorted(names):
-                with open(Path(above) / name, "rb") as stream, HashedFile(folder / inside / name) as file:
+                with open(Path(parent) / name, "rb") as stream, HashedFile(folder / inside / name) as file:
                     while block := stream.read(1 << 22):
                         file.write_hashed(block)
                     files[(inside / name).as_posix()] = file.close()

@@ -1,6 +1,6 @@
 """Single-process checkpoint writer that streams tensors one slab at a time, for conversion.
 
-The files are those of `store.save`, which instead starts from tensors that ranks hold.
+The files are those of `store.save_sharded_checkpoint`, which saves the tensors of all ranks instead.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mega_ckpt.checkpoint_folders import put_manifest
 from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, TensorChunk, TensorEntry, make_manifest
 from mega_ckpt.resumable_folder import RunOnce, WriteJournal, write_always
 from mega_ckpt.shard_files import HashedFile, ShardSlab, write_shards
-from mega_ckpt.source import WeightSource, cast_dtype
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_box
 from mega_ckpt.training_state import ConvertedTraining
+from mega_ckpt.weight_source import WeightSource, cast_dtype
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar
@@ -54,29 +54,31 @@ def write_checkpoint(
     """Write the files of a checkpoint into an existing folder; durable when this returns.
 
     Args:
-        folder: to become the checkpoint once the caller renames it; on an object store, its parent has become it then.
-        slabs: what to write; those of one tensor tile it.
-        resolve: gives a slab's elements, in its shape and dtype. Asked for one at a time.
-        model: what the weights are of.
-        step: optimizer steps done.
-        state: what a trainer would resume from; nothing after a conversion.
-        assets: files to put in `assets/`, {path in there: file or its content}.
-        provenance: where this came from, as free JSON.
-        once: passes over shards that are there already; nothing else is.
+        folder: folder that the caller renames to become the checkpoint; on an object store, the checkpoint is its parent.
+        slabs: slabs to write, which must tile their tensors.
+        resolve: returns a slab's elements, in its shape and dtype; called for one slab at a time.
+        model: configuration of the model.
+        step: number of optimizer steps.
+        state: trainer state; empty after a conversion.
+        assets: files for `assets/`, {path in the folder: file or its content}.
+        provenance: origin of the checkpoint, as free-form JSON.
+        once: skips shards that are already complete; other files are always written.
     """
     manifest = make_manifest(step, model, state or {}, provenance)
     files = {
         f"assets/{name}": _write_asset(folder / "assets" / name, content) for name, content in (assets or {}).items()
     }
     chunks: defaultdict[str, list[TensorChunk]] = defaultdict(list)
-    whole = {slab.key: slab for slab in slabs}
-    for held, entry in write_shards(folder, "shard", slabs, resolve, FILE_BYTES, once):
-        files[held[0][1].file] = entry
-        for slab, chunk in held:
+    by_key = {slab.key: slab for slab in slabs}
+    for contents, entry in write_shards(folder, "shard", slabs, resolve, FILE_BYTES, once):
+        files[contents[0][1].file] = entry
+        for slab, chunk in contents:
             chunks[slab.key].append(chunk)
     tensors = {
-        key: TensorEntry(dtype=DTYPE_NAMES[whole[key].dtype], shape=whole[key].global_shape, chunks=tuple(held))
-        for key, held in chunks.items()
+        key: TensorEntry(
+            dtype=DTYPE_NAMES[by_key[key].dtype], shape=by_key[key].global_shape, chunks=tuple(tensor_chunks)
+        )
+        for key, tensor_chunks in chunks.items()
     }
     manifest = manifest.model_copy(update={"files": dict(sorted(files.items())), "tensors": tensors})
     put_manifest(folder, manifest)
@@ -97,13 +99,13 @@ def write_weights(
     """Write a checkpoint of the tensors of `source`, like `write_checkpoint`, with a progress bar.
 
     Args:
-        source: the model, its weights, buffers and assets.
-        folder: see there, as for `step` and `provenance`.
-        title: what the progress bar says.
-        read: gives the weights in place of `source.read_slice`, in any dtype.
-        dtype: to cast floating-point weights to.
-        training: what a run goes on from, with a step of its own; its tensors become fp32.
-        journal: knows what is finished already.
+        source: the model with its weights, buffers and assets.
+        folder: see `write_checkpoint`, also for `step` and `provenance`.
+        title: title of the progress bar.
+        read: replaces `source.read_tensor_slice`; may return any dtype.
+        dtype: dtype to cast floating-point weights to; None: unchanged.
+        training: optimizer and trainer state to resume from; its step replaces `step`, its tensors become fp32.
+        journal: journal of finished files.
     """
     slabs = [
         slab
@@ -113,15 +115,15 @@ def write_weights(
     for name in source.buffer_names():
         buffer = source.read_buffer(name)
         slabs += slabs_of_tensor(BUFFERS + name, buffer.dtype, tuple(buffer.shape))
-    state = {f"{OPTIMIZER}{kind}/": held for kind, held in training.tensors.items()} if training else {}
-    for prefix, held in state.items():
+    state = {f"{OPTIMIZER}{kind}/": tensors for kind, tensors in training.tensors.items()} if training else {}
+    for prefix, tensors in state.items():
         slabs += [
             slab
-            for name in held.tensor_names()
-            for slab in slabs_of_tensor(prefix + name, torch.float32, held.tensor_shape(name))
+            for name in tensors.tensor_names()
+            for slab in slabs_of_tensor(prefix + name, torch.float32, tensors.tensor_shape(name))
         ]
-    elements = {WEIGHTS: read or source.read_tensor_slice} | {
-        prefix: held.read_tensor_slice for prefix, held in state.items()
+    readers = {WEIGHTS: read or source.read_tensor_slice} | {
+        prefix: tensors.read_tensor_slice for prefix, tensors in state.items()
     }
     with ProgressBar(title, total=sum(slab.nbytes for slab in slabs), unit="bytes") as bar:
 
@@ -130,7 +132,7 @@ def write_weights(
             if slab.key.startswith(BUFFERS):
                 return crop_tensor(source.read_buffer(slab.key.removeprefix(BUFFERS)), slab.offset, slab.shape)
             group, name = slab.key.rsplit("/", 1)
-            return elements[f"{group}/"](name, slab.offset, slab.shape).to(slab.dtype)
+            return readers[f"{group}/"](name, slab.offset, slab.shape).to(slab.dtype)
 
         if journal:
             journal.advance = bar.advance

@@ -13,7 +13,7 @@ from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.model_config import ModelConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-LOW = (torch.bfloat16, torch.float16)  # weights beside which the optimizer keeps main ones
+LOW = (torch.bfloat16, torch.float16)  # dtypes of weights for which the optimizer keeps fp32 main weights
 
 
 class OptimizerNotConverted(Exception):
@@ -38,9 +38,9 @@ class ConvertedTraining:
     """Optimizer and trainer state to resume from, besides the weights.
 
     Attributes:
-        step: optimizer steps done, skipped ones included.
-        state: the numbers that the trainer resumes from.
-        tensors: by kind, as checkpoints of mega call it: `exp_avg`, `exp_avg_sq`, and `main` beside weights in 16 bits.
+        step: number of optimizer steps, including skipped ones.
+        state: the trainer state.
+        tensors: tensors by kind, as named in mega checkpoints: `exp_avg`, `exp_avg_sq`, and `main` for 16-bit weights.
     """
 
     step: int

@@ -1,27 +1,27 @@
 """Upcycling of a dense model to a mixture of experts for further training (arXiv:2212.05055, arXiv:2410.07524).
 
-Every feed-forward block becomes experts that are copies of it; the router is new. Experts may also be slices of the block,
-G of a G-th of its width each: then the router's rows are alike for the G slices of a copy, so that a token takes copies
-whole, and the outputs are added with weights that sum to G. Either way the first forward is the dense model's.
+The experts of each layer are copies of its feed-forward block; the router is new. Experts may also be slices of the
+block, G slices of 1 / G of its width: the G slices of a copy have equal router rows, so that a token selects whole copies,
+and expert weights sum to G. In both cases the initial output is that of the dense model.
 
-Legend: E experts, K of a token, G slices of a block, D model width, F width of an expert.
+Legend: E experts, K experts per token, G slices of a block, D model width, F width of an expert.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.derive_checkpoint import create_output_folder
-from mega_ckpt.source import WeightSource, open_weight_source, resolve_checkpoint
+from mega_ckpt.source import open_weight_source, resolve_checkpoint
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
+from mega_ckpt.weight_source import DerivedSource, WeightSource
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig, MoeConfig
 from mega_common.object_store import Location
@@ -43,25 +43,24 @@ def upcycle_to_moe(
     """Write the dense model at `source` as a mixture of experts to `destination`, a mega checkpoint of step 0.
 
     Args:
-        source: a mega checkpoint, a run folder (its newest checkpoint) or a HuggingFace folder.
-        destination: the folder to make.
-        experts: E, of every layer.
+        source: a mega checkpoint, a run folder (its latest checkpoint) or a HuggingFace folder.
+        destination: the folder to create.
+        experts: E, in every layer.
         top_k: K.
-        expert_ffn: F; a whole number of them must make up the dense width, and E and K be multiples of that number.
-            Default: the dense width.
-        aux_loss: weight of the load balancing loss, for the training to come.
-        seed: of the router's weights.
+        expert_ffn: F, which must divide the dense width; E and K must be multiples of the quotient. Default: the dense
+            width.
+        aux_loss: weight of the load balancing loss in further training.
+        seed: random seed of the router's weights.
 
     Raises:
-        ConfigError: when the sizes do not fit.
-        CheckpointError: when the source cannot be used, or `destination` exists. Nothing is left behind then.
+        ConfigError: when a size does not divide or exceeds another.
+        CheckpointError: when the source cannot be used, or `destination` exists. No files are left then.
     """
     dense = open_weight_source(source)
     model = upcycled_config(dense.model, experts=experts, top_k=top_k, expert_ffn=expert_ffn, aux_loss=aux_loss)
     note = {"source": str(resolve_checkpoint(source)), "experts": experts, "top_k": top_k, "seed": seed}
     with create_output_folder(destination) as folder:
-        made = UpcycledSource(dense, model, seed)
-        write_weights(made, folder, "upcycling", provenance={"upcycled": note})
+        write_weights(UpcycledSource(dense, model, seed), folder, "upcycling", provenance={"upcycled": note})
 
 
 def upcycled_config(
@@ -70,19 +69,22 @@ def upcycled_config(
     """Return the configuration of the mixture of experts.
 
     Raises:
-        ConfigError: when the sizes do not fit.
+        ConfigError: when a size does not divide or exceeds another.
     """
     if dense.moe is not None:
-        raise ConfigError("the model has experts already", hint="upcycle a dense one")
+        raise ConfigError("the model must be dense, but has experts", hint="upcycle a dense model")
     width = expert_ffn or dense.ffn_hidden_size
     if dense.ffn_hidden_size % width:
         fits = [n for n in range(1, dense.ffn_hidden_size + 1) if dense.ffn_hidden_size % n == 0]
-        raise ConfigError(f"--expert-ffn {width} does not divide the dense width", hint=f"one of {fits[-8:]}")
+        raise ConfigError(
+            f"--expert-ffn {width} must divide the dense width {dense.ffn_hidden_size}", hint=f"use one of {fits[-8:]}"
+        )
     slices = dense.ffn_hidden_size // width
     for name, number in (("--experts", experts), ("--top-k", top_k)):
         if number % slices:
-            rule = f"{name} {number} takes no whole copies of a block of {slices} slices"
-            raise ConfigError(rule, hint=f"a multiple of {slices}")
+            raise ConfigError(
+                f"{name} {number} must be a multiple of the {slices} slices of a block", hint=f"a multiple of {slices}"
+            )
     moe = {
         "num_experts": experts, "top_k": top_k, "ffn_hidden_size": width, "scaling": float(slices), "aux_loss": aux_loss
     }  # fmt: skip
@@ -90,12 +92,13 @@ def upcycled_config(
     return ModelConfig.parse({**dense.model_dump(exclude_unset=True), "moe": moe}, source="upcycling")
 
 
-class UpcycledSource:
-    """A `WeightSource` of the mixture of experts, made from the dense model's tensors as it is read."""
+class UpcycledSource(DerivedSource):
+    """A `WeightSource` of the mixture of experts, computed from the dense model's tensors when it is read."""
 
     def __init__(self, dense: WeightSource, model: ModelConfig, seed: int) -> None:
         assert model.moe is not None
-        self._dense, self.model, self._moe, self._seed = dense, model, model.moe, seed
+        super().__init__(dense, model)
+        self._moe, self._seed = model.moe, seed
         self._shapes = canonical_tensors(model)
         self._slices = model.ffn_hidden_size // model.moe.ffn_hidden_size
 
@@ -110,29 +113,24 @@ class UpcycledSource:
     def tensor_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the dense tensor that a tensor is made from or belongs to."""
         if found := ROUTER.fullmatch(name):
-            return self._dense.tensor_dtype(f"{found[1]}.up_proj.weight")
-        return self._dense.tensor_dtype(_dense_name(name))
-
-    def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
-        shape = self.tensor_shape(name)
-        return self.read_tensor_slice(name, (0,) * len(shape), shape)
+            return self.base.tensor_dtype(f"{found[1]}.up_proj.weight")
+        return self.base.tensor_dtype(_dense_name(name))
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read `tensor[offset : offset + shape]`."""
         if ROUTER.fullmatch(name):
             return crop_tensor(self._make_router(name), offset, shape).to(self.tensor_dtype(name))
         if EXPERT.fullmatch(name):
-            places = range(offset[0], offset[0] + shape[0])
-            return torch.stack([self._read_expert_slice(name, place, offset[1:], shape[1:]) for place in places])
-        return self._dense.read_tensor_slice(name, offset, shape)
+            experts = range(offset[0], offset[0] + shape[0])
+            return torch.stack([self._read_expert_slice(name, expert, offset[1:], shape[1:]) for expert in experts])
+        return self.base.read_tensor_slice(name, offset, shape)
 
     def _read_expert_slice(self, name: str, expert: int, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Return a rectangle of one expert: expert e is slice e mod G of its block."""
         down, bias, start = ".down_proj." in name, name.endswith(".bias"), list(offset)
         if not (down and bias):
             start[1 if down else 0] += expert % self._slices * self._moe.ffn_hidden_size
-        part = self._dense.read_tensor_slice(_dense_name(name), tuple(start), shape)
+        part = self.base.read_tensor_slice(_dense_name(name), tuple(start), shape)
         # the weights of the slices sum to G, and so would their biases
         return part / self._slices if down and bias else part
 
@@ -143,18 +141,6 @@ class UpcycledSource:
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         copies = torch.empty(experts // self._slices, width).normal_(0.0, self.model.init_std, generator=generator)
         return copies.repeat_interleave(self._slices, 0)
-
-    def buffer_names(self) -> Sequence[str]:
-        """Return the dense model's buffer names."""
-        return self._dense.buffer_names()
-
-    def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer."""
-        return self._dense.read_buffer(name)
-
-    def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the dense model's asset files."""
-        return self._dense.asset_files()
 
 
 def _dense_name(name: str) -> str:

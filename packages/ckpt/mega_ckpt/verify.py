@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -20,12 +20,10 @@ from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, MANIFEST, Manifest
 from mega_ckpt.shard_files import tensor_bytes
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.tensor_pieces import TensorShape, split_box
+from mega_ckpt.weight_source import WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar, format_number
-
-if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource
 
 SLAB_ELEMENTS = 1 << 22
 READ_BYTES = 1 << 22
@@ -35,7 +33,7 @@ READ_BYTES = 1 << 22
 class VerifyReport:
     """Result of a verification. `problems` names file and tensor; `extra` are files that the manifest does not list.
 
-    Without `checksums`, all that can be said is that every tensor could be read.
+    Formats without `checksums` are only checked for tensors that can be read.
     """
 
     folder: Location
@@ -59,21 +57,19 @@ class VerifyReport:
         ]
         lines += [f"  {problem}" for problem in self.problems]
         lines += [f"  {key}: {count} elements are not finite" for key, count in self.not_finite.items()]
-        lines += [f"  {name}: not a part of the checkpoint" for name in self.extra]
-        sound = (
-            "every byte is as it was written" if self.checksums else "every tensor can be read; there are no checksums"
-        )
-        lines += [f"  {sound}" if self.ok else "  damaged"]
+        lines += [f"  {name}: not part of the checkpoint" for name in self.extra]
+        intact = "all checksums match" if self.checksums else "all tensors can be read; the format has no checksums"
+        lines += [f"  {intact}" if self.ok else "  damaged"]
         return "\n".join(lines)
 
 
 def verify_checkpoint(folder: Location, *, finite: bool = False) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with the manifest's checksums; with `finite`, also look for NaN.
 
-    Goes on after a damaged file, to name all.
+    All damaged files are reported.
 
     Raises:
-        CheckpointError: when the manifest itself is missing or not sound: nothing can be said then.
+        CheckpointError: when the manifest is missing or damaged, so that no file can be verified.
     """
     manifest = Manifest.read_from_folder(folder)
     size = sum(entry.bytes for entry in manifest.files.values())
@@ -111,7 +107,7 @@ def _file_problems(checkpoint: Checkpoint, name: str, bar: ProgressBar) -> list[
         except CheckpointError as error:
             found.append(error.message)
     if not found and digest.hexdigest() != entry.checksum:
-        found = [f"{path}: damaged: its checksum does not fit"]
+        found = [f"{path}: damaged: its checksum does not match"]
     return list(dict.fromkeys(found))
 
 
@@ -163,11 +159,11 @@ class CheckpointDiff:
         lines += [f"  {key}: only in a" for key in self.only_in_a]
         lines += [f"  {key}: only in b" for key in self.only_in_b]
         for one in self.tensors:
-            what = [f"{list(one.shapes[0])} -> {list(one.shapes[1])}"] if one.shapes[0] != one.shapes[1] else []
-            what += [f"{one.dtypes[0]} -> {one.dtypes[1]}"] if one.dtypes[0] != one.dtypes[1] else []
-            what += [f"max abs {one.max_abs:.3g}, max rel {one.max_rel:.3g}"] if one.max_abs is not None else []
-            lines.append(f"  {one.key}: {', '.join(what)}")
-        lines.append(f"{self.equal} tensors are the same, bit for bit; {len(self.tensors)} are not")
+            parts = [f"{list(one.shapes[0])} -> {list(one.shapes[1])}"] if one.shapes[0] != one.shapes[1] else []
+            parts += [f"{one.dtypes[0]} -> {one.dtypes[1]}"] if one.dtypes[0] != one.dtypes[1] else []
+            parts += [f"max abs {one.max_abs:.3g}, max rel {one.max_rel:.3g}"] if one.max_abs is not None else []
+            lines.append(f"  {one.key}: {', '.join(parts)}")
+        lines.append(f"{self.equal} tensors are equal bit for bit; {len(self.tensors)} differ")
         return "\n".join(lines)
 
 
@@ -217,12 +213,12 @@ def _tensor_diff(left: Checkpoint, right: Checkpoint, key: str) -> TensorDiff | 
             continue
         same = False
         x, y = a.double(), b.double()
-        apart = (x - y).abs()
-        apart[(x == y) | (x.isnan() & y.isnan())] = 0
-        apart = apart.nan_to_num(nan=math.inf, posinf=math.inf)
-        relative = torch.where(apart > 0, apart / torch.maximum(x.abs(), y.abs()).nan_to_num(nan=1.0), apart)
-        max_abs = max(max_abs, float(apart.max()) if apart.numel() else 0.0)
-        max_rel = max(max_rel, float(relative.nan_to_num(nan=math.inf).max()) if apart.numel() else 0.0)
+        diff = (x - y).abs()
+        diff[(x == y) | (x.isnan() & y.isnan())] = 0
+        diff = diff.nan_to_num(nan=math.inf, posinf=math.inf)
+        relative = torch.where(diff > 0, diff / torch.maximum(x.abs(), y.abs()).nan_to_num(nan=1.0), diff)
+        max_abs = max(max_abs, float(diff.max()) if diff.numel() else 0.0)
+        max_rel = max(max_rel, float(relative.nan_to_num(nan=math.inf).max()) if diff.numel() else 0.0)
     return None if same else TensorDiff(key, shapes, dtypes, max_abs, max_rel)
 
 
@@ -254,7 +250,7 @@ class CheckpointSummary:
     def __str__(self) -> str:
         lines = [f"{self.folder}: step {self.step}, {format_number(self.parameters)} parameters"]
         lines += [f"{format_number(self.bytes)}B in {self.files} files"]
-        lines += [f"its weights were quantised: {how}" for how in [self.provenance.get("quantised")] if how]
+        lines += [f"original quantization: {kind}" for kind in [self.provenance.get("quantised")] if kind]
         lines += ["", "model"]
         lines += [f"  {name:24} {value}" for name, value in self.model.items()]
         lines += ["", "state"] + [f"  {name:24} {_truncate(value)}" for name, value in self.state.items()]
@@ -281,7 +277,7 @@ def inspect_checkpoint(folder: Location) -> CheckpointSummary:
     """Summarize a checkpoint from its manifest alone.
 
     Raises:
-        CheckpointError: when the manifest is missing or not sound.
+        CheckpointError: when the manifest is missing or damaged.
     """
     manifest = Manifest.read_from_folder(folder)
     groups: dict[tuple[str, str], TensorGroup] = defaultdict(lambda: TensorGroup("", ""))

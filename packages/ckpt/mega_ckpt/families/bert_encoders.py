@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_ckpt.families.config_entries import (
+    CORE_SIZES,
+    GELUS,
     AllowedValuesEntry,
     ConfigEntry,
     ConfigMismatchError,
@@ -27,7 +29,7 @@ from mega_common.encoder_config import MaskedLmConfig
 from mega_common.model_config import ModelConfig
 
 OUTPUT_BIAS = "lm_head.bias"
-GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+
 _OLD_NAMES = {".LayerNorm.weight": ".LayerNorm.gamma", ".LayerNorm.bias": ".LayerNorm.beta"}
 
 
@@ -172,11 +174,7 @@ def bert_config_entries(
 ) -> tuple[ConfigEntry, ...]:
     """Return the entries of BERT and models like it; `activation` is the head's, if it differs from the model's."""
     return (
-        KeyEntry("vocab_size", "vocab_size"),
-        KeyEntry("hidden_size", "hidden_size"),
-        KeyEntry("intermediate_size", "ffn_hidden_size"),
-        KeyEntry("num_hidden_layers", "num_layers"),
-        KeyEntry("num_attention_heads", "num_attention_heads"),
+        *CORE_SIZES,
         positions or KeyEntry("max_position_embeddings", "max_position", 512),
         KeyEntry("type_vocab_size", "token_types", 2),
         KeyEntry("initializer_range", "init_std", 0.02),
@@ -324,11 +322,7 @@ MODERNBERT = EncoderFamily(
     architecture="ModernBertForMaskedLM",
     head="decoder.weight",
     entries=(
-        KeyEntry("vocab_size", "vocab_size"),
-        KeyEntry("hidden_size", "hidden_size"),
-        KeyEntry("intermediate_size", "ffn_hidden_size"),
-        KeyEntry("num_hidden_layers", "num_layers"),
-        KeyEntry("num_attention_heads", "num_attention_heads"),
+        *CORE_SIZES,
         KeyEntry("max_position_embeddings", "max_position", 8192),
         KeyEntry("initializer_range", "init_std", 0.02),
         KeyEntry("hidden_activation", "activation", "gelu",

@@ -279,18 +279,22 @@ def _join_values(values: Any) -> str:
     return " or ".join(repr(value) for value in values)
 
 
-# Keys of nearly every decoder.
-SIZES: tuple[ConfigEntry, ...] = (
+# Keys of nearly every model, and of nearly every decoder.
+CORE_SIZES: tuple[ConfigEntry, ...] = (
     KeyEntry("vocab_size", "vocab_size"),
     KeyEntry("hidden_size", "hidden_size"),
     KeyEntry("intermediate_size", "ffn_hidden_size"),
     KeyEntry("num_hidden_layers", "num_layers"),
     KeyEntry("num_attention_heads", "num_attention_heads"),
+)
+SIZES: tuple[ConfigEntry, ...] = (
+    *CORE_SIZES,
     KeyEntry("max_position_embeddings", "max_position"),
     KeyEntry("initializer_range", "init_std", 0.02),
     KeyEntry("attention_dropout", "attention_dropout", 0.0),
 )
 SILU = {"silu": "swiglu"}
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 TIED = KeyEntry("tie_word_embeddings", "tie_embeddings", False)
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_ckpt.families.config_entries import (
+    GELUS,
+    SILU,
     SIZES,
     TIED,
     AllowedValuesEntry,
@@ -41,7 +43,7 @@ from mega_common.model_config import ModelConfig
 _SHARED: tuple[ConfigEntry, ...] = (
     *SIZES,
     KeyEntry("tie_word_embeddings", "tie_embeddings", True),
-    KeyEntry("hidden_act", "activation", "silu", {"silu": "swiglu"}),
+    KeyEntry("hidden_act", "activation", "silu", SILU),
     KeyEntry("layer_norm_eps", "norm_eps", 1e-5),
     KeyEntry("logit_scale", "logit_scale", 0.0625, forbids_null=True),
     KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
@@ -122,7 +124,7 @@ STABLELM = ModelFamily(
     entries=(
         *SIZES,
         TIED,
-        KeyEntry("hidden_act", "activation", "silu", {"silu": "swiglu"}),
+        KeyEntry("hidden_act", "activation", "silu", SILU),
         KeyEntry("layer_norm_eps", "norm_eps", 1e-5),
         KeyEntry("hidden_dropout", "residual_dropout", 0.0),
         KeyEntry("use_qkv_bias", "qkv_bias", False),
@@ -288,7 +290,7 @@ FALCON = ModelFamily(
         KeyEntry("layer_norm_epsilon", "norm_eps", 1e-5),
         KeyEntry("hidden_dropout", "residual_dropout", 0.0),
         KeyEntry("attention_dropout", "attention_dropout", 0.0),
-        KeyEntry("activation", "activation", "gelu", {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}),
+        KeyEntry("activation", "activation", "gelu", GELUS),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         KeyEntry("bias", "qkv_bias attention_out_bias mlp_bias", False),
         FalconArchitectureEntry(),

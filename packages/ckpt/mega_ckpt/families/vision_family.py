@@ -331,7 +331,7 @@ class TensorNameStyle:
     """Name prefixes of a folder's tensors: vision encoder, projector, text model body and head.
 
     Attributes:
-        marker: continuation of the vision encoder's prefix, which tells this style from others.
+        marker: continuation of the vision encoder's prefix, which distinguishes this style from others.
     """
 
     tower: str

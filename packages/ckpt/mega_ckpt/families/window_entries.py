@@ -186,7 +186,7 @@ def check_layer_types(raw: HfConfigDict, size: int | None) -> None:
     """Check that a list of layer types, which the family ignores, agrees with the family's window in each layer.
 
     Raises:
-        MismatchError: when it does not.
+        ConfigMismatchError: when it does not.
     """
     kind = _LOCAL if size else _FULL
     if any(each != kind for each in raw.get("layer_types") or ()):

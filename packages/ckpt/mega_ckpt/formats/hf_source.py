@@ -313,15 +313,17 @@ def _sorted(paths: Iterable[Location]) -> list[Location]:
 
 
 def check_settings_files(paths: Iterable[Location]) -> None:
-    """Check that settings and templates of a folder are files: one that cannot be read is not one that is absent.
+    """Check that settings and templates of a folder are files, so that an unreadable one is not ignored like a missing one.
 
     Raises:
         CheckpointError: naming a dangling link, or a folder or FIFO of such a name.
     """
     for path in paths:
         if isinstance(path, Path) and path.suffix in (".json", ".jinja") and not path.is_file():
-            reason = "a link to a file that is not there" if path.is_symlink() and not path.exists() else "not a file"
-            raise CheckpointError(f"{path}: is {reason}", hint="copy or download it again, or remove it")
+            reason = "a dangling link" if path.is_symlink() and not path.exists() else "a folder or a FIFO"
+            raise CheckpointError(
+                f"{path}: must be a file, not {reason}", hint="copy or download it again, or remove it"
+            )
 
 
 def _is_asset(path: Location) -> bool:

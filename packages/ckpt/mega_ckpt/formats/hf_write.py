@@ -32,9 +32,9 @@ from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, checked_tensor_table, de
 from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
-from mega_ckpt.source import VISION, WeightSource, cast_dtype, find_unsupported_parts, write_file_durably
 from mega_ckpt.stream_checkpoint import split_blocks
 from mega_ckpt.tensor_pieces import TensorShape
+from mega_ckpt.weight_source import VISION, WeightSource, cast_dtype, find_unsupported_parts, write_file_durably
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import logger

@@ -40,9 +40,9 @@ from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriter, open_durab
 from mega_ckpt.formats.torch_archive import load_torch_archive
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, hash_file
 from mega_ckpt.shard_files import ShardSlab, split_into_files, tensor_bytes
-from mega_ckpt.source import write_file_durably
 from mega_ckpt.stream_checkpoint import slabs_of_tensor
 from mega_ckpt.tensor_pieces import TensorShape
+from mega_ckpt.weight_source import write_file_durably
 from mega_common.model_config import ModelConfig
 
 BYTES_PER_FILE = 4 << 30

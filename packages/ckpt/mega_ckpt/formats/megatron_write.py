@@ -19,8 +19,8 @@ from mega_ckpt.formats.megatron_args import write_megatron_args
 from mega_ckpt.formats.megatron_names import MegatronPart, megatron_parts
 from mega_ckpt.formats.megatron_source import TRACKER
 from mega_ckpt.resumable_folder import RunOnce, write_always
-from mega_ckpt.source import WeightSource, cast_dtype, write_file_durably
 from mega_ckpt.tensor_pieces import TensorShape, box_overlap, crop_tensor
+from mega_ckpt.weight_source import WeightSource, cast_dtype, write_file_durably
 from mega_common.atomic_files import add_path_to_errors
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig

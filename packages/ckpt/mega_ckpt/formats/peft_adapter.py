@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,14 +43,12 @@ from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetens
 from mega_ckpt.lora_adapter import ADAPTER_TOKENIZER_FILES, SavedAdapter, check_adapter_modules, compute_row_norms
 from mega_ckpt.lora_tensors import MAGNITUDE, A, B, adaptable_projections
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
+from mega_ckpt.weight_source import WeightSource
 from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import CheckpointError
 from mega_common.lora_config import LoraConfig, is_adapter_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location, read_if_remote
-
-if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource
 
 N = TypeVar("N", int, float)
 CONFIG = "adapter_config.json"

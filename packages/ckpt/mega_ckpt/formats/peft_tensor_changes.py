@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +29,9 @@ from mega_ckpt.formats.torch_archive import load_state_tensors
 from mega_ckpt.lora_adapter import UntiedSource
 from mega_ckpt.lora_tensors import MAGNITUDE, A, B
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
+from mega_ckpt.weight_source import WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
-
-if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource
 
 ReadTensor = Callable[[str], Tensor]
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"

@@ -1,0 +1,125 @@
+"""Interface of weights that can be read in any format, and helpers for all formats."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.atomic_files import add_path_to_errors
+from mega_common.model_config import ModelConfig
+
+VISION = "vision encoder"
+# Tensors that some families carry as buffers, but that are weights of parts that mega does not run.
+_UNSUPPORTED_PARTS = {
+    VISION: r"(model\.)?(visual|vision_tower|vision_model)\.(?!(.*\.)?(head\..*|inv_freq|position_ids)$)",
+    "multi-token prediction block": r"(model\.)?mtp\.",
+}
+
+
+class WeightSource(Protocol):
+    """Interface of a model's weights by canonical name, each tensor whole and global."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Configuration of the model."""
+
+    def tensor_names(self) -> Sequence[str]:
+        """Return the canonical names, in the order of the forward pass."""
+
+    def tensor_shape(self, name: str) -> TensorShape:
+        """Return the global shape of a tensor."""
+
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Return the stored dtype of a tensor."""
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Read a whole tensor. The result may be a view of the file: copy it before changing it."""
+
+    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
+        """Read `tensor[offset : offset + shape]`, and only the bytes it needs. The result may be a view of the file."""
+
+    def buffer_names(self) -> Sequence[str]:
+        """Return the tensors of a HuggingFace folder that are not weights (masks and so on), by their names there."""
+
+    def read_buffer(self, name: str) -> Tensor:
+        """Read one buffer, unchanged."""
+
+    def asset_files(self) -> Mapping[str, Path | bytes]:
+        """Return the asset files of the weights, {path inside the assets folder: file or content}."""
+
+
+class DerivedSource:
+    """Base of weight sources that change tensors of another source, `base`; all other tensors are those of `base`."""
+
+    def __init__(self, base: WeightSource, model: ModelConfig) -> None:
+        self.base, self.model = base, model
+
+    def tensor_names(self) -> Sequence[str]:
+        """Return the canonical names, in the order of the forward pass."""
+        return self.base.tensor_names()
+
+    def tensor_shape(self, name: str) -> TensorShape:
+        """Return the global shape of a tensor."""
+        return self.base.tensor_shape(name)
+
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self.base.tensor_dtype(name)
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Read a whole tensor."""
+        shape = self.tensor_shape(name)
+        return self.read_tensor_slice(name, (0,) * len(shape), shape)
+
+    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
+        """Read `tensor[offset : offset + shape]`."""
+        return self.base.read_tensor_slice(name, offset, shape)
+
+    def buffer_names(self) -> Sequence[str]:
+        """Return the names of the base's buffers."""
+        return self.base.buffer_names()
+
+    def read_buffer(self, name: str) -> Tensor:
+        """Read one buffer of the base."""
+        return self.base.read_buffer(name)
+
+    def asset_files(self) -> Mapping[str, Path | bytes]:
+        """Return the base's asset files."""
+        return self.base.asset_files()
+
+
+def cast_dtype(source: WeightSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor after a cast to `dtype`. Integers are not cast, nor is a router's selection bias,
+    whose updates are small and which published folders have in fp32.
+    """
+    stored = source.tensor_dtype(name)
+    fixed = not stored.is_floating_point or name.endswith("e_score_correction_bias")
+    return stored if dtype is None or fixed else dtype
+
+
+def find_unsupported_parts(buffers: Iterable[str]) -> dict[str, list[str]]:
+    """Group the tensors in `buffers` that belong to parts of a model which mega does not run, by part."""
+    found: dict[str, list[str]] = {}
+    for name in buffers:
+        part = next((part for part, pattern in _UNSUPPORTED_PARTS.items() if re.match(pattern, name)), None)
+        if part is not None:
+            found.setdefault(part, []).append(name)
+    return found
+
+
+def write_file_durably(path: Path, content: Path | bytes) -> None:
+    """Write or copy a small file and flush it to disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, Path):
+        content = content.read_bytes()
+    with add_path_to_errors(path), open(path, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
