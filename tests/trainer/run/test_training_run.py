@@ -172,7 +172,7 @@ def test_checkpoints_on_an_object_store_resume_bitwise(settings: Settings, tmp_p
     assert latest_checkpoint(parse_location(url)) == f"{url}/step-00000002"
     assert same_bits(whole, bits(trained({**halves, "train": {"steps": 4}})))
     branch = settings(output=str(tmp_path / "branch"), train={"steps": 4}, checkpoint={"load": url})
-    with pytest.raises(ConfigError, match="must be larger than the step of .*step-00000004, which is 4"):
+    with pytest.raises(ConfigError, match=r"must be larger than the step of .*step-00000004, which is 4"):
         trained(branch)
     with pytest.raises(ConfigError, match=r"output = 's3://bucket/run'.*checkpoint\.path=s3://bucket/run"):
         RunConfig.parse(settings(output="s3://bucket/run"))
@@ -316,7 +316,9 @@ def test_a_finished_run_says_so_and_changes_nothing(settings: Settings, caplog: 
         assert "done" not in caplog.text
     assert trained({**raw, "train": {"steps": 5}}).step == 5
     branch = {**raw, "output": raw["output"] + "-branch", "checkpoint": {"load": raw["output"]}}
-    with pytest.raises(ConfigError, match=r"train\.steps = 5 must be larger than the step of .*step-00000005, which is 5"):
+    with pytest.raises(
+        ConfigError, match=r"train\.steps = 5 must be larger than the step of .*step-00000005, which is 5"
+    ):
         trained({**branch, "train": {"steps": 5}})
 
 

@@ -4,7 +4,7 @@
     /dev/shm/mega-<user>-<secret>/owner.json  the launcher: process, start time, PID namespace
     /dev/shm/mega-<user>-<secret>/lock        locked (flock, shared) by every rank that uses the folder
 
-`/dev/shm` is writable by every user and may be shared by containers that have PID namespaces of their own. So the name
+`/dev/shm` is writable by every user and may be shared by containers with separate PID namespaces. So the name
 depends on a key in the run's output folder, an existing folder must have the right owner and mode, and the folder of a
 launcher in another PID namespace is removed only when no rank holds its lock and it has been unused for an hour.
 """
