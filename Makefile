@@ -44,8 +44,9 @@ lint: $(VENV)/.done  ## style, types, how the code reads, and who may import who
 	$(BIN)/codespell
 	$(BIN)/python tools/language_check.py
 
-docs: $(VENV)/.done  ## the documentation as a site, in build/site; needs no network, nor do its pages
-	$(BIN)/python -m mkdocs build
+docs: $(VENV)/.done  ## build the documentation site into build/site; fails on a broken link, needs no network
+	$(BIN)/python tools/generate_docs.py
+	$(BIN)/zensical build --strict --clean
 
 wheels: $(VENV)/.done  ## a wheel of each package into dist/, which install alone; release/release.py makes a release
 	$(BIN)/python release/release.py --wheels

@@ -57,13 +57,13 @@ class Sleeper(Decoder):
         self.sleep()
         return torch.ones_like(self.weight)
 
-    def embed(self, tokens: Tensor, *rest: object) -> Tensor:
+    def embed_inputs(self, tokens: Tensor, *rest: object) -> Tensor:
         return torch.zeros(*tokens.shape, CONFIG.hidden_size)
 
     def forward(self, x: Tensor, context: object) -> Tensor:
         return _Sleep.apply(x, self.weight, self)
 
-    def objective(self, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    def compute_objective(self, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
         return x.sum(), torch.zeros(2)
 
 

@@ -1,11 +1,12 @@
 """Time of honest requests to `mega serve` while other clients do all they can to hold it up.
 
-    python benchmarks/hostile.py MODEL [--seconds 30] [--dry]
+    python benchmarks/hostile.py MODEL [--seconds 8] [--rounds 6] [--dry]
 
-MODEL is a folder or run with a tokenizer. Two honest clients repeat the same greedy requests, first alone and then beside the
-hostile ones of `ATTACKS`, which run in a process of their own, one thread each. Reported are the median and the 90th
-percentile of the honest times, and how many of the answers differ from the first (none may). The hostile requests share the
-processor with the server: on a machine with two cores that alone costs time.
+MODEL is a folder or run with a tokenizer. Two honest clients repeat the same greedy requests, alone and beside the hostile
+ones of `ATTACKS`, which run in a process of their own, one thread each. Both are measured in turn for several rounds, since
+other work on the machine changes with time. Reported are the medians over the rounds of the median, the 90th percentile and
+the maximum of the honest times, and how many of the answers differ from the first (none may). The hostile requests share
+the processor with the server: on a machine with two cores that alone costs time.
 """
 
 from __future__ import annotations
@@ -168,20 +169,31 @@ def attacked(port: int) -> Iterator[None]:
         process.join()
 
 
-def compare(port: int, seconds: float) -> dict[str, Any]:
-    """Return the times of honest requests alone and among hostile ones, and what differs."""
-    honest(port, 3)
-    quiet = honest(port, seconds)
-    with attacked(port):
-        strained = honest(port, seconds)
+def compare(port: int, seconds: float, rounds: int) -> dict[str, Any]:
+    """Return the times of honest requests alone and among hostile ones, and the number of changed answers."""
+    first = honest(port, 3)
+    alone, among = list[dict[str, Any]](), list[dict[str, Any]]()
+    for _ in range(rounds):
+        alone.append(honest(port, seconds))
+        with attacked(port):
+            among.append(honest(port, seconds))
+    both = alone + among
     return {
-        "requests": [len(quiet["times"]), len(strained["times"])],
-        "failed": sum(status != 200 for status in quiet["statuses"] + strained["statuses"]),
-        "changed": sum(quiet["texts"][number] != strained["texts"][number] for number in range(len(HONEST))),
-        "median": [median(quiet["times"]), median(strained["times"])],
-        "p90": [quantiles(one["times"], n=10)[-1] for one in (quiet, strained)],
-        "max": [max(quiet["times"]), max(strained["times"])],
+        "rounds": rounds,
+        "requests": [sum(len(one["times"]) for one in side) for side in (alone, among)],
+        "failed": sum(status != 200 for one in both for status in one["statuses"]),
+        "changed": sum(
+            any(one["texts"][number] != first["texts"][number] for one in both) for number in range(len(HONEST))
+        ),
+        "median": [_middle(median, side) for side in (alone, among)],
+        "p90": [_middle(lambda times: quantiles(times, n=10)[-1], side) for side in (alone, among)],
+        "max": [_middle(max, side) for side in (alone, among)],
     }
+
+
+def _middle(measure: Callable[[list[float]], float], rounds: list[dict[str, Any]]) -> float:
+    """Return the median over rounds of a measure of their times."""
+    return median(measure(one["times"]) for one in rounds)
 
 
 @contextlib.contextmanager
@@ -205,11 +217,12 @@ def main() -> None:
     """Run the comparison; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--seconds", type=float, default=8, help="of a round of each kind")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--dry", action="store_true", help="write no results")
     options = parser.parse_args()
     with served(options.model) as port:
-        found = compare(port, options.seconds)
+        found = compare(port, options.seconds, options.rounds)
     print(json.dumps(found, indent=1))
     if not options.dry:
         record.write("hostile", found, ["uvicorn", "llguidance"])

@@ -442,11 +442,11 @@ def ring(traffic: Traffic, length: int, ranks: int) -> None:
     """Attention of the first of some context ranks, without its messages."""
 
     class Passage:
-        def visit(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+        def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
             for rank in range(ranks):
                 work(rank, mine)
 
-        def collect(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
+        def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
             first, *others = [work(rank, mine) for rank in range(ranks)]
             for other in others:
                 first += other

@@ -25,14 +25,14 @@ HERE = Path(__file__).parent
 MACHINE = "h100"
 HEAD = """# Recipes
 
-Runs that people train, each a run.yaml for the H100s that its name tells. Give it data of yours:
+One run.yaml for each well-known model, for the number of H100 GPUs at the end of its name. Set the path of your own data:
 
     mega plan recipes/llama3-70b-64.yaml --machine h100 --ranks 64
     mega train recipes/llama3-70b-64.yaml --set data.train.0.path=data/mine    # by torchrun or mega launch, on 64 GPUs
 
-What `mega plan` predicts, on 80 GB and 400 Gb/s InfiniBand a GPU, and what others published of the same model on as many GPUs
-(their layout and software; TFLOP/s as Megatron counts them). Nothing here was measured by us. Models with experts are predicted as
-if the host never kept the GPU waiting; where it reads how many rows each expert has, Megatron's takes about 9 ms a layer.
+The table has predictions of `mega plan` for H100s with 80 GB and 400 Gb/s InfiniBand per GPU, and throughput that others published for the
+same model and number of GPUs, with their layout and software. TFLOP/s are counted as in Megatron. None of this was measured with mega.
+Predictions for models with experts assume that the host never delays the GPU; Megatron's takes about 9 ms per layer to read row counts.
 `python recipes/table.py` writes this page.
 
 | recipe | layout | precision | step | tokens/s/GPU | TFLOP/s/GPU | memory | published tokens/s/GPU |

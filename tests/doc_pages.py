@@ -1,4 +1,4 @@
-"""The Markdown of the repository as its readers meet it: which commands it shows, and which files and commands a page is made of."""
+"""Markdown pages of the repository, parsed: their blocks, commands and named files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDERS = ("docs", "recipes", "examples", "packages", "cli", "docker")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its `title="..."`, its text and the line it begins at."""
+    """Fenced block: language, `title="..."`, text and first line."""
 
     language: str
     title: str
@@ -26,13 +26,13 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page of the repository, but the journal of changes."""
+    """Return every page of the repository except CHANGELOG.md."""
     below = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md"))]
     return [path for path in [*sorted(ROOT.glob("*.md")), *below] if path.name != "CHANGELOG.md"]
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks, in their order."""
+    """Yield the fenced blocks in order."""
     for token in _tokens(page):
         if token.type == "fence":
             language, _, rest = token.info.partition(" ")
@@ -41,7 +41,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def commands(page: Path) -> Iterator[tuple[int, list[str], bool]]:
-    """Each `mega ...`: its line, its words, and whether it is a whole command, as in blocks, or named in passing."""
+    """Yield line and words of each `mega ...`, and whether it is a whole command (in a block) or a mention (in text)."""
     for block in blocks(page):
         if block.language != "python":
             text = block.text.replace("\\\n", " ")
@@ -54,14 +54,14 @@ def commands(page: Path) -> Iterator[tuple[int, list[str], bool]]:
 
 
 def named(page: Path) -> Iterator[str]:
-    """Paths of tests, benchmarks, examples and pages that stand in the text as code."""
+    """Yield paths of tests, benchmarks, examples, recipes and pages that the text names in code spans."""
     for token in _tokens(page):
         found = (child.content for child in token.children or () if child.type == "code_inline")
         yield from (name for name in found if re.fullmatch(r"(tests|benchmarks|examples|docs|recipes)/[\w/.-]+", name))
 
 
 def _calls(line: str) -> Iterator[list[str]]:
-    """The commands of a line that begin with `mega`, up to what a shell ends a command at."""
+    """Yield the commands of a line that begin with `mega`, without pipes and redirections."""
     if not re.search(r"(^|[ #$|&;])mega( |$)", line):
         return
     lexer = shlex.shlex(re.sub(r"^[#$]? *", "", line), posix=True, punctuation_chars=";|&<>()")

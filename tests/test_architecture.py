@@ -1,35 +1,32 @@
-"""What docs/architecture.md says there is, there is."""
+"""docs/architecture.md agrees with the code: its map of modules lists every folder of the packages, and no other."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
-
-from mega_trainer.config.run_config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
-def rooms() -> Iterator[Path]:
-    """The modules of the guide to the rooms: a package's first line has its folder, further folders stand below it."""
-    package = folder = Path()
-    block = TEXT.split("## Rooms")[1].split("```")[1].split("\ntests/")[0]
-    for line in block.strip().splitlines():
-        names = re.sub(r"<[^>]*>|\([^)]*\)", "", line).split()
-        if names[0].endswith("/"):
-            place = Path(names.pop(0))
-            package, folder = (place, place) if not line.startswith(" ") else (package, package / place)
-        yield from (ROOT / folder / f"{name}.py" for name in names)
+def mapped_folders() -> list[str]:
+    """Return the folders that the section "Modules" lists, in its order."""
+    block = TEXT.split("## Modules")[1].split("```")[1]
+    return re.findall(r"^(?:packages|cli)/\S+", block, re.MULTILINE)
 
 
-def test_rooms_are_there() -> None:
-    assert not [path for path in rooms() if not path.is_file()]
+def source_folders() -> set[str]:
+    """Return the folders of the packages and of the command line that hold modules."""
+    modules = [*ROOT.glob("packages/*/mega_*/**/*.py"), *ROOT.glob("cli/mega_cli/**/*.py")]
+    return {str(path.parent.relative_to(ROOT)) for path in modules}
 
 
-def test_precisions_are_those_of_the_configuration() -> None:
-    listed = re.search(r"precisions: `([^`]*)`", TEXT)
-    assert listed is not None
-    assert set(listed[1].split(", ")) == set(get_args(RunConfig.model_fields["precision"].annotation))
+def test_map_lists_every_folder_once() -> None:
+    assert sorted(mapped_folders()) == sorted(source_folders())
+
+
+def test_reading_path_exists() -> None:
+    names = re.findall(r"`([\w/]+\.py)`", TEXT.split("## Reading path")[1].split("##")[0])
+    roots = [ROOT / "cli", ROOT / "packages/trainer", ROOT / "packages/trainer/mega_trainer"]
+    assert names
+    assert not [name for name in names if not any((root / name).is_file() for root in roots)]

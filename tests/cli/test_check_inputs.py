@@ -45,7 +45,7 @@ MISSING: list[tuple[list[str], list[str]]] = [
     (["data.image_folder=file"], ["data.image_folder = 'file': must be a folder, found a file"]),
     (["eval.tasks=[mine.yaml]"], ["eval.tasks = 'mine.yaml': no such file"]),
     (["eval.include_path=nowhere"], ["eval.include_path = 'nowhere'"]),
-    (["machine=h1000"], ["machine: h1000: no such machine"]),
+    (["machine=h1000"], ["machine: h1000 is unknown"]),
     (["machine=nowhere.yaml"], ["machine: nowhere.yaml"]),
     (["init_from=base", "lora={init_from: nowhere}"], ["lora.init_from = 'nowhere'"]),
     (["init_from=base", "lora={modules: [query]}"], ["lora.modules = 'query': must match a projection of the model"]),

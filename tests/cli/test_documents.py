@@ -67,8 +67,8 @@ def test_commands_are_found_and_judged() -> None:
     assert sum(len(list(commands(page.read_text(encoding="utf-8")))) for page in PAGES) > 20
 
 
-def test_the_run_of_the_architecture_is_one(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+def test_run_yaml_of_the_guide_is_valid(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(# run.yaml.*?)```", text, re.DOTALL)
     (tmp_path / "run.yaml").write_text(block)
     assert load_run_config(tmp_path / "run.yaml").parallel.virtual_stages == 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from mega_common import bounded_parsing
 from mega_common.bounded_parsing import (
     DEEPEST,
     LARGEST_SETTINGS,
@@ -14,8 +16,9 @@ from mega_common.bounded_parsing import (
     check_yaml_limits,
     parse_json_text,
     parse_yaml_text,
+    read_json_file,
 )
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, DataError
 from mega_common.strict_config import apply_overrides, load_yaml_mapping
 
 BOMB = "x: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
@@ -107,3 +110,45 @@ def test_an_override_is_held_to_the_same_limits(value: str) -> None:
 def test_json_raises_one_kind_of_error(text: str | bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_json_text(text)
+
+
+def _spoil(path: Path, kind: str) -> None:
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "dangling":
+        path.symlink_to("nowhere")
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "below_a_file":
+        path.parent.rmdir()
+        path.parent.write_text("")
+    elif kind != "missing":
+        path.write_bytes(
+            {"binary": b"\xff", "utf16": "{}".encode("utf-16"), "cut": b'{"a"', "twice": b'{"a":1,"a":2}'}[kind]
+        )
+
+
+SPOILT = ["missing", "folder", "dangling", "loop", "fifo", "device", "below_a_file", "binary", "utf16", "cut", "twice"]
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_a_json_file_that_cannot_be_read_is_named_without_an_errno(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_parsing, "LARGEST_FILE", 1 << 16)
+    path = tmp_path / "inner" / "settings.json"
+    path.parent.mkdir()
+    _spoil(path, kind)
+    with pytest.raises(DataError) as found:
+        read_json_file(path, DataError, hint="copy it again")
+    assert found.value.message.startswith(f"{path}: ")
+    assert "Errno" not in found.value.message
+    assert found.value.hint == "copy it again"
+
+
+def test_a_key_given_twice_with_one_value_is_read() -> None:
+    assert parse_json_text('{"a": {"b": 1}, "a": {"b": 1}}') == {"a": {"b": 1}}

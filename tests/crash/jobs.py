@@ -86,18 +86,21 @@ class Job:
 
     def __init__(
         self, raw: dict[str, Any], folder: Path, *, nodes: str, ranks: int, restarts: int = 5, wait: int = 60,
-        network: Network | None = None,
+        network: Network | None = None, static: bool = False,
     ) -> None:  # fmt: skip
         folder.mkdir()
+        self._static = static  # torchrun's default: launchers have numbers, and ranks use the launchers' store
         self.folder, self.output, self._network, self._wait = folder, Path(raw["output"]), network, wait
         (folder / "run.yaml").write_text(yaml.safe_dump(raw))
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = probe.getsockname()[1]
         where = "localhost" if network is None else network.address(0)
+        meeting = [f"--master-addr={where}", f"--master-port={port}"]
+        if not static:
+            meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={where}:{port}", f"--rdzv-id={folder.name}-{port}"]
         self._options = [
-            f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={where}:{port}", f"--rdzv-id={folder.name}-{port}", "--monitor-interval=0.2",
+            f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *meeting, "--monitor-interval=0.2"
         ]  # fmt: skip
         self._launchers: list[subprocess.Popen[bytes]] = []
 
@@ -105,10 +108,13 @@ class Job:
         """Start a node; the first one holds the meeting."""
         number = len(self._launchers)
         meeting = f"is_host={int(not number)},join_timeout={self._wait},read_timeout={self._wait},last_call_timeout=2"
-        command = [sys.executable, "-m", "mega_trainer.launch.elastic", *self._options, f"--rdzv-conf={meeting}"]
+        own = [f"--rdzv-conf={meeting}"]
+        if self._static:
+            own = [f"--node-rank={number}", f"--rdzv-conf=timeout={self._wait}"]
+        command = [sys.executable, "-m", "mega_trainer.launch.elastic", *self._options, *own]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "OMP_NUM_THREADS": "1",
-            "FAULTS": faults, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "8",
+            "FAULTS": faults, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not self._static)), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "8",
         }  # fmt: skip
         if self._network is not None:
             command = [*self._network.inside(number), *command, f"--local-addr={self._network.address(number)}"]

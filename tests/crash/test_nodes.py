@@ -114,6 +114,34 @@ def test_a_node_that_never_comes_back_ends_a_run_that_cannot_do_without(
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") is not None
 
 
+STATIC: dict[str, tuple[str, int, list[int], str]] = {  # faults, --max-restarts, exit statuses, what the first node says
+    "killed on the first": ("0:1:5:kill", 0, [137, 1], "the other ranks cannot be reached"),
+    "killed on the second": ("0:2:5:kill", 0, [1, 137], "the other ranks cannot be reached"),
+    "killed on both in turn": ("0:0:5:kill 1:3:8:kill", 3, [0, 0], "requires --rdzv-backend=c10d"),
+    "stopped": ("0:2:5:stop", 0, [1, 137], "no progress for 10 seconds"),
+    "a machine lost": ("0:2:5:node 0:3:5:kill", 1, [1, -9], "the ranks of the job do not reach each other (wait timeout"),
+    "the machine with the store lost": ("0:0:5:node 0:1:5:kill", 2, [-9, 1], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STATIC.values(), ids=STATIC)
+def test_faults_under_torchruns_static_rendezvous_end_the_run_or_restart_it(
+    settings: Settings, tmp_path: Path, case: tuple[str, int, list[int], str]
+) -> None:
+    faults, restarts, statuses, words = case
+    raw = settings_of(settings, tmp_path, "run", checkpoint={"every": 3})
+    with Job(raw, tmp_path / "job", nodes="2", ranks=2, restarts=restarts, wait=20, static=True) as job:
+        assert ended([job.launch(faults), job.launch(faults)]) == statuses, job.told()
+        assert words in job.told(0)
+        assert "internal error" not in job.told()
+        assert "Traceback" not in job.told()
+    if statuses == [0, 0]:
+        undisturbed(settings_of(settings, tmp_path, "straight"), 4)
+        assert same_bits(tmp_path / "straight", tmp_path / "run")
+    elif statuses == [-9, 1]:
+        assert "the machines of the job do not reach each other at --master-addr" in job.told(1)
+
+
 def mega_train(run: Path) -> tuple[int, str]:
     """The command on two ranks: its exit status, and what it said."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""What a page tells its reader to type, typed: blocks with a title are files, blocks in `bash` run, in order, in an empty folder."""
+"""Blocks of the documentation run: titled blocks become files, `bash` blocks run in order in an empty folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = [
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_a_page_says_works(page: Path, tmp_path: Path) -> None:
+def test_blocks_of_page_run(page: Path, tmp_path: Path) -> None:
     paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for block in blocks(page):
         if block.title:

@@ -1,4 +1,4 @@
-"""Every command that a page shows is one: the command line's own parser takes its words."""
+"""Commands on all pages are valid for the parser of the command line, and the files they name exist."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mega_cli.main import build_typer_app
 APP = typer.main.get_command(build_typer_app())
 
 
-def parse(words: list[str], *, whole: bool) -> None:
-    """Raise what the command line would, of a `whole` command also where it lacks something."""
+def parse_command(words: list[str], *, whole: bool) -> None:
+    """Parse a command, and raise the error of the command line; for a `whole` command also if something is missing."""
     command, context = (
         APP,
         APP.make_context("mega", [word for word in words if word != "--debug"], resilient_parsing=True),
@@ -28,22 +28,22 @@ def parse(words: list[str], *, whole: bool) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_are_those_of_the_command_line(page: Path) -> None:
+def test_commands_are_valid(page: Path) -> None:
     wrong = []
     for line, words, whole in commands(page):
         try:
-            parse(words, whole=whole)
-        except Exception as error:  # noqa: BLE001 - those of the parser are its own
+            parse_command(words, whole=whole)
+        except Exception as error:  # noqa: BLE001 - the parser raises errors of its own
             wrong.append(f"{page.name}:{line}: mega {' '.join(words)}: {error}")
     assert not wrong
 
 
 @pytest.mark.parametrize("words", ["trian run.yaml", "train --no-such-option", "train --nproc many", "data preprocess"])
-def test_a_command_that_is_none_is_found(words: str) -> None:
+def test_invalid_command_is_detected(words: str) -> None:
     with pytest.raises(Exception, match=r"."):
-        parse(words.split(), whole=True)
+        parse_command(words.split(), whole=True)
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_of_the_repository_that_a_page_names_are_there(page: Path) -> None:
+def test_named_files_exist(page: Path) -> None:
     assert not [name for name in named(page) if not (ROOT / name).exists()]

@@ -155,5 +155,5 @@ def test_what_took_too_long_waits_and_what_cannot_be_is_refused(settings: dict[s
         }
     )
     assert [any(name.startswith("eval/") for name in line) for line in lines(settings)] == [True, False, False]
-    with pytest.raises(ConfigError, match=r"nothing.yaml: no such file"):
+    with pytest.raises(ConfigError, match=r"nothing.yaml: the task file does not exist"):
         TrainingTasks(RunConfig.parse({**settings, "eval": {"tasks": ["nothing.yaml"]}}))

@@ -11,9 +11,8 @@ from engines import Numbers, engine_of, model_of, run, tokens_of
 from tiny_models import BASE
 
 from mega_common.model_config import ModelConfig
-from mega_eval.drafters import AdaptiveDraftLength
-from mega_eval.engine_requests import RequestState
-from mega_eval.inference_engine import EngineRequest, InferenceEngine
+from mega_eval.engine_requests import AdaptiveDraftLength, EngineRequest, RequestState
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.page_allocator import PAGE
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits
@@ -51,7 +50,7 @@ def guesses(model: Decoder, tokens: Sequence[int]) -> list[int]:
 class Eager(AdaptiveDraftLength):
     """Guesses in every step, right or wrong."""
 
-    def count(self) -> int:
+    def next_draft_length(self) -> int:
         return 2
 
 
@@ -62,12 +61,12 @@ class Watched(InferenceEngine):
         super().__init__(model, Numbers(), cache_tokens=12 * PAGE, batch_size=3, drafter="mtp", chunk_tokens=7)
         self.seen: list[tuple[list[int], list[int]]] = []
 
-    def add(self, request: EngineRequest) -> int:
+    def add_request(self, request: EngineRequest) -> int:
         number = super().add_request(request)
         self._waiting[-1].draft_length = Eager()
         return number
 
-    def _plan(self) -> list[tuple[RequestState, int]]:
+    def _schedule_step(self) -> list[tuple[RequestState, int]]:
         self.seen += [(list(row.tokens), row.drafts) for row in self._running if row.drafts]
         return super()._schedule_step()
 

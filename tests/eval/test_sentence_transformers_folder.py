@@ -132,7 +132,7 @@ MODULES = '[{"idx": 0, "path": "", "type": "Transformer"}, {"idx": 1, "path": "p
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"modules.json": "{"}, "modules.json cannot be read"),
+        ({"modules.json": "{"}, "modules.json: cannot be read"),
         ({"modules.json": "{}"}, "must hold a JSON list"),
         ({"modules.json": "[1]"}, "must hold a JSON list of objects"),
         ({"modules.json": '[{"type": "a.CLIPModel"}]'}, "must begin with Transformer and Pooling, found CLIPModel"),

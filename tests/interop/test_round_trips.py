@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.convert import convert
 from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
 from mega_ckpt.source import MegaSource, open_weight_source
+from mega_common.errors import CheckpointError
 from mega_eval.model_loading import load_inference_model
 from mega_eval.span_corruption import compute_decoder_states
 
@@ -64,7 +67,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
 class Bare(MegaSource):
     """A checkpoint without the files of the folder that it was made from."""
 
-    def assets(self) -> Mapping[str, Path | bytes]:
+    def asset_files(self) -> Mapping[str, Path | bytes]:
         return {}
 
 
@@ -90,7 +93,7 @@ def test_a_model_comes_in_and_goes_out_again(tmp_path: Path, case: str, length: 
     tokens = torch.randint(3, 97, (1, length))
     expected = computed(theirs, tokens)
 
-    convert_checkpoint(tmp_path / "hf", tmp_path / "mega", "mega")
+    convert(tmp_path / "hf", tmp_path / "mega", "mega")
     ours = load_inference_model(tmp_path / "mega", kinds=("decoder", "encoder-decoder"))
     positions = torch.arange(length)[None]
     if config.is_encoder_decoder:
@@ -108,3 +111,55 @@ def test_a_model_comes_in_and_goes_out_again(tmp_path: Path, case: str, length: 
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     torch.testing.assert_close(computed(again.float().eval(), tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+UNTIED: dict[str, tuple[str, bool | None, float | None]] = {
+    # class, tie_word_embeddings in config.json, and by what our logits are larger; None: refused by name
+    "mT5, false": ("MT5Config", False, 1.0),
+    "mT5, true": ("MT5Config", True, 1.0),
+    "mT5, absent": ("MT5Config", None, 1.0),
+    "UMT5 of version 5": ("UMT5Config", True, 1.0),
+    "UMT5, absent": ("UMT5Config", None, 1.0),
+    "UMT5 of version 4, which does not scale": ("UMT5Config", False, 32**0.5),
+    "T5 1.1": ("T5Config", False, 1.0),
+    "T5 1.0": ("T5Config", True, None),
+    "T5 1.0, absent": ("T5Config", None, None),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "said", "factor"), UNTIED.values(), ids=UNTIED)
+@pytest.mark.parametrize("bare", [False, True], ids=["with its files", "anew"])
+def test_a_head_apart_from_the_embedding_comes_in_and_goes_out_again(
+    tmp_path: Path, kind: str, said: bool | None, factor: float | None, bare: bool
+) -> None:
+    """Transformers 5 ties such models when it makes them, but not when a folder has two different matrices."""
+    torch.manual_seed(0)
+    auto, folder = transformers.AutoModelForSeq2SeqLM, tmp_path / "hf"
+    auto.from_config(getattr(transformers, kind)(**T5)).float().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn(97, 32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    raw = {key: value for key, value in raw.items() if key not in ("tie_word_embeddings", "scale_decoder_outputs")}
+    (folder / "config.json").write_text(json.dumps(raw if said is None else {**raw, "tie_word_embeddings": said}))
+    theirs, tokens = auto.from_pretrained(folder).eval(), torch.randint(3, 97, (1, 20))
+    assert not torch.equal(theirs.lm_head.weight, theirs.shared.weight)
+
+    if factor is None:
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from shared\.weight"):
+            convert(folder, tmp_path / "mega", "mega")
+        return
+    convert(folder, tmp_path / "mega", "mega")
+    ours = load_inference_model(tmp_path / "mega", kinds=("encoder-decoder",))
+    expected = computed(theirs, tokens)
+    logits = ours.compute_logits(compute_decoder_states(ours, tokens.tolist(), tokens.tolist()))
+    torch.testing.assert_close(logits, factor * expected, rtol=1e-4, atol=1e-4)
+
+    source = open_weight_source(tmp_path / "mega")
+    assert isinstance(source, MegaSource)
+    out = Bare(source.checkpoint) if bare else source
+    (tmp_path / "anew").mkdir()
+    write_hf_folder(out, plan_hf_folder(out, family=theirs.config.model_type), tmp_path / "anew", lambda _: None)
+    torch.testing.assert_close(computed(auto.from_pretrained(tmp_path / "anew").eval(), tokens), expected)
+    assert open_weight_source(tmp_path / "anew").model == source.model

@@ -82,7 +82,9 @@ def _expert_gradients_averaged() -> AbstractContextManager[Any]:
 
 
 def _every_tensor_rank_sends_all_tokens() -> AbstractContextManager[Any]:
-    return mock.patch.multiple(mixture_of_experts, own_share=lambda x, group: x, all_shares=lambda x, group, tokens: x)
+    return mock.patch.multiple(
+        mixture_of_experts, take_token_share=lambda x, group: x, gather_token_shares=lambda x, group, tokens: x
+    )
 
 
 def _load_of_own_tokens() -> AbstractContextManager[Any]:
@@ -233,7 +235,7 @@ EXPERTS: list[tuple[str, Case, Patch]] = [
     ("experts: losses of routers not divided among data ranks", DP, _routings(sequence_weight=lambda w, data: w * 2)),
     ("experts: router gradient not summed under sequence parallelism", SP, _router_without_sync),
     ("experts: router gradient not summed over tensor ranks", TP, _router_without_sync),
-    ("experts: a router counts masked tokens", MASKED, _routings(matters=lambda matters, data: None)),
+    ("experts: a router counts masked tokens", MASKED, _routings(affects_loss_mask=lambda mask, data: None)),
     ("experts: gradients summed over all data ranks", EP, _groups(expert_data=lambda groups: groups.dp_cp)),
     ("experts: gradients averaged over the ranks that hold them", DP, _expert_gradients_averaged),
     ("experts: every tensor rank sends all tokens", TP, _every_tensor_rank_sends_all_tokens),

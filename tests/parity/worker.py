@@ -274,7 +274,7 @@ def missing(ranks: Iterable[Places], shapes: Mapping[str, Sequence[int]]) -> lis
 class _Listing(ProcessGroupCache):
     """Lists the groups that would be made."""
 
-    def handle(self, ranks: Sequence[int]) -> None:
+    def get_process_group(self, ranks: Sequence[int]) -> None:
         if len(ranks) > 1:
             self.groups_by_ranks[tuple(ranks)] = None  # type: ignore[assignment]
 

@@ -14,7 +14,7 @@ from mega_trainer.pipeline.layer_partition import split_stage_layers
 
 
 class _Nobody(ProcessGroupCache):
-    def handle(self, ranks: object) -> None:
+    def get_process_group(self, ranks: object) -> None:
         """No process group."""
 
 

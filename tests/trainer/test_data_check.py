@@ -59,7 +59,11 @@ def check(
         ({"train": "without", "reset_attention_mask": True}, 300, "without: its documents do not end"),
         ({"train": ["with", "without"], "reset_position_ids": True}, 300, "without: its documents do not end"),
         ({"train": "with", "reset_attention_mask": True}, 300, None),
-        ({"train": "foreign", "reset_attention_mask": True}, 1000, "the tokenizer has no end-of-document token"),
+        (
+            {"train": "foreign", "reset_attention_mask": True},
+            1000,
+            "requires a tokenizer with an end-of-document token",
+        ),
     ],
 )
 def test_data_that_will_not_do_is_told(

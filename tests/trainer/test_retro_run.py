@@ -81,13 +81,16 @@ def test_megatrons_own_is_refused() -> None:
 
 
 def test_what_asks_without_neighbours_is_refused(whole: Path) -> None:
-    with pytest.raises(ConfigError, match="reads neighbours of its text, which no prompt brings"):
+    with pytest.raises(ConfigError, match="requires retrieved neighbours of each text"):
         load_inference_model(whole, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
 
 
 @pytest.mark.parametrize(
     ("to", "told"),
-    [("hf", "no HuggingFace family reads neighbours"), ("megatron", "reads neighbours .retro., and mega writes no")],
+    [
+        ("hf", "retro is not supported by any HuggingFace family"),
+        ("megatron", "reads neighbours .retro., and mega writes no"),
+    ],
 )
 def test_others_formats_are_refused(whole: Path, tmp_path: Path, to: str, told: str) -> None:
     with pytest.raises(CheckpointError, match=told):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SHELL = re.compile(r"(?:.*/)?(?:ba|z|da|k)?sh")
 SCRIPT = re.compile(r".*\.(?:sh|bash|slurm|sbatch|job|batch|pbs)")
 SURROUNDINGS = re.compile(r".*(?:activate|bashrc|profile|setvars\.sh|set_env\.sh|(?:conda|modules|lmod)\.sh|/init/\w+)")
+READING = frozenset({"cat", "sed", "awk", "head", "tail", "cut"})  # commands whose last arguments are files
 TRANSPARENT = frozenset({"command", "builtin", "exec", "time", "nohup"})
 HANDLING = frozenset(
     {"chmod", "cp", "mv", "rm", "ls", "scp", "rsync", "touch", "dos2unix", "grep", "git", "chown", "ln"}
@@ -31,7 +32,7 @@ class ScriptExit(Exception):
 
 
 class NestedScript(NamedTuple):
-    """Script passed to a command: the command's other words, its text and its arguments."""
+    """Script that is passed to a command: the other words of the command, and the script's text and arguments."""
 
     launcher: list[ShellWord]
     text: str
@@ -49,29 +50,31 @@ def follow_command(reader: ScriptReader, words: list[ShellWord], node: Node) -> 
     if name in BUILTINS:
         return BUILTINS[name](reader, words, node)
     if name in COMMANDS:
-        reader.printed.append(simulate_output(name, *_split_read_files(reader, name, arguments)))
+        output = simulate_output(name, *_split_read_files(reader, name, arguments))
+        reader.words.budget.spend_characters(len(output or ""))
+        reader.printed.append(output)
         return name != "false"
     reader.printed.append(None)
-    given = _find_nested_script(reader, words)
-    if given is None:
+    nested = _find_nested_script(reader, words)
+    if nested is None:
         reader.script.commands.append([*reader.launcher, *words])
         return None
     before = dict(reader.words.variables), reader.launcher, reader.entered
-    reader.launcher, reader.entered = [*reader.launcher, *given.launcher], None
+    reader.launcher, reader.entered = [*reader.launcher, *nested.launcher], None
     try:
-        return reader.read_source(given.text, words[0].line, given.arguments)
+        return reader.read_source(nested.text, words[0].line, nested.arguments)
     finally:
         reader.words.variables, reader.launcher, reader.entered = before
 
 
 def _split_read_files(reader: ScriptReader, name: str, arguments: list[str]) -> tuple[list[str], str | None]:
     """Return the arguments without the files that the command reads, and the content of those."""
-    named = 0 if name == "cat" else 1
-    files = [reader.script.read_file(argument) for argument in arguments[named:]]
-    if name not in ("cat", "sed") or not files or None in files:
+    first = 0 if name == "cat" else max(1, len(arguments) - 1)
+    files = [reader.script.read_file(argument) for argument in arguments[first:]]
+    if name not in READING or not files or None in files:
         return arguments, reader.entered
     reader.words.budget.spend_characters(sum(len(file or "") for file in files))
-    return arguments[:named], "".join(filter(None, files))
+    return arguments[:first], "".join(filter(None, files))
 
 
 def _find_nested_script(reader: ScriptReader, words: list[ShellWord]) -> NestedScript | None:
@@ -139,7 +142,7 @@ def _shift(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTru
 
 
 def _follow_exit(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
-    """Ignore `exit` in a branch: it is there for calls with missing arguments, such as this one."""
+    """Ignore `exit` in a branch, which handles missing arguments; elsewhere it ends the script."""
     name = words[0].text
     if name != "exit" or (node.parent is not None and node.parent.type == "program"):
         raise ScriptExit(name)
@@ -218,7 +221,7 @@ def _test(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTrut
 
 
 def _getopts(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
-    """Follow `getopts`; there are no options if the script has no arguments."""
+    """Follow `getopts`; a script without arguments has no options."""
     if not reader.words.positional:
         return False
     for name in (words[-1].text, "OPTARG"):
@@ -232,12 +235,6 @@ BUILTINS: dict[str, Builtin] = {
     "break": _follow_exit, "continue": _follow_exit, "read": _read, "mapfile": _mapfile, "readarray": _mapfile, "let": _let,
     "printf": _printf, "tee": _tee, "test": _test, "getopts": _getopts,
 }  # fmt: skip
-
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
-
-    from mega_cli.megatron_args.script_reader import ScriptReader
 
 
 def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mega_cli.moving_in.batch_and_layout import ModelParallelSplit, set_parallel_sizes
+from mega_cli.moving_in.optimizer_offload import WEIGHTS_STAY, set_fsdp_offload, set_optimizer_offload
 from mega_cli.moving_in.settings_file import SettingsFile
 
 SHARDING = {
@@ -11,6 +14,9 @@ SHARDING = {
     "True": 3, "true": 3, "False": 2, "false": 2,
 }  # fmt: skip
 CONFIG = "parallelism_config."
+FSDP_OFFLOAD = (
+    "fsdp_config.fsdp_offload_params", "fsdp_config.offload_params", "fsdp_config.cpu_offload", "fsdp_config.fsdp_cpu_offload",
+)  # fmt: skip
 MEGATRON = "megatron_lm_config.megatron_lm_"
 
 
@@ -35,10 +41,10 @@ def read_model_parallel(given: SettingsFile) -> ModelParallelSplit:
 
 
 def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallelSplit) -> int | None:
-    """Return the number of ranks: that of the command, of `num_processes`, or of the sizes of data parallelism.
+    """Return the number of ranks: from the command, `num_processes`, or the sizes of data parallelism.
 
     Raises:
-        ConfigError: when the sizes in the file are those of another number of ranks.
+        ConfigError: if the sizes in the file are for another number of ranks.
     """
     processes = given.take_integer("num_processes")
     ranks = processes if ranks is None else ranks
@@ -49,9 +55,9 @@ def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallel
     sized = shard * copies * split.ranks_per_model
     if shard * copies > 1:
         if ranks is not None and ranks != sized:
-            shown = f"{shard} x {copies} data ranks x {split.ranks_per_model} that share a model"
+            shown = f"{shard} x {copies} data ranks x {split.ranks_per_model} ranks per model"
             given.refuse_combination(
-                f"its parallel sizes are those of {sized} ranks ({shown}), not of {ranks}", "see --nproc"
+                f"its parallel sizes require {sized} ranks ({shown}), found {ranks}", f"use --nproc {sized}"
             )
         ranks = sized
     if shard > 1:
@@ -63,13 +69,31 @@ def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallel
 def set_zero_level(given: SettingsFile) -> None:
     """Set `parallel.zero` from FSDP's and DeepSpeed's settings."""
     kind = given.take_value("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward", "fsdp")
-    kind = next(iter(kind), None) if isinstance(kind, list) else kind
+    kind = _fsdp_kind(given, kind)
     kind = given.take_value("fsdp_config.reshard_after_forward") if kind is None else kind
     if kind is not None:
         zero = 3 if kind is True else SHARDING.get(str(kind).split()[0], 3)
         given.set_key("parallel.zero", zero, f"FSDP: {kind}")
     given.set_key("parallel.zero", given.take_integer("deepspeed_config.zero_stage"), "deepspeed_config.zero_stage")
     given.set_key("parallel.zero", given.take_integer("deepspeed.zero_optimization.stage"), "DeepSpeed's stage")
+    set_fsdp_offload(given, *FSDP_OFFLOAD)
+    set_optimizer_offload(
+        given,
+        "deepspeed_config.offload_optimizer_device",
+        "deepspeed.zero_optimization.offload_optimizer.device",
+        f"{MEGATRON}optimizer_cpu_offload",
+    )
+    if str(given.take_value("deepspeed_config.offload_param_device")).lower() in ("cpu", "nvme"):
+        given.add_note("no equivalent", "weights stay on the device", "deepspeed_config.offload_param_device")
+
+
+def _fsdp_kind(given: SettingsFile, value: Any) -> Any:
+    """Return the sharding strategy in FSDP's value, which may have several words: full_shard auto_wrap offload."""
+    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
+    if "offload" in words:
+        given.set_key("optimizer.offload", True, "fsdp: offload")
+        given.add_note("changes meaning", WEIGHTS_STAY, "fsdp: offload")
+    return next((word for word in words if word not in ("auto_wrap", "offload")), None)
 
 
 def include_deepspeed_file(given: SettingsFile) -> None:
@@ -78,7 +102,7 @@ def include_deepspeed_file(given: SettingsFile) -> None:
     if other is None:
         return
     if given.include_file(str(other), "deepspeed.", "a file of DeepSpeed's settings"):
-        text = f"its sizes and stage are read; see the rest with mega train --from-deepspeed {other}"
+        text = f"its sizes and stage are read; for the rest see mega train --from-deepspeed {other}"
     else:
-        text = f"{other} is not there: ranks that share a model by it (autotp_size, sequence_parallel_size) divide batch.global"
+        text = f"{other} does not exist: if it sets autotp_size or sequence_parallel_size, divide batch.global by them"
     given.add_note("open", text, "deepspeed")

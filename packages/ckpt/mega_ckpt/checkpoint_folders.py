@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 from mega_ckpt.manifest import MANIFEST, Manifest
 from mega_ckpt.shard_files import HashedFile
-from mega_common.atomic_files import HINT, convert_full_disk_error, fsync_directory
+from mega_common.atomic_files import describe_disk_error, fsync_directory
 from mega_common.errors import CheckpointError, NoCheckpointError
 from mega_common.object_store import Location, ObjectStoreError, RemotePath
 
@@ -223,14 +223,8 @@ def wrap_disk_errors() -> Iterator[None]:
     except OSError as error:
         if not error.filename:
             raise
-        message, _ = describe_disk_error(error)
-        raise CheckpointError(message, hint=HINT if convert_full_disk_error(error) else None) from error
-
-
-def describe_disk_error(error: OSError) -> tuple[str, str | None]:
-    """Return the message and the hint for an OSError that names a file."""
-    hint = "free space there, or keep fewer (checkpoint.keep)" if convert_full_disk_error(error) else None
-    return f"{error.filename}: {error.strerror}", hint
+        message, hint = describe_disk_error(error)
+        raise CheckpointError(message, hint=hint) from error
 
 
 def committer_for(root: Location) -> CheckpointCommitter:

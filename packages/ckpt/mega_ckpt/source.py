@@ -24,6 +24,7 @@ from mega_ckpt.formats.hf_weight_files import has_readable_weights, read_json_ma
 from mega_ckpt.formats.megatron_source import MegatronSource, is_megatron_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import read_peft_adapter
+from mega_ckpt.formats.sentence_modules import find_transformer_folder
 from mega_ckpt.lora_adapter import (
     AdaptedSource,
     SavedAdapter,
@@ -192,6 +193,9 @@ def open_weight_source(
             f"{folder}: {what}",
             hint="give a mega checkpoint, a run folder, a HuggingFace or a Megatron folder, or a GGUF file",
         )
+    if isinstance(folder, Path) and (inner := find_transformer_folder(folder)) is not None:
+        logger.info("%s: sentence-transformers folder, whose transformer is read from %s", folder, inner.name)
+        return open_weight_source(inner, settings=settings, averaged=averaged)
     if (folder / PEFT_CONFIG).is_file():
         if has_readable_weights(folder):  # transformers would load the adapter's base, and not these weights
             raise CheckpointError(
@@ -256,7 +260,7 @@ def _open_with_named_base(folder: Location, base: object, *, averaged: bool = Fa
 
 
 def read_model_config(path: str | Location, *, warn: bool = False) -> ModelConfig:
-    """Return the model configuration at `path`: of any weights that `open_source` opens, of a HuggingFace folder
+    """Return the model configuration at `path`: of any weights that `open_weight_source` opens, of a HuggingFace folder
     without weights, or of a config.json.
 
     With `warn`, `warn_of_unsupported_parts`.

@@ -27,7 +27,6 @@ from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.checkpoint_folders import (
     apply_retention,
     committer_for,
-    describe_disk_error,
     latest_checkpoint,
     list_checkpoints,
     remove_leftovers,
@@ -39,6 +38,7 @@ from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry, ma
 from mega_ckpt.shard_files import HashedFile
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.tensor_pieces import ShardedTensor
+from mega_common.atomic_files import describe_disk_error
 from mega_common.errors import CheckpointError, MegaError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location, RemotePath, parse_location
@@ -300,7 +300,7 @@ def _explain_error(cause: Exception) -> tuple[str, str | None]:
     if isinstance(cause, MegaError):
         return cause.message, cause.hint
     if isinstance(cause, OSError) and cause.filename:
-        return describe_disk_error(cause)
+        return describe_disk_error(cause, full="free space there, or keep fewer (checkpoint.keep)")
     return f"{type(cause).__name__}: {cause}", None
 
 

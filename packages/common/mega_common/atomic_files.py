@@ -66,6 +66,12 @@ def convert_full_disk_error(error: BaseException, place: Path | str | None = Non
     return DiskFullError(f"{where}: cannot be written ({said})", hint=HINT)
 
 
+def describe_disk_error(error: OSError, full: str = HINT) -> tuple[str, str | None]:
+    """Return the sentence about an OSError that names a file, and `full` as its hint where the disk is full."""
+    hint = full if convert_full_disk_error(error) else None
+    return f"{error.filename2 or error.filename}: {error.strerror or error}", hint
+
+
 def _is_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _CODES

@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, MegaError
 
 LARGEST_SETTINGS = 2 * 1024 * 1024  # bytes of a file of settings
 DEEPEST = 64  # levels of nesting in a file of settings
 EXPANSION = 100_000  # nodes, or 16 characters each, that all aliases of a file stand for
+LARGEST_FILE = 1 << 28  # bytes of a file of text or JSON that is read as a whole
 LONGEST_INTEGER = 40  # digits
 # Errors that PyYAML's constructors raise for values which do not fit their own tag, such as `!!timestamp x`.
 MISFITS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
@@ -172,6 +173,8 @@ def explain_read_error(error: Exception) -> str:
         return "it is a folder, and a file is required"
     if isinstance(error, NotADirectoryError):
         return "a folder is required, and a part of the path is a file"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 text, see byte {error.start}"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
@@ -191,13 +194,56 @@ def read_settings_file(path: Path, largest: int = LARGEST_SETTINGS) -> str:
     return text
 
 
+def read_utf8_text(path: Path, refusal: type[MegaError], *, hint: str | None = None) -> str:
+    """Return the text of a file in UTF-8, at most `LARGEST_FILE` bytes.
+
+    Raises:
+        MegaError: of the type `refusal`, when it is missing, no file, larger or no text.
+    """
+    try:
+        content = read_file_start(path, LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise refusal(f"{path}: larger than {LARGEST_FILE:,} bytes, the limit for such a file", hint=hint)
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise refusal(f"{path}: cannot be read ({explain_read_error(error)})", hint=hint) from None
+
+
+def read_json_file(path: Path, refusal: type[MegaError], *, hint: str | None = None) -> Any:
+    """Return the value of a JSON file.
+
+    Raises:
+        MegaError: of the type `refusal`, when it is missing, no file or no JSON.
+    """
+    text = read_utf8_text(path, refusal, hint=hint)
+    try:
+        return parse_json_text(text)
+    except ValueError as error:
+        raise refusal(f"{path}: cannot be read (not valid JSON: {error})", hint=hint) from None
+
+
 def parse_json_text(text: str | bytes) -> Any:
     """Return the value of a JSON document.
 
     Raises:
-        ValueError: when it is no JSON, is nested too deeply, or holds an integer of thousands of digits.
+        ValueError: when it is no JSON, is nested too deeply, gives a key two values, or holds an integer of thousands of
+            digits.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=reject_duplicate_keys)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def reject_duplicate_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of a JSON object as a dictionary.
+
+    Raises:
+        ValueError: when a key has two different values.
+    """
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        for key, value in pairs:
+            if members[key] != value:
+                raise ValueError(f"the key {key!r} has two values")
+    return members

@@ -10,15 +10,10 @@ from typing import Any
 
 import openai
 import pytest
-from chat_templates import chat_tokenizer
 from openai import OpenAI
+from served_models import chat_model, engine_for, openai_client
 from serving import service_of, serving
-from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_by_name
-from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.inference_engine import InferenceEngine
-from mega_eval.model_loading import load_inference_model
 from mega_eval.server.answer_formats import AnswerPart, extract_tool_calls
 
 PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"], "additionalProperties": False}  # fmt: skip
@@ -29,19 +24,13 @@ NAMES = frozenset({"weather", "clock"})
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base, folder = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("model")
-    train_tokenizer(["the end of the story is the beginning"] * 3, 290, base)
-    tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
-    config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 4096})
-    save_tiny(folder, family_by_name("llama"), config)
-    return folder
+    return chat_model(tmp_path_factory, "the end of the story is the beginning", max_position=4096)
 
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[OpenAI]:
-    engine = InferenceEngine(load_inference_model(folder), Tokenizer(folder), cache_tokens=8192, batch_size=8)
-    service = service_of(engine, folder, max_length=2048)
-    with serving(service) as (url, _), OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    service = service_of(engine_for(folder, cache_tokens=8192), folder, max_length=2048)
+    with serving(service) as (url, _), openai_client(url) as client:
         yield client
 
 
@@ -94,9 +83,8 @@ def test_a_template_without_tools_has_them_in_the_system_message(folder: Path, t
         ("{{ tools }}[TOOL_CALLS]{% for one in messages %}{{ one.content }}{% endfor %}", False),
     ):
         template.write_text(text)
-        engine = InferenceEngine(load_inference_model(folder), Tokenizer(folder), cache_tokens=8192, batch_size=8)
-        with serving(service_of(engine, tmp_path, max_length=2048)) as (url, _):
-            client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        engine = engine_for(folder, cache_tokens=8192)
+        with serving(service_of(engine, tmp_path, max_length=2048)) as (url, _), openai_client(url) as client:
             if supported:
                 assert prompt_of(client, tools=[WEATHER]) > prompt_of(client) + 100
                 system = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]

@@ -16,9 +16,10 @@ from tiny_models import save_tiny, variant
 
 from mega_ckpt.families import family_by_name
 from mega_cli.serve import _embedder
+from mega_common.errors import CheckpointError
 from mega_data.tokenizer import Tokenizer
 from mega_eval.inference_engine import InferenceEngine
-from mega_eval.model_loading import load_inference_model
+from mega_eval.model_loading import load_inference_model, load_tokenizer
 from mega_eval.server.embeddings_api import make_served_embedder
 from mega_eval.text_embedding import load_text_embedder
 from mega_trainer.parallel.lora_layers import AdapterSelection
@@ -63,10 +64,10 @@ def declare(decoder: Path, folder: Path, kinds: list[str], pooling: dict[str, An
 
 def ask(folder: Path, **body: Any) -> httpx.Response:
     """Answer one request for embeddings by a server of the folder."""
-    model, tokenizer = load_inference_model(folder), Tokenizer(folder)
+    model, tokenizer = load_inference_model(folder), load_tokenizer(folder)
     engine = InferenceEngine(model, tokenizer, cache_tokens=256, batch_size=4)
     service = service_of(
-        engine, folder, max_length=64, embedder=_embedder(str(folder), model, tokenizer, AdapterSelection([]))
+        engine, tokenizer.path, max_length=64, embedder=_embedder(str(folder), model, tokenizer, AdapterSelection([]))
     )
     with serving(service) as (url, _):
         return httpx.post(f"{url}/v1/embeddings", json=body, timeout=60)
@@ -116,8 +117,8 @@ REFUSED: list[tuple[list[str], dict[str, Any], dict[str, Any], dict[str, Any], s
     (["Transformer", "WeightedLayerPooling", "Pooling"], {}, {}, {}, "must begin with Transformer and Pooling"),
     ([*PLAIN, "Dense"], {}, {}, {}, "config.json is missing"),
     (PLAIN, {}, {"default_prompt_name": "query"}, {}, "'query' is not in"),
-    (PLAIN, {}, PROMPTS, {"input": [1, 2]}, "puts its prompt 'w20 w21 ' in front"),
-    (PLAIN, {}, PROMPTS, {"input": [[1], [2]]}, "puts its prompt"),
+    (PLAIN, {}, PROMPTS, {"input": [1, 2]}, "prompt 'w20 w21 ' is put first"),
+    (PLAIN, {}, PROMPTS, {"input": [[1], [2]]}, "is put first"),
     (PLAIN, {}, {}, {"input": list(range(1, 18))}, "maximum context length is 16 tokens; a text of input has 17"),
     (TRANSFORMER, {}, {}, {"dimensions": 3}, "dimensions must be"),
 ]
@@ -141,3 +142,54 @@ def test_a_folder_without_settings_refuses_long_texts(decoder: Path) -> None:
     np.testing.assert_allclose(np.linalg.norm(embedder([[1, 2, 3]]), axis=1), 1, atol=1e-6)
     answer = ask(decoder, input=f"{LONG} {LONG}")
     assert "maximum context length is 64" in answer.json()["error"]["message"]
+
+
+def nest(decoder: Path, folder: Path, path: str = "0_Transformer", **settings: Any) -> Path:
+    """Declare a folder whose transformer lies in a folder of its own."""
+    declare(decoder, folder, PLAIN, {"pooling_mode_mean_tokens": True}, **settings)
+    inner = folder / "0_Transformer"
+    inner.mkdir()
+    for file in folder.iterdir():
+        if file.is_file() and "sentence_transformers" not in file.name and file.name != "modules.json":
+            file.rename(inner / file.name)
+    listing = json.loads((folder / "modules.json").read_text())
+    listing[0]["path"] = path
+    (folder / "modules.json").write_text(json.dumps(listing))
+    return folder
+
+
+QUERIES = {"prompts": {"query": "w20 w21 ", "passage": "w22 "}}
+
+
+@pytest.mark.parametrize("name", [None, "query", "passage"])
+@pytest.mark.parametrize("settings", [QUERIES, {**QUERIES, "default_prompt_name": "query"}])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_named_prompt_is_put_in_front(
+    decoder: Path, tmp_path: Path, nested: bool, settings: dict[str, Any], name: str | None
+) -> None:
+    flat = declare(decoder, tmp_path, PLAIN, {"pooling_mode_mean_tokens": True}, **settings) if not nested else None
+    folder = flat or nest(decoder, tmp_path, **settings)
+    answer = ask(folder, input=TEXTS, prompt_name=name).json()
+    found = np.array([one["embedding"] for one in answer["data"]])
+    command = load_text_embedder(str(folder), dtype=torch.float32, device="cpu")
+    np.testing.assert_allclose(
+        found, command.embed_texts(TEXTS, prompt=command.settings.select_prompt(name)), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["document", "", "Query", "query "])
+@pytest.mark.parametrize("settings", [QUERIES, {}])
+def test_a_prompt_that_is_not_there_is_refused_by_name(
+    decoder: Path, tmp_path: Path, settings: dict[str, Any], name: str
+) -> None:
+    answer = ask(nest(decoder, tmp_path, **settings), input="w1", prompt_name=name)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt_name"
+    assert repr(name) in answer.json()["error"]["message"]
+    assert ("'query', 'passage'" if settings else "none") in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["../elsewhere", "/etc", "missing", "."])
+def test_a_transformer_elsewhere_is_refused(decoder: Path, tmp_path: Path, path: str) -> None:
+    with pytest.raises(CheckpointError, match=r"modules\.json: path"):
+        load_inference_model(nest(decoder, tmp_path, path))

@@ -13,6 +13,7 @@ import torch
 from encoder_decoders import published
 from masked_data import save_word_pieces
 from openai import OpenAI
+from served_models import openai_client
 from serving import service_of, serving
 from transformers import T5ForConditionalGeneration
 
@@ -38,7 +39,7 @@ def client(theirs: tuple[Path, T5ForConditionalGeneration]) -> Iterator[OpenAI]:
     model = load_inference_model(folder, kinds=("encoder-decoder",))
     engine = InferenceEngine(model, Tokenizer(folder), cache_tokens=256, batch_size=3)
     service = service_of(engine, folder, ends=frozenset(), max_length=64)
-    with serving(service, key=KEY) as (url, _), OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+    with serving(service, key=KEY) as (url, _), openai_client(url, KEY) as client:
         yield client
 
 
@@ -88,5 +89,5 @@ def test_probabilities_are_of_what_the_decoder_says(
 def test_what_is_not_asked_of_an_encoder_is_refused_in_a_sentence(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="chat template"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "w1"}])
-    with pytest.raises(openai.BadRequestError, match="the model has an encoder, and tells no probabilities of what"):
+    with pytest.raises(openai.BadRequestError, match="log-probabilities of the prompt are not supported"):
         complete(client, "w1 w2", echo=True, logprobs=1)

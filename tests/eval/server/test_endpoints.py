@@ -11,15 +11,13 @@ import httpx2 as httpx
 import numpy as np
 import openai
 import pytest
-from chat_templates import chat_tokenizer
 from openai import OpenAI
+from served_models import STORY, chat_model, openai_client
 from serving import service_of, serving
 from tiny_adapters import save_adapter
-from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_by_name
 from mega_common.lora_config import LoraConfig
-from mega_data.tokenizer import Tokenizer, train_tokenizer
+from mega_data.tokenizer import Tokenizer
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import LoraAdapterSet, load_inference_model
 from mega_eval.server.embeddings_api import make_served_embedder
@@ -33,12 +31,7 @@ TEXTS = ["the end", "of the story", "🎉"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base, folder = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("model")
-    train_tokenizer(["the end of the story is the beginning of the other story 🎉 naïve"] * 3, 290, base)
-    tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
-    config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 512})
-    save_tiny(folder, family_by_name("llama"), config)
-    return folder
+    return chat_model(tmp_path_factory, f"{STORY} 🎉 naïve")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +39,7 @@ def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelServ
     lora = LoraConfig(rank=2, modules=["q_proj", "o_proj"])
     adapters = {"poems": str(save_adapter(tmp_path_factory.mktemp("adapters") / "poems", folder, lora, seed=0))}
     beside = LoraAdapterSet.open_adapters(folder, adapters)
-    model, selection = load_inference_model(folder, lora_adapters=beside), beside.choice.selection
+    model, selection = load_inference_model(folder, lora_adapters=beside), beside.pool.selection
     engine = InferenceEngine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8, adapters=selection)
     return service_of(
         engine,
@@ -64,7 +57,7 @@ def url(service: ModelService) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+    with openai_client(url, KEY) as client:
         yield client
 
 

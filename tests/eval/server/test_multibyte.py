@@ -9,15 +9,12 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from serving import service_of, serving
-from tiny_models import save_tiny, variant
+from served_models import engine_for, http_client, text_model
+from serving import service_of
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
-from mega_ckpt.families import family_by_name
-from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.inference_engine import InferenceEngine
-from mega_eval.model_loading import load_inference_model
+from mega_data.tokenizer import Tokenizer
 from mega_eval.server.answer_formats import TextOffsets
 from mega_eval.server.token_spelling import Vocabulary
 
@@ -29,18 +26,14 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    train_tokenizer(["the end of the story"] * 3, 270, folder)
-    config = variant("grouped").model_copy(update={"vocab_size": Tokenizer(folder).vocab_size, "max_position": 512})
-    save_tiny(folder, family_by_name("llama"), config)
+    folder = text_model(tmp_path_factory, "the end of the story", vocab_size=270)
     (folder / "chat_template.jinja").write_text("{% for one in messages %}{{ one.role + one.content }}{% endfor %}")
     return folder
 
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[httpx.Client]:
-    engine = InferenceEngine(load_inference_model(folder), Tokenizer(folder), cache_tokens=2048, batch_size=8)
-    with serving(service_of(engine, folder)) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
+    with http_client(service_of(engine_for(folder), folder)) as client:
         yield client
 
 

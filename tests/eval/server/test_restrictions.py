@@ -9,15 +9,12 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from served_models import engine_for, text_model
 from serving import service_of, serving
-from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_by_name
-from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.drafters import Drafter, ModelDrafter, NgramDrafter
+from mega_eval.drafters import ModelDrafter, NgramDrafter
+from mega_eval.engine_requests import Drafter, EngineRequest
 from mega_eval.generation_config import parse_sampling_settings
-from mega_eval.inference_engine import EngineRequest, InferenceEngine
-from mega_eval.model_loading import load_inference_model
 from mega_eval.sampling import Sampling
 from mega_eval.server.model_service import ModelService
 from mega_eval.text_stream import GenerationLimits
@@ -28,18 +25,12 @@ A, B = 80, 81  # tokens that the requests prefer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    train_tokenizer(["the end of the story is the beginning of the other story"] * 3, 290, folder)
-    config = variant("grouped").model_copy(update={"vocab_size": Tokenizer(folder).vocab_size, "max_position": 128})
-    save_tiny(folder, family_by_name("llama"), config)
-    return folder
+    return text_model(tmp_path_factory, max_position=128)
 
 
 def continued(folder: Path, settings: dict[str, Any], drafter: Drafter | None, prompt: list[int]) -> list[int]:
     """Tokens of one request of an engine."""
-    engine = InferenceEngine(
-        load_inference_model(folder), Tokenizer(folder), cache_tokens=256, batch_size=2, drafter=drafter
-    )
+    engine = engine_for(folder, cache_tokens=256, batch_size=2, drafter=drafter)
     sampling = Sampling.parse(parse_sampling_settings(settings))
     engine.add_request(EngineRequest(prompt, GenerationLimits(NEW, ends=(1,)), sampling))
     tokens: list[int] = []
@@ -68,16 +59,14 @@ RESTRICTED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("prompt", [PROMPT, [7]], ids=["prompt", "one token"])
 def test_speculative_decoding_holds_them(folder: Path, settings: dict[str, Any], prompt: list[int]) -> None:
     plain = continued(folder, settings, None, prompt)
-    draft = InferenceEngine(load_inference_model(folder), Tokenizer(folder), cache_tokens=256, batch_size=2)
+    draft = engine_for(folder, cache_tokens=256, batch_size=2)
     for drafter in (NgramDrafter(), ModelDrafter(draft)):
         assert continued(folder, settings, drafter, prompt) == plain
 
 
 def serve_and_ask(folder: Path, own: dict[str, Any], **body: Any) -> list[int]:
     """Tokens of an answer of a server whose folder has these settings in its generation_config.json."""
-    engine = InferenceEngine(
-        load_inference_model(folder), Tokenizer(folder), cache_tokens=256, batch_size=2, drafter=NgramDrafter()
-    )
+    engine = engine_for(folder, cache_tokens=256, batch_size=2, drafter=NgramDrafter())
     service = service_of(engine, folder, max_length=128)
     service.default_sampling = parse_sampling_settings(own)
     given = {"prompt": PROMPT, "temperature": 0, "max_tokens": NEW, "logit_bias": {str(A): 60, str(B): 50}, **body}

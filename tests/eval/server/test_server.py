@@ -12,15 +12,13 @@ import openai
 import pytest
 import torch
 import transformers
-from chat_templates import chat_tokenizer
 from openai import OpenAI
+from served_models import chat_model, openai_client
 from serving import service_of, serving, until
 from tiny_adapters import save_adapter
-from tiny_models import save_tiny, variant
 
-from mega_ckpt.families import family_by_name
 from mega_common.lora_config import LoraConfig
-from mega_data.tokenizer import Tokenizer, train_tokenizer
+from mega_data.tokenizer import Tokenizer
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import LoraAdapterSet, load_inference_model
 from mega_eval.server.model_service import ModelService
@@ -33,12 +31,7 @@ PROMPT = "the story of"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base, folder = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("model")
-    train_tokenizer([TEXT] * 3, 280, base)
-    tokenizer = Tokenizer(chat_tokenizer(base, folder, "qwen", marks=False))
-    config = variant("grouped").model_copy(update={"vocab_size": tokenizer.vocab_size, "max_position": 512})
-    save_tiny(folder, family_by_name("llama"), config)
-    return folder
+    return chat_model(tmp_path_factory, TEXT, vocab_size=280)
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +48,14 @@ def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.fixture(scope="module")
 def service(folder: Path, adapters: dict[str, str]) -> ModelService:
     beside = LoraAdapterSet.open_adapters(folder, adapters)
-    model, selection = load_inference_model(folder, lora_adapters=beside), beside.choice.selection
+    model, selection = load_inference_model(folder, lora_adapters=beside), beside.pool.selection
     engine = InferenceEngine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8, adapters=selection)
     return service_of(engine, folder, adapters=adapters)
 
 
 @pytest.fixture(scope="module")
 def client(service: ModelService) -> Iterator[OpenAI]:
-    with serving(service, key=KEY) as (url, _), OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+    with serving(service, key=KEY) as (url, _), openai_client(url, KEY) as client:
         yield client
 
 

@@ -34,7 +34,7 @@ class Asked(ProcessGroupCache):
 
     asked: list[tuple[int, ...]] = field(default_factory=list)
 
-    def handle(self, ranks: Sequence[int]) -> None:
+    def get_process_group(self, ranks: Sequence[int]) -> None:
         self.asked.append(tuple(ranks))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,9 +17,12 @@ from mega_ckpt.store import latest_checkpoint
 from mega_common.errors import ConfigError, TrainingError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.job.corruption_check import CorruptionCheck
 from mega_trainer.model.feed_forward import FeedForward
+from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.gradient_buckets import StepGradientBucket
-from mega_trainer.run import training_loop
+from mega_trainer.parallel.parameter_info import get_packed_weight, non_trainable_buffers
+from mega_trainer.run import build_components, training_loop
 from mega_trainer.run import training_run as train_module
 
 Settings = Callable[..., dict[str, Any]]
@@ -161,3 +164,104 @@ def test_gradients_that_are_not_kept_are_not_compared(settings: Settings) -> Non
         RunConfig.parse(settings(parallel={"zero": 2}, fault={"recompute_every": 2}))
     with pytest.raises(ConfigError, match=r"fault\.recompute_every.*deterministic"):
         RunConfig.parse(settings(device="cuda", fault={"recompute_every": 2}))
+
+
+MOE = {
+    "num_experts": 4,
+    "top_k": 2,
+    "ffn_hidden_size": 24,
+    "selection_bias": True,
+    "bias_rate": 0.01,
+    "score": "sigmoid",
+}
+LORA = {"rank": 2, "quantize": "nf4"}
+HELD: dict[str, dict[str, Any]] = {  # layouts and precisions of two ranks
+    "zero 0": {"parallel": {"zero": 0}},
+    "zero 1": {"parallel": {"zero": 1}},
+    "zero 2 in bf16": {"parallel": {"zero": 2}, "precision": "bf16"},
+    "zero 3": {"parallel": {"zero": 3}},
+    "zero 3 in bf16": {"parallel": {"zero": 3}, "precision": "bf16"},
+    "zero 1 in fp64": {"parallel": {"zero": 1}, "precision": "fp64"},
+    "tensor parallel": {"parallel": {"tp": 2}, "precision": "bf16"},
+    "pipeline": {"parallel": {"pp": 2}},
+    "main weights in host memory": {"parallel": {"zero": 1}, "optimizer": {"offload": True}},
+    "an average": {"parallel": {"zero": 1}, "train": {"ema": 0.1}},
+    "muon": {"parallel": {"zero": 1}, "optimizer": {"name": "muon"}},
+    "experts with a bias of the choice": {"parallel": {"zero": 1, "ep": 2}, "model": {"moe": MOE}},
+    "packed weights": {"parallel": {"zero": 1}, "model": {"hidden_size": 64, "ffn_hidden_size": 64}, "lora": LORA, "init_from": "base"},
+}  # fmt: skip
+PLACES = (0.0, 0.4, 0.9, 1.0)
+
+
+def places_of(state: Any, executor: Any) -> Iterator[tuple[str, Tensor, bool]]:
+    """Return each element that the rank keeps from step to step: name, a view of one, and whether it is no padding."""
+    slots = state.optimizer.slots
+    for number, slot in {0: slots[0], len(slots) - 1: slots[-1]}.items():
+        for kind, values in slot_tensors(state.optimizer, slot):
+            for share in PLACES:
+                place = round(share * (len(slot.shard.weights) - 1))
+                used = any(part.place.start <= place < part.place.stop for part in slot.shard.parts)
+                yield f"{kind} of slot {number} at {share}", values[place : place + 1], used
+    for stage in executor.stages.values():
+        for values, pieces in non_trainable_buffers(stage):
+            yield pieces[0].name, values.view(-1)[-1:], True
+        for parameter in stage.parameters():
+            if packed := get_packed_weight(parameter):
+                yield "packed", packed.packed.view(-1)[-1:], True
+                yield "scales", packed.scales.view(-1)[:1], True
+
+
+def slot_tensors(optimizer: Any, slot: Any) -> Iterator[tuple[str, Tensor]]:
+    yield "weights", slot.shard.weights
+    if slot.copied and not slot.precise:
+        yield "main weights", slot.main
+    for kind, pairs in optimizer.state():
+        yield from ((kind, values) for other, values in pairs if other is slot)
+
+
+def flips_not_found(cases: dict[str, dict[str, Any]]) -> list[str]:
+    return [f"{name}: {line}" for name, raw in cases.items() for line in missed(raw)]
+
+
+def missed(raw: dict[str, Any]) -> list[str]:
+    """Flip the highest bit of each of `places_of` on one rank, one after the other; return those with a wrong result."""
+    rank, config = dist.get_rank(), RunConfig.parse(raw)
+    groups = build_components.connect_groups(config, RankInfo(rank, 2, rank))
+    state, executor = train_module.assemble_training(config, groups, torch.device("cpu"))
+    for stage in executor.stages.values():
+        initialize_weights(stage, config.train.seed)
+    state.optimizer.load_main_from_model()
+    integrity = CorruptionCheck(config.fault, executor, state.optimizer)
+    wrong, everywhere = [], list(places_of(state, executor))
+    count = torch.tensor(len(everywhere))
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    integrity.check_after_step(1, saves=False)
+    before = integrity._rest
+    for number in range(int(count)):
+        name, element, used = everywhere[min(number, len(everywhere) - 1)]
+        integrity._rest = before
+        if rank == BAD:
+            flip_last_bit(element)
+        try:
+            integrity.check_before_update(2)
+            found = False
+        except TrainingError:
+            found = True
+        if rank == BAD:
+            flip_last_bit(element)
+            if found < used or (found > used and name.startswith("weights")):
+                wrong.append(f"{name}: {found}")
+    return wrong
+
+
+def flip_last_bit(element: Tensor) -> None:
+    element.view(torch.uint8)[-1] ^= 0x80
+
+
+def test_what_a_rank_keeps_is_looked_at_in_every_place_but_padding(settings: Settings) -> None:
+    base = {"fault": {"hash_every": 1}, "batch": {"micro": 1, "global": 4}}
+    model = settings()["model"]
+    cases = {
+        name: settings(**{**base, **more, "model": {**model, **more.get("model", {})}}) for name, more in HELD.items()
+    }
+    assert [line for lines in run_ranks(flips_not_found, 2, cases) for line in lines] == []

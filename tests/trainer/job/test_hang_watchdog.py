@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 
 from mega_trainer.distributed import device
 from mega_trainer.distributed.comm import CommGroup, PendingWork, RingTransfer
+from mega_trainer.job import hang_watchdog as watch_module
 from mega_trainer.job.hang_watchdog import HangWatchdog, RankHeartbeat, _blocking_ranks, find_stragglers
 from mega_trainer.job.rank_position import (
     RankPosition,
@@ -52,7 +53,7 @@ def device_waits(never: Never) -> object:
 def bucket_waits(never: Never) -> object:
     """At the end of a step's backwards, for the sums over the data ranks."""
     bucket = SimpleNamespace(_flight=(PendingWork(never, CommGroup("dp", (0, 2))), None, None), grads=None)
-    bucket.settle = partial(StepGradientBucket.wait_for_reduce, bucket)  # type: ignore[arg-type]
+    bucket.wait_for_reduce = partial(StepGradientBucket.wait_for_reduce, bucket)  # type: ignore[arg-type]
     return FlatBufferStage.finish_gradients(SimpleNamespace(_in_flight=deque([bucket]), buffers=[]))  # type: ignore[arg-type]
 
 
@@ -171,3 +172,73 @@ def test_a_rank_met_in_the_same_place_of_another_step_has_moved(tmp_path: Path) 
     let.set()
     thread.join()
     assert since == [1.0, 1.0, 3.0]
+
+
+class Clock:
+    """The monotonic clock of the judging rank; others' clocks are apart from it by `shifts`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shifts: Sequence[float]) -> None:
+        self.now, self.shifts = 1000.0, shifts
+        monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
+
+    def write(self, store: HashStore, rank: int) -> None:
+        at = RankPosition(where="x", phase="forward")
+        written = sign(rank, at).model_copy(update={"written": self.now + self.shifts[rank], "still": 0.0})
+        store.set(f"watch/{rank}", written.model_dump_json())
+
+
+def verdict(
+    clock: Clock, judge: int, ends: dict[int, float], output: Path, seconds: float = 8.0
+) -> tuple[float, list[int]]:
+    """Signs come every second, of a rank until it ends: when the judging one blames whom, at second 40 at the latest."""
+    store, size, begun = HashStore(), len(clock.shifts), clock.now
+    watch = HangWatchdog(store, judge, size, lambda: 7, lambda: "forward", seconds, output)
+    while clock.now < begun + 40:
+        for rank in range(size):
+            if clock.now - begun <= ends.get(rank, 99.0):
+                clock.write(store, rank)
+        if blamed := watch._find_culprits():
+            return clock.now - begun, [each.rank for each in blamed]
+        clock.now += 1.0
+    return clock.now - begun, []
+
+
+HOURS = 3600.0
+SHIFTS = {
+    "none": (0.0, 0.0, 0.0, 0.0), "ahead": (0.0, 5 * HOURS, 5 * HOURS, 0.0), "behind": (0.0, -5 * HOURS, -5 * HOURS, 0.0),
+    "each another": (-3 * HOURS, 2 * HOURS, 0.1 * HOURS, -7 * HOURS), "seconds": (0.0, 9.0, -9.0, 20.0),
+    "the judge ahead": (9 * HOURS, 0.0, 0.0, 0.0),
+}  # fmt: skip
+ENDS: dict[str, tuple[int, dict[int, float], list[int]]] = {  # who judges, when which ranks fall silent, who is blamed
+    "none": (0, {}, []), "none, seen by the last": (3, {}, []), "the next one": (0, {1: 5.0}, [1]),
+    "a machine": (0, {1: 5.0, 2: 5.0}, [1, 2]), "seen from before it": (1, {2: 3.0, 3: 4.0}, [2, 3]),
+    "over the end": (3, {0: 2.0}, [0]), "all others": (2, {0: 2.0, 1: 2.0, 3: 2.0}, [0, 1, 3]),
+    "one long before the next": (0, {1: 5.0, 3: 1.0}, [1, 3]), "one just now": (0, {1: 5.0, 2: 12.0}, [1]),
+    "one that another follows": (0, {2: 5.0}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shifts", SHIFTS.values(), ids=SHIFTS)
+@pytest.mark.parametrize("case", ENDS.values(), ids=ENDS)
+def test_clocks_that_are_apart_change_nothing_about_who_is_blamed(
+    case: tuple[int, dict[int, float], list[int]],
+    shifts: Sequence[float],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    judge, ends, expected = case
+    seconds, blamed = verdict(Clock(monkeypatch, shifts), judge, ends, tmp_path)
+    assert blamed == expected
+    following = (judge + 1) % len(shifts)
+    assert seconds == (ends[following] + 9.0 if expected else 40.0)
+
+
+def test_a_rank_that_has_left_is_not_silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock, store = Clock(monkeypatch, (0.0, 0.0)), HashStore()
+    watch = HangWatchdog(store, 0, 2, lambda: 7, lambda: "forward", 8.0, tmp_path)
+    clock.write(store, 1)
+    assert not watch._find_culprits()
+    store.set("watch/1", "")
+    for _ in range(3):
+        clock.now += 9.0
+        assert not watch._find_culprits()

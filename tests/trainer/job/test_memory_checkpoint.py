@@ -191,5 +191,5 @@ def test_epochs_that_have_become_steps_are_no_other_settings(settings: Any) -> N
     saved = inherit_data_order(resolve_epochs(config, 40.0), {}).model_dump(mode="json", by_alias=True)
     assert saved["train"]["steps"] == 20
     memory = mock.Mock(spec=MemoryCheckpoint, ranks=1)
-    memory.newest.return_value = CompleteStep(3, 1, {"settings": saved, "consumed_samples": 12})
-    assert find_newer_copy(config, None, memory) is memory.copy.return_value
+    memory.newest_complete_step.return_value = CompleteStep(3, 1, {"settings": saved, "consumed_samples": 12})
+    assert find_newer_copy(config, None, memory) is memory.fetch_local_copy.return_value

@@ -35,10 +35,10 @@ MASKS: dict[str, AttentionMaskSpec] = {
 class Products:
     """No kernel at all."""
 
-    def takes(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
         return False
 
-    def uneven(self, d: int, e: int) -> bool:
+    def supports_uneven_heads(self, d: int, e: int) -> bool:
         return True
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import doctest
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,3 +76,21 @@ def test_ranks_that_no_new_start_would_help_end_an_agent_that_restarts(tmp_path:
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run(words, env=environment, capture_output=True, check=False).returncode == 75
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(
+    "number", [0, 1], ids=["the machine with the store waits", "the machine with the store is missing"]
+)
+def test_machines_with_fixed_numbers_that_do_not_meet_end_with_one_error(
+    number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun's static rendezvous, its default on several machines."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = [f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={port}", "--rdzv-conf=timeout=1"]
+    assert elastic.main(["--nnodes=2", *meeting, "--no-python", "true"]) == 1
+    said = capfd.readouterr().err
+    assert "error: the machines of the job do not reach each other at --master-addr (or --rdzv-endpoint): " in said
+    assert "Traceback" not in said

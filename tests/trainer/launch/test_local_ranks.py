@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store
 
 from mega_ckpt.store import latest_checkpoint
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, TrainingError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.launch import local_ranks as ranks_module
@@ -287,3 +287,44 @@ def test_local_ranks_share_the_cores(
     tells = "import os, pathlib, sys; pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(os.environ['OMP_NUM_THREADS'])"
     assert run_local_ranks([sys.executable, "-c", tells, str(tmp_path)], 2, tmp_path) == 0
     assert [(tmp_path / rank).read_text() for rank in "01"] == [threads, threads]
+
+
+MEETINGS: dict[str, tuple[Exception, bool]] = {  # what the meeting of all ranks raises, and whether it is about other ranks
+    "a store that waits": (dist.DistStoreError("wait timeout after 20000ms, keys: /attempt-1/groups/0//cpu//0/3"), True),
+    "a store that is gone": (dist.DistNetworkError("Broken pipe"), True),
+    "a store that is not there": (dist.DistNetworkError("The client socket has timed out after 1000ms"), True),
+    "ranks that are missing": (dist.DistStoreError("Timed out after 21 seconds waiting for clients. 1/2 joined."), True),
+    "gloo, closed": (RuntimeError("[/src/gloo/pair.cc:525] Connection closed by peer [10.0.0.2]:48784"), True),
+    "gloo, refused": (RuntimeError("Gloo connectFullMesh failed with SO_ERROR: Connection refused"), True),
+    "gloo, reset": (RuntimeError("Read error [10.0.0.2]:9: Connection reset by peer"), True),
+    "NCCL": (dist.DistBackendError("NCCL error: remote process exited. More of it\nand a stack"), True),
+    "another error": (RuntimeError("Expected all tensors to be on the same device"), False),
+    "a mistake": (ValueError("invalid init method"), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "told"), MEETINGS.values(), ids=MEETINGS)
+@pytest.mark.parametrize("place", ["rendezvous", "init_process_group", "first message"])
+def test_ranks_that_do_not_meet_end_with_one_error(
+    place: str, error: Exception, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **more: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(ranks_module, "rendezvous", lambda url: iter([(HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    begin: Callable[[], None] = fails if place == "first message" else lambda: None
+    if place != "first message":
+        monkeypatch.setattr(*((ranks_module, place) if place == "rendezvous" else (dist, place)), fails)
+    with (
+        pytest.raises(TrainingError if told else type(error)) as raised,
+        join_process_group(RankInfo(1, 2, 1), "cpu", 600),
+    ):
+        begin()
+    if told:
+        assert re.match(
+            r"rank 1 of 2 on \S+: the ranks of the job do not reach each other \(.+\)$",
+            str(raised.value).splitlines()[0],
+        )
+        assert "stack" not in str(raised.value)

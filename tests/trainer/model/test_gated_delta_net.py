@@ -104,7 +104,10 @@ def test_context_ranks_send_what_theory_says_and_the_less_of_two(kind: Any, dtyp
         x = torch.zeros(2, tokens, D, dtype=dtype)
         projected = layer.projection(x)
         seen, steps = projected[..., : layer.recurrence.channels], 2 - (kind is MambaMixer)
-        gathered, exchanged = layer.recurrence.passed_bytes(seen), layer.recurrence.exchanged_bytes(seen, steps)
+        gathered, exchanged = (
+            layer.recurrence.state_passing_bytes(seen),
+            layer.recurrence.head_exchange_bytes(seen, steps),
+        )
         layer(x, context(size * tokens))
         name = "all_gather" if gathered <= exchanged else "all_to_all"
         assert {key: entry[1] for key, entry in log.counts.items()} == {("cp", name): min(gathered, exchanged)}

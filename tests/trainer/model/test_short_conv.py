@@ -175,5 +175,5 @@ def test_all_ranks_compute_what_one_does() -> None:
 
 
 class Nobody(ProcessGroupCache):
-    def handle(self, ranks: object) -> None:
+    def get_process_group(self, ranks: object) -> None:
         """No process group."""

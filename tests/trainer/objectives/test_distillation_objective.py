@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_told(folder: Path, tmp_path: Path) -> None:
     raw = settings(folder, tmp_path)
     write_model(tmp_path / "other", 3, vocab_size=VOCABULARY + 1)
     raw["objective"]["teacher"] = str(tmp_path / "other")
-    with pytest.raises(ConfigError, match="the model's vocabulary of 32 tokens, found 33"):
+    with pytest.raises(ConfigError, match="it has 33 tokens, the model 32"):
         run_training(RunConfig.parse(resolve_run_config(raw)), RankInfo())
     raw["objective"] = {"kind": "distill", "top_k": 99}
     with pytest.raises(ConfigError, match=r"objective.teacher: is not there") as told:

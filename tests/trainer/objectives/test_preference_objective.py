@@ -231,7 +231,7 @@ def test_what_a_killed_reference_left_is_gone_on_with_and_other_samples_are_refu
     again = SampleCache(tmp_path)
     assert [again.first_missing_sample(sample) for sample in (0, 4, 6)] == [0, 7, 7]
     assert [again.read_array("answers", sample).tolist() for sample in (6, 4, 5)] == [[-3.0], [1.5, 2.5], []]
-    with pytest.raises(DataError, match="has nothing of sample 7"):
+    with pytest.raises(DataError, match="sample 7 is missing"):
         again.read_array("answers", 7)
 
 

@@ -193,7 +193,7 @@ def test_copies_go_on_from_level_1_and_level_1_from_copies(tmp_path: Path) -> No
 class Nobody(ProcessGroupCache):
     """Makes nothing."""
 
-    def handle(self, ranks: Sequence[int]) -> None:
+    def get_process_group(self, ranks: Sequence[int]) -> None:
         """No group."""
 
 

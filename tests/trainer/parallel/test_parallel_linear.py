@@ -111,11 +111,11 @@ def test_collectives_of_a_backward_run_beside_its_products(monkeypatch: pytest.M
     events: list[str] = []
 
     class Noting(TorchKernels):
-        def linear_dx(self, dy: Tensor, weight: Tensor) -> Tensor:
+        def linear_dgrad(self, dy: Tensor, weight: Tensor) -> Tensor:
             events.append("dX")
             return super().linear_dgrad(dy, weight)
 
-        def linear_dw(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        def linear_wgrad(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
             events.append("dW")
             return super().linear_wgrad(dy, x, out, add=add)
 

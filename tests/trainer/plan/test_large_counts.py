@@ -55,7 +55,7 @@ def test_a_plan_does_not_list_what_repeats(overrides: list[str]) -> None:
         (["parallel.cp=1000000"], "parallel.cp = 1000000"),
         (["model.mtp_layers=1000"], "model.mtp_layers = 1000"),
         (["batch.global=1000000", "batch.rampup={start: 1, increment: 1, samples: 1000000}"], "999999 batch sizes"),
-        (["model.num_layers=1024", "parallel.pp=1024", "batch.global=4096"], "in 1,024 pipeline stages"),
+        (["model.num_layers=1024", "parallel.pp=1024", "batch.global=4096"], "x 1,024 pipeline stages"),
     ],
 )
 def test_what_cannot_be_listed_is_refused(overrides: list[str], words: str) -> None:
@@ -67,7 +67,7 @@ def test_what_cannot_be_listed_is_refused(overrides: list[str], words: str) -> N
 def test_folded_time_is_that_of_all_micro_batches(
     name: str, pp: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mega_trainer.plan.pipeline_fill.MOST_SIMULATED", 0)
+    monkeypatch.setattr("mega_trainer.plan.pipeline_fill.MAX_SIMULATED", 0)
     count = pp * 20
     timeline = simulate_schedule(make_schedule(name, pp=pp, microbatches=count, virtual_stages=stages))
     makespan = estimate_makespan(name, pp=pp, microbatches=count, virtual_stages=stages)

@@ -119,7 +119,7 @@ def test_a_run_goes_on_in_its_order_and_a_changed_blend_with_what_is_next(
     assert resolved["begun"] == {"samples": 8, "read": {tokens: 8}}
     assert state.count_samples_read is not None
     assert state.count_samples_read(20) == {tokens: 11, str(tmp_path / "more"): 9}
-    assert f"the blend changes at sample 8: {tokens} goes on after 8 of its samples" in caplog.text
+    assert f"the blend changes at sample 8: {tokens} continues after 8 of its samples" in caplog.text
     told = lines(settings())[-1]
     epochs = [told[f"epochs/{tokens}"], told[f"epochs/{tmp_path / 'more'}"]]
     assert epochs[0] / epochs[1] == pytest.approx(11 / 9)

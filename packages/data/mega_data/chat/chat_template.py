@@ -11,15 +11,19 @@ away or changed: where the text stays the same, the template does not render tha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
-from mega_common.bounded_parsing import parse_json_text
+from mega_common.bounded_parsing import read_json_file, read_utf8_text
 from mega_common.errors import DataError
 from mega_data.chat.chat_records import Conversation, LossOn, Message
 from mega_data.reading.decompression import import_optional
@@ -120,8 +124,13 @@ def _unrendered_keys(message: Message, text: str, same: Callable[[Message], bool
             yield "have a message with reasoning in its content, which the chat template does not render"
 
 
+RENDER_SECONDS = 30.0  # for one text; a template is a program, which need not end
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARK = "mark answers in the template by {% generation %} ... {% endgeneration %}, and give it as --chat-template FILE"
+
+
+class ChatTemplateTimeout(DataError):
+    """Chat template that exceeds its time limit."""
 
 
 class AnswerSpan(NamedTuple):
@@ -157,6 +166,29 @@ class ChatTemplate:
         self.marks = all(GENERATION.search(template) for template in templates.values())
         told = json.dumps([dict(templates), self._given], sort_keys=True)
         self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
+
+    def check_syntax(self, source: str) -> None:
+        """Check that the templates are valid Jinja, by rendering a conversation without messages.
+
+        Raises:
+            DataError: naming the `source` of the templates.
+        """
+        jinja2 = import_optional("jinja2", "chat templates")
+        for template in self._templates.values():
+            if not template.strip():
+                raise DataError(f"{source}: the chat template is empty")
+            try:
+                with limit_time(RENDER_SECONDS):
+                    self._render([[]], chat_template=template, **self._given)
+            except jinja2.TemplateSyntaxError as error:
+                reason = f"the chat template is not valid Jinja ({error.message}, line {error.lineno})"
+                raise DataError(f"{source}: {reason}") from None
+            except RecursionError:
+                raise DataError(f"{source}: the chat template is nested too deeply") from None
+            except ChatTemplateTimeout as error:
+                raise DataError(f"{source}: {error.message}") from None
+            except Exception:  # noqa: BLE001 - many templates refuse a conversation without messages
+                continue
 
     @property
     def depends_on_date(self) -> bool:
@@ -232,6 +264,8 @@ class ChatTemplate:
         def render(messages: list[Message], tools: list[Any] | None) -> str | None:
             try:
                 return self._render_messages(replace(conversation, tools=tools), messages, tools_of=conversation)[0]
+            except ChatTemplateTimeout:
+                raise
             except DataError:
                 return None
 
@@ -284,9 +318,12 @@ class ChatTemplate:
         name = "tool_use" if (tools_of or conversation).tools and "tool_use" in self._templates else "default"
         given = {**self._given, **conversation.options}
         try:
-            texts, marked = self._render(
-                [list(messages)], tools=conversation.tools, chat_template=self._templates[name], **how, **given
-            )
+            with limit_time(RENDER_SECONDS):
+                texts, marked = self._render(
+                    [list(messages)], tools=conversation.tools, chat_template=self._templates[name], **how, **given
+                )
+        except ChatTemplateTimeout:
+            raise
         except Exception as error:  # noqa: BLE001 - a template is a program: it raises what it likes
             raise DataError(f"the chat template fails on it ({error})") from None
         return texts[0], marked[0] if marked else []
@@ -306,19 +343,56 @@ def read_chat_template(
     special = {
         name: token for name, value in names.items() if name.endswith("_token") and (token := _parse_token(value))
     }
-    templates = _load_templates(tokenizer.parent, config) if file is None else {"default": _read_text(file)}
+    templates = (
+        _load_templates(tokenizer.parent, config) if file is None else {"default": read_utf8_text(file, DataError)}
+    )
     if "default" not in templates:
         raise DataError(
             f"{tokenizer.parent}: the tokenizer has no chat template",
             hint="give one, in Jinja: --chat-template FILE",
         )
-    return ChatTemplate(templates, special, options or {})
+    template = ChatTemplate(templates, special, options or {})
+    template.check_syntax(str(file or tokenizer.parent))
+    return template
+
+
+@contextlib.contextmanager
+def limit_time(seconds: float) -> Iterator[None]:
+    """End the block after a number of seconds; works in the main thread of a process, the only one that gets signals.
+
+    Raises:
+        SlowTemplateError: when it does not end by itself.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    late = ChatTemplateTimeout(
+        f"the chat template takes more than {seconds:g} seconds", hint="look for endless loops in the template"
+    )
+    fired: list[int] = []
+
+    def raise_timeout(number: int, frame: FrameType | None) -> None:
+        fired.append(number)
+        raise late
+
+    handler = signal.signal(signal.SIGALRM, raise_timeout)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except Exception:
+        if fired:  # whatever jinja made of it: its own traces fail where a line has no number
+            raise late from None
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     found = {"default": folder / "chat_template.jinja"}
     found |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-    files = {name: _read_text(path) for name, path in found.items() if path.is_file()}
+    files = {name: read_utf8_text(path, DataError) for name, path in found.items() if path.is_file()}
     said = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template") or {}
     if isinstance(said, list):
         said = {one["name"]: one["template"] for one in said}
@@ -332,15 +406,5 @@ def _parse_token(value: Any) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = parse_json_text(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
+    raw = read_json_file(path, DataError) if path.is_file() else {}
     return raw if isinstance(raw, dict) else {}
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None

@@ -10,6 +10,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import DataError
 from mega_data.cleaning.clean_config import C4Rule
 from mega_data.cleaning.rule_verdict import ChangeDocument, DropDocument
@@ -67,7 +68,4 @@ def load_bad_words(path: Path) -> frozenset[str]:
     Raises:
         DataError: when it cannot be read.
     """
-    try:
-        return frozenset(path.read_text(encoding="utf-8").lower().split())
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
+    return frozenset(read_utf8_text(path, DataError).lower().split())

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.atomic_files import open_atomic_file
-from mega_common.bounded_parsing import parse_json_text
+from mega_common.bounded_parsing import read_json_file
 from mega_common.errors import DataError
 from mega_data.cleaning.append_files import AppendJournal
 from mega_data.cleaning.clean_config import DuplicatesRule
@@ -94,12 +94,8 @@ def _load_fingerprints(folder: Path, wanted: DuplicatesRule) -> list[tuple[str, 
 
 def _read_fingerprint_kinds(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
-    try:
-        found: dict[str, Any] | None = parse_json_text(path.read_text(encoding="utf-8")).get("fingerprints")
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"{path}: cannot be read ({error})", hint="`mega data clean` writes it into its output"
-        ) from error
+    summary = read_json_file(path, DataError, hint="`mega data clean` writes it into its output")
+    found: dict[str, Any] | None = summary.get("fingerprints") if isinstance(summary, dict) else None
     if not found:
         raise DataError(f"{folder}: has no fingerprints", hint="clean it with a `duplicates` section")
     return found

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mega_common.bounded_parsing import explain_read_error
 from mega_common.errors import DataError
 from mega_data.token_files.indexed_reader import IndexedReader, get_idx_path, get_images_prefix
 
@@ -122,7 +123,7 @@ def iterate_shard_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], d
                 else:
                     others[ending.lower()] = (str(path.resolve()), member.offset_data, member.size)
     except (tarfile.TarError, OSError) as error:
-        raise DataError(f"{path}: no tar archive that can be read to its end ({error})") from None
+        raise DataError(f"{path}: no tar archive that can be read to its end ({explain_read_error(error)})") from None
     if texts or others:
         yield name, texts, others
 

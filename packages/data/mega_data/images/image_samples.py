@@ -56,6 +56,7 @@ class ImageChatSamples(PackedSamples):
                 hint="prepare the data for this model: mega data preprocess --images --image-model",
             )
         self._references = ImageReferences(part.reader, setting.config.image_folder or Path(told.folder))
+        self._animation_logged = False
 
     @property
     def _packing_rule(self) -> str:
@@ -134,6 +135,12 @@ class ImageChatSamples(PackedSamples):
             except DataError as error:
                 where = f"image {number} of document {document}, {references[number]}"
                 raise DataError(f"{where}: {error.message}") from None
+            if picture.animated and not self._animation_logged:
+                self._animation_logged = True
+                logger.warning(
+                    "image %d of document %d, %s, is animated: the first frame is used, as of all such images",
+                    number, document, references[number],
+                )  # fmt: skip
             features.append(picture.features + self._count_features(pixels))
             pixels += list(picture.pixels)
         return pixels, np.concatenate(features)[numbers - (ends[first] - counts[first])]

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -196,6 +197,8 @@ def _describe_file(path: Path) -> CorpusSource:
     if path.suffix in (".info", ".json") and is_dataset_info(path):
         raise DataError(f"{path}: is the description of a data set that mega made, not a corpus")
     found = path.stat()
+    if stat.S_ISBLK(found.st_mode) or stat.S_ISCHR(found.st_mode):
+        raise DataError(f"{path}: is a device, not a file", hint="`-` reads standard input")
     kind = _detect_format_by_name(path)
     if kind != "json":
         return CorpusSource(str(path), kind, found.st_size, found.st_mtime_ns if path.is_file() else 0)

@@ -6,9 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from mega_common.bounded_parsing import explain_read_error
 from mega_data.chat.chat_template import RenderedChat
 from mega_data.reading.corpus_sources import ABSENT, lookup_key
 from mega_data.reading.long_text import LongText
+
+LARGEST_RECORD = 1 << 26  # bytes of a JSON record, or of what it has beside the long strings that are put on the disk
+SHOWN = 1 << 16  # bytes of a bad line that is long
+LARGEST_TEXT = 1 << 28  # bytes of a text in CSV or Parquet
 
 
 class Document(NamedTuple):
@@ -50,6 +55,11 @@ class RejectedItem(NamedTuple):
 DocumentStream = Iterator[Document | RejectedItem]
 
 
+def explain_too_large(limit: int) -> str:
+    """Return the reason why a record or text is rejected: it is larger than `limit` bytes."""
+    return f"larger than {limit >> 20} MiB, the limit for one record"
+
+
 def document_from_text(value: object, key: str, file: str, line: int) -> Document | RejectedItem:
     """Return the document of a value that must be a string; lone surrogates, which JSON can encode, are rejected."""
     if isinstance(value, LongText):
@@ -63,6 +73,8 @@ def document_from_text(value: object, key: str, file: str, line: int) -> Documen
         return RejectedItem(
             f"{key!r} is not valid Unicode (lone surrogate at character {error.start})", shown, file, line
         )
+    if size > LARGEST_TEXT:
+        return RejectedItem(explain_too_large(LARGEST_TEXT), value[:SHOWN], file, line)
     return Document(value, size, file, line)
 
 
@@ -81,7 +93,9 @@ def _describe_type(value: object) -> str:
 
 def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
     """Return the rejected item that stands for everything behind a damaged position."""
-    return RejectedItem(f"cannot be read to its end ({error}); is the file damaged or truncated?", "", file, line)
+    return RejectedItem(
+        f"cannot be read to its end ({explain_read_error(error)}); is the file damaged or truncated?", "", file, line
+    )
 
 
 def document_from_record(

@@ -8,22 +8,25 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from mega_data.reading.corpus_sources import BOM, CorpusSource
+from mega_common.bounded_parsing import reject_duplicate_keys
+from mega_data.reading.corpus_sources import BOM, WHOLE, CorpusSource
 from mega_data.reading.decompression import DAMAGE
 from mega_data.reading.documents import (
+    LARGEST_RECORD,
+    SHOWN,
     Document,
     DocumentStream,
     RejectedItem,
     document_from_record,
     escape_bytes,
+    explain_too_large,
     reject_damaged_rest,
 )
 from mega_data.reading.long_text import BLOCK, LONG, LongText, decode_blocks, extract_long_strings, iterate_blocks
 
-SHOWN = 1 << 16  # bytes of a bad line that is long
 BETWEEN = re.compile(r"[ \t\r\n,\[\]]*")  # what stands between the objects of an array, or of no array
-LARGEST_VALUE = 1 << 30  # characters of one JSON value; what looks longer has a quotation mark too few
 
 
 def read_json_lines(
@@ -34,14 +37,17 @@ def read_json_lines(
     whole: bool,
     folder: Path | None,
 ) -> DocumentStream:
-    """Yield one document per line, without blank lines; `tell_lines` is called at the end with the number of lines."""
-    line = 0
+    """Yield one document per line, without blank lines; `on_lines` is called at the end with the number of lines."""
+    line, longest = 0, LONG if folder else LARGEST_RECORD
     try:
-        for line, (raw, rest) in enumerate(_iterate_lines(stream, source.begin, source.end, LONG if folder else -1), 1):
+        for line, (raw, rest) in enumerate(_iterate_lines(stream, source.begin, source.end, longest), 1):
             if line == 1 and not source.begin:
                 raw = raw.removeprefix(BOM)
-            if rest is not None and folder is not None:
-                yield _parse_long_line(raw, rest, key, source.display_name, line, folder)
+            if rest is not None:
+                if folder is None:
+                    yield RejectedItem(explain_too_large(longest), escape_bytes(raw[:SHOWN]), source.display_name, line)
+                else:
+                    yield _parse_long_line(raw, rest, key, source.display_name, line, folder)
             elif not raw.isspace():
                 yield _parse_line(raw, key, source.display_name, line, whole)
         on_lines(line)
@@ -79,13 +85,25 @@ def _rest_of_line(stream: io.BufferedReader) -> Iterator[bytes]:
 
 def _parse_line(raw: bytes, key: str, file: str, line: int, whole: bool) -> Document | RejectedItem:
     try:
-        record = json.loads(raw.decode())
+        record = _record(raw.decode(), key)
     except UnicodeDecodeError as error:
         return RejectedItem(f"not UTF-8 (byte {error.start} of the line)", escape_bytes(raw), file, line)
     except (ValueError, RecursionError) as error:
         return RejectedItem(f"not JSON ({error})", escape_bytes(raw), file, line)
     item = document_from_record(record, key, file, line, whole, {})
     return item._replace(content=escape_bytes(raw)) if isinstance(item, RejectedItem) else item
+
+
+def _record(text: str, key: str) -> Any:
+    """Parse a JSON line; where the name of `key` stands in it twice, an object that gives a key two values is refused.
+
+    Raises:
+        ValueError: when it is no JSON, or there are two values.
+    """
+    name = key.rpartition(".")[2]
+    if key == WHOLE or text.count(f'"{name}"') > 1:
+        return json.loads(text, object_pairs_hook=reject_duplicate_keys)
+    return json.loads(text)
 
 
 def _parse_long_line(
@@ -96,15 +114,36 @@ def _parse_long_line(
     shown = escape_bytes(begin[:SHOWN])
     kept = f"; the first {SHOWN} bytes of a long line are shown"
     try:
-        record = json.loads("".join(extract_long_strings(decode_blocks(chain([begin], rest)), folder, strings)))
+        record = json.loads(_joined(extract_long_strings(decode_blocks(chain([begin], rest)), folder, strings)))
     except UnicodeDecodeError as error:
         return RejectedItem(f"not UTF-8 (byte {error.start} of the line){kept}", shown, file, line)
     except json.JSONDecodeError as error:  # its place is one in what is left of the line
         return RejectedItem(f"not JSON ({error.msg}){kept}", shown, file, line)
+    except _TooLargeError:
+        return RejectedItem(f"{explain_too_large(LARGEST_RECORD)}{kept}", shown, file, line)
     except (ValueError, RecursionError) as error:
         return RejectedItem(f"not JSON ({error}){kept}", shown, file, line)
     item = document_from_record(record, key, file, line, False, strings)
     return item._replace(reason=item.reason + kept, content=shown) if isinstance(item, RejectedItem) else item
+
+
+class _TooLargeError(ValueError):
+    """A JSON value larger than `LARGEST_RECORD`."""
+
+
+def _joined(parts: Iterator[str]) -> str:
+    """Return the parts of a text as one.
+
+    Raises:
+        _TooLargeError: when they are larger than `LARGEST_RECORD`.
+    """
+    held, size = [], 0
+    for part in parts:
+        size += len(part)
+        if size > LARGEST_RECORD:
+            raise _TooLargeError
+        held.append(part)
+    return "".join(held)
 
 
 def read_json_values(
@@ -122,13 +161,16 @@ def read_json_values(
         yield RejectedItem("not UTF-8", "", source.name, line + 1)
     except DAMAGE as error:
         yield reject_damaged_rest(error, source.name, line + 1)
+    except _TooLargeError:
+        reason = f"{explain_too_large(LARGEST_RECORD)}, or a quotation mark is missing; what follows is not read"
+        yield RejectedItem(reason, "", source.name, line + 1)
     except (ValueError, RecursionError) as error:
         yield RejectedItem(f"not JSON ({error}); what follows is not read", "", source.name, line + 1)
 
 
 def _iterate_values(blocks: Iterator[str]) -> Iterator[object]:
     """Yield the values of a JSON text, or of the array that it is, with at most one of them in memory."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=reject_duplicate_keys)
     text, at, more = next(blocks, "").removeprefix("\ufeff"), 0, True
     failure: Exception | None = None  # of what follows the text
     while True:
@@ -140,8 +182,10 @@ def _iterate_values(blocks: Iterator[str]) -> Iterator[object]:
                 continue
         except json.JSONDecodeError as error:
             unfinished = error.pos > len(text) - 16 or error.msg.startswith("Unterminated string")
-            if not more or not unfinished or len(text) - at > LARGEST_VALUE:
+            if not more or not unfinished:
                 raise (failure or error) from None
+            if len(text) - at > LARGEST_RECORD:
+                raise _TooLargeError(explain_too_large(LARGEST_RECORD)) from None
         if failure is not None:
             raise failure
         if not more:

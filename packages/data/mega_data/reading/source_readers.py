@@ -6,16 +6,15 @@ it came from. What to do about a `RejectedItem` is the caller's business.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from mega_common.bounded_parsing import explain_read_error
 from mega_common.errors import DataError
 from mega_data.reading.corpus_sources import (
     ABSENT,
@@ -31,17 +30,20 @@ from mega_data.reading.corpus_sources import (
 )
 from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional, open_decompressed, peek_start
 from mega_data.reading.documents import (
+    LARGEST_TEXT,
     Document,
     DocumentStream,
     RejectedItem,
     attach_record,
     document_from_text,
     escape_bytes,
+    explain_too_large,
     format_key_names,
     reject_damaged_rest,
 )
 from mega_data.reading.json_readers import read_json_lines, read_json_values
 from mega_data.reading.long_text import LONG, LongText, decode_blocks, iterate_blocks
+from mega_data.reading.parquet_reader import read_parquet
 
 
 def read_documents(
@@ -54,7 +56,7 @@ def read_documents(
     whole: bool = False,
     folder: Path | None = None,
 ) -> DocumentStream:
-    """Yield the documents of a source; `advance` is called with the bytes consumed, `tell_kind` with the detected
+    """Yield the documents of a source; `advance` is called with the bytes consumed, `on_kind` with the detected
     format.
 
     `on_lines` is told, at the end of JSON lines, their number. `whole`: documents come with their records, all
@@ -71,7 +73,7 @@ def read_documents(
         if source.kind == "datasets":
             yield from _read_datasets(source, json_key, whole)
         else:
-            yield from _read_parquet(source, json_key, advance, whole)
+            yield from read_parquet(source, json_key, advance, whole)
         return
     with open_decompressed(source.name, advance) as stream:
         try:
@@ -82,7 +84,7 @@ def read_documents(
         kind = source.kind or detect_format(begin, json_key, Path(source.name))
         on_kind(kind)
         if kind == "parquet":
-            yield from _read_parquet(source, json_key, advance, whole)
+            yield from read_parquet(source, json_key, advance, whole)
         elif kind == "jsonl":
             yield from read_json_lines(stream, source, json_key, on_lines, whole, folder)
         elif kind == "json":
@@ -113,9 +115,9 @@ def iterate_texts(inputs: Sequence[str | Path], json_key: str = "text") -> Itera
 
 
 def _read_csv(stream: io.BufferedReader, source: CorpusSource, key: str, whole: bool) -> DocumentStream:
-    csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB, is for the whole process or not at all
+    csv.field_size_limit(LARGEST_TEXT)  # the module's own limit, 128 KiB, is for the whole process or not at all
     tab = source.kind == "tsv"
-    rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter="\t" if tab else ",")
+    rows = csv.reader(_csv_lines(io.TextIOWrapper(stream, "utf-8-sig", newline="")), delimiter="\t" if tab else ",")
     try:
         header = next(rows, [])
         if key not in header and key != WHOLE:
@@ -139,6 +141,18 @@ def _read_csv(stream: io.BufferedReader, source: CorpusSource, key: str, whole: 
         yield reject_damaged_rest(error, source.name, rows.line_num + 1)
 
 
+def _csv_lines(stream: io.TextIOWrapper) -> Iterator[str]:
+    """Yield the lines of a CSV file.
+
+    Raises:
+        csv.Error: at a line of more than `LARGEST_TEXT` characters.
+    """
+    while line := stream.readline(LARGEST_TEXT):
+        if len(line) == LARGEST_TEXT and not line.endswith("\n"):
+            raise csv.Error(f"line {explain_too_large(LARGEST_TEXT)}")
+        yield line
+
+
 def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | None) -> DocumentStream:
     raw = b""
     try:
@@ -153,55 +167,13 @@ def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | N
     except DAMAGE as error:
         yield reject_damaged_rest(error, source.name, 1)
     else:
-        if source.found and "\0" in text:
-            yield RejectedItem("no UTF-8 text", "", source.name, 1, left_out=True)
+        if "\0" in text:
+            reason = (
+                "no UTF-8 text" if source.found else "no text: it holds NUL characters, as binary files and UTF-16 do"
+            )
+            yield RejectedItem(reason, "", source.name, 1, left_out=source.found)
         else:
             yield document_from_text(text, "the text", source.name, 1)
-
-
-def _read_parquet(source: CorpusSource, key: str, advance: ReportBytes, whole: bool) -> DocumentStream:
-    parquet = import_optional("pyarrow.parquet", "Parquet files")
-    arrow = import_optional("pyarrow", "Parquet files")
-    line = 0
-    try:
-        with contextlib.ExitStack() as stack:
-            remote = "://" in source.name
-            where = stack.enter_context(open_decompressed(source.name, lambda _: None)) if remote else source.name
-            file = stack.enter_context(parquet.ParquetFile(where))
-            names = _list_columns(file.schema_arrow, arrow.types.is_struct)
-            if key not in names and key != WHOLE:
-                raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(names)}")
-            columns = None if whole or key == WHOLE else [key]
-            rows = max(file.metadata.num_rows, 1)
-            groups, line = _select_row_groups(file.metadata, source)
-            for batch in file.iter_batches(columns=columns, batch_size=256, row_groups=groups):
-                for record in batch.to_pylist():
-                    line += 1
-                    yield attach_record(
-                        document_from_text(lookup_key(record, key), key, source.name, line), record if whole else None
-                    )
-                advance(source.size * batch.num_rows // rows)
-    except (OSError, ValueError, arrow.ArrowException) as error:
-        if not line:
-            raise DataError(f"{source.name}: cannot be read as Parquet ({error})") from error
-        yield reject_damaged_rest(error, source.name, line + 1)
-
-
-def _select_row_groups(metadata: Any, source: CorpusSource) -> tuple[list[int], int]:
-    """Return the row groups that begin in a source's range (assuming equal sizes), and the number of rows before them."""
-    count, end = metadata.num_row_groups, source.size if source.end is None else source.end
-    groups = [group for group in range(count) if source.begin <= source.size * group // count < end]
-    before = range(groups[0]) if groups else ()
-    return groups, sum(metadata.row_group(group).num_rows for group in before)
-
-
-def _list_columns(columns: Iterable[Any], is_struct: Callable[[Any], bool], prefix: str = "") -> list[str]:
-    """Return the columns of an Arrow schema, those in structs as `a.b`."""
-    names: list[str] = []
-    for column in columns:
-        name = prefix + column.name
-        names += _list_columns(column.type, is_struct, f"{name}.") if is_struct(column.type) else [name]
-    return names
 
 
 def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStream:
@@ -214,7 +186,7 @@ def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStrea
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {format_key_names(row)}")
             yield attach_record(document_from_text(value, key, source.name, line), dict(row) if whole else None)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise DataError(f"{source.name}: `datasets` cannot load it ({error})") from error
+        raise DataError(f"{source.name}: `datasets` cannot load it ({explain_read_error(error)})") from error
 
 
 def _load_datasets(datasets: Any, name: str, split: str) -> Iterable[dict[str, Any]]:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from mega_common.bounded_parsing import parse_json_text
+from mega_common.bounded_parsing import explain_read_error, read_json_file
 from mega_common.errors import DataError
 from mega_common.strict_config import StrictConfig
 from mega_data.retrieval.document_chunks import DocumentChunks
@@ -75,13 +75,10 @@ def read_neighbors_info(folder: Path) -> NeighborsInfo:
         DataError: when it is none.
     """
     path = folder / "info.json"
-    try:
-        raw: Any = parse_json_text(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         hint = f"mega data retrieve PREFIX --encoder FOLDER --output {folder}, started again where it was ended"
-        raise DataError(f"{path}: no such file, so no neighbours are there", hint=hint) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
+        raise DataError(f"{path}: no such file, so no neighbours are there", hint=hint)
+    raw: Any = read_json_file(path, DataError)
     if not isinstance(raw, dict):
         raise DataError(f"{path}: does not describe neighbours")
     return NeighborsInfo.parse(raw, source=str(path))
@@ -154,8 +151,8 @@ class DatasetNeighbors:
         expected = (self.info.data.last, self.info.neighbors)
         try:
             found: Ints = np.load(path, mmap_mode="r")
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: cannot be read ({error})") from None
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{path}: cannot be read ({explain_read_error(error)})") from None
         if found.dtype != np.int64 or found.shape != expected:
             raise DataError(f"{path}: {found.dtype} {list(found.shape)}, and info.json says int64 {list(expected)}")
         return found

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from pydantic import Field
 
+from mega_common.errors import DataError
 from mega_data.tokenizer import Tokenizer
 from mega_eval.sentence_transformers_folder import SentenceFolderSettings, log_folder_settings, read_sentence_folder
 from mega_eval.server.request_schemas import RequestBody
@@ -24,7 +25,7 @@ from mega_eval.text_embedding import TextEmbedder, check_pooling_modes
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.parallel.lora_layers import AdapterSelection
 
-BATCH_TOKENS = 2048  # tokens of one batch, which the steps of the engine wait for
+BATCH_TOKENS = 2048  # tokens of one batch; the engine pauses while it is computed
 
 Vectors = npt.NDArray[np.float32]
 EmbeddingInputField = Annotated[
@@ -40,6 +41,9 @@ class EmbeddingRequest(RequestBody):
     input: EmbeddingInputField
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: Annotated[int | None, Field(ge=1, description="must be the width of the model's vectors")] = None
+    prompt_name: Annotated[
+        str | None, Field(description="prompt of a sentence-transformers folder; absent: its default prompt, if any")
+    ] = None
 
     def list_input_texts(self) -> list[str | list[int]]:
         """Return each input, as text or tokens."""
@@ -54,9 +58,9 @@ class ServedEmbedder:
 
     Attributes:
         texts: model, tokenizer and settings.
-        adapters: of the model; texts are embedded without any.
-        declared: whether the settings are those of a sentence-transformers folder.
-        width: numbers of a vector.
+        adapters: selection of LoRA adapters; texts are embedded without any.
+        declared: True if a sentence-transformers folder declares the settings.
+        width: P.
     """
 
     texts: TextEmbedder
@@ -64,25 +68,30 @@ class ServedEmbedder:
     declared: bool
     width: int
 
-    @property
-    def default_prompt(self) -> str:
-        """Default prompt of the folder, which is put in front of every text."""
-        return self.texts.settings.select_prompt(None)
+    def default_prompt(self, name: str | None = None) -> str:
+        """Default prompt of the folder, which is put in front of every text.
 
-    def encode_text(self, text: str) -> list[int]:
+        Raises:
+            DataError: for a name that the folder does not have.
+        """
+        prompts = self.texts.settings.prompts
+        if name is not None and name not in prompts:
+            names = ", ".join(map(repr, prompts)) or "none, the model has no prompts"
+            raise DataError(f"prompt_name {name!r} is not a prompt of this model; its prompts are: {names}")
+        return self.texts.settings.select_prompt(name)
+
+    def encode_text(self, text: str, prompt: str) -> list[int]:
         """Return the tokens of a text, truncated only if a sentence-transformers folder declares a maximum length."""
         if self.declared:
-            return self.texts.encode_texts([text], self.default_prompt)[0]
+            return self.texts.encode_texts([text], prompt)[0]
         return self.texts.encode_untruncated(text)
 
-    def __call__(self, texts: Sequence[Sequence[int]]) -> Vectors:
+    def __call__(self, texts: Sequence[Sequence[int]], prompt: str = "") -> Vectors:
         """Return the vectors, fp32 [N, P]; call it in the engine's thread, since two passes may not run at the same
         time.
         """
         self.adapters.select_adapters([], self.texts.model.device)
-        return self.texts.embed_token_ids(
-            texts, prompt=self.default_prompt, batch_tokens=BATCH_TOKENS, advance=lambda _: None
-        )
+        return self.texts.embed_token_ids(texts, prompt=prompt, batch_tokens=BATCH_TOKENS, advance=lambda _: None)
 
 
 def make_served_embedder(

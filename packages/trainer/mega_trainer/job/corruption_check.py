@@ -10,7 +10,8 @@ There are three checks:
 
 With three or more ranks the rank that differs from the majority is named; with two, both are.
 
-A hash is the XOR of the bits of all elements, which any single flipped bit changes.
+A hash depends on the bits of all elements and on their positions (`bit_hash`). The padding of flat buffers is left out, as it
+has no influence on a parameter.
 """
 
 from __future__ import annotations
@@ -30,8 +31,14 @@ from mega_common.errors import TrainingError
 from mega_trainer.config.sections import CorruptionCheckConfig
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup, all_gather, raise_on_all_ranks
+from mega_trainer.job.bit_hash import hash_tensor_bits
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
-from mega_trainer.parallel.parameter_info import get_local_values, get_parameter_info
+from mega_trainer.parallel.parameter_info import (
+    get_local_values,
+    get_packed_weight,
+    get_parameter_info,
+    non_trainable_buffers,
+)
 from mega_trainer.parallel.parameter_shards import replica_groups
 from mega_trainer.parallel.zero_buffers import FlatBufferStage
 from mega_trainer.pipeline.executor import PipelineExecutor
@@ -75,12 +82,12 @@ class CorruptionCheck:
         if not every or (step % every and not saves):
             return
         self.optimizer.wait_for_params()
-        tensors = [*self._replicated_weights(), *self._replicated_state()]
+        tensors = list(self._checked_tensors())
         replicated: dict[tuple[CommGroup, ...], dict[str, Tensor]] = defaultdict(dict)
         for groups, name, tensor in tensors:
             if math.prod(group.size for group in groups) > 1:
                 replicated[groups][name] = tensor
-        self._rest = _xor_hashes([tensor for _, _, tensor in tensors])
+        self._rest = hash_tensor_bits([tensor for _, _, tensor in tensors])
         self._raise_findings(
             f"after step {step} replicated tensors differ among ranks",
             lambda: [line for groups, named in replicated.items() for line in find_outliers(named, groups)],
@@ -95,8 +102,8 @@ class CorruptionCheck:
         if self._rest is None:
             return
         self.optimizer.wait_for_params()
-        tensors, (rest, self._rest) = [*self._replicated_weights(), *self._replicated_state()], (self._rest, None)
-        now = _xor_hashes([tensor for _, _, tensor in tensors])
+        tensors, (rest, self._rest) = list(self._checked_tensors()), (self._rest, None)
+        now = hash_tensor_bits([tensor for _, _, tensor in tensors])
         self._raise_findings(
             f"in step {step} bits changed in tensors that nothing has written to",
             lambda: [
@@ -104,16 +111,33 @@ class CorruptionCheck:
             ],
         )
 
+    def _checked_tensors(self) -> Iterator[HashedTensor]:
+        yield from self._replicated_weights()
+        yield from self._replicated_state()
+        groups = self.executor.parallel_groups
+        for stage in self.executor.stages.values():
+            for values, pieces in non_trainable_buffers(stage):
+                yield (groups.tp, groups.cp, groups.dp), pieces[0].name, values
+
     def _replicated_weights(self) -> Iterator[HashedTensor]:
         for stage in self.executor.stages.values():
             for parameter in stage.parameters():
                 info, own = get_parameter_info(parameter), get_local_values(parameter)
                 if own.numel():
                     groups = replica_groups(info, sharded=isinstance(parameter, DTensor))
-                    yield groups, "+".join(piece.name for piece in info.pieces), own
+                    name = "+".join(piece.name for piece in info.pieces)
+                    yield groups, name, own
+                    if packed := get_packed_weight(parameter):
+                        yield groups, f"scales of {name}", packed.scales
 
     def _replicated_state(self) -> Iterator[HashedTensor]:
-        for kind, pairs in self.optimizer.state_tensors():
+        # main weights in the model's precision with separate memory: in host memory, or longer than the shard
+        separate_main = [
+            (slot, slot.main)
+            for slot in self.optimizer.slots
+            if slot.has_separate_main_weights and not slot.has_higher_precision
+        ]
+        for kind, pairs in [*self.optimizer.state_tensors(), ("main", separate_main)]:
             for slot, values in pairs:
                 names = [piece.name for part in slot.shard.parts for piece in part.pieces]
                 if names:  # a shard may be padding only
@@ -151,7 +175,7 @@ def find_outliers(named: dict[str, Tensor], groups: Sequence[CommGroup]) -> Iter
     """Yield a line for each tensor whose bits on this rank differ from the majority of the groups' ranks; without a
     majority, every rank yields one.
     """
-    rank, hashed = dist.get_rank(), _xor_hashes(list(named.values()))
+    rank, hashed = dist.get_rank(), hash_tensor_bits(list(named.values()))
     rows = torch.cat([hashed.new_tensor([rank]), hashed]).view(1, -1)
     for group in groups:
         rows = all_gather(rows, group)
@@ -168,9 +192,3 @@ def find_outliers(named: dict[str, Tensor], groups: Sequence[CommGroup]) -> Iter
 def _rank_location(tensor: Tensor) -> str:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return f"  rank {rank} on {socket.gethostname()} ({tensor.device})"
-
-
-def _xor_hashes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the XOR of all elements' bits of each tensor, int64 [n], on the device of the first one."""
-    device = tensors[0].device
-    return torch.stack([torch.hash_tensor(each.detach()).view(torch.int64).to(device) for each in tensors])

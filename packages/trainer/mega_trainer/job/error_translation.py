@@ -9,20 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from mega_common.errors import MegaError, TrainingError
 from mega_common.progress_logging import format_number
+from mega_trainer.job.connection_errors import connection_error_reason, is_lost_connection
 from mega_trainer.job.metrics_log import memory_in_use
 from mega_trainer.plan.memory_advice import MemoryNeeds
 
-# Messages of torch's host allocator, which raises a plain RuntimeError, and of gloo's connections.
 OUT_OF_MEMORY = "out of memory"
+# the host allocator of torch raises a plain RuntimeError
 _HOST_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
-_LOST = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|\[?gloo|socket", re.IGNORECASE
-)
-_PLACE = re.compile(r"^\[\S+:\d+\] ")
 MAX_ADVICES = 6  # those that free most memory
 LOST_HINT = "see the output of the rank that ended first for the cause; run the same command again to resume from the last checkpoint"
 
@@ -57,10 +53,10 @@ def translate_errors(rank: int, step: Callable[[], str], needs: Callable[[], Mem
             raise _out_of_memory_error(
                 f"{where.format(step())}: {message}", _without_offload(needs()), _memory_on_host()
             ) from error
-        if isinstance(error, dist.DistError) or _LOST.search(str(error)):
-            reason = _PLACE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]
+        if is_lost_connection(error):
             raise TrainingError(
-                f"{where.format(step())}: lost the connection to other ranks ({reason})", hint=LOST_HINT
+                f"{where.format(step())}: lost the connection to other ranks ({connection_error_reason(error)})",
+                hint=LOST_HINT,
             ) from error
         _add_location_note(error, where.format(step()))
         raise

@@ -55,7 +55,8 @@ class RankHeartbeat(BaseModel):
 
     Attributes:
         still: seconds since the main thread moved.
-        written: time by the clock of the rank, to distinguish heartbeats and to name all silent ranks, not to detect one.
+        written: monotonic clock of the rank's machine. Other ranks only compare it with the previous value: the age of a
+            heartbeat is counted from when a reader saw it change (`HeartbeatChanges`).
         looks: number of observations at work in each phase, and under "" of waiting for other ranks.
         stack: of a main thread that has not moved for long.
     """
@@ -83,6 +84,26 @@ class RankHeartbeat(BaseModel):
     def observation_count(self) -> int:
         """Number of observations of the rank."""
         return sum(self.looks.values())
+
+
+class HeartbeatChanges:
+    """Time since each rank's heartbeat changed, by this process's monotonic clock, as clocks of machines may differ."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float]] = {}  # by rank: `written`, and the time of its first reading
+
+    def record_heartbeats(self, ranks: Sequence[int], signs: Sequence[RankHeartbeat], now: float) -> None:
+        """Record the heartbeats read from these ranks, and forget ranks without one, which have not begun or have left."""
+        written = {sign.rank: sign.written for sign in signs}
+        for rank in ranks:
+            if rank not in written:
+                self._seen.pop(rank, None)
+            elif rank not in self._seen or self._seen[rank][0] != written[rank]:
+                self._seen[rank] = written[rank], now
+
+    def silent_seconds(self, rank: int, now: float) -> float:
+        """Return the time since a rank's heartbeat changed; 0 for a rank that was not read."""
+        return now - self._seen[rank][1] if rank in self._seen else 0.0
 
 
 class HangWatchdog:
@@ -117,10 +138,7 @@ class HangWatchdog:
         self._position, self._since = RankPosition(where="the start", phase=""), time.monotonic()
         self._at_step, self._lines = step(), tuple[StackLine, ...]()
         self._looks, self._slow, self._output = Counter[str](), frozenset[int](), output
-        self._heard: dict[int, tuple[float, float]] = {}  # by rank: time of the heartbeat, and of its first reading
-        self._last: tuple[float, float] | None = (
-            None  # of the next rank: time of the heartbeat, and of its first reading
-        )
+        self._changes = HeartbeatChanges()
 
     def __enter__(self) -> HangWatchdog:
         self._send_heartbeat()  # so that a rank that stops before its thread starts is known
@@ -183,7 +201,7 @@ class HangWatchdog:
             position = position.model_copy(update={"waits": describe_wait(position)})
         sign = RankHeartbeat(
             rank=self._rank, host=socket.gethostname(), pid=os.getpid(), step=self._step(), at=position,
-            still=still, written=time.time(), looks=dict(self._looks), stack=format_stack(lines),
+            still=still, written=time.monotonic(), looks=dict(self._looks), stack=format_stack(lines),
         )  # fmt: skip
         self._store.set(f"watch/{self._rank}", sign.model_dump_json())
 
@@ -193,13 +211,21 @@ class HangWatchdog:
         return [RankHeartbeat.model_validate(sign) for sign in json.loads(self._store.get("watch/verdict"))]
 
     def _find_culprits(self) -> Sequence[RankHeartbeat]:
-        """Return the heartbeats of the ranks that block the job, empty if none do. The verdict goes into the store."""
+        """Return the heartbeats of the ranks that block the job, empty if none do. The verdict goes into the store.
+
+        All ranks are read once the next rank has been silent for a quarter of the time; those that are silent for half of the
+        time are at fault as well.
+        """
         blamed: Sequence[RankHeartbeat] = []
-        if self._is_silent(following := (self._rank + 1) % self._world_size):
-            signs, old = self._read_heartbeats(range(self._world_size)), time.time() - self._seconds
-            blamed = [sign for sign in signs if sign.rank == following or sign.written < old]
+        following = (self._rank + 1) % self._world_size
+        suspects = self._changes.silent_seconds(following, time.monotonic()) > self._seconds / 4
+        ranks = range(self._world_size) if suspects or self._rank == 0 else [following]
+        signs, now = self._read_heartbeats(ranks), time.monotonic()
+        self._changes.record_heartbeats(ranks, signs, now)
+        if self._changes.silent_seconds(following, now) > self._seconds:
+            silent = [rank for rank in ranks if self._changes.silent_seconds(rank, now) > self._seconds / 2]
+            blamed = [sign for sign in signs if sign.rank in silent]
         elif self._rank == 0:
-            signs = self._read_heartbeats(range(self._world_size))
             blamed = _blocking_ranks(signs, self._seconds, self._world_size)
             self._log_stragglers(signs)
             self._write_rank_states(signs)
@@ -216,22 +242,14 @@ class HangWatchdog:
 
     def _write_rank_states(self, signs: Sequence[RankHeartbeat]) -> None:
         """Write the state of all ranks for `mega top`; `heard` is the arrival time of a heartbeat, by the local clock."""
-        for sign in signs:
-            if self._heard.get(sign.rank, (None, None))[0] != sign.written:
-                self._heard[sign.rank] = sign.written, time.time()
+        now, here = time.monotonic(), time.time()
         lines = [
             {"rank": sign.rank, "host": sign.host, "step": sign.step, "phase": sign.at.phase, "waits": sign.at.waits,
-             "still": sign.still, "heard": self._heard[sign.rank][1]}
+             "still": sign.still, "heard": here - self._changes.silent_seconds(sign.rank, now)}
             for sign in signs
         ]  # fmt: skip
         with contextlib.suppress(OSError), open_atomic_file(self._output / RANKS, text=True) as stream:
             json.dump(lines, stream)
-
-    def _is_silent(self, rank: int) -> bool:
-        signs, now = self._read_heartbeats([rank]), time.monotonic()
-        if not signs or self._last is None or self._last[0] != signs[0].written:
-            self._last = (signs[0].written, now) if signs else None
-        return self._last is not None and now - self._last[1] > self._seconds
 
     def _read_heartbeats(self, ranks: Sequence[int]) -> list[RankHeartbeat]:
         """Return the heartbeats of ranks that have begun and not left."""
@@ -249,16 +267,13 @@ class HangWatchdog:
                 logs = self._output / "logs"
                 logs.mkdir(parents=True, exist_ok=True)
                 (logs / f"flight-record-rank{self._rank}.json").write_text(record)
-        time.sleep(
-            OUTPUT_SECONDS
-        )  # a process that copies this rank's output to the screen needs it before anything ends
+        time.sleep(OUTPUT_SECONDS)  # for a process that copies this rank's output to the screen
         for sign in blamed:
             if sign.host == socket.gethostname() and sign.rank != self._rank:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(sign.pid, signal.SIGKILL)
-        time.sleep(
-            2 * self._seconds / CHECKS if self._rank == 0 else 0.0
-        )  # rank 0 may hold the store: let others read the verdict
+        # rank 0 may hold the store: let others read the verdict
+        time.sleep(2 * self._seconds / CHECKS if self._rank == 0 else 0.0)
         os._exit(1)
 
 

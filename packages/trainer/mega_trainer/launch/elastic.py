@@ -17,11 +17,13 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+from mega_trainer.job.connection_errors import connection_error_reason
 from mega_trainer.job.environment import STATUS_NOTE
 
 # Exit codes of ranks without a fault of their own: interrupted after a save, or stopped because another rank ended.
@@ -56,6 +58,11 @@ def _run_torchrun(arguments: Sequence[str], note: Path) -> int:
         return _print_failure("--nnodes requires more machines than have joined within --rdzv-conf join_timeout")
     except RendezvousConnectionError as error:
         return _print_failure(f"the machine of --rdzv-endpoint cannot be reached ({error.__cause__ or error})")
+    except DistError as error:
+        where = "at --master-addr (or --rdzv-endpoint)"
+        return _print_failure(
+            f"the machines of the job do not reach each other {where}: {connection_error_reason(error)}"
+        )
     except SignalException as error:
         return int(note.read_text()) if note.exists() else 128 + error.sigval
     return 0

@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from mega_common.errors import INTERRUPTED_STATUS, ConfigError, MegaError, TrainingError
 from mega_common.progress_logging import logger
 from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.job.connection_errors import connection_error_reason, is_lost_connection
 from mega_trainer.job.environment import STATUS_NOTE
 from mega_trainer.job.error_log import record_error
 from mega_trainer.job.training_guard import KEYBOARD_STATUS, STOP_SIGNALS, StopSignalHandler
@@ -91,6 +92,27 @@ def terminate_torchrun(environment: Mapping[str, str], status: int) -> None:
 
 
 @contextlib.contextmanager
+def name_missing_ranks(ranks: RankInfo) -> Iterator[None]:
+    """Convert torch's errors about ranks, or a job's store, that do not answer into one error.
+
+    Communicators are made by their first message: a rank that does not come is noticed there.
+
+    Raises:
+        TrainingError: in its place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        raise TrainingError(
+            f"rank {ranks.rank} of {ranks.world_size} on {socket.gethostname()}: the ranks of the job do not reach each "
+            f"other ({connection_error_reason(error)})",
+            hint="start the same command on all machines; with one machine lost, on as many as are left",
+        ) from error
+
+
+@contextlib.contextmanager
 def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> Iterator[Store | None]:
     """Join the job's process group while the block runs, and yield the job's store; a single rank needs neither and
     gets None.
@@ -99,6 +121,9 @@ def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> 
         ranks: of this process.
         device: as in the configuration: auto, cpu or cuda.
         timeout_seconds: how long a collective may wait for another rank before the job is ended.
+
+    Raises:
+        TrainingError: when another rank does not come, or the store does not answer.
     """
     if ranks.world_size == 1:
         yield None
@@ -106,18 +131,19 @@ def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> 
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(ranks.local_rank)
-    store = select_attempt_store(next(rendezvous("env://"))[0], os.environ)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=PrefixStore("groups", store),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timedelta(seconds=2 * timeout_seconds),  # the watchdog, which names the rank at fault, comes first
-    )
-    try:
-        yield store.clone()  # type: ignore[attr-defined]
-    finally:
-        dist.destroy_process_group()
+    with name_missing_ranks(ranks):
+        store = select_attempt_store(next(rendezvous("env://"))[0], os.environ)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=PrefixStore("groups", store),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timedelta(seconds=2 * timeout_seconds),  # the watchdog, which names the rank at fault, comes first
+        )
+        try:
+            yield store.clone()  # type: ignore[attr-defined]
+        finally:
+            dist.destroy_process_group()
 
 
 def default_rank_count(layout_ranks: int, device: str) -> int:

@@ -8,6 +8,8 @@ change them. Of one sequence with T tokens that matter, K experts each of E, and
     z                1 / T sum_t logsumexp(logits_t)^2  (arXiv:2202.08906)
 
 With the scope `batch` the first one's sums are over a micro-batch of all data ranks, and the mean over micro-batches.
+This depends on the layout. The gradient of a micro-batch needs the load at its backward, and that of the whole global batch is
+known only after the last forward of the step; a cumulative load of the micro-batches so far depends on their number and order.
 
 A token matters when a label at or behind it in its sequence counts in the loss: those after the last such label, as
 padding is, influence nothing, take no part in these sums, and are sent to no expert.

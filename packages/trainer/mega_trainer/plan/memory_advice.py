@@ -26,7 +26,7 @@ def make_run_shape(config: RunConfig, world_size: int) -> RunShape:
         precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
-        offload_optimizer=config.optimizer.offload, muon=config.optimizer.name == "muon", eight_bits=config.cached_fp8_layers,
+        offload_optimizer=config.optimizer.offload, muon=config.optimizer.name == "muon", fp8_layers=config.cached_fp8_layers,
         freeze=tuple(config.train.freeze), lora=None if config.lora is None else config.lora.model_dump_json(),
         ema=config.train.ema is not None, device="cpu" if config.device == "cpu" else "gpu",
     )  # fmt: skip
@@ -34,7 +34,7 @@ def make_run_shape(config: RunConfig, world_size: int) -> RunShape:
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Change of settings, as for `--set`, and the bytes that it frees on the rank that needs most."""
+    """Change of settings, as for `--set`, and the bytes that it frees on the rank with the highest peak."""
 
     settings: tuple[str, ...]
     freed: int
@@ -42,7 +42,7 @@ class MemoryAdvice:
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Predicted memory of a rank in bytes by kind, and changes of settings that would free some of it."""
+    """Predicted memory of a rank in bytes by kind, and changes of settings that would free memory."""
 
     predicted: Mapping[str, int]
     advices: list[MemoryAdvice]
@@ -55,7 +55,7 @@ class MemoryNeeds:
 
 
 def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice]:
-    """Return single changes that would free memory of a run, those that free most first."""
+    """Return single changes that would free memory of a run, largest savings first."""
     now = _peak_rank_bytes(config, world_size)
     found = []
     for changes in _iterate_changes(config):
@@ -76,7 +76,7 @@ def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice
 
 
 def _peak_rank_bytes(config: RunConfig, world_size: int) -> int:
-    """Return the bytes of the rank that needs most."""
+    """Return the peak bytes of the rank with the highest peak."""
     return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_run_shape(config, world_size)))
 
 
@@ -110,5 +110,5 @@ def _set_by_path(raw: dict[str, Any], path: str, value: object) -> None:
 
 
 def _format_value(value: object) -> str:
-    """Return a value as `--set` takes it."""
+    """Return a value in the syntax of `--set`."""
     return str(value["kind"]) if isinstance(value, dict) else str(value).lower()

@@ -1,0 +1,102 @@
+"""Make the pictures of README and docs (report.png, plan.png, top.png) from a small run of four ranks and from a plan.
+
+`python tools/docs_pictures.py FOLDER` works in the new folder FOLDER, takes about five minutes, and needs chromium.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from rich.console import Console
+
+from mega_trainer.pages.run_log import RunLog
+from mega_trainer.pages.terminal_view import TAIL, render_run_view
+
+ROOT = Path(__file__).parent.parent
+RUN = Path("runs/small-moe")
+STEPS, TOP_AT = 160, 106
+RUN_YAML = f"""
+model:
+  {{preset: tiny-10m, vocab_size: 1024, num_attention_heads: 4, num_kv_heads: 2, head_dim: 64,
+   moe: {{num_experts: 8, top_k: 2, ffn_hidden_size: 256}}}}
+data: {{train: data/train, valid: data/held-out, seq_length: 256, tokenizer: tok}}
+parallel: {{tp: 2, sp: true, pp: 2}}
+batch: {{micro: 2, global: 8}}
+train: {{steps: {STEPS}, eval_every: 20, eval_steps: 2}}
+optimizer: {{lr: 1.0e-3}}
+lr_schedule: {{name: cosine, warmup_steps: 20, min_lr: 1.0e-4}}
+precision: fp32
+checkpoint: {{every: 40}}
+output: {RUN}
+"""
+
+
+def main(folder: str) -> None:
+    """Train the run in `folder`, and write the pictures to docs/."""
+    Path(folder).mkdir(parents=True)
+    os.chdir(folder)
+    prepare_data()
+    Path("run.yaml").write_text(RUN_YAML)
+    training = subprocess.Popen(["mega", "train", "run.yaml", "--nproc", "4"])
+    while training.poll() is None and steps_done() < TOP_AT:
+        time.sleep(1)
+    picture_terminal()
+    if status := training.wait():
+        sys.exit(status)
+    mega("report", str(RUN), "--out", "report.html")
+    screenshot(Path("report.html"), "report.png", 1400, 900)
+    recipe = Path("llama3-70b.yaml")
+    recipe.write_text((ROOT / "recipes" / "llama3-70b-64.yaml").read_text())
+    mega("plan", str(recipe), "--machine", "h100", "--ranks", "64", "--html", "plan.html")
+    screenshot(Path("plan.html"), "plan.png", 1400, 880)
+
+
+def prepare_data() -> None:
+    """Write token files of Python's help texts."""
+    names = sorted(topics)
+    for name, chosen in (("train", names[::2]), ("held-out", names[1::2])):
+        lines = [json.dumps({"text": topics[topic]}) + "\n" for topic in chosen]
+        Path(f"{name}.jsonl").write_text("".join(lines))
+    mega("data", "train-tokenizer", "--input", "train.jsonl", "--vocab-size", "1024", "--output", "tok")
+    for name in ("train", "held-out"):
+        words = ["--input", f"{name}.jsonl", "--tokenizer", "tok", "--output", f"data/{name}", "--append-eod"]
+        mega("data", "preprocess", *words)
+
+
+def mega(*words: str) -> None:
+    """Run a mega command."""
+    subprocess.run(["mega", *words], check=True)
+
+
+def steps_done() -> int:
+    """Return the number of lines of the run's metrics."""
+    metrics = RUN / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def picture_terminal() -> None:
+    """Write top.png: the view of `mega top` at this moment."""
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=112, file=nowhere, force_terminal=True)
+        console.print(render_run_view(RunLog.read_folder(RUN, tail=TAIL), time.time()))
+    svg = console.export_svg(title=f"mega top {RUN}")
+    page = Path("top.html")
+    page.write_text(f"<style>body{{margin:0}} svg{{width:1400px}}</style>{svg}")
+    screenshot(page, "top.png", 1400, 668)
+
+
+def screenshot(page: Path, picture: str, width: int, height: int) -> None:
+    """Write docs/`picture` with chromium."""
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=3000"]
+    target = [f"--window-size={width},{height}", f"--screenshot={ROOT / 'docs' / picture}", page.resolve().as_uri()]
+    subprocess.run(["chromium", *options, *target], check=True, stderr=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
