@@ -95,7 +95,9 @@ def test_a_flipped_bit_is_found_the_rank_named_and_nothing_saved(settings: Setti
         assert told.pop("none") == "not found"
         for fault, name in (("weight of zero 1", "weight"), ("moment of zero 1", "exp_avg")):
             words = told.pop(fault)
-            assert words.startswith(f"in step {STEP} bits have changed where nothing has written\n  rank {BAD} on ")
+            assert words.startswith(
+                f"in step {STEP} bits changed in tensors that nothing has written to\n  rank {BAD} on "
+            )
             assert name in words
         assert set(told) == {"weight", "moment", "gradient", "activation"}
         for fault, words in told.items():
@@ -152,9 +154,9 @@ def test_of_two_ranks_the_one_whose_slice_changed_is_named(settings: Settings, t
     )  # fmt: skip
     for found in run_ranks(sweep_spots, 2, raw):
         for case, words in found.items():
-            assert words.startswith(f"in step {STEP} bits have changed where nothing has written\n  rank {BAD} on "), (
-                case
-            )
+            assert words.startswith(
+                f"in step {STEP} bits changed in tensors that nothing has written to\n  rank {BAD} on "
+            ), case
             assert "rank 0" not in words
             assert latest_checkpoint(tmp_path / f"run-{case}" / "checkpoints") is None
 
