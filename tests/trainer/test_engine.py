@@ -131,7 +131,7 @@ def test_the_package_exports_the_engine_and_reads_what_a_run_yaml_says() -> None
     with pytest.raises(ConfigError, match="hidden_size"):
         mega_trainer.TrainingEngine({"model": {**model, "hidden_size": 9}})
     for reads, kind in (({"encoder": {"num_layers": 1}, "num_layers": 2}, "t5"), ({"causal": False}, "masked")):
-        with pytest.raises(ConfigError, match="trains decoders, and the model is or has an encoder"):
+        with pytest.raises(ConfigError, match="requires a decoder, found a model with an encoder"):
             mega_trainer.TrainingEngine({"model": {**model, **reads}, "data": {"kind": kind}})
 
 
