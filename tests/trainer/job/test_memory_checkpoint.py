@@ -190,6 +190,6 @@ def test_epochs_that_have_become_steps_are_no_other_settings(settings: Any) -> N
     config = RunConfig.parse(settings(train={"epochs": 2.0}))
     saved = inherit_data_order(resolve_epochs(config, 40.0), {}).model_dump(mode="json", by_alias=True)
     assert saved["train"]["steps"] == 20
-    memory = mock.Mock(spec=MemoryCheckpoint, ranks=1)
+    memory = mock.Mock(spec=MemoryCheckpoint, rank_count=1)
     memory.newest_complete_step.return_value = CompleteStep(3, 1, {"settings": saved, "consumed_samples": 12})
     assert find_newer_copy(config, None, memory) is memory.fetch_local_copy.return_value
