@@ -55,7 +55,7 @@ def test_what_ends_a_trial_is_its_size_where_a_smaller_one_trains(
 ) -> None:
     caplog.set_level("INFO", logger="mega")
     assert found(5, end) == 4
-    assert f"batch.micro = 6: too large: exit status {told}, while a smaller one trains" in caplog.text
+    assert f"batch.micro = 6: too large, while a smaller one trains: exit status {told}" in caplog.text
     with pytest.raises(TrainingError, match=f"a trial ended with exit status {told}".replace("|", r"\|")):
         found(0, end)
 

@@ -116,5 +116,5 @@ def _run_trial(command: Sequence[str], smaller_fits: bool) -> MicroBatchTrial | 
         return "out of memory"
     words = "\n".join(f"  | {line}" for line in done.stderr.strip().splitlines()[-12:])
     if smaller_fits:
-        return f"too large: exit status {done.returncode}, while a smaller one trains:\n{words}"
+        return f"too large, while a smaller one trains: exit status {done.returncode}:\n{words}"
     raise TrainingError(f"a trial ended with exit status {done.returncode}:\n{words}")

@@ -11,6 +11,7 @@ launcher in another PID namespace is removed only when no rank holds its lock an
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hmac
 import json
@@ -124,8 +125,9 @@ def check_private_folder(path: Path) -> None:
 def remove_abandoned_folders(root: Path) -> None:
     """Remove this user's folders whose launcher has ended."""
     for path in root.glob(f"mega-{os.geteuid()}-*"):
-        if _is_private(path.lstat(), stat.S_ISDIR) and _is_abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another rank has removed it meanwhile
+            if _is_private(path.lstat(), stat.S_ISDIR) and _is_abandoned(path):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_abandoned(path: Path) -> bool:
