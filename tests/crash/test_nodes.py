@@ -38,7 +38,7 @@ def test_each_fault_is_named_and_the_run_goes_on_with_the_same_bits(
     with Job(raw, tmp_path / "job", nodes="2", ranks=1, network=network) as job:
         assert ended([job.launch(faults), job.launch(faults)]) == [0, 0], job.told()
         told, first = job.told(), job.told(0)
-    assert re.findall(r"copies in memory, of step (\d+)", told) == ["2", "4", "6", "8"]
+    assert re.findall(r"copies in host memory, of step (\d+)", told) == ["2", "4", "6", "8"]
     stopped, hung = (
         part.split("\n")[1]
         for part in first.split("error: no progress for 10 seconds (timeout_seconds); the job is ended")[1:]
@@ -100,7 +100,7 @@ def test_a_lost_node_leaves_a_smaller_run_that_grows_again(settings: Settings, t
 @pytest.mark.parametrize(
     ("nodes", "layout", "status", "words"),
     [
-        ("1:2", {"dp": 4}, 2, "parallel.dp = 4: 2 ranks make dp = 2"),
+        ("1:2", {"dp": 4}, 2, "parallel.dp = 4: must be 2 on 2 ranks"),
         ("2", {}, 1, "error: --nnodes requires more machines than have joined"),
     ],
 )

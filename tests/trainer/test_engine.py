@@ -73,7 +73,7 @@ def test_experts_are_those_that_a_rollout_chose_and_weigh_as_the_model_scores_th
     assert again.loss == pytest.approx(-torch.stack([each.mean() for each in replayed]).mean().item())
     with pytest.raises(DataError, match=r"routes of sequence 1 have shape \[1, 1, 1\] instead of \[1, 1, 2\]"):
         engine.log_probs(work, routes=[routes[0], routes[1][..., :1], *routes[2:]])
-    with pytest.raises(ConfigError, match="this one has none"):
+    with pytest.raises(ConfigError, match="require a model with experts"):
         engine_of(next(case for case in layouts(2) if case.name == "dense").single, RankInfo()).routes(work[:1])
 
 

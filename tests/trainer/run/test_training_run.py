@@ -187,7 +187,7 @@ def test_old_checkpoints_that_cannot_be_removed_end_no_run(
     monkeypatch.setattr("mega_trainer.run.train_state.apply_retention", refuse)
     url = f"memory://bucket/{tmp_path.name}"
     trained(settings(train={"steps": 2}, checkpoint={"path": url, "every": 1, "keep": 1}))
-    assert "old checkpoints are not removed: no answer" in caplog.text
+    assert "old checkpoints were not deleted: no answer" in caplog.text
     assert latest_checkpoint(parse_location(url)) == f"{url}/step-00000002"
 
 
@@ -516,7 +516,7 @@ def test_a_run_that_is_not_to_resume_leaves_a_used_folder_as_it_is(settings: Set
             trained(settings(train={"steps": steps}, checkpoint={"resume": False, "keep": 1}))
     assert lines(raw) == before
     latest_checkpoint(Path(raw["output"]) / "checkpoints").rename(Path(raw["output"]) / "aside")  # type: ignore[union-attr]
-    with pytest.raises(CheckpointError, match=r"a run already: .*metrics\.jsonl"):
+    with pytest.raises(CheckpointError, match=r"an unused output folder, found .*metrics\.jsonl"):
         trained(settings(checkpoint={"resume": False}))
     fresh = settings(train={"steps": 1}, checkpoint={"resume": False}, output=f"{raw['output']}-fresh")
     assert trained(fresh).step == 1
