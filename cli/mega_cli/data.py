@@ -279,7 +279,7 @@ def shuffle_command(
     Training shuffles documents when it reads them (data.order: shuffled). On disks with slow random access it is faster
     to shuffle once with this command and to read sequentially with data.order: stable.
     """
-    from mega_data.token_files.shuffle_documents import shuffle_documents as run
+    from mega_data.sampling.shuffle_documents import shuffle_documents as run
 
     info = run(prefix, output, seed=seed, overwrite=overwrite)
     typer.echo(f"{output}: {info.documents:,} documents, {info.tokens:,} tokens")

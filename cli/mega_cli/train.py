@@ -259,11 +259,11 @@ def _only_run(words: list[str]) -> Path:
 
 def _translate_megatron_script(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
     from mega_cli.megatron_args import render_run_yaml, translate_script
-    from mega_common.bounded_parsing import LARGEST_SETTINGS, explain_read_error, read_file_start
+    from mega_common.bounded_parsing import MAX_SETTINGS_BYTES, explain_read_error, read_file_start
     from mega_common.errors import ConfigError
 
     try:
-        text = read_file_start(script, LARGEST_SETTINGS).decode("utf-8", errors="replace")  # comments: any encoding
+        text = read_file_start(script, MAX_SETTINGS_BYTES).decode("utf-8", errors="replace")  # comments: any encoding
     except OSError as error:
         raise ConfigError(f"{script}: cannot be read ({explain_read_error(error)})") from None
     variables = dict(_parse_definition(text) for text in define)

@@ -158,7 +158,10 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights = False"),
         ({**GPT2, "n_ctx": 16}, "n_ctx = 16"),
-        ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope' wants 3 numbers"),
+        (
+            {**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "must have 3 numbers with scaling 'longrope'",
+        ),
         (
             {**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}},
             "rope_type = 'yarn' is not supported (only default, longrope)",

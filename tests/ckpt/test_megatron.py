@@ -733,7 +733,7 @@ NOT_MEGA: dict[str, dict[str, Any]] = {
     r"window_attn_skip_freq = \[1, 0, 1, 0\] does not fit 5 layers": {
         "window_size": (7, 0), "window_attn_skip_freq": [1, 0, 1, 0], "mtp_num_layers": 1,
     },
-    "problem\n  mtp_layers = 1: embeds further tokens": {"mtp_num_layers": 1, "position_embedding_type": "learned_absolute"},
+    "problem\n  mtp_layers = 1: is not supported with position: learned": {"mtp_num_layers": 1, "position_embedding_type": "learned_absolute"},
 }  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def test_what_a_user_calls_a_folder() -> None:
         "memory://bucket/run/checkpoints", "run", "memory://bucket",
     )  # fmt: skip
     assert parse_location(there) is there
-    with pytest.raises(ConfigError, match="no object store is called s4://"):
+    with pytest.raises(ConfigError, match="the protocol s4:// is not supported"):
         parse_location("s4://bucket")
 
 

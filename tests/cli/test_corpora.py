@@ -187,13 +187,13 @@ ROWS: dict[str, tuple[dict[str, str | bytes], str, list[str] | None, str]] = {
     "a snapshot of the Hub": (
         {"in/README.md": "---\nlicense: mit\n---\nabout", "in/LICENSE": "mit", "in/data/train-0.jsonl": lines("a"),
          "in/data/test-0.jsonl": lines("t"), "in/.gitattributes": "x"},
-        "in", ["a"], "other splits than train.*in/data/test-0.jsonl(?s:.*)describe the data beside them: .*README.md",
+        "in", ["a"], "other splits than train.*in/data/test-0.jsonl(?s:.*)descriptions of the data.: .*README.md",
     ),
     "only a test split": ({"in/test.jsonl": lines("t")}, "in", ["t"], ""),
     "tests of code": ({"in/train.py": "a", "in/test_train.py": "b", "in/README.md": "c"}, "in", ["c", "b", "a"], ""),
     "what is no text": ({"in/a.txt": "a", "in/b.png": b"\x89PNG\xff", "in/c.gz": b"\x1f\x8b\xff"}, "in", ["a"],
-                        "no UTF-8 text: in/b.png(?s:.*)damaged or truncated.: in/c.gz"),
-    "bad lines of an earlier run": ({"in/a.txt": "a", "in/wiki.quarantine.jsonl": "{}\n"}, "in", ["a"], "mega's own"),
+                        "not UTF-8 text.: in/b.png(?s:.*)damaged or truncated.: in/c.gz"),
+    "bad lines of an earlier run": ({"in/a.txt": "a", "in/wiki.quarantine.jsonl": "{}\n"}, "in", ["a"], "mega data sets"),
     # special tokens
     "an end token in the text": ({"a.txt": "a<|endoftext|>b"}, "a.txt --append-eod", ["a<|endoftext|>b<|endoftext|>"],
                                  "1 documents spell the end token"),
@@ -256,7 +256,7 @@ def test_each_file_counts_once_whatever_links_there_are(
     (here / "in" / "z.txt").symlink_to("a.txt")
     assert preprocess(f"--input {pattern} --output out") == 0
     assert documents("out") == ["in/a.txt", "in/b/c.txt"]
-    assert re.search("left out, links .*loop", capsys.readouterr().err)
+    assert re.search("skipped .links .*loop", capsys.readouterr().err)
 
 
 def test_data_sets_of_ours_in_a_folder_are_left_out(here: Path) -> None:

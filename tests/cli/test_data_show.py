@@ -112,7 +112,7 @@ def test_what_is_refused(folder: Path) -> None:
     for args in ((), (folder / "chat", "--run", folder / "run.yaml")):
         with pytest.raises(ConfigError, match="requires PREFIX or --run"):
             data("show", *args)
-    with pytest.raises(DataError, match=r"no document 3; its 3 are numbered from 0"):
+    with pytest.raises(DataError, match=r"no document 3; its 3 documents are numbered from 0"):
         data("show", folder / "chat", "--sample", 3)
     with pytest.raises(DataError, match=r"which is not .*base"):
         data("show", folder / "chat", "--tokenizer", folder / "base")
@@ -153,11 +153,11 @@ def of_kind(words: Path, kind: str) -> dict[str, list[dict[str, Any]]]:
 
 def test_masked_words_of_a_run_and_what_is_to_be_guessed(words: Path) -> None:
     parts = of_kind(words, "bert")
-    assert list(parts) == ["segment A", "segment B", "to be guessed"]
+    assert list(parts) == ["segment A", "segment B", "labels"]
     shown = {token["position"]: token for part in ("segment A", "segment B") for token in parts[part]}
     assert "[CLS]" in shown[0]["text"]
     asked = [place for place, token in shown.items() if token["weight"]]
-    assert asked == [token["position"] for token in parts["to be guessed"]]
+    assert asked == [token["position"] for token in parts["labels"]]
     assert 0.1 < len(asked) / len(shown) < 0.2
     assert sum(shown[place]["id"] == SPECIAL.index("[MASK]") for place in asked) > len(asked) / 2
 

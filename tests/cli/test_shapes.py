@@ -123,7 +123,7 @@ def test_the_whole_way(tmp_path: Path, kind: str, more: dict[str, Any], features
     said = json.loads(mega("generate", hf, "--image", tmp_path / "seen" / "0.png", *prompt, "--json"))
     assert len(said["tokens"]) <= 3
     (tmp_path / "text.png").write_text("no image")
-    for wrong, told in (("text.png", "no image that can be read"), ("none.png", "cannot be read")):
+    for wrong, told in (("text.png", "the image cannot be read"), ("none.png", "cannot be read")):
         done = CliRunner().invoke(
             build_typer_app(), ["generate", str(hf), "--image", str(tmp_path / wrong), *map(str, prompt)]
         )

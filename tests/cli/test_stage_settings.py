@@ -213,7 +213,10 @@ def test_what_is_not_the_runs_own_stays_where_it_is(trained: Flow) -> None:
 
 def test_a_folder_that_something_trains_in_is_not_moved(trained: Flow) -> None:
     change(trained.base, {"model": {"vocab_size": 301}})
-    with lock_folder(trained.base / "run"), pytest.raises(ConfigError, match=f"run is in use by process {os.getpid()}"):
+    with (
+        lock_folder(trained.base / "run"),
+        pytest.raises(ConfigError, match=f"run: is in use by process {os.getpid()}"),
+    ):
         trained.run()
     assert trainings(trained.base / "run") == 1
 

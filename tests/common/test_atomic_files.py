@@ -169,4 +169,4 @@ def test_a_file_system_without_locks_is_told_of(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with lock_folder(tmp_path):
-        assert "no lock is possible there (No locks available)" in caplog.text
+        assert "the file system does not support locks (No locks available)" in caplog.text

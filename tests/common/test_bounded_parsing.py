@@ -9,8 +9,8 @@ import pytest
 
 from mega_common import bounded_parsing
 from mega_common.bounded_parsing import (
-    DEEPEST,
-    LARGEST_SETTINGS,
+    MAX_DEPTH,
+    MAX_SETTINGS_BYTES,
     BoundedYamlLoader,
     StrictYamlLoader,
     check_yaml_limits,
@@ -80,13 +80,13 @@ def test_aliases_and_merges_that_people_write_are_read() -> None:
 
 
 def test_nesting_up_to_the_limit_is_read() -> None:
-    depth = DEEPEST - 2
+    depth = MAX_DEPTH - 2
     parse_yaml_text("x: " + "[" * depth + "]" * depth, "run.yaml")
 
 
 def test_a_file_larger_than_the_limit_is_refused_and_a_device_ends(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("x: " + "a" * LARGEST_SETTINGS)
+    path.write_text("x: " + "a" * MAX_SETTINGS_BYTES)
     for one in (path, Path("/dev/zero")):
         with pytest.raises(ConfigError, match=r"larger than|cannot be read"):
             load_yaml_mapping(one)
@@ -139,7 +139,7 @@ SPOILT = ["missing", "folder", "dangling", "loop", "fifo", "device", "below_a_fi
 def test_a_json_file_that_cannot_be_read_is_named_without_an_errno(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_parsing, "LARGEST_FILE", 1 << 16)
+    monkeypatch.setattr(bounded_parsing, "MAX_FILE_BYTES", 1 << 16)
     path = tmp_path / "inner" / "settings.json"
     path.parent.mkdir()
     _spoil(path, kind)

@@ -87,7 +87,7 @@ def test_an_unknown_key_names_the_nearest(raw: dict[str, Any], line: str) -> Non
 def test_values_and_rules_are_told_with_what_stands_there() -> None:
     lines = told({"model": {"width": "wide", "norm": "max"}, "data": [{"path": "a", "weight": -1}]})
     assert lines == [
-        "model.layers: required, but not given",
+        "model.layers: is required",
         "model.width = 'wide': input should be a valid integer, unable to parse string as an integer",
         "model.norm = 'max': input should be 'rms' or 'layer'",
         "data.0.weight = -1: input should be greater than 0",
@@ -166,11 +166,11 @@ class TestYaml:
         [
             ("a: 1\nb: 2\na: 3\n", "line 3: the key 'a' is given twice"),
             ("s:\n  a: 1\n  a: 1\n", "line 3: the key 'a' is given twice"),
-            ("a: [1", "not valid YAML"),
-            ("? [a]\n: b", "not valid YAML"),
-            ("- 1", "expected keys with values, found list"),
-            ("", "expected keys with values, found NoneType"),
-            ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
+            ("a: [1", "is not valid YAML"),
+            ("? [a]\n: b", "is not valid YAML"),
+            ("- 1", "must have keys with values, not list"),
+            ("", "must have keys with values, not NoneType"),
+            ("a: !!python/object/apply:os.getcwd []", "is not valid YAML"),
             (b"\xff\xfe\xfa", "cannot be read"),
         ],
     )

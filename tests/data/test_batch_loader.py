@@ -33,7 +33,7 @@ class Numbered:
             raise DataError(f"sample {k} of {self.end}")
         return DocumentRules().build_sample(np.full(S + 1, k))
 
-    def work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+    def estimate_attention_work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
         return np.full(len(numbers), S * S)
 
 
@@ -119,7 +119,7 @@ def test_a_sample_without_documents_is_one_among_others() -> None:
 
 
 class Uneven(Numbered):
-    def work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+    def estimate_attention_work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
         return np.array(numbers) * 7919 % 1000 + 1
 
 
@@ -131,7 +131,7 @@ def test_samples_of_uneven_work_are_those_of_the_step_and_dealt_evenly(dp_size: 
     for step, parts in enumerate(zip(*(taken(loader, 4) for loader in made), strict=True)):
         ids = [part.sample_ids.tolist() for part in parts]
         assert sorted(k for own in ids for k in own) == list(range(24 * step, 24 * step + 24))
-        work = [Uneven().work(own).sum() for own in ids]
+        work = [Uneven().estimate_attention_work(own).sum() for own in ids]
         assert max(work) <= 1.1 * sum(work) / dp_size
         for part in parts:
             assert part.tokens.tolist() == [[k] * S for k in part.sample_ids.tolist()]
@@ -186,10 +186,10 @@ def test_a_program_that_leaves_in_the_middle_ends() -> None:
     program = """
 import numpy as np
 from mega_data.blended_dataset import DocumentRules
-from mega_data.batch_loader import Loader
+from mega_data.batch_loader import BatchLoader
 class Data:
-    def __getitem__(self, k): return DocumentRules().sample(np.full(9, k))
-batches = iter(Loader(Data(), global_batch=4, seq_length=8))
+    def __getitem__(self, k): return DocumentRules().build_sample(np.full(9, k))
+batches = iter(BatchLoader(Data(), global_batch=4, seq_length=8))
 print(next(batches).sample_ids[0])
 raise SystemExit(3)
 """

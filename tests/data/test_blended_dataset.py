@@ -255,7 +255,7 @@ def test_sequential_predicts_every_token_once(tmp_path: Path, seq_length: int) -
 def test_sequential_of_nothing(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "d", "uint16") as writer:
         writer.add_document([1])
-    with pytest.raises(DataError, match="nothing to predict"):
+    with pytest.raises(DataError, match="requires at least two tokens"):
         open_sequential_dataset(tmp_path / "d", 8)
 
 

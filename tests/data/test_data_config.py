@@ -16,7 +16,7 @@ MIXED = [{"path": "a", "kind": "bert"}, {"path": "b", "kind": "text"}]
     ("fields", "told"),
     [
         ({"train": MIXED}, r"kind = 'text': the kinds bert and text cannot be mixed"),
-        ({"train": "a", "valid": {"path": "b", "kind": "t5"}}, "t5 and text make samples"),
+        ({"train": "a", "valid": {"path": "b", "kind": "t5"}}, "the kinds t5 and text cannot be mixed"),
         (
             {"train": "a", "kind": "bert", "seq_length": 4},
             "seq_length = 4: must be at least 5 for the kind bert",

@@ -165,7 +165,7 @@ def test_a_store_that_fails_gets_what_is_made_already(
 def test_what_is_not_there(store: Any) -> None:
     with pytest.raises(DataError, match=r"memory://bucket/none: no such object"):
         find_corpus_sources(["memory://bucket/none"])
-    with pytest.raises(ConfigError, match=r"no object store is called s4://"):
+    with pytest.raises(ConfigError, match=r"the protocol s4:// is not supported"):
         find_corpus_sources(["s4://bucket/a.jsonl"])
     with pytest.raises(MissingPackageError, match=r"gs://bucket/a.jsonl(?s:.*)gcsfs"):
         find_corpus_sources(["gs://bucket/a.jsonl"])

@@ -95,7 +95,7 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
 def test_training_refuses(tmp_path: Path, tokenizer_folder: Path) -> None:
     with pytest.raises(DataError, match="at least 257"):
         train_tokenizer(["a"], 256, tmp_path)
-    with pytest.raises(DataError, match="no text"):
+    with pytest.raises(DataError, match="requires text"):
         train_tokenizer([""], 300, tmp_path)
     with pytest.raises(DataError, match="exists already"):
         train_tokenizer(["a"], 300, tokenizer_folder)

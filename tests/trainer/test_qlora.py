@@ -112,7 +112,7 @@ def test_what_does_not_go_with_it_is_told(tuning: Settings) -> None:
         RunConfig.parse(tuning(parallel={"zero": 3}))
     with pytest.raises(ConfigError, match="is not supported with precision = fp8"):
         RunConfig.parse(tuning(precision="fp8"))
-    with pytest.raises(ConfigError, match="goes with no dora"):
+    with pytest.raises(ConfigError, match="is not supported with dora"):
         RunConfig.parse(tuning(lora={"dora": True}))
     with pytest.raises(
         ConfigError, match=r"requires rows of a multiple of 64 elements; those of .*down_proj\.weight have 24 on a rank"

@@ -1,6 +1,4 @@
-"""Atomic files and folders (write to a temporary path, fsync, rename, fsync the folder), file locks and full-disk
-errors.
-"""
+"""Atomic files and folders (write to a temporary path, fsync, rename, fsync the folder), file locks, disk-full errors."""
 
 from __future__ import annotations
 
@@ -22,12 +20,9 @@ from typing import IO, Any
 from mega_common.errors import ConfigError, MegaError
 from mega_common.progress_logging import logger
 
-HINT = (
-    "free space there, or choose another folder, and give the same command again: it goes on with what is finished, or "
-    "starts again"
-)
+HINT = "free space there or choose another folder, and run the same command again; finished parts are kept"
 _CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# Libraries in Rust and C++ raise errors of their own, with the text of the system's.
+# Libraries in Rust and C++ raise other exceptions, with the text of the system error.
 _TEXT = re.compile(
     r"No space left on device|Disk quota exceeded|File too large|StorageFull|QuotaExceeded|\d+ requested and \d+ written"
 )
@@ -39,35 +34,35 @@ class DiskFullError(MegaError):
 
 def iterate_error_chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and all its causes and contexts."""
-    seen: set[int] = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        yield following
-        following = following.__cause__ or following.__context__
+    visited: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in visited:
+        visited.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 def convert_full_disk_error(error: BaseException, place: Path | str | None = None) -> DiskFullError | None:
     """Return the error to report if `error` was caused by a full disk, else None.
 
     Args:
-        error: what was raised.
-        place: the file or folder that was written, where the error does not name it.
+        error: the raised error.
+        place: the file or folder that was written, for an error without a file name.
     """
-    found = next((one for one in iterate_error_chain(error) if _is_disk_full(one)), None)
-    if found is None:
+    cause = next((link for link in iterate_error_chain(error) if _is_disk_full(link)), None)
+    if cause is None:
         return None
-    named = [one.filename2 or one.filename for one in iterate_error_chain(error) if isinstance(one, OSError)]
-    where = next(filter(None, named), None) or place or "the output"
-    reason = _TEXT.search(_error_text(found))
-    said = (
-        found.strerror if isinstance(found, OSError) and found.strerror else reason[0] if reason else "the disk is full"
+    names = [link.filename2 or link.filename for link in iterate_error_chain(error) if isinstance(link, OSError)]
+    path = next(filter(None, names), None) or place or "the output"
+    match = _TEXT.search(_error_text(cause))
+    reason = (
+        cause.strerror if isinstance(cause, OSError) and cause.strerror else match[0] if match else "the disk is full"
     )
-    return DiskFullError(f"{where}: cannot be written ({said})", hint=HINT)
+    return DiskFullError(f"{path}: cannot be written ({reason})", hint=HINT)
 
 
 def describe_disk_error(error: OSError, full: str = HINT) -> tuple[str, str | None]:
-    """Return the sentence about an OSError that names a file, and `full` as its hint where the disk is full."""
+    """Return the message of an OSError that names a file, and the hint `full` if the disk is full."""
     hint = full if convert_full_disk_error(error) else None
     return f"{error.filename2 or error.filename}: {error.strerror or error}", hint
 
@@ -80,7 +75,7 @@ def _is_disk_full(error: BaseException) -> bool:
 
 def _error_text(error: BaseException) -> str:
     """Return the text of an error; `str` omits it for an OSError without a number that has a file name."""
-    return " ".join(str(one) for one in error.args)
+    return " ".join(str(arg) for arg in error.args)
 
 
 def fsync_directory(folder: Path) -> None:
@@ -99,9 +94,9 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for one in iterate_error_chain(error):  # libraries raise others while they handle it
-            if isinstance(one, OSError):
-                one.filename = one.filename or str(path)
+        for link in iterate_error_chain(error):  # a library may raise another error while it handles this one
+            if isinstance(link, OSError):
+                link.filename = link.filename or str(path)
         raise
 
 
@@ -109,11 +104,11 @@ def lock_folder(folder: Path) -> contextlib.AbstractContextManager[int]:
     """Hold `<folder>/.lock` while the block runs, by `lock_file_exclusively`.
 
     Raises:
-        ConfigError: when another process holds it, naming that.
+        ConfigError: naming the process that has the lock.
     """
-    hint = "wait for its end or end it, or write to another folder"
+    hint = "wait until it ends, stop it, or write to another folder"
     return lock_file_exclusively(
-        folder / ".lock", lambda holder: ConfigError(f"{folder} is in use by {holder}", hint=hint)
+        folder / ".lock", lambda holder: ConfigError(f"{folder}: is in use by {holder}", hint=hint)
     )
 
 
@@ -121,11 +116,11 @@ def lock_folder(folder: Path) -> contextlib.AbstractContextManager[int]:
 def lock_file_exclusively(path: Path, make_error: Callable[[str], MegaError]) -> Iterator[int]:
     """Hold an exclusive lock on a file that names its holder while the block runs; yield the file descriptor.
 
-    A child that inherits the descriptor goes on holding it; the system frees it when the last of them dies. On NFS it
-    holds between machines. Where the file system has no locks, a warning says so and the block runs.
+    A child that inherits the descriptor keeps the lock; the system releases it when the last process ends. On NFS it
+    works across machines. On a file system without locks, a warning is logged and the block runs.
 
     Raises:
-        MegaError: what `make_error` makes of the name of another holder.
+        MegaError: the result of `make_error` for the process that has the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -136,7 +131,11 @@ def lock_file_exclusively(path: Path, make_error: Callable[[str], MegaError]) ->
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            logger.warning("%s: no lock is possible there (%s): start nothing else in it", path.parent, error.strerror)
+            logger.warning(
+                "%s: the file system does not support locks (%s); do not start another process in this folder",
+                path.parent,
+                error.strerror,
+            )
         os.truncate(descriptor, 0)
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
@@ -147,10 +146,10 @@ def lock_file_exclusively(path: Path, make_error: Callable[[str], MegaError]) ->
 
 @contextlib.contextmanager
 def open_atomic_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
-    """Open a temporary file beside `path` for writing; leaving the block without an error renames it to `path`.
+    """Open a temporary file next to `path` for writing; rename it to `path` on exit without an error.
 
-    After an error, or a kill, `path` is what it was before. The temporary name begins with a dot and ends in `.tmp`,
-    so that no reader takes it for the file.
+    After an error or a kill, `path` is unchanged. The temporary name begins with a dot and ends in `.tmp`, so that no
+    reader matches it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
@@ -171,11 +170,10 @@ def open_atomic_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
 
 @contextlib.contextmanager
 def create_atomic_folder(path: Path) -> Iterator[Path]:
-    """Create a temporary folder beside `path` to fill; leaving the block without an error renames it to `path`.
+    """Create a temporary folder next to `path`; rename it to `path` on exit without an error.
 
-    A folder that is `path` already goes aside first and is deleted last. After an error, or a kill while the temporary
-    one is filled, `path` is what it was before. What is in the temporary folder must be durable itself; its names, and
-    the new one, are made so here.
+    An existing `path` is moved aside first and deleted last. After an error, or a kill in the block, `path` is
+    unchanged. The caller must make the files in the temporary folder durable; the folder entries are made so here.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -190,7 +188,7 @@ def create_atomic_folder(path: Path) -> Iterator[Path]:
 def install_folder(temporary: Path, path: Path) -> None:
     """Rename a folder, whose files are already durable, to `path` on the same disk.
 
-    A folder that is `path` already goes aside first and is deleted last; after an error it has its name again.
+    An existing `path` is moved aside first and deleted last; after an error it gets its name back.
     """
     for above, _, _ in os.walk(temporary):
         fsync_directory(Path(above))
@@ -208,16 +206,14 @@ def install_folder(temporary: Path, path: Path) -> None:
 
 
 def write_json_atomically(path: Path, value: object) -> None:
-    """Write `value` atomically as indented JSON. NaN and infinities are rejected, as JSON has none."""
+    """Write `value` atomically as indented JSON. NaN and infinities, which JSON lacks, raise ValueError."""
     with open_atomic_file(path, text=True) as stream:
         json.dump(value, stream, indent=1, allow_nan=False)
         stream.write("\n")
 
 
 def compute_file_sha256(path: Path, *, chunk: int = 1 << 22, advance: Callable[[int], None] | None = None) -> str:
-    """Return the hex SHA-256 of a whole file, read in blocks of `chunk` bytes; `advance` is called with the bytes of
-    each.
-    """
+    """Return the hex SHA-256 of a file, read in blocks of `chunk` bytes; `advance` is called with the size of each."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while block := stream.read(chunk):

@@ -1,7 +1,7 @@
 """YAML and JSON parsers that terminate on any input: bounded in size, nesting, aliases and digits.
 
-Files of other people may be small and still ask for endless work: aliases of aliases, thousands of nested brackets,
-integers of thousands of digits, a device in place of a file. All of these are refused here with one sentence.
+A small file from an untrusted source can take unbounded work: aliases of aliases, thousands of nested brackets,
+integers of thousands of digits, a device in place of a file. All of these raise a one-sentence error here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import yaml
 
 from mega_common.errors import ConfigError, MegaError
 
-LARGEST_SETTINGS = 2 * 1024 * 1024  # bytes of a file of settings
-DEEPEST = 64  # levels of nesting in a file of settings
-EXPANSION = 100_000  # nodes, or 16 characters each, that all aliases of a file stand for
-LARGEST_FILE = 1 << 28  # bytes of a file of text or JSON that is read as a whole
-LONGEST_INTEGER = 40  # digits
-# Errors that PyYAML's constructors raise for values which do not fit their own tag, such as `!!timestamp x`.
-MISFITS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+MAX_SETTINGS_BYTES = 2 * 1024 * 1024
+MAX_FILE_BYTES = 1 << 28  # of a text or JSON file that is read as a whole
+MAX_DEPTH = 64  # nesting levels of a settings file
+MAX_EXPANSION = 100_000  # nodes, or 16 characters each, that all aliases of a file expand to
+MAX_INTEGER_LENGTH = 40  # characters
+# Errors that PyYAML's constructors raise for values that do not match their tag, such as `!!timestamp x`.
+TAG_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
 class BoundedYamlLoader(yaml.SafeLoader):
@@ -38,7 +38,7 @@ class BoundedYamlLoader(yaml.SafeLoader):
         """Compose the next node.
 
         Raises:
-            ConfigError: when a limit is passed, or a node contains itself.
+            ConfigError: if a limit is exceeded, or a node contains itself.
         """
         event = self.peek_event()  # type: ignore[no-untyped-call]
         anchor: str | None = event.anchor
@@ -47,8 +47,8 @@ class BoundedYamlLoader(yaml.SafeLoader):
             self._count_alias_expansion(anchor, line)
             return super().compose_node(parent, index)
         before, self._depth = self._size, self._depth + 1
-        if self._depth > DEEPEST:
-            raise ConfigError(f"line {line}: nested deeper than {DEEPEST} levels")
+        if self._depth > MAX_DEPTH:
+            raise ConfigError(f"line {line}: is nested deeper than {MAX_DEPTH} levels")
         if anchor is not None:
             self._sizes[anchor] = None
         node = super().compose_node(parent, index)
@@ -64,15 +64,15 @@ class BoundedYamlLoader(yaml.SafeLoader):
             raise ConfigError(f"line {line}: the value of &{anchor} contains itself")
         self._size += size
         self._expanded += size
-        if self._expanded > EXPANSION:
-            raise ConfigError(f"line {line}: the aliases of this file stand for more than {EXPANSION:,} values")
+        if self._expanded > MAX_EXPANSION:
+            raise ConfigError(f"line {line}: the aliases of this file expand to more than {MAX_EXPANSION:,} values")
 
 
 class StrictYamlLoader(BoundedYamlLoader):
-    """Strict YAML loader: a key given twice is an error instead of the last one winning.
+    """Strict YAML loader, which rejects duplicate keys.
 
-    Plain words are read by the core schema of YAML 1.2: `3e-4` is a number, while `no`, `12:30:00` and `2026-01-31`
-    stay text.
+    Plain words are resolved by the core schema of YAML 1.2: `3e-4` is a number, while `no`, `12:30:00` and `2026-01-31`
+    are text.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}
@@ -81,16 +81,16 @@ class StrictYamlLoader(BoundedYamlLoader):
         """Construct a mapping.
 
         Raises:
-            ConfigError: when a key is given twice.
+            ConfigError: for a duplicate key.
         """
-        seen: set[object] = set()
+        keys: set[object] = set()
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                break  # refused below
-            if key in seen:
+                break  # rejected by the base class
+            if key in keys:
                 raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice")
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -104,9 +104,12 @@ for _kind, _pattern, _starts in (
 
 
 def _check_digits(node: yaml.ScalarNode) -> None:
-    if len(node.value) > LONGEST_INTEGER:
+    if len(node.value) > MAX_INTEGER_LENGTH:
         line = node.start_mark.line + 1
-        raise ConfigError(f"line {line}: an integer of {len(node.value)} characters, {node.value[:12]}...")
+        raise ConfigError(
+            f"line {line}: an integer must have at most {MAX_INTEGER_LENGTH} characters, and {node.value[:12]}... has"
+            f" {len(node.value)}"
+        )
 
 
 def _construct_core_integer(loader: StrictYamlLoader, node: yaml.ScalarNode) -> int:
@@ -127,30 +130,30 @@ def parse_yaml_text(text: str, source: str, loader: type[BoundedYamlLoader] = St
     """Return the value of a YAML document, read by the core schema of YAML 1.2 unless another `loader` is given.
 
     Raises:
-        ConfigError: when it is no YAML, repeats a key or passes a limit; the message begins with `source`.
+        ConfigError: if it is not YAML, repeats a key or exceeds a limit; the message begins with `source`.
     """
     try:
         return yaml.load(text, loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {error}") from None
+        raise ConfigError(f"{source}: is not valid YAML: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error.message}") from None
-    except MISFITS as error:
-        raise ConfigError(f"{source}: holds a value that is not of its own YAML tag ({error})") from None
+    except TAG_ERRORS as error:
+        raise ConfigError(f"{source}: has a value that does not match its YAML tag ({error})") from None
 
 
 def check_yaml_limits(path: Path) -> None:
     """Check that a YAML file, which another library loads with its own tags, stays within the limits.
 
     Raises:
-        ConfigError: when it cannot be read, is no YAML or passes a limit.
+        ConfigError: if it cannot be read, is not YAML or exceeds a limit.
     """
     text = read_settings_file(path)
     try:
         for _ in yaml.compose_all(text, BoundedYamlLoader):
             pass
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from None
 
@@ -159,9 +162,9 @@ def read_file_start(path: Path, length: int = -1) -> bytes:
     """Return the first `length` bytes of a file, by default all; a FIFO without a writer reads as empty.
 
     Raises:
-        OSError: when it is missing or no file.
+        OSError: if it is missing or not a file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait until someone opens it for writing
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for a writer of a FIFO
     with open(descriptor, "rb") as file:
         os.set_blocking(descriptor, True)
         return file.read(length)
@@ -178,55 +181,55 @@ def explain_read_error(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def read_settings_file(path: Path, largest: int = LARGEST_SETTINGS) -> str:
-    """Return the text of a settings file, at most `largest` bytes of UTF-8.
+def read_settings_file(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> str:
+    """Return the text of a settings file, at most `max_bytes` bytes of UTF-8.
 
     Raises:
-        ConfigError: when it is missing, larger or no text.
+        ConfigError: if it is missing, larger or not text.
     """
     try:
-        content = read_file_start(path, largest + 1)
+        content = read_file_start(path, max_bytes + 1)
         text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({explain_read_error(error)})") from None
-    if len(content) > largest:
-        raise ConfigError(f"{path}: larger than {largest:,} bytes, the limit for a file of settings")
+    if len(content) > max_bytes:
+        raise ConfigError(f"{path}: is larger than {max_bytes:,} bytes, the limit for a settings file")
     return text
 
 
-def read_utf8_text(path: Path, refusal: type[MegaError], *, hint: str | None = None) -> str:
-    """Return the text of a file in UTF-8, at most `LARGEST_FILE` bytes.
+def read_utf8_text(path: Path, error_type: type[MegaError], *, hint: str | None = None) -> str:
+    """Return the text of a UTF-8 file, at most `MAX_FILE_BYTES` bytes.
 
     Raises:
-        MegaError: of the type `refusal`, when it is missing, no file, larger or no text.
+        MegaError: of type `error_type`, if it is missing, not a file, larger or not text.
     """
     try:
-        content = read_file_start(path, LARGEST_FILE + 1)
-        if len(content) > LARGEST_FILE:
-            raise refusal(f"{path}: larger than {LARGEST_FILE:,} bytes, the limit for such a file", hint=hint)
+        content = read_file_start(path, MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise error_type(f"{path}: is larger than {MAX_FILE_BYTES:,} bytes, the limit for such a file", hint=hint)
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise refusal(f"{path}: cannot be read ({explain_read_error(error)})", hint=hint) from None
+        raise error_type(f"{path}: cannot be read ({explain_read_error(error)})", hint=hint) from None
 
 
-def read_json_file(path: Path, refusal: type[MegaError], *, hint: str | None = None) -> Any:
+def read_json_file(path: Path, error_type: type[MegaError], *, hint: str | None = None) -> Any:
     """Return the value of a JSON file.
 
     Raises:
-        MegaError: of the type `refusal`, when it is missing, no file or no JSON.
+        MegaError: of type `error_type`, if it is missing, not a file or not JSON.
     """
-    text = read_utf8_text(path, refusal, hint=hint)
+    text = read_utf8_text(path, error_type, hint=hint)
     try:
         return parse_json_text(text)
     except ValueError as error:
-        raise refusal(f"{path}: cannot be read (not valid JSON: {error})", hint=hint) from None
+        raise error_type(f"{path}: cannot be read (not valid JSON: {error})", hint=hint) from None
 
 
 def parse_json_text(text: str | bytes) -> Any:
     """Return the value of a JSON document.
 
     Raises:
-        ValueError: when it is no JSON, is nested too deeply, gives a key two values, or holds an integer of thousands of
+        ValueError: if it is not JSON, is nested too deeply, gives a key two values, or has an integer of thousands of
             digits.
     """
     try:
@@ -239,7 +242,7 @@ def reject_duplicate_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return the members of a JSON object as a dictionary.
 
     Raises:
-        ValueError: when a key has two different values.
+        ValueError: if a key has two different values.
     """
     members = dict(pairs)
     if len(members) != len(pairs):

@@ -1,9 +1,9 @@
-"""Sections of `ModelConfig` for encoder-decoder models: the encoder and T5's relative positions."""
+"""Sections of `ModelConfig` for models with an encoder: the encoder, its masked-LM head and T5's relative positions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -12,32 +12,43 @@ from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 if TYPE_CHECKING:
     from mega_common.model_config import ModelConfig
 
-# What no encoder-decoder has here, by the value that says so.
-_USUAL = {
+# Fields that are not supported with an encoder, with the required value.
+_REQUIRED_VALUES = {
     "moe": None, "mla": None, "mamba": None, "delta": None, "layers": None, "mtp_layers": 0, "sliding_window": None,
     "norm_position": "pre", "parallel_residual": False, "causal": True,
 }  # fmt: skip
 
 
 class EncoderConfig(StrictConfig):
-    """Encoder of an encoder-decoder model (arXiv:1706.03762): the first layers of the model, with bidirectional
-    attention over a sequence of their own. The other layers attend to its output by cross attention.
+    """Encoder of an encoder-decoder model (arXiv:1706.03762).
+
+    The first layers of the model, with bidirectional attention over a separate sequence. The other layers attend to its
+    output by cross attention.
     """
 
-    num_layers: LayerCount = Field(description="so many of the model's layers, the first ones, are the encoder's")
-    start_token: NonNegativeInt = Field(0, description="what the decoder's text begins with; T5's padding")
-    head_bias: bool = Field(False, description="a number for each token is added to the logits, as in Megatron's T5")
+    num_layers: LayerCount = Field(description="number of the model's layers, from the first, that form the encoder")
+    start_token: NonNegativeInt = Field(0, description="first token of the decoder; T5 uses padding")
+    head_bias: bool = Field(False, description="add a bias per vocabulary token to the logits, as in Megatron's T5")
+
+
+class MaskedLmConfig(StrictConfig):
+    """Masked-LM head of an encoder: norm(act(W x)), then the output matrix and a bias per token (BERT)."""
+
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    dense_bias: bool = Field(True, description="bias of W")
+    bias: bool = Field(True, description="bias of each token's logit")
 
 
 class RelativePositionConfig(StrictConfig):
-    """Relative position bias of T5 (arXiv:1910.10683, section 2.1): a value added to each head's scores by the bucket
-    of the distance between key and query. Half of the buckets hold one distance each, the others grow up to
-    `max_distance`, the last holds all larger distances.
+    """Relative position bias of T5 (arXiv:1910.10683, section 2.1).
+
+    A value is added to each head's scores by the bucket of the distance between key and query. Half of the buckets have
+    one distance each, the others grow up to `max_distance`, and the last has all larger distances.
     """
 
-    buckets: PositiveInt = Field(32, description="of each stack; the encoder has half of them for either side")
+    buckets: PositiveInt = Field(32, description="buckets per stack; the encoder uses half of them for each direction")
     max_distance: PositiveInt = 128
-    every_layer: bool = Field(False, description="each layer has a table of its own, as in UMT5; else a stack has one")
+    every_layer: bool = Field(False, description="one table per layer, as in UMT5; else one per stack")
 
 
 def find_encoder_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
@@ -45,20 +56,20 @@ def find_encoder_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.position == "relative":
         if model.encoder is None:
             yield ConfigProblem(
-                "position", "relative is for encoder-decoders", "relative", "set encoder, or position: rope"
+                "position", "requires an encoder-decoder model", "relative", "set encoder, or position: rope"
             )
         if model.attention_softcap or model.attention_sinks:
-            rule = "adds to scores, which are then neither capped nor have sinks"
+            rule = "is not supported with attention_softcap or attention_sinks"
             yield ConfigProblem("position", rule, "relative", "leave out attention_softcap and attention_sinks")
         if model.relative.buckets % 4 or model.relative.max_distance <= model.relative.buckets // 2:
-            rule = "must be a multiple of 4, and twice max_distance more than that"
+            rule = f"must be a multiple of 4 and less than twice max_distance = {model.relative.max_distance}"
             yield ConfigProblem("relative.buckets", rule, model.relative.buckets)
     if model.encoder is None:
         return
     if model.encoder.num_layers >= model.num_layers:
-        rule = f"counts among num_layers = {model.num_layers}, of which the decoder needs one"
+        rule = f"must be less than num_layers = {model.num_layers}, which counts encoder and decoder layers"
         yield ConfigProblem("encoder.num_layers", rule, model.encoder.num_layers)
-    for name, value in _USUAL.items():
+    for name, value in _REQUIRED_VALUES.items():
         if getattr(model, name) != value:
-            told = "leave it out" if value is None else f"{name}: {str(value).lower()}"
-            yield ConfigProblem(name, "does not go with an encoder", hint=f"{told}, or leave out encoder")
+            fix = "leave it out" if value is None else f"{name}: {str(value).lower()}"
+            yield ConfigProblem(name, "is not supported with encoder", hint=f"{fix}, or leave out encoder")

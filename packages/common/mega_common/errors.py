@@ -1,14 +1,14 @@
-"""Errors that a user can meet, all derived from `MegaError`.
+"""User-facing errors, all derived from `MegaError`.
 
-Every `MegaError` prints as one readable message. `exit_status` follows the convention of the command line: 2 for a
-mistake of the user's, 1 for a failure of ours (or of the machine's), 75 for training that was saved before its end.
+Every `MegaError` prints as one readable message. `exit_status` is the status of the command: 2 for a user error, 1 for
+an internal or machine failure, 75 for training that was saved before its last step.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-INTERRUPTED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command, given again, goes on
+INTERRUPTED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: running the same command again resumes
 
 
 class MegaError(Exception):
@@ -25,7 +25,7 @@ class MegaError(Exception):
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross process borders (workers, ranks); keyword-only arguments do not survive the default pickling.
+        # Errors are sent between processes (workers, ranks); the default pickling loses keyword-only arguments.
         return _rebuild_error, (type(self), self.message, self.hint)
 
 
@@ -48,7 +48,7 @@ class CheckpointError(MegaError):
 
 
 class NoCheckpointError(CheckpointError):
-    """A path that certainly holds no checkpoint (not one that cannot be read)."""
+    """A readable path without a checkpoint, as opposed to one that cannot be read."""
 
 
 class MissingPackageError(MegaError):
@@ -62,13 +62,11 @@ class TrainingError(MegaError):
 
 
 class NumericalError(TrainingError):
-    """Numerical failure by the run's own policy; a restart would reproduce it."""
+    """Numerical failure by the run's policy; a restart would reproduce it."""
 
 
 class TrainingInterrupted(MegaError):
-    """Training that was stopped before its last step (by a signal or a limit of time or steps) and has saved a
-    checkpoint.
-    """
+    """Training that was stopped before its last step (by a signal or a limit) and has saved a checkpoint."""
 
     exit_status: ClassVar[int] = INTERRUPTED_STATUS
 

@@ -1,7 +1,7 @@
 """Layer patterns of Megatron's hybrid models: one letter per half layer, and the settings that belong to them.
 
-A pattern has a letter a layer (`mega_common.layer_kinds.LETTERS`), `|` between the stages of a pipeline, and behind `/` the layers
-of each depth that predicts a further token. Facts: Megatron-LM, megatron/core/models/hybrid and megatron/core/ssm.
+A pattern has one letter per layer (`mega_common.layer_kinds.LETTERS`), `|` between pipeline stages, and after each `/`
+the layers of an MTP depth. Source: Megatron-LM, megatron/core/models/hybrid and megatron/core/ssm.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from mega_common.layer_kinds import LETTERS, LayerKind
 
-NORM_EPS = 1e-5  # of the norm inside a Mamba-2 layer of Megatron's, whatever the model's is
-MOST_LAYERS = 10_000
+NORM_EPS = 1e-5  # of the norm inside Megatron's Mamba-2 layers, independent of the model's
+MOST_LAYERS = 10_000  # layers of a model
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class HybridLayerPattern:
     """Parsed hybrid layer pattern.
 
     Attributes:
-        letters: of the layers.
-        stages: how many layers each part between `|` has; one part where there is none.
-        mtp_letters: letters of the depths behind the last layer.
+        letters: letters of all layers.
+        stages: number of layers of each part between `|`.
+        mtp_letters: letters of each MTP depth.
     """
 
     letters: str
@@ -35,23 +35,23 @@ class HybridLayerPattern:
         """Parse the text of a `hybrid_layer_pattern` flag.
 
         Raises:
-            ValueError: for a letter that stands for no kind of layer here.
+            ValueError: for an unsupported letter, and for no or too many layers.
         """
-        main, *further = text.split("/")
-        pattern = cls(main.replace("|", ""), tuple(map(len, main.split("|"))), tuple(further))
-        strange = sorted(set(pattern.letters).union(*further) - set(LETTERS))
-        if strange or not 0 < len(pattern.letters) <= MOST_LAYERS:
+        main, *depths = text.split("/")
+        pattern = cls(main.replace("|", ""), tuple(map(len, main.split("|"))), tuple(depths))
+        unknown = sorted(set(pattern.letters).union(*depths) - set(LETTERS))
+        if unknown:
             known = ", ".join(f"{letter} {kind}" for letter, kind in LETTERS.items())
-            raise ValueError(f"hybrid_layer_pattern: {strange or 'no layer'} is not supported (known: {known})")
-        for letters in further:
+            raise ValueError(f"hybrid_layer_pattern: {unknown} is not supported (supported letters: {known})")
+        if not 0 < len(pattern.letters) <= MOST_LAYERS:
+            raise ValueError(f"hybrid_layer_pattern: must have 1 to {MOST_LAYERS} layers, not {len(pattern.letters)}")
+        for letters in depths:
             _parse_mtp_depth(letters)
         return pattern
 
     @property
     def layer_kind_names(self) -> list[str]:
-        """Kinds of all layers; each MTP depth counts as one layer with a mixer and a feed-forward block, as in
-        DeepSeek-V3.
-        """
+        """Kinds of all layers; an MTP depth is one layer with a mixer and a feed-forward block, as in DeepSeek-V3."""
         return [LETTERS[letter] for letter in self.letters] + [
             _parse_mtp_depth(letters) for letters in self.mtp_letters
         ]
@@ -62,17 +62,16 @@ def _parse_mtp_depth(letters: str) -> str:
     try:
         LayerKind.parse(text)
     except ValueError:
-        rule = "a depth that predicts a further token has a mixer, a feed-forward, or both"
-        raise ValueError(f"hybrid_layer_pattern: /{letters} is not supported ({rule})") from None
+        rule = "an MTP depth must have a mixer, a feed-forward block, or both"
+        raise ValueError(f"hybrid_layer_pattern: /{letters} is not supported; {rule}") from None
     return text
 
 
 def build_hybrid_pattern(raw: Mapping[str, Any]) -> HybridLayerPattern | None:
-    """Return the pattern given by the settings, either directly or by the ratios of attention and MLP layers; None if
-    they give none.
+    """Return the pattern of Megatron settings, given directly or by ratios of attention and MLP layers, else None.
 
     Raises:
-        ValueError: for one that is not supported.
+        ValueError: for an unsupported pattern.
     """
     text = raw.get("hybrid_layer_pattern") or raw.get("hybrid_override_pattern")
     if text:
@@ -86,9 +85,7 @@ def build_hybrid_pattern(raw: Mapping[str, Any]) -> HybridLayerPattern | None:
 
 
 def distribute_layer_kinds(layers: int, attention: float, mlp: float) -> str:
-    """Return the letters of `layers` layers with these shares of attention and MLP layers, evenly spaced; the others
-    are Mamba-2.
-    """
+    """Return the letters of `layers` layers with evenly spaced shares of attention and MLP layers, the rest Mamba-2."""
     chosen = round(layers * attention)
     letters = _replace_evenly("M" * layers, "*", (layers - chosen) / (chosen + 1))
     chosen = round(layers * mlp)
@@ -110,7 +107,7 @@ def _replace_evenly(letters: str, kind: str, between: float) -> str:
 
 
 def build_mamba_section(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of Mamba-2; by default all heads together are twice as wide as the model."""
+    """Return the sizes of Mamba-2; by default the heads have twice the width of the model in total."""
     width = raw.get("mamba_head_dim") or 64
     return {
         "num_heads": raw.get("mamba_num_heads") or 2 * (raw.get("hidden_size") or 0) // width,

@@ -1,6 +1,6 @@
 """Layer kinds: the token mixer and the feed-forward block of each layer, and the patterns that name them.
 
-A layer is a residual step by a mixer, by a feed-forward, or by the one and then the other: `attention+mlp`, `mamba`, `moe`.
+A layer is a residual step by a mixer, by a feed-forward block, or by both in this order: `attention+mlp`, `mamba`, `moe`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MixerKind = Literal["attention", "mamba", "delta"]
 FeedForwardKind = Literal["mlp", "moe"]
 MIXERS: tuple[MixerKind, ...] = get_args(MixerKind)
 FEEDS: tuple[FeedForwardKind, ...] = get_args(FeedForwardKind)
-LETTERS = {"M": "mamba", "G": "delta", "*": "attention", "-": "mlp", "E": "moe"}  # Megatron's, for one half a layer
+LETTERS = {"M": "mamba", "G": "delta", "*": "attention", "-": "mlp", "E": "moe"}  # Megatron's letters of half layers
 
 
 class LayerKind(NamedTuple):
@@ -61,43 +61,43 @@ def validate_layer_pattern(pattern: LayerPatternSpec) -> LayerPatternSpec:
     """Validate a layer pattern and return it.
 
     Raises:
-        ValueError: if it names no layer, or what is no kind of layer.
+        ValueError: if it is empty or has an unknown layer kind.
     """
-    kinds = f"a mixer ({', '.join(MIXERS)}), a feed-forward ({', '.join(FEEDS)}), or both, as attention+mlp"
+    kinds = f"a mixer ({', '.join(MIXERS)}), a feed-forward block ({', '.join(FEEDS)}), or both, such as attention+mlp"
     if isinstance(pattern, str):
         kinds = f"one of the letters {', '.join(f'{letter} ({kind})' for letter, kind in LETTERS.items())}"
     if not pattern:
-        raise ValueError(f"names no layer; a layer is {kinds}")
+        raise ValueError(f"must name at least one layer: {kinds}")
     for name in expand_layer_pattern(pattern):
         try:
             LayerKind.parse(name)
         except ValueError:
-            raise ValueError(f"{name!r} is no kind of layer, which is {kinds}") from None
+            raise ValueError(f"{name!r} is not a layer kind; use {kinds}") from None
     return pattern
 
 
 class MambaConfig(StrictConfig):
-    """Mamba-2 layers (arXiv:2405.21060): heads of `head_dim` x `state_size` states, with B and C shared by the heads of
-    a group.
+    """Mamba-2 layers (arXiv:2405.21060): heads of `head_dim` x `state_size` states; B and C are shared by a group.
 
-    A step's length is softplus(dt + bias), kept within `dt_limit`; the bias starts so that it is log-uniform in
-    `dt_init`, at least `dt_init_floor`. The norm before the output projection is over each group's channels.
+    The step size is softplus(dt + bias), clamped to `dt_limit`. The bias is initialised so that the step size is
+    log-uniform in `dt_init`, at least `dt_init_floor`. The norm before the output projection is over each group's
+    channels.
     """
 
     num_heads: PositiveInt
     head_dim: PositiveInt
     state_size: PositiveInt = 128
     num_groups: PositiveInt = 1
-    conv_kernel: PositiveInt = Field(4, description="tokens that the short convolution sees, the newest included")
+    conv_kernel: PositiveInt = Field(4, description="kernel size of the short convolution, in tokens")
     conv_bias: bool = True
-    bias: bool = Field(False, description="of the projections into and out of the layer")
+    bias: bool = Field(False, description="bias of the input and output projections")
     chunk_size: PositiveInt = Field(
         256, description="tokens that are computed at once; the result does not depend on it"
     )
     dt_limit: tuple[NonNegativeFloat, PositiveFloat | None] = Field((0.0, None), description="null: no upper limit")
     dt_init: tuple[PositiveFloat, PositiveFloat] = (0.001, 0.1)
     dt_init_floor: PositiveFloat = 1e-4
-    norm_eps: PositiveFloat | None = Field(None, description="of the norm before the output; default: the model's")
+    norm_eps: PositiveFloat | None = Field(None, description="epsilon of the output norm; default: the model's")
 
     @property
     def inner_size(self) -> int:
@@ -110,7 +110,22 @@ class MambaConfig(StrictConfig):
             yield ConfigProblem("num_groups", f"must divide num_heads = {self.num_heads}", self.num_groups)
         for name, (low, high) in (("dt_limit", self.dt_limit), ("dt_init", self.dt_init)):
             if high is not None and low > high:
-                yield ConfigProblem(name, "the lower limit is above the upper", [low, high])
+                yield ConfigProblem(name, "the lower limit must be at most the upper limit", [low, high])
+
+
+class MlaConfig(StrictConfig):
+    """Multi-head latent attention (arXiv:2405.04434): keys and values are projected from a narrow latent.
+
+    The KV cache has only the latent. A head's query and key have `qk_nope_head_dim` elements without rotation and
+    `qk_rope_head_dim` with rotation; the rotated part of the key is shared by all heads.
+    """
+
+    kv_lora_rank: PositiveInt
+    q_lora_rank: PositiveInt | None = Field(None, description="width of the queries' latent; default: none")
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    norm_eps: float = Field(1e-6, gt=0, description="epsilon of the latents' norms, as in DeepSeek")
 
 
 class GatedDeltaConfig(StrictConfig):
@@ -120,11 +135,13 @@ class GatedDeltaConfig(StrictConfig):
     num_value_heads: PositiveInt
     key_head_dim: PositiveInt
     value_head_dim: PositiveInt
-    conv_kernel: PositiveInt = Field(4, description="tokens that the short convolution sees, the newest included")
+    conv_kernel: PositiveInt = Field(4, description="kernel size of the short convolution, in tokens")
     chunk_size: PositiveInt = Field(
         64, description="tokens that are computed at once; the result does not depend on it"
     )
-    norm_eps: PositiveFloat | None = Field(None, description="of the norm of each head's output; default: the model's")
+    norm_eps: PositiveFloat | None = Field(
+        None, description="epsilon of the per-head output norm; default: the model's"
+    )
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules between sizes."""
@@ -136,6 +153,6 @@ class GatedDeltaConfig(StrictConfig):
 def find_missing_sections(layers: Sequence[LayerKind], given: dict[str, bool]) -> Iterator[ConfigProblem]:
     """Yield a problem for each layer kind in use whose section is not given."""
     used = dict.fromkeys(half for layer in layers for half in layer)
-    for kind, there in given.items():
-        if kind in used and not there:
-            yield ConfigProblem(kind, "required by layers, which names layers of that kind")
+    for kind, is_given in given.items():
+        if kind in used and not is_given:
+            yield ConfigProblem(kind, "is required: layers names layers of this kind")

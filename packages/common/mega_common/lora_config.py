@@ -1,13 +1,13 @@
 """Configuration of LoRA adapters (arXiv:2106.09685): the adapted projections, their ranks and their scales.
 
     y = W x + s B A x      A [r, in], B [out, r], s = alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)
-    y = m (W x + s B A x) / |W + s B A|      m [out], the length of each row (DoRA, arXiv:2402.09353)
+    y = m (W x + s B A x) / |W + s B A|      m [out], the magnitude of each row (DoRA, arXiv:2402.09353)
 
-With `quantize` W stands for what its 4 bits are (QLoRA, arXiv:2305.14314).
+With `quantize`, W is the dequantised value of its 4 bits (QLoRA, arXiv:2305.14314).
 
-Projections are meant by patterns as PEFT's: a regular expression for a module's whole name, or for the end of it after a dot.
-A layer's experts are two modules, `mlp.experts.gate_up_proj` (`up_proj` where there is no gate) and `mlp.experts.down_proj`,
-with an A and a B for each expert.
+Patterns of projections follow PEFT: a regular expression that matches a module's whole name, or its end after a dot.
+The experts of a layer are two modules, `mlp.experts.gate_up_proj` (`up_proj` without a gate) and
+`mlp.experts.down_proj`, with an A and a B for each expert.
 """
 
 from __future__ import annotations
@@ -33,42 +33,35 @@ class LoraConfig(StrictConfig):
     modules: list[str] = Field(
         [".*_proj"],
         min_length=1,
-        description="patterns of the projections that are adapted, such as q_proj or layers.0..*",
+        description="patterns of the adapted projections, such as q_proj or layers.0..*",
     )
     rslora: bool = Field(False, description="multiply by alpha / sqrt(rank) instead")
     ranks: dict[str, PositiveInt] = Field({}, description="ranks of the projections that match a pattern")
     alphas: dict[str, float] = Field({}, description="alphas of the projections that match a pattern")
-    dropout: float = Field(0.0, ge=0, lt=1, description="share of a projection's input that its adapter does not see")
-    dora: bool = Field(
-        False, description="train the length of each row of W + s B A, too, as a magnitude of its own (DoRA)"
-    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the adapter's input")
+    dora: bool = Field(False, description="train a magnitude for each row of W + s B A (DoRA)")
     quantize: Literal["nf4"] | None = Field(
-        None,
-        description="keep the projections that stay as they are in 4 bits (QLoRA); bitsandbytes packs and unpacks them",
+        None, description="keep the frozen projections in 4 bits (QLoRA), packed and unpacked by bitsandbytes"
     )
     init_from: str | None = Field(
-        None, description="start from this adapter, a run's or a folder of PEFT's, with the same projections and ranks"
+        None, description="start from this adapter (of a run or a PEFT folder), with equal projections and ranks"
     )
     modules_to_save: list[str] = Field(
-        [], description="patterns of modules that are trained whole beside it, such as lm_head or embed_tokens"
+        [], description="patterns of modules that are trained in full, such as lm_head or embed_tokens"
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield conflicting settings, and patterns that are not regular expressions."""
         if self.dora and self.dropout:
-            yield ConfigProblem(
-                "dropout", "goes with no dora, whose magnitudes are of what is not dropped", self.dropout, "0"
-            )
+            yield ConfigProblem("dropout", "is not supported with dora", self.dropout, "dropout: 0")
         if self.quantize and self.dora:
-            yield ConfigProblem(
-                "quantize", "goes with no dora, whose magnitudes are of rows in full", self.quantize, "dora: false"
-            )
+            yield ConfigProblem("quantize", "is not supported with dora", self.quantize, "dora: false")
         for key in ("modules", "ranks", "alphas", "modules_to_save"):
             for pattern in getattr(self, key):
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    yield ConfigProblem(key, f"is no regular expression: {error}", pattern)
+                    yield ConfigProblem(key, f"must be regular expressions ({error})", pattern)
 
     def get_adapter_rank(self, module: str) -> int | None:
         """Return the LoRA rank of a module, by its canonical name without `.weight`; None for a module without adapter."""
@@ -80,12 +73,12 @@ class LoraConfig(StrictConfig):
         return _get_override(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
     def is_fully_trained(self, name: str) -> bool:
-        """Return whether a tensor, by its canonical name, is trained in full beside the adapter."""
+        """Return whether a tensor, by its canonical name, is trained in full."""
         return matches_module_pattern(name.rpartition(".")[0], self.modules_to_save)
 
 
-def _get_override(patterns: Mapping[str, N], module: str, usual: N) -> N:
-    return next((value for pattern, value in patterns.items() if matches_module_pattern(module, [pattern])), usual)
+def _get_override(patterns: Mapping[str, N], module: str, default: N) -> N:
+    return next((value for pattern, value in patterns.items() if matches_module_pattern(module, [pattern])), default)
 
 
 def is_trainable_tensor(name: str, freeze: Sequence[str], lora: LoraConfig | None) -> bool:

@@ -1,7 +1,7 @@
 """Model architecture as pure data: enough to build a model, to count its parameters and to name its tensors on disk.
 
-Nothing about how it is trained, split or stored belongs here. Field names are the field's usual ones; a HuggingFace or
-Megatron configuration maps onto this and back (`mega_ckpt.families`).
+Training, parallelism and storage are configured elsewhere. HuggingFace and Megatron configurations convert to this and
+back (`mega_ckpt.families`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from mega_common.encoder_config import EncoderConfig, RelativePositionConfig
+from mega_common.encoder_config import EncoderConfig, MaskedLmConfig, RelativePositionConfig
 from mega_common.layer_kinds import (
     FeedForwardKind,
     GatedDeltaConfig,
@@ -19,6 +19,7 @@ from mega_common.layer_kinds import (
     LayerPatternSpec,
     MambaConfig,
     MixerKind,
+    MlaConfig,
     RepeatedLayers,
     expand_layer_pattern,
     validate_layer_pattern,
@@ -34,7 +35,7 @@ GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_erf"})
 class RopeConfig(StrictConfig):
     """Rotary position embedding (arXiv:2104.09864) and its scaling to longer contexts.
 
-    `scaling` names follow transformers' `rope_type`; the fields below it are the parameters of each kind: `linear` and
+    `scaling` names follow transformers' `rope_type`; the fields after it are the parameters of each kind: `linear` and
     `dynamic` (factor), `llama3` (factor, low_freq_factor, high_freq_factor, original_max_position), `yarn`
     (arXiv:2309.00071: factor, beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate,
     original_max_position), `longrope` (arXiv:2402.13753: short_factor, long_factor, attention_factor,
@@ -43,7 +44,7 @@ class RopeConfig(StrictConfig):
 
     theta: float = Field(10_000.0, gt=0)
     fraction: float = Field(1.0, gt=0, le=1, description="share of each head that is rotated")
-    interleaved: bool = Field(False, description="rotates neighbours (x0, x1), not halves, as in DeepSeek")
+    interleaved: bool = Field(False, description="rotate neighbors (x0, x1) instead of halves, as in DeepSeek")
     scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     factor: float = Field(1.0, gt=0)
     low_freq_factor: float = 1.0
@@ -59,25 +60,25 @@ class RopeConfig(StrictConfig):
     long_factor: list[float] | None = None
     sections: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
         None,
-        description="pairs of a head turned by a token's time, its row and its column, as `mrope_section`; the three are one "
-        "number but in images",
+        description="pairs of a head that are rotated by a token's time, row and column (`mrope_section`); outside of "
+        "images the three are equal",
     )
 
 
 class MoeConfig(StrictConfig):
-    """Mixture of experts (MoE) in place of the feed-forward block, in the layers that `layers` names.
+    """Mixture of experts (MoE) instead of the feed-forward block, in the layers that `layers` names.
 
     The router's scores are fp32: a softmax or sigmoid of x W^T over all experts. Each token goes to the `top_k` experts
-    of the highest scores (plus the selection bias, if there is one), of the `top_groups` best of `groups` groups; the
-    outputs are added with the scores as weights, made to sum to one when `normalize` is set, times `scaling`.
-    A softmax over the chosen experts alone, as in Mixtral and GPT-OSS, is a normalised softmax over all.
+    of the highest scores (plus the optional selection bias), of the `top_groups` best of `groups` groups. The outputs
+    are added with the scores as weights, normalised to sum to one with `normalize`, times `scaling`. A softmax over
+    the chosen experts alone, as in Mixtral and GPT-OSS, equals a normalised softmax over all.
     """
 
     num_experts: ExpertCount
     top_k: PositiveInt
     ffn_hidden_size: PositiveInt
     layers: list[NonNegativeInt] | None = Field(None, description="layers that have experts; default: all")
-    shared_ffn_hidden_size: NonNegativeInt = Field(0, description="width of the expert that every token passes")
+    shared_ffn_hidden_size: NonNegativeInt = Field(0, description="width of the shared expert, which gets every token")
     shared_gate: bool = Field(False, description="a sigmoid gate on the shared expert, as in Qwen2-MoE")
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = Field(True, description="the weights of the chosen experts sum to one")
@@ -87,22 +88,22 @@ class MoeConfig(StrictConfig):
     top_groups: PositiveInt = 1
     group_score: Literal["max", "top2"] = Field("max", description="top2: sum of a group's two best, as in DeepSeek-V3")
     selection_bias: bool = Field(
-        False, description="a bias for the choice alone, not for the weights (arXiv:2408.15664)"
+        False, description="a bias for the expert selection, not for the weights (arXiv:2408.15664)"
     )
-    bias_rate: float = Field(0.0, ge=0, description="by which each step moves the selection bias of every expert")
+    bias_rate: float = Field(0.0, ge=0, description="update rate of the selection bias per step")
     aux_loss: float = Field(0.0, ge=0, description="weight of the load balancing loss (arXiv:2101.03961)")
     aux_loss_scope: Literal["sequence", "batch"] = Field(
         "sequence",
-        description="what the load is counted over; batch: one micro-batch of all data ranks, so training depends on "
+        description="scope of the load count; batch: one micro-batch of all data ranks, so training depends on "
         "batch.micro x data ranks",
     )
     z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss (arXiv:2202.08906)")
     sinkhorn: bool = Field(
-        False, description="training chooses by a matrix balanced over each sequence (arXiv:2202.01169); else by score"
+        False, description="Sinkhorn routing in training: scores balanced over each sequence (arXiv:2202.01169)"
     )
-    capacity_factor: float | None = Field(None, gt=0, description="drops tokens past this multiple of an even load")
+    capacity_factor: float | None = Field(None, gt=0, description="drop tokens beyond this multiple of an even load")
     latent_size: PositiveInt | None = Field(
-        None, description="experts work between two projections that all share, of this width, as in Nemotron-3"
+        None, description="width of the experts' input and output, with shared projections, as in Nemotron-3"
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -118,62 +119,37 @@ class MoeConfig(StrictConfig):
         if self.top_groups > self.groups:
             yield ConfigProblem("top_groups", f"must be at most groups = {self.groups}", self.top_groups)
         if self.layers == []:
-            yield ConfigProblem("layers", "names no layer", hint="leave out moe, or layers for all")
+            yield ConfigProblem(
+                "layers", "must name at least one layer", hint="leave out moe, or layers for all layers"
+            )
         if self.bias_rate and not self.selection_bias:
-            yield ConfigProblem(
-                "bias_rate", "moves a selection bias that is not there", self.bias_rate, "selection_bias: true"
-            )
+            yield ConfigProblem("bias_rate", "requires selection_bias", self.bias_rate, "selection_bias: true")
         if self.shared_gate and not self.shared_ffn_hidden_size:
-            yield ConfigProblem(
-                "shared_gate", "gates a shared expert that is not there", hint="give shared_ffn_hidden_size"
-            )
+            yield ConfigProblem("shared_gate", "requires a shared expert", hint="set shared_ffn_hidden_size")
         yield from self._find_sinkhorn_problems() if self.sinkhorn else ()
 
     def _find_sinkhorn_problems(self) -> Iterator[ConfigProblem]:
-        """Yield settings that conflict with Sinkhorn routing, which balances by itself and uses the plain scores as
-        weights, as in Megatron.
+        """Yield settings that conflict with Sinkhorn routing.
+
+        It balances by itself, and uses the plain scores as weights, as in Megatron.
         """
         score = "sigmoid" if self.top_k == 1 else "softmax"
-        wanted = {"normalize": False, "scaling": 1.0, "groups": 1, "selection_bias": False, "aux_loss": 0.0}
-        for name, value in {"score": score, **wanted}.items():
+        required = {"normalize": False, "scaling": 1.0, "groups": 1, "selection_bias": False, "aux_loss": 0.0}
+        for name, value in {"score": score, **required}.items():
             if getattr(self, name) != value:
-                told = str(value).lower() if isinstance(value, bool) else value
-                rule = f"does not go with sinkhorn and top_k = {self.top_k}"
-                yield ConfigProblem(name, rule, getattr(self, name), f"{name}: {told}")
-
-
-class MlaConfig(StrictConfig):
-    """Multi-head latent attention (arXiv:2405.04434): keys and values are projected from a narrow latent, the only
-    thing in the KV cache.
-
-    A head's query and key have `qk_nope_head_dim` elements without rotation and `qk_rope_head_dim` with; the rotated
-    part of the key is shared by all heads.
-    """
-
-    kv_lora_rank: PositiveInt
-    q_lora_rank: PositiveInt | None = Field(None, description="width of the queries' latent; default: none")
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
-    norm_eps: float = Field(1e-6, gt=0, description="of the latents' norms, apart from the model's, as in DeepSeek")
-
-
-class MaskedLmConfig(StrictConfig):
-    """Masked-LM head of an encoder: norm(act(W x)), then the output matrix and a bias per token (BERT)."""
-
-    activation: Literal["gelu", "gelu_tanh"] = "gelu"
-    dense_bias: bool = Field(True, description="of W")
-    bias: bool = Field(True, description="of each token's logit")
+                shown = str(value).lower() if isinstance(value, bool) else value
+                rule = f"is not supported with sinkhorn and top_k = {self.top_k}"
+                yield ConfigProblem(name, rule, getattr(self, name), f"{name}: {shown}")
 
 
 class ModelConfig(StrictConfig):
-    """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both. Sizes are
-    counts of elements; see the README for presets.
+    """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both.
 
-    `layers` says of which kind each layer is: "attention", "mamba" or "delta", "mlp" or "moe", or one of the first and
-    one of the others, as "attention+mlp"; `{times: 3, of: [mamba, mlp]}` stands for several. A string has one letter a
-    layer: M mamba, G delta, * attention, - mlp, E moe. Without it, all layers have attention, and experts where
-    `moe.layers` says so. Layers that predict further tokens are so too, unless they are named behind the others.
+    Sizes are counts of elements; see the README for presets. `layers` gives the kind of each layer: a mixer
+    ("attention", "mamba" or "delta"), a feed-forward block ("mlp" or "moe"), or both, as "attention+mlp";
+    `{times: 3, of: [mamba, mlp]}` repeats several. A string has one letter per layer: M mamba, G delta, * attention,
+    - mlp, E moe. Without `layers`, all layers have attention, and experts in the layers of `moe.layers`. The same holds
+    for MTP layers, unless `layers` names them after the others.
     """
 
     num_layers: LayerCount
@@ -182,31 +158,29 @@ class ModelConfig(StrictConfig):
     ffn_hidden_size: DimensionSize
     num_attention_heads: DimensionSize
     vocab_size: DimensionSize
-    num_kv_heads: PositiveInt | None = Field(None, description="grouped-query attention; default: every head its own")
+    num_kv_heads: PositiveInt | None = Field(None, description="grouped-query attention; default: num_attention_heads")
     head_dim: PositiveInt | None = Field(None, description="default: hidden_size / num_attention_heads")
-    max_position: PositiveInt = Field(4096, description="longest sequence the positions are made for, in tokens")
+    max_position: PositiveInt = Field(4096, description="maximum sequence length, in tokens")
     tie_embeddings: bool = False
-    causal: bool = Field(
-        True, description="a token sees itself and those before it; false: those behind it, too, as in BERT"
-    )
+    causal: bool = Field(True, description="causal attention; false: bidirectional attention, as in BERT")
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
-    norm_bias: bool = Field(True, description="of a layernorm; without one as in Cohere")
+    norm_bias: bool = Field(True, description="bias of a layernorm; false as in Cohere")
     zero_centered_norm: bool = Field(False, description="norms multiply by 1 + weight, as in Gemma")
     activation: Literal["swiglu", "geglu", "geglu_erf", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"] = Field(
-        "swiglu", description="geglu's gelu is the approximation by tanh, geglu_erf's is not"
+        "swiglu", description="geglu uses the tanh approximation of gelu, geglu_erf the exact one"
     )
-    activation_limit: float | None = Field(None, gt=0, description="swiglu between bounds, as in GPT-OSS")
+    activation_limit: float | None = Field(None, gt=0, description="clamp of swiglu's inputs, as in GPT-OSS")
     position: Literal["rope", "learned", "relative", "none"] = "rope"
     position_offset: NonNegativeInt = Field(
         0, description="rows of the learned positions before the first, as in RoBERTa"
     )
-    token_types: NonNegativeInt = Field(0, description="kinds of segment, whose embeddings are added, as in BERT")
+    token_types: NonNegativeInt = Field(0, description="number of segment types with added embeddings, as in BERT")
     embedding_norm: bool = Field(False, description="a norm of the embeddings, as in BERT")
     rope: RopeConfig = RopeConfig()
     relative: RelativePositionConfig = RelativePositionConfig()
-    local_rope: RopeConfig | None = Field(None, description="of layers with a sliding window; default: `rope`")
-    no_rope_layers: list[NonNegativeInt] | None = Field(None, description="layers that rotate nothing, as in SmolLM3")
+    local_rope: RopeConfig | None = Field(None, description="RoPE of layers with a sliding window; default: `rope`")
+    no_rope_layers: list[NonNegativeInt] | None = Field(None, description="layers without RoPE, as in SmolLM3")
     scale_embeddings: bool = Field(False, description="embeddings times sqrt(hidden_size), as in Gemma")
     embedding_multiplier: float = Field(1.0, gt=0, description="factor on embeddings, as in Granite")
     qkv_bias: bool = False
@@ -220,29 +194,31 @@ class ModelConfig(StrictConfig):
     norm_position: Literal["pre", "post", "both", "sum"] = Field(
         "pre",
         description="`post`: after attention and MLP, as in OLMo-2; `both`: before and after, as in Gemma 2; `sum`: of the "
-        "stream itself behind each sum, as in BERT",
+        "residual stream after each addition, as in BERT",
     )
-    first_norm: bool = Field(True, description="false: none before the first layer's mixer, as in ModernBERT")
-    parallel_residual: bool = Field(False, description="attention and MLP see the same input, as in GPT-NeoX")
+    first_norm: bool = Field(True, description="false: no norm before the first layer's mixer, as in ModernBERT")
+    parallel_residual: bool = Field(False, description="attention and MLP have the same input, as in GPT-NeoX")
     shared_norm: bool = Field(
-        False, description="under parallel_residual one norm before both, as in Falcon and Cohere"
+        False, description="with parallel_residual: one norm before both, as in Falcon and Cohere"
     )
-    residual_multiplier: float = Field(1.0, gt=0, description="factor on what attention and MLP add, as in Granite")
+    residual_multiplier: float = Field(1.0, gt=0, description="factor on outputs of attention and MLP, as in Granite")
     sliding_window: PositiveInt | None = Field(
-        None, description="keys a query sees, itself included, in tokens; as many to each side where not causal"
+        None, description="attention window in keys, including the query's own; to each side if not causal"
     )
     full_attention_layers: list[NonNegativeInt] | None = Field(None, description="layers without the sliding window")
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; default: 1 / sqrt(head size)")
     attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
-    attention_sinks: bool = Field(False, description="a learned score for each head that takes no value, as in GPT-OSS")
+    attention_sinks: bool = Field(False, description="a learned score per head without a value, as in GPT-OSS")
     attention_gate: bool = Field(False, description="attention's output times a sigmoid gate, as in Qwen3-Next")
-    logit_scale: float = Field(1.0, gt=0, description="factor on logits, before a cap, as in Cohere")
+    logit_scale: float = Field(1.0, gt=0, description="factor on logits, before the softcap, as in Cohere")
     logit_softcap: float | None = Field(None, gt=0, description="logits become cap tanh(logits / cap)")
     embedding_dropout: float = Field(0.0, ge=0, lt=1)
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     residual_dropout: float = Field(0.0, ge=0, lt=1)
     init_std: float = Field(0.02, gt=0)
-    scale_residual_init: bool = Field(True, description="std / sqrt(sums) for projections into the residual")
+    scale_residual_init: bool = Field(
+        True, description="std / sqrt(additions) for projections into the residual stream"
+    )
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
@@ -252,13 +228,13 @@ class ModelConfig(StrictConfig):
     retro: RetroConfig | None = None
     score: bool = Field(
         False,
-        description="a reward model: a head of one row scores a text at its last token, in place of the vocabulary's",
+        description="reward model: a head with one output scores a text at its last token, instead of the LM head",
     )
     masked_lm: MaskedLmConfig | None = None
     pooler: bool = Field(False, description="tanh(W x) of the first token, as in BERT")
-    sentence_pairs: bool = Field(False, description="tells of the pooled first token whether segments are swapped")
-    mtp_layers: NonNegativeInt = Field(0, le=64, description="layers that predict further tokens, as in DeepSeek-V3")
-    mtp_loss: float = Field(0.3, ge=0, description="weight of their mean loss (arXiv:2412.19437)")
+    sentence_pairs: bool = Field(False, description="predict from the pooled first token whether segments are swapped")
+    mtp_layers: NonNegativeInt = Field(0, le=64, description="multi-token prediction (MTP) depths, as in DeepSeek-V3")
+    mtp_loss: float = Field(0.3, ge=0, description="weight of the mean MTP loss (arXiv:2412.19437)")
 
     @property
     def key_value_heads(self) -> int:
@@ -267,7 +243,7 @@ class ModelConfig(StrictConfig):
 
     @property
     def heads_by_mixer(self) -> dict[MixerKind, tuple[int, int]]:
-        """Heads of each mixer kind in use: (heads, key/value heads or key heads or groups that they share)."""
+        """Heads of each mixer kind in use: (heads, shared key/value heads, key heads or groups)."""
         mamba, delta, used = self.mamba, self.delta, self._mixer_kinds
         every: dict[MixerKind, tuple[int, int]] = {
             "attention": (self.num_attention_heads, self.key_value_heads),
@@ -283,7 +259,7 @@ class ModelConfig(StrictConfig):
 
     @property
     def _mixer_kinds(self) -> set[MixerKind | None]:
-        """Mixer kinds in use, by the pattern alone, because `num_layers` may be any number before validation."""
+        """Mixer kinds in use, from the pattern alone, because `num_layers` is not validated yet."""
         names = expand_layer_pattern(self.layers or [])
         rest: set[MixerKind | None] = {"attention"} if len(names) < self.num_layers + self.mtp_layers else set()
         return {LayerKind.parse(name).mixer for name in set(names)} | rest
@@ -312,7 +288,7 @@ class ModelConfig(StrictConfig):
         return self.mla.qk_rope_head_dim if self.mla else int(self.query_key_head_dim * self.rope.fraction)
 
     def get_attention_window(self, layer: int) -> int | None:
-        """Return the attention window of a layer in keys, the query's own included; None for full attention."""
+        """Return the attention window of a layer in keys, including the query's own; None for full attention."""
         return None if layer in (self.full_attention_layers or ()) else self.sliding_window
 
     @property
@@ -322,7 +298,7 @@ class ModelConfig(StrictConfig):
 
     @property
     def has_encoder(self) -> bool:
-        """True if an encoder reads a second input beside the decoder's text: a source sequence or retrieved neighbors."""
+        """True if an encoder reads a second input: a source sequence or retrieved neighbors."""
         return self.encoder is not None or self.retro is not None
 
     def is_encoder_layer(self, layer: int) -> bool:
@@ -342,9 +318,7 @@ class ModelConfig(StrictConfig):
 
     @property
     def neighbor_encoder_config(self) -> ModelConfig | None:
-        """Configuration of the encoder of retrieved neighbors, whose first layer attends to the chunk; None without
-        retrieval.
-        """
+        """Configuration of the neighbor encoder, whose first layer attends to the chunk; None without retrieval."""
         retro = self.retro
         if retro is None:
             return None
@@ -392,14 +366,15 @@ class ModelConfig(StrictConfig):
         return None if self.vision is None else ModelConfig.model_validate(self.vision.encoder_fields)
 
     def uses_tensor(self, name: str) -> bool:
-        """Return whether a tensor, by its canonical name, is used in the forward pass; the last layers of a vision
-        encoder may not be.
+        """Return whether the forward pass uses a tensor, by its canonical name.
+
+        The last layers of a vision encoder may be unused.
         """
         return self.vision is None or self.vision.uses_tensor(name)
 
     @property
     def has_gated_mlp(self) -> bool:
-        """True if the feed-forward block has a gate beside its up projection."""
+        """True if the feed-forward block has a gate projection."""
         return self.activation in GATED_ACTIVATIONS
 
     @model_validator(mode="before")
@@ -416,7 +391,7 @@ class ModelConfig(StrictConfig):
             return raw
         try:
             repeats = [item if isinstance(item, str) else RepeatedLayers.model_validate(item) for item in raw["layers"]]
-        except ValidationError:  # which the field's own check tells
+        except ValidationError:  # reported by the validation of the field
             return raw
         return {**raw, "num_layers": len(expand_layer_pattern(repeats))}
 

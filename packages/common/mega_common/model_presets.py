@@ -252,7 +252,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "flan-t5-xl": {
         **_t5(24, 2048, 5120, 32, 64), "activation": "geglu", "tie_embeddings": False, "logit_scale": 1.0,
     },
-    # the feed-forward width is what Megatron takes for SwiGLU: 8/3 of the width, to a multiple of 64
+    # the feed-forward width is Megatron's for SwiGLU: 8/3 of the width, rounded to a multiple of 64
     "retro-8b": _retro(32, 4096, 10_880, 32),
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),
@@ -266,12 +266,12 @@ def load_model_preset(name: str) -> dict[str, Any]:
     """Return the fields of a named architecture, to be updated and parsed as a `ModelConfig`.
 
     Raises:
-        ConfigError: for a name that is not known, with the nearest one.
+        ConfigError: for an unknown name, with the nearest one.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         raise ConfigError(
             f"model.preset = {name!r}: no such preset" + (f"; did you mean {near[0]!r}?" if near else ""),
-            hint=f"known: {', '.join(PRESETS)}",
+            hint=f"presets: {', '.join(PRESETS)}",
         )
     return copy.deepcopy(PRESETS[name])

@@ -25,19 +25,20 @@ def find_model_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     }
     for name, indices in listed.items():
         if indices and max(indices) >= layers:
-            yield ConfigProblem(name, f"names a layer past the last, {layers - 1}", max(indices))
+            yield ConfigProblem(name, f"must be layer numbers up to {layers - 1}", max(indices))
     if model.shared_norm and (not model.parallel_residual or model.norm_position != "pre"):
-        rule = "is one norm before attention and MLP, which then see the same input"
+        rule = "requires parallel_residual and norm_position: pre"
         yield ConfigProblem("shared_norm", rule, hint="parallel_residual: true and norm_position: pre")
     if model.mtp_layers and model.position == "learned":
-        rule = "embeds further tokens without their positions"
-        yield ConfigProblem("mtp_layers", rule, model.mtp_layers, "0, or position: rope")
+        rule = "is not supported with position: learned"
+        yield ConfigProblem("mtp_layers", rule, model.mtp_layers, "mtp_layers: 0, or position: rope")
     yield from _find_bidirectional_problems(model)
     yield from _find_vision_problems(model)
     if model.activation_limit and model.activation != "swiglu":
-        yield ConfigProblem("activation_limit", "bounds swiglu alone", model.activation_limit, "activation: swiglu")
+        rule = "requires activation: swiglu"
+        yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
     if model.attention_gate and model.mla:
-        yield ConfigProblem("attention_gate", "is not for latent attention", hint="leave out mla")
+        yield ConfigProblem("attention_gate", "is not supported with mla", hint="leave out mla")
     yield from _find_layer_problems(model) if model.layers is not None else ()
     yield from find_encoder_problems(model)
     yield from find_retro_problems(model)
@@ -52,30 +53,33 @@ def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
             "vision.image_token", f"must be below vocab_size = {model.vocab_size}", model.vision.image_token
         )
     if model.vision.bidirectional and model.attention_dropout:
-        rule = "is for attention that is computed part by part, without dropout"
-        yield ConfigProblem("vision.bidirectional", rule, hint="attention_dropout: 0")
+        yield ConfigProblem(
+            "vision.bidirectional", "is not supported with attention_dropout", hint="attention_dropout: 0"
+        )
     if model.mtp_layers:
-        rule = "embeds further tokens without their images"
-        yield ConfigProblem("mtp_layers", rule, model.mtp_layers, "0, or leave out vision")
+        rule = "is not supported with vision"
+        yield ConfigProblem("mtp_layers", rule, model.mtp_layers, "mtp_layers: 0, or leave out vision")
     if model.encoder or not model.causal:
-        yield ConfigProblem("vision", "stands before a decoder alone", hint="leave out encoder, and causal: true")
+        yield ConfigProblem("vision", "requires a decoder-only model", hint="leave out encoder, and set causal: true")
 
 
 def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of bidirectional attention and of encoder models."""
     if not model.causal and (model.is_recurrent or model.mtp_layers):
-        rule = "has no layers that carry a state from token to token, or predict further tokens"
-        yield ConfigProblem("causal", rule, model.causal, "layers of attention, and mtp_layers: 0")
+        rule = "is not supported with recurrent layers (mamba, delta) or mtp_layers"
+        yield ConfigProblem("causal", rule, model.causal, "use attention in all layers, and mtp_layers: 0")
     for name in ("masked_lm", "pooler", "sentence_pairs"):
         if model.causal and getattr(model, name):
-            yield ConfigProblem(name, "is an encoder's, which sees tokens on both sides", hint="causal: false")
+            yield ConfigProblem(name, "requires bidirectional attention", hint="causal: false")
     if model.sentence_pairs and not model.pooler:
-        yield ConfigProblem("sentence_pairs", "goes by the pooled first token", True, "pooler: true")
+        yield ConfigProblem("sentence_pairs", "requires pooler", True, "pooler: true")
     if model.position_offset and model.position != "learned":
-        yield ConfigProblem("position_offset", "is of learned positions", model.position_offset, "position: learned")
+        rule = "requires position: learned"
+        yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")
     if model.norm_position == "sum" and (model.parallel_residual or any(None in layer for layer in model.layer_kinds)):
-        rule = "norms the stream behind a mixer, then behind a feed-forward, which every layer has"
-        yield ConfigProblem("norm_position", rule, "sum", "parallel_residual: false, and layers of both")
+        rule = "requires a mixer and a feed-forward block in every layer, without parallel_residual"
+        hint = "parallel_residual: false, and layers such as attention+mlp"
+        yield ConfigProblem("norm_position", rule, "sum", hint)
 
 
 def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
@@ -86,59 +90,59 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
             "hidden_size",
             f"must be a multiple of num_attention_heads = {heads}",
             model.hidden_size,
-            "or give head_dim",
+            "or set head_dim",
         )
     if heads % model.key_value_heads:
         fits = [n for n in range(1, heads + 1) if heads % n == 0]
         yield ConfigProblem(
-            "num_kv_heads", f"must divide num_attention_heads = {heads}", model.key_value_heads, f"one of {fits}"
+            "num_kv_heads", f"must divide num_attention_heads = {heads}", model.key_value_heads, f"use one of {fits}"
         )
     if model.position == "rope" and model.rotary_dim % 2:
         where, value = ("rope.fraction", model.rope.fraction) if model.mla is None else ("mla", model.rotary_dim)
-        yield ConfigProblem(where, f"must rotate an even part of the head size {model.query_key_head_dim}", value)
+        rule = f"must give an even number of rotated elements of the head size {model.query_key_head_dim}"
+        yield ConfigProblem(where, rule, value)
     for name, rope in (("rope", model.rope), ("local_rope", model.local_rope)):
         yield from _find_rope_problems(name, rope, model.rotary_dim // 2) if rope else ()
     if model.mla and (model.qk_norm or model.key_value_heads != heads or model.head_dim or model.attention_sinks):
-        rule = "has its own head sizes and norms, a key and value for every head, and no sinks"
+        rule = "conflicts with head_dim, num_kv_heads, qk_norm and attention_sinks"
         yield ConfigProblem("mla", rule, hint="leave out head_dim, num_kv_heads, qk_norm and attention_sinks")
     if model.mla and (model.position != "rope" or model.rope.fraction != 1):
-        rule = f"rotates {model.mla.qk_rope_head_dim} elements of each head, all of them"
+        rule = "requires position: rope and rope.fraction = 1"
         yield ConfigProblem("mla", rule, hint="position: rope, without rope.fraction")
     if model.mla and model.no_rope_layers:
-        yield ConfigProblem("no_rope_layers", "a latent head has a part that is rotated", hint="leave it out")
+        yield ConfigProblem("no_rope_layers", "is not supported with mla", hint="leave it out")
 
 
 def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules between the layer kinds and other fields."""
     named = len(expand_layer_pattern(model.layers or []))
     if named not in (model.num_layers, model.num_layers + model.mtp_layers):
-        further = f", and {model.mtp_layers} that predict further tokens" if model.mtp_layers else ""
-        hint = "leave it out, it follows from layers" if not model.mtp_layers else ""
-        yield ConfigProblem("num_layers", f"but layers names {named}{further}", model.num_layers, hint)
+        mtp = f" (or {model.num_layers + model.mtp_layers} with the mtp_layers)" if model.mtp_layers else ""
+        hint = "leave out num_layers, which follows from layers" if not model.mtp_layers else ""
+        rule = f"conflicts with layers, which names {named} layers instead of {model.num_layers}{mtp}"
+        yield ConfigProblem("num_layers", rule, model.num_layers, hint)
         return
     if model.moe and model.moe.layers is not None:
-        yield ConfigProblem("moe.layers", "is said by layers too", hint="leave out one of them")
+        yield ConfigProblem("moe.layers", "conflicts with layers", hint="leave out one of them")
     if model.moe and not any(kind.feed_forward == "moe" for kind in model.layer_kinds):
-        yield ConfigProblem("moe", "layers names none with experts", hint="name one, or leave out moe")
+        yield ConfigProblem("moe", "requires a layer with experts in layers", hint="name one, or leave out moe")
     given = {"mamba": model.mamba is not None, "delta": model.delta is not None, "moe": model.moe is not None}
     yield from find_missing_sections(model.layer_kinds, given)
     if model.parallel_residual and any(None in layer for layer in model.layer_kinds):
-        rule = "wants a mixer and a feed-forward in every layer"
-        yield ConfigProblem("parallel_residual", rule, hint="layers of both, as attention+mlp")
+        rule = "requires a mixer and a feed-forward block in every layer"
+        yield ConfigProblem("parallel_residual", rule, hint="use layers such as attention+mlp")
 
 
 def _find_rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[ConfigProblem]:
     if rope.scaling != "none" and rope.factor < 1:
-        yield ConfigProblem(f"{name}.factor", "must be at least 1 to stretch the context", rope.factor)
+        yield ConfigProblem(f"{name}.factor", "must be at least 1 with scaling", rope.factor)
     if rope.sections is not None and sum(rope.sections) != pairs:
-        yield ConfigProblem(f"{name}.sections", f"must be {pairs} together, the pairs that are turned", rope.sections)
+        yield ConfigProblem(f"{name}.sections", f"must sum to {pairs}, the number of rotated pairs", rope.sections)
     if rope.sections is not None and rope.scaling in ("dynamic", "longrope"):
-        yield ConfigProblem(
-            f"{name}.sections", f"does not go with scaling {rope.scaling!r}, which asks for one position"
-        )
+        yield ConfigProblem(f"{name}.sections", f"is not supported with scaling {rope.scaling!r}")
     if rope.scaling in ("llama3", "yarn", "longrope") and rope.original_max_position is None:
-        yield ConfigProblem(f"{name}.original_max_position", f"required by rope scaling {rope.scaling!r}")
+        yield ConfigProblem(f"{name}.original_max_position", f"is required with scaling {rope.scaling!r}")
     for key in ("short_factor", "long_factor"):
         factors = getattr(rope, key)
         if rope.scaling == "longrope" and len(factors or ()) != pairs:
-            yield ConfigProblem(f"{name}.{key}", f"rope scaling 'longrope' wants {pairs} numbers", factors)
+            yield ConfigProblem(f"{name}.{key}", f"must have {pairs} numbers with scaling 'longrope'", factors)

@@ -1,7 +1,7 @@
 """Paths on an object store (`s3://bucket/run` and other URLs) by fsspec.
 
-An object appears whole when its last byte is acknowledged, and cannot be renamed. The store's own settings (region,
-endpoint, who one is) come from its client: environment variables or fsspec's configuration files.
+An object appears complete when its last byte is acknowledged, and cannot be renamed. Settings of the store (region,
+endpoint, credentials) are those of its client: environment variables or fsspec's configuration files.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from mega_common.errors import ConfigError, MegaError, MissingPackageError
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<path>.+)")
 
-
-READ_AHEAD = 1 << 23  # bytes that are asked for at once
+READ_AHEAD = 1 << 23  # bytes of one request
 
 
 class Stamp(NamedTuple):
@@ -40,8 +39,8 @@ class RemotePath(str):
     """Path on an object store, as a URL, with the methods of `pathlib.Path` that readers of checkpoints and data need.
 
     Raises:
-        RemoteError: from every method, when the store cannot be asked.
-        MissingPackageError: from every method, when the store's client is not installed.
+        ObjectStoreError: from every method, if the store cannot be reached or refuses the request.
+        MissingPackageError: from every method, if the client of the store is not installed.
     """
 
     __slots__ = ()
@@ -75,27 +74,27 @@ class RemotePath(str):
         """Yield the direct children in order; nothing if there are none."""
         with self._connect() as (files, path):
             try:
-                found = files.ls(path, detail=False)
+                names = files.ls(path, detail=False)
             except FileNotFoundError:
-                found = []
-        for name in sorted(found):
+                names = []
+        for name in sorted(names):
             yield self / name.rstrip("/").rpartition("/")[2]
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
         """Yield the direct children whose names match a pattern."""
-        return (place for place in self.iterdir() if fnmatch(place.name, pattern))
+        return (child for child in self.iterdir() if fnmatch(child.name, pattern))
 
     def read_bytes(self, begin: int | None = None, end: int | None = None) -> bytes:
         """Read only the bytes [begin, end) of an object; default: all.
 
         Raises:
-            FileNotFoundError: when there is none.
+            FileNotFoundError: if the object does not exist.
         """
         with self._connect() as (files, path):
             return bytes(files.cat_file(path, start=begin, end=end))
 
     def write_bytes(self, data: bytes) -> None:
-        """Write an object whole, in one request that replaces an existing one."""
+        """Write an object in one request that replaces an existing one."""
         with self._connect(writing=True) as (files, path):
             files.pipe_file(path, data)
 
@@ -103,7 +102,7 @@ class RemotePath(str):
         """Return an object's length in bytes.
 
         Raises:
-            FileNotFoundError: when there is none.
+            FileNotFoundError: if the object does not exist.
         """
         with self._connect() as (files, path):
             return int(files.info(path)["size"])
@@ -123,7 +122,7 @@ class RemotePath(str):
         """Open an object for reading with random access.
 
         Raises:
-            FileNotFoundError: when there is none.
+            FileNotFoundError: if the object does not exist.
         """
         with self._connect() as (files, path):
             stream = files.open(path, "rb", block_size=READ_AHEAD, cache_type="readahead")
@@ -134,17 +133,17 @@ class RemotePath(str):
     def match_objects(self) -> dict[str, Stamp]:
         """Return {URL: size and state} of all objects that a glob matches, sorted by name, or of all below this path."""
         with self._connect() as (files, path):
-            found = files.glob(path, detail=True) if glob.has_magic(path) else files.find(path, detail=True)
+            entries = files.glob(path, detail=True) if glob.has_magic(path) else files.find(path, detail=True)
             return {
                 f"{self}{name[len(path) :]}" if name.startswith(path) else str(files.unstrip_protocol(name)): Stamp(
                     int(entry["size"] or 0), _get_entry_state(entry)
                 )
-                for name, entry in sorted(found.items())
+                for name, entry in sorted(entries.items())
                 if entry["type"] == "file"
             }
 
     def upload_file(self, file: Path, advance: Callable[[int], object]) -> None:
-        """Upload a file as this object, which appears when all of it is there; `advance` is called with the bytes sent."""
+        """Upload a file as this object, which appears when it is complete; `advance` is called with the bytes sent."""
         callback = fsspec.Callback()
         callback.relative_update = advance
         with self._connect(writing=True) as (files, path):
@@ -159,25 +158,25 @@ class RemotePath(str):
         """Delete the object, or all objects below this path; do nothing if there are none.
 
         Raises:
-            RemoteError: when an object is still there; a client may not report the keys that a bulk deletion refuses.
+            ObjectStoreError: if an object still exists; a client may not report keys that a bulk deletion has skipped.
         """
         with self._connect() as (files, path):
             with contextlib.suppress(FileNotFoundError):
                 files.rm(path, recursive=True)
             files.invalidate_cache()
             left: list[str] = []
-            with contextlib.suppress(FileNotFoundError):  # nor is there a bucket
+            with contextlib.suppress(FileNotFoundError):  # the bucket may be missing
                 left = files.find(path)
             if left:
                 raise ObjectStoreError(
-                    f"{self}: the store did not delete {len(left)} objects, {left[0]} among them",
-                    hint="do the credentials allow deleting there?",
+                    f"{self}: the store did not delete {len(left)} objects, such as {left[0]}",
+                    hint="check that the credentials allow deletion",
                 )
 
     def _list_entries_below(self) -> dict[str, Any]:
         with self._connect() as (files, path):
-            found = files.find(path, detail=True)
-        return {name[len(path.rstrip("/")) + 1 :]: entry for name, entry in found.items() if entry}
+            entries = files.find(path, detail=True)
+        return {name[len(path.rstrip("/")) + 1 :]: entry for name, entry in entries.items() if entry}
 
     def _get_entry_kind(self) -> str | None:
         with self._connect() as (files, path):
@@ -191,14 +190,14 @@ class RemotePath(str):
         """Yield the file system and the path on it; convert errors in the block to one sentence."""
         with translate_store_errors(self, writing=writing):
             files, path = fsspec.core.url_to_fs(str(self))
-            files.invalidate_cache()  # other machines write too
+            files.invalidate_cache()  # other machines may have written
             yield files, path
 
 
 def _require_exact_ranges(source: RemotePath, fetch: Callable[[int, int], bytes]) -> Callable[[int, int], bytes]:
-    """Return a function that reads a range of `source` by `fetch` and rejects an answer of another length.
+    """Return a function that reads a range of `source` by `fetch` and rejects a response of another length.
 
-    A store or proxy between may cut an answer, or ignore the range and send the whole object with status 200.
+    A store or proxy may truncate a response, or ignore the range and send the whole object with status 200.
     """
 
     def fetch_exactly(begin: int, end: int) -> bytes:
@@ -214,15 +213,15 @@ def _require_exact_ranges(source: RemotePath, fetch: Callable[[int, int], bytes]
 
 
 def _get_entry_state(entry: Mapping[str, Any]) -> str:
-    told = ("ETag", "etag", "LastModified", "updated", "created", "mtime", "blob_id")
-    return str(next((entry[key] for key in told if entry.get(key)), ""))
+    keys = ("ETag", "etag", "LastModified", "updated", "created", "mtime", "blob_id")
+    return str(next((entry[key] for key in keys if entry.get(key)), ""))
 
 
 @contextlib.contextmanager
-def translate_store_errors(place: RemotePath, *, writing: bool = False) -> Iterator[None]:
+def translate_store_errors(path: RemotePath, *, writing: bool = False) -> Iterator[None]:
     """Convert exceptions of a store's client, which share no base class, to a one-sentence error.
 
-    That there is no such object is an answer, unless one is `writing`.
+    A missing object remains a FileNotFoundError, except while `writing`.
     """
     try:
         yield
@@ -230,16 +229,16 @@ def translate_store_errors(place: RemotePath, *, writing: bool = False) -> Itera
         raise
     except ImportError as error:
         raise MissingPackageError(
-            f"{place}: {error}",
-            hint="for s3://: pip install s3fs, for gs://: pip install gcsfs; else the package that fsspec names",
+            f"{path}: {error}",
+            hint="for s3://: pip install s3fs, for gs://: pip install gcsfs, else the package named by fsspec",
         ) from error
     except Exception as error:
         if isinstance(error, FileNotFoundError) and not writing:
-            raise FileNotFoundError(errno.ENOENT, "no such object", str(place)) from error
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(path)) from error
         first = next(iter(str(error).strip().splitlines()), "")
         raise ObjectStoreError(
-            f"{place}: {type(error).__name__}: {first}".removesuffix(": "),
-            hint="is the store there, and do the credentials allow it?",
+            f"{path}: {type(error).__name__}: {first}".removesuffix(": "),
+            hint="check the URL, the endpoint and the credentials of the object store",
         ) from error
 
 
@@ -250,17 +249,20 @@ def parse_location(path: str | Path) -> Location:
     """Return a local path, or a `RemotePath` for a URL such as s3://bucket/run.
 
     Raises:
-        ConfigError: when the URL's protocol is none that fsspec knows.
+        ConfigError: if fsspec does not support the protocol of the URL.
     """
     if isinstance(path, (Path, RemotePath)):
         return path
-    found = _URL.fullmatch(path)
-    if found is None:
+    match = _URL.fullmatch(path)
+    if match is None:
         return Path(path)
-    if found["protocol"] in ("file", "local"):
-        return Path(found["path"])
-    if found["protocol"] not in _list_protocols():
-        raise ConfigError(f"{path}: no object store is called {found['protocol']}://", hint="s3://, gs://, az://")
+    if match["protocol"] in ("file", "local"):
+        return Path(match["path"])
+    if match["protocol"] not in _list_protocols():
+        raise ConfigError(
+            f"{path}: the protocol {match['protocol']}:// is not supported",
+            hint="use a URL such as s3://, gs:// or az://",
+        )
     return RemotePath(path.rstrip("/"))
 
 

@@ -1,6 +1,6 @@
 """Logging by rank, and progress bars for terminals and files.
 
-Both write to standard error; standard output is for results, so that `--json` output can be piped.
+Both write to standard error; standard output has only results, so that `--json` output can be piped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ProgressBar:
     def __init__(self, title: str, *, total: float | None = None, unit: str = "", every: float = 5.0) -> None:
         self.title, self.total, self.unit, self.every = title, total, unit, every
         self.done = 0.0
-        self._start = self._told = time.monotonic()
+        self._start = self._printed = time.monotonic()
         self._live: Progress | None = None
         if sys.stderr.isatty():
             counts: list[ProgressColumn] = (
@@ -71,8 +71,8 @@ class ProgressBar:
         self.done += amount
         if self._live is not None:
             self._live.update(self._task, completed=self.done)
-        elif time.monotonic() - self._told >= self.every:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._printed >= self.every:
+            self._printed = time.monotonic()
             print(self._format_line(), file=sys.stderr, flush=True)
 
     def _format_line(self) -> str:
@@ -99,6 +99,6 @@ def format_number(number: float) -> str:
     """Return a number with a decimal unit: 1234567 -> '1.23M'. Small whole numbers stay unchanged."""
     for exponent, suffix in zip(range(24, 0, -3), "YZEPTGMk", strict=True):
         factor = 10.0**exponent
-        if abs(number) >= 0.9995 * factor and math.isfinite(number):  # what three digits would round up to it
+        if abs(number) >= 0.9995 * factor and math.isfinite(number):  # rounds up to the factor with three digits
             return f"{number / factor:.3g}{suffix}"
     return f"{number:.0f}" if float(number).is_integer() else f"{number:.3g}"

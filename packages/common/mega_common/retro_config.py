@@ -12,8 +12,8 @@ from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 if TYPE_CHECKING:
     from mega_common.model_config import ModelConfig
 
-# What no Retro has here, by the value that says so.
-_USUAL = {
+# Fields that are not supported with retrieval, with the required value.
+_REQUIRED_VALUES = {
     "encoder": None, "vision": None, "moe": None, "mla": None, "mamba": None, "delta": None, "layers": None,
     "mtp_layers": 0, "norm_position": "pre", "parallel_residual": False, "causal": True, "score": False,
     "attention_sinks": False,
@@ -21,19 +21,25 @@ _USUAL = {
 
 
 class RetroConfig(StrictConfig):
-    """Retrieval (arXiv:2112.04426): text is cut into chunks, each with retrieved neighbors (chunks with their
-    continuation). An encoder reads the neighbors, and the decoder's tokens behind a chunk attend to its output.
+    """Retrieval (Retro, arXiv:2112.04426).
+
+    Text is cut into chunks, each with retrieved neighbors (chunks with their continuation). An encoder reads the
+    neighbors, and the decoder's tokens after a chunk attend to its output.
     """
 
-    chunk_length: PositiveInt = Field(64, description="tokens of a chunk; a neighbour has twice as many")
-    neighbors: PositiveInt = Field(2, description="of a chunk")
-    encoder_layers: LayerCount = Field(2, description="layers that read neighbours, the first with the chunk in sight")
+    chunk_length: PositiveInt = Field(64, description="tokens of a chunk; a neighbor has twice as many")
+    neighbors: PositiveInt = Field(2, description="number of neighbors of a chunk")
+    encoder_layers: LayerCount = Field(2, description="layers of the neighbor encoder; the first attends to the chunk")
     layers: list[NonNegativeInt] | None = Field(
         None,
-        description="layers that attend to neighbours; default: every third, from 5 where there are at most 15, else from 8",
+        description="layers that attend to neighbors; default: every third, from 5 for models of up to 15 layers, else from 8",
     )
-    residual_dropout: float | None = Field(None, ge=0, lt=1, description="of the encoder; default: the model's")
-    attention_dropout: float | None = Field(None, ge=0, lt=1, description="likewise")
+    residual_dropout: float | None = Field(
+        None, ge=0, lt=1, description="residual dropout of the neighbor encoder; default: the model's"
+    )
+    attention_dropout: float | None = Field(
+        None, ge=0, lt=1, description="attention dropout of the neighbor encoder; default: the model's"
+    )
 
     @property
     def neighbor_length(self) -> int:
@@ -51,14 +57,14 @@ def find_retro_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         return
     layers = model.retrieval_layers
     if not layers:
-        rule = f"names none of the {model.num_layers} layers"
-        yield ConfigProblem("retro.layers", rule, model.retro.layers, "name layers, counted from 0")
+        rule = f"must name at least one of the {model.num_layers} layers"
+        yield ConfigProblem("retro.layers", rule, model.retro.layers, "set retro.layers, counted from 0")
     elif layers[-1] >= model.num_layers:
-        yield ConfigProblem("retro.layers", f"names a layer past the last, {model.num_layers - 1}", layers[-1])
-    for name, value in _USUAL.items():
+        yield ConfigProblem("retro.layers", f"must be layer numbers up to {model.num_layers - 1}", layers[-1])
+    for name, value in _REQUIRED_VALUES.items():
         if getattr(model, name) != value:
-            told = "leave it out" if value is None else f"{name}: {str(value).lower()}"
-            yield ConfigProblem(name, "does not go with retro", hint=f"{told}, or leave out retro")
+            fix = "leave it out" if value is None else f"{name}: {str(value).lower()}"
+            yield ConfigProblem(name, "is not supported with retro", hint=f"{fix}, or leave out retro")
     if model.position == "learned" and model.retro.neighbor_length > model.max_position:
-        rule = f"makes neighbours longer than max_position = {model.max_position}"
+        rule = f"must be at most half of max_position = {model.max_position}, the length of a neighbor"
         yield ConfigProblem("retro.chunk_length", rule, model.retro.chunk_length)

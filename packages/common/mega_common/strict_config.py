@@ -1,7 +1,7 @@
 """Strict configuration sections: unknown keys are errors, and all problems are reported at once with value and fix.
 
-A configuration is a tree of `Config` models. `parse` checks a plain mapping (from YAML, say) against it and raises one
-`ConfigError` that lists all problems; `apply_overrides` puts `--set a.b=c` on top of a mapping before that.
+A configuration is a tree of `StrictConfig` models. `parse` validates a plain mapping (for example from YAML) and raises
+one `ConfigError` that lists all problems; before that, `apply_overrides` applies `--set a.b=c` to the mapping.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mega_common.bounded_parsing import MISFITS, StrictYamlLoader, parse_yaml_text, read_settings_file
+from mega_common.bounded_parsing import TAG_ERRORS, StrictYamlLoader, parse_yaml_text, read_settings_file
 from mega_common.errors import ConfigError
 
 
@@ -36,8 +36,8 @@ class ConfigProblem:
 class StrictConfig(BaseModel):
     """Base of every configuration section. Frozen; unknown keys are errors.
 
-    Rules between fields go into `problems`, which is asked after the fields themselves are valid; all sections are
-    asked before anything is raised, so a user sees every problem in one run.
+    Rules between fields go into `problems`, which is called when the fields themselves are valid. All sections are
+    checked before an error is raised, so that one run reports every problem.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
@@ -51,23 +51,24 @@ class StrictConfig(BaseModel):
         """Validate `raw` and build the configuration.
 
         Raises:
-            ConfigError: with every problem found, one a line.
+            ConfigError: with every problem, one per line.
         """
-        found = list(_find_all_problems(cls, raw))
-        if found:
-            raise_config_error(found, source)
+        problems = list(_find_all_problems(cls, raw))
+        if problems:
+            raise_config_error(problems, source)
         return cls.model_validate(raw)
 
 
-def raise_config_error(found: Sequence[ConfigProblem], source: str) -> None:
-    """Raise one `ConfigError` that lists the problems `found`."""
-    count = f"{len(found)} problem" + ("s" if len(found) != 1 else "")
-    raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in found))
+def raise_config_error(problems: Sequence[ConfigProblem], source: str) -> None:
+    """Raise one `ConfigError` that lists the problems."""
+    count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
+    raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
 def _find_all_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    """Yield field errors of the whole tree, then violated rules of its valid parts (of the whole tree if only unknown
-    keys were wrong).
+    """Yield field errors of the whole tree, then violated rules of its valid parts.
+
+    If only unknown keys are wrong, the rules are those of the whole tree.
     """
     try:
         yield from _rule_problems(cls.model_validate(raw), "")
@@ -79,10 +80,10 @@ def _find_all_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Itera
     yield from _rules_of_valid_parts(cls, _remove_keys(raw, unknown), "")
 
 
-def _merge_by_path(found: Iterable[ConfigProblem]) -> list[ConfigProblem]:
+def _merge_by_path(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
     """Merge problems with one path: a value that fits no member of a union is reported once with all alternatives."""
     by_path: dict[str, ConfigProblem] = {}
-    for problem in found:
+    for problem in problems:
         earlier = by_path.get(problem.path)
         rules = dict.fromkeys([earlier.rule, problem.rule] if earlier else [problem.rule])
         by_path[problem.path] = replace(problem, rule=", or ".join(rules))
@@ -132,7 +133,7 @@ def _section_type(annotation: object) -> type[StrictConfig] | None:
 def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapping[str, Any]) -> ConfigProblem:
     location = [str(part) for part in _document_location(raw, detail["loc"])]
     if detail["type"] == "missing":
-        return ConfigProblem(".".join([*location, str(detail["loc"][-1])]), "required, but not given")
+        return ConfigProblem(".".join([*location, str(detail["loc"][-1])]), "is required")
     path, value = ".".join(location), detail.get("input")
     if detail["type"] == "extra_forbidden":
         known = _list_known_keys(cls, location[:-1])
@@ -145,13 +146,13 @@ def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapp
 
 def _document_location(raw: Any, location: Sequence[int | str]) -> list[int | str]:
     """Return the parts of a pydantic error location that exist in the document (pydantic adds names of union members)."""
-    found: list[int | str] = []
+    existing: list[int | str] = []
     for part in location:
         keys = range(len(raw)) if isinstance(raw, list) else raw if isinstance(raw, Mapping) else ()
         if part in keys:
             raw = raw[part]
-            found.append(part)
-    return found
+            existing.append(part)
+    return existing
 
 
 def _list_known_keys(cls: type[StrictConfig], location: Sequence[str]) -> list[str]:
@@ -167,32 +168,32 @@ def load_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML mapping.
 
     Raises:
-        ConfigError: when the file is missing, is not YAML, repeats a key or is not a mapping.
+        ConfigError: if the file is missing, is not YAML, repeats a key or is not a mapping.
     """
     raw = parse_yaml_text(read_settings_file(path), str(path))
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected keys with values, found {type(raw).__name__}")
+        raise ConfigError(f"{path}: must have keys with values, not {type(raw).__name__}")
     return raw
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return a copy of `raw` with each `a.b=value` set; values are parsed as YAML, missing sections are created.
 
-    A number as a part of the path is an index into a list: `data.train.0.weight=0.5`.
+    A number in the path is an index into a list: `data.train.0.weight=0.5`.
 
     Raises:
-        ConfigError: when an override is not of that form or goes through a value that is not a section.
+        ConfigError: if an override has another form, or a part of its path is not a section.
     """
     result: dict[str, Any] = _copy_tree(raw)
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
-            raise ConfigError(f"--set {override}: expected the form a.b=value")
+            raise ConfigError(f"--set {override}: must have the form a.b=value")
         try:
             value = yaml.load(text, StrictYamlLoader)  # noqa: S506 - a SafeLoader
         except yaml.YAMLError:
             value = text
-        except (ConfigError, *MISFITS) as error:
+        except (ConfigError, *TAG_ERRORS) as error:
             raise ConfigError(f"--set {override[:80]}: {error}") from None
         node: Any = result
         *parents, last = path.split(".")
@@ -226,7 +227,7 @@ def _assign_value(node: Any, part: str, value: object, override: str) -> None:
     elif isinstance(node, dict):
         node[part] = value
     else:
-        raise ConfigError(f"--set {override}: no place {part!r}")
+        raise ConfigError(f"--set {override}: no list entry {part!r}")
 
 
 def build_json_schema(cls: type[StrictConfig]) -> dict[str, Any]:
@@ -239,5 +240,5 @@ ExpertCount = Annotated[int, Field(gt=0, le=100_000)]
 RankCount = Annotated[int, Field(gt=0, le=1_000_000)]
 SampleCount = Annotated[int, Field(gt=0, le=1_000_000)]
 StageCount = Annotated[int, Field(gt=0, le=1_024)]
-DimensionSize = Annotated[int, Field(gt=0, le=1 << 40)]  # widths, tokens of a vocabulary, steps: arithmetic alone
+DimensionSize = Annotated[int, Field(gt=0, le=1 << 40)]  # widths, vocabulary size, steps: used in arithmetic only
 MOST_BATCH_SIZES = 10_000  # sizes of a batch while it grows

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 
-TOWER, PROJECTOR = "model.vision_tower.", "model.projector."  # what the names of their tensors begin with
+TOWER, PROJECTOR = "model.vision_tower.", "model.projector."  # prefixes of tensor names
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 Colours = tuple[float, float, float]
@@ -17,77 +17,74 @@ Resolution = tuple[PositiveInt, PositiveInt]
 
 
 class NativeResolutionConfig(StrictConfig):
-    """Images of any shape at native resolution, with sides rounded to whole features, as in Qwen2.5-VL
-    (arXiv:2502.13923).
+    """Images of any shape at native resolution, with sides rounded to whole features (Qwen2.5-VL, arXiv:2502.13923).
 
-    Its tower has RMS norms, gated feed-forwards, and rotated queries and keys: half of a head by a patch's row, half by its
-    column. In most layers patches see those of their window alone.
+    The vision encoder has RMS norms, gated feed-forward blocks and 2D RoPE: half of a head is rotated by a patch's row,
+    half by its column. Most layers have attention within windows.
     """
 
-    merge: PositiveInt = Field(2, description="a feature is made of a square of merge x merge patches")
-    frames: PositiveInt = Field(2, description="of a video, that a patch is of; an image stands for as many of itself")
-    window: PositiveInt = Field(112, description="pixels of a side of the squares within which patches see one another")
-    full_layers: tuple[NonNegativeInt, ...] = Field(
-        (7, 15, 23, 31), description="layers in which patches see the whole image"
-    )
-    min_pixels: PositiveInt = Field(3136, description="of an image, which is enlarged to as many")
-    max_pixels: PositiveInt = Field(12_845_056, description="likewise, made smaller")
+    merge: PositiveInt = Field(2, description="merge x merge patches form one feature")
+    frames: PositiveInt = Field(2, description="video frames per patch; an image is repeated")
+    window: PositiveInt = Field(112, description="side of the square attention windows, in pixels")
+    full_layers: tuple[NonNegativeInt, ...] = Field((7, 15, 23, 31), description="layers with full attention")
+    min_pixels: PositiveInt = Field(3136, description="smaller images are enlarged to this size")
+    max_pixels: PositiveInt = Field(12_845_056, description="larger images are reduced to this size")
 
 
 class VisionConfig(StrictConfig):
     """Vision transformer (arXiv:2010.11929) on square images, and the projector that turns its patches into tokens.
 
-    A CLIP tower (arXiv:2103.00020) has a class token and a norm before the first layer, a SigLIP one (arXiv:2303.15343)
-    neither, and a bias of its patches. The projector of two matrices is LLaVA 1.5's (arXiv:2310.03744), the one behind a
-    norm Gemma 3's (arXiv:2503.19786). With `pinpoints` an image is several squares, as in LLaVA-NeXT; with `native` it keeps
-    its shape, and the projector makes one feature of several patches, behind a norm.
+    A CLIP encoder (arXiv:2103.00020) has a class token and a norm before the first layer; a SigLIP encoder
+    (arXiv:2303.15343) has neither, and a bias of its patches. The projector `mlp` is LLaVA 1.5's (arXiv:2310.03744),
+    `norm` Gemma 3's (arXiv:2503.19786). With `pinpoints` an image is several squares, as in LLaVA-NeXT; with `native`
+    it keeps its shape, and the projector merges several patches to one feature, after a norm.
     """
 
     num_layers: LayerCount
     hidden_size: PositiveInt
     ffn_hidden_size: PositiveInt
     num_attention_heads: PositiveInt
-    image_size: PositiveInt = Field(336, description="pixels of a side; beside native of what plans are made for")
-    patch_size: PositiveInt = Field(14, description="likewise")
+    image_size: PositiveInt = Field(336, description="side of an image in pixels; with native only used by mega plan")
+    patch_size: PositiveInt = Field(14, description="side of a patch in pixels")
     activation: Literal["quick_gelu", "gelu", "gelu_tanh", "swiglu"] = "quick_gelu"
     norm_eps: float = Field(1e-5, gt=0)
     class_token: bool = True
     patch_bias: bool = False
     pre_norm: bool = Field(True, description="a norm before the first layer, as in CLIP")
     feature_layer: int = Field(
-        -2, description="whose output is projected: 0 are the embedded patches, -1 the last layer"
+        -2, description="layer whose output is projected: 0 are the embedded patches, -1 the last layer"
     )
-    feature_norm: bool = Field(False, description="the norm behind the last layer is before the projector")
-    feature_class: bool = Field(False, description="the class token is a feature too")
+    feature_norm: bool = Field(False, description="apply the norm after the last layer before the projector")
+    feature_class: bool = Field(False, description="the class token is a feature as well")
     projector: Literal["mlp", "norm", "merger"] = Field(
         "mlp",
         description="mlp: two matrices; norm: an RMS norm that multiplies by 1 + weight, and one matrix; merger: an RMS norm, "
-        "patches side by side, and two matrices",
+        "concatenated patches, and two matrices",
     )
     pool: PositiveInt = Field(1, description="a feature is the mean of a square of pool x pool patches")
     projector_activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
     projector_bias: bool = True
-    image_token: NonNegativeInt = Field(description="the placeholder, of which a text has one for each feature")
+    image_token: NonNegativeInt = Field(description="placeholder token, one for each feature in a text")
     begin_token: NonNegativeInt | None = Field(
-        None, description="what is put before the placeholders of an image; a text of Gemma 3 has it alone for one"
+        None, description="token before the placeholders of an image; texts for Gemma 3 have only this token"
     )
-    end_token: NonNegativeInt | None = Field(None, description="what is put behind them")
+    end_token: NonNegativeInt | None = Field(None, description="token after the placeholders of an image")
     bidirectional: bool = Field(
-        False, description="placeholders side by side see one another in the decoder, not only those before them"
+        False, description="bidirectional attention among the placeholders of an image in the decoder"
     )
     pinpoints: Annotated[tuple[Resolution, ...], Field(min_length=1)] | None = Field(
         None,
-        description="heights and widths in pixels, to the best of which an image is resized, to be cut in tiles of image_size; "
-        "their lines of patches, each with a learned row behind it, follow those of the whole image",
+        description="heights and widths in pixels; an image is resized to the best one and cut into tiles of image_size, "
+        "whose features, with a learned feature after each row, follow those of the whole image",
     )
     native: NativeResolutionConfig | None = Field(
-        None, description="images keep their shape; they are no squares of image_size"
+        None, description="images keep their shape instead of being squares of image_size"
     )
     resize: Literal["crop", "stretch"] = Field(
-        "crop", description="crop: the shorter side to image_size, and the middle; stretch: both sides"
+        "crop", description="crop: scale the shorter side to image_size and keep the center; stretch: scale both sides"
     )
     resample: Literal["bicubic", "bilinear"] = "bicubic"
-    mean: Annotated[Colours, Field(description="of red, green and blue, from 0 to 1")] = CLIP_MEAN
+    mean: Annotated[Colours, Field(description="mean of red, green and blue, from 0 to 1")] = CLIP_MEAN
     std: Colours = CLIP_STD
 
     @property
@@ -102,8 +99,9 @@ class VisionConfig(StrictConfig):
 
     @property
     def tokens_per_image(self) -> int:
-        """Number of placeholder tokens of an image in a text: with tiles, of the whole image, which comes first; at
-        native resolution, of a square of image_size.
+        """Number of placeholder tokens of an image in a text.
+
+        With tiles, of the whole image, which comes first; at native resolution, of a square of image_size.
         """
         return self.patches_per_image // (self.native.merge if self.native else self.pool) ** 2 + self.feature_class
 
@@ -113,7 +111,7 @@ class VisionConfig(StrictConfig):
         return self.tokens_per_image + (self.pinpoints is not None)
 
     def wrap_image_tokens(self, begin: str, image: str, end: str) -> str:
-        """Return the text of an image from the texts of its tokens, as the processors of Gemma 3 and Qwen write it."""
+        """Return the text of an image from the texts of its tokens, as in the processors of Gemma 3 and Qwen."""
         return f"{begin}{image}{end}" if self.native else f"\n\n{begin}{image}{end}\n\n"
 
     @property
@@ -157,16 +155,14 @@ class VisionConfig(StrictConfig):
             "norm_eps": self.norm_eps, "activation": self.activation, "position": "none", "qkv_bias": True,
             "attention_out_bias": True, "mlp_bias": True,
         }  # fmt: skip
-        if self.native:  # what a layer with a window sees is said by the images at hand
+        if self.native:  # the attention windows of a layer follow from the image
             patches = (self.native.window // self.patch_size) ** 2
             fields |= {"norm": "rmsnorm", "position": "rope", "sliding_window": patches}
             fields |= {"full_attention_layers": list(self.native.full_layers)}
         return fields
 
     def uses_tensor(self, name: str) -> bool:
-        """Return whether a tensor of a model with this vision encoder, by its canonical name, is used in the forward
-        pass.
-        """
+        """Return whether the forward pass uses a tensor of the model, by its canonical name."""
         layer = name.removeprefix(f"{TOWER}layers.") if name.startswith(f"{TOWER}layers.") else None
         if layer is not None:
             return int(layer.partition(".")[0]) < self.num_used_layers
@@ -180,40 +176,44 @@ class VisionConfig(StrictConfig):
             heads = self.num_attention_heads
             yield ConfigProblem("hidden_size", f"must be a multiple of num_attention_heads = {heads}", self.hidden_size)
         if not 0 <= self.num_used_layers <= self.num_layers:
-            yield ConfigProblem("feature_layer", f"is none of the tower's {self.num_layers}", self.feature_layer)
+            rule = f"must be from {-self.num_layers - 1} to {self.num_layers}"
+            yield ConfigProblem("feature_layer", rule, self.feature_layer)
         if self.feature_class and not self.class_token:
-            yield ConfigProblem("feature_class", "the tower has no class token", hint="feature_class: false")
-        if self.image_size // self.patch_size % self.pool or (self.pool > 1 and self.feature_class):
-            yield ConfigProblem("pool", "must divide the patches of a side, and leaves out the class token", self.pool)
+            yield ConfigProblem("feature_class", "requires class_token", hint="feature_class: false")
+        if self.image_size // self.patch_size % self.pool:
+            rule = f"must divide the {self.image_size // self.patch_size} patches of a side"
+            yield ConfigProblem("pool", rule, self.pool)
+        elif self.pool > 1 and self.feature_class:
+            yield ConfigProblem("pool", "is not supported with feature_class", self.pool, "feature_class: false")
         if self.pinpoints is not None:
             if self.projector != "mlp" or self.pool > 1 or self.feature_class or self.bidirectional:
-                rule = "go with projector mlp, and neither with pool, feature_class nor bidirectional"
+                rule = "requires projector: mlp, without pool, feature_class and bidirectional"
                 yield ConfigProblem("pinpoints", rule, hint="leave these out")
-            if any(side % self.image_size for one in self.pinpoints for side in one):
+            if any(side % self.image_size for resolution in self.pinpoints for side in resolution):
                 yield ConfigProblem("pinpoints", f"must be multiples of image_size = {self.image_size}", self.pinpoints)
         if (self.native is not None) != (self.projector == "merger"):
-            yield ConfigProblem("native", "goes with projector merger", hint="give both or neither")
+            yield ConfigProblem("native", "requires projector: merger, and vice versa", hint="give both or neither")
         elif self.native is not None:
             yield from self._find_native_problems(self.native)
         if (self.begin_token is None) != (self.end_token is None):
-            yield ConfigProblem("begin_token", "and end_token go together", hint="give both")
+            yield ConfigProblem("begin_token", "requires end_token, and vice versa", hint="give both or neither")
         if self.feature_norm and self.num_used_layers != self.num_layers:
-            yield ConfigProblem("feature_norm", "is of the last layer's output", hint="feature_layer: -1")
+            yield ConfigProblem("feature_norm", "requires the output of the last layer", hint="feature_layer: -1")
 
     def _find_native_problems(self, native: NativeResolutionConfig) -> Iterator[ConfigProblem]:
-        beside = {
+        required = {
             "activation": "swiglu", "class_token": False, "patch_bias": False, "pre_norm": False, "feature_layer": -1,
             "feature_norm": False, "pool": 1, "bidirectional": False, "pinpoints": None, "projector_bias": True,
         }  # fmt: skip
-        for name, value in beside.items():
+        for name, value in required.items():
             if getattr(self, name) != value:
-                yield ConfigProblem(name, f"must be {value} beside native", getattr(self, name))
+                yield ConfigProblem(name, f"must be {value} with native", getattr(self, name))
         if native.window % (self.patch_size * native.merge):
             rule = f"must be a multiple of patch_size x merge = {self.patch_size * native.merge}"
             yield ConfigProblem("native.window", rule, native.window)
         if any(layer >= self.num_layers for layer in native.full_layers):
             yield ConfigProblem(
-                "native.full_layers", f"names layers that {self.num_layers} layers do not have", native.full_layers
+                "native.full_layers", f"must be layer numbers up to {self.num_layers - 1}", native.full_layers
             )
         if native.min_pixels > native.max_pixels:
             yield ConfigProblem(
@@ -221,5 +221,5 @@ class VisionConfig(StrictConfig):
             )
         if self.hidden_size // self.num_attention_heads % 4:
             yield ConfigProblem(
-                "hidden_size", "a head's size must be a multiple of 4, for rows and columns turn it", self.hidden_size
+                "hidden_size", "must give a head size that is a multiple of 4 (2D RoPE)", self.hidden_size
             )

@@ -16,7 +16,6 @@ import xxhash
 from mega_common.errors import ConfigError, DataError
 from mega_common.vision_config import VisionConfig
 from mega_data.data_config import DataConfig
-from mega_data.images.image_references import reject_images
 from mega_data.kinds import get_dataset_builders
 from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
 from mega_data.kinds.retro_samples import RetroSamples
@@ -25,6 +24,7 @@ from mega_data.retrieval.neighbor_files import open_dataset_neighbors
 from mega_data.sampling.dataset_parts import SPLITS, DatasetPart, DatasetPartitioner
 from mega_data.sampling.staged_blend import build_fixed_blend, build_training_blend, number_repeated_paths
 from mega_data.sampling.weighted_blend import MegatronBlend, StableBlend
+from mega_data.token_files.image_references import reject_images
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.tokenizer import Tokenizer
 

@@ -115,8 +115,12 @@ def _check_tekken_counts(file: Path) -> None:
 
 def _convert_tekken(file: Path) -> ConvertedTokenizer:
     _check_tekken_counts(file)
-    converter = import_optional("transformers.integrations.mistral.tokenizer", "tekken files").MistralConverter
-    library = import_optional("mistral_common.tokens.tokenizers.tekken", "tekken files").Tekkenizer.from_file(file)
+    converter = import_optional(
+        "transformers.integrations.mistral.tokenizer", "converting tekken files"
+    ).MistralConverter
+    library = import_optional(
+        "mistral_common.tokens.tokenizers.tekken", "converting tekken files"
+    ).Tekkenizer.from_file(file)
     return ConvertedTokenizer(
         converter(str(file)).converted(),
         lambda text: library.encode(text, bos=False, eos=False),
@@ -127,8 +131,8 @@ def _convert_tekken(file: Path) -> ConvertedTokenizer:
 def _convert_tiktoken(file: Path, pattern: str, special_tokens: Sequence[str]) -> ConvertedTokenizer:
     pairs = (line.split() for line in file.read_bytes().splitlines() if line.strip())
     ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    tiktoken = import_optional("tiktoken", "tiktoken files")
-    base: Any = import_optional("transformers.convert_slow_tokenizer", "tiktoken files").TikTokenConverter
+    tiktoken = import_optional("tiktoken", "converting tiktoken files")
+    base: Any = import_optional("transformers.convert_slow_tokenizer", "converting tiktoken files").TikTokenConverter
 
     class Converter(base):  # type: ignore[misc]
         @staticmethod
@@ -143,8 +147,8 @@ def _convert_tiktoken(file: Path, pattern: str, special_tokens: Sequence[str]) -
 
 
 def _convert_sentencepiece(file: Path) -> ConvertedTokenizer:
-    library = import_optional("sentencepiece", ".model files").SentencePieceProcessor(model_file=str(file))
-    proto = import_optional("sentencepiece.sentencepiece_model_pb2", ".model files").ModelProto.FromString(
+    library = import_optional("sentencepiece", "converting .model files").SentencePieceProcessor(model_file=str(file))
+    proto = import_optional("sentencepiece.sentencepiece_model_pb2", "converting .model files").ModelProto.FromString(
         file.read_bytes()
     )
     trained, text = proto.trainer_spec, proto.normalizer_spec

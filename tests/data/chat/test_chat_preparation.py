@@ -81,9 +81,7 @@ def test_weights_of_turns_are_hundredths(tmp_path: Path, tokenizer: Path) -> Non
     made(tmp_path, tokenizer, [record], turn_weights=True)
     weights = LossWeights(IndexedReader(tmp_path / "d"))
     assert set(weights[0:10_000].tolist()) == {0, 0.25, 2}
-    with pytest.raises(
-        DataError, match=r"b.jsonl:1: a weight of 0.25, which must be 0 or 1; --turn-weights allows others"
-    ):
+    with pytest.raises(DataError, match=r"b.jsonl:1: the weight of an answer must be 0 or 1, not 0.25"):
         made(tmp_path, tokenizer, [record], "b")
     with pytest.raises(DataError, match=r"a multiple of 0.01 up to 2.55"):
         made(tmp_path, tokenizer, [{"messages": [ASK, {**ANSWER, "weight": 0.333}]}], "c", turn_weights=True)
@@ -97,15 +95,15 @@ def test_what_the_limit_cuts_is_counted(tmp_path: Path, tokenizer: Path, caplog:
         info = made(tmp_path, tokenizer, [record], max_length=limit, overwrite=True)
         assert info.chat is not None
         assert (info.tokens, info.chat.cut, info.documents) == (limit, cut, documents)
-    assert "2 answers were cut by the limit" in caplog.text
+    assert "2 answers were truncated to" in caplog.text
     info = made(tmp_path, tokenizer, [{"prompt": "Hi", "response": "a"}, record], max_length=begin, overwrite=True)
     assert (info.documents, info.skipped.empty) == (1, 1)
-    assert "1 conversations without an answer within the limit were left out" in caplog.text
+    assert "1 conversations without an answer within the length limit were left out" in caplog.text
 
 
 def test_bad_records_are_named_or_set_aside(tmp_path: Path, tokenizer: Path) -> None:
     records = [CONVERSATIONS["one"], {"messages": [ASK]}, {"text": "no chat"}]
-    with pytest.raises(DataError, match=r"d.jsonl:2: no answer that counts in the loss"):
+    with pytest.raises(DataError, match=r"d.jsonl:2: no message of the assistant counts in the loss"):
         made(tmp_path, tokenizer, records)
     info = made(tmp_path, tokenizer, records, on_bad_line="skip")
     assert (info.documents, info.skipped.bad) == (1, 2)
@@ -231,7 +229,11 @@ def test_what_the_template_does_is_told(tmp_path: Path, tokenizer: Path, caplog:
         "{{ strftime_now('%d') }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
     made(tmp_path, tokenizer, [CONVERSATIONS["one"]], template=tmp_path / "t.jinja")
-    for said in ("marks no answers", "writes today's date", "d.jsonl:1: an answer ends with no special token"):
+    for said in (
+        "does not mark answers",
+        "writes the current date",
+        "d.jsonl:1: an answer does not end with a special token",
+    ):
         assert said in caplog.text
 
 

@@ -18,7 +18,7 @@ from mega_data.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers", reason="what renders templates, and the oracle")
 REFUSED = {
-    ("mistral", "system"): "content of role 'system'|not what the whole conversation's begins with",
+    ("mistral", "system"): "content of role 'system'|not a prefix of the whole conversation",
     ("gemma", "tools"): "must alternate",
     ("deepseek", "tools"): "does not render 'tools'",
 }
@@ -100,16 +100,32 @@ def test_loss_on_last_and_weights_of_turns(marks: bool) -> None:
 @pytest.mark.parametrize(
     ("body", "record", "said"),
     [
-        ("{{ messages[-1].content }}", {"messages": [ASK, ANSWER]}, "up to it is not what"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", {"messages": [ASK]}, "no answer that counts"),
+        ("{{ messages[-1].content }}", {"messages": [ASK, ANSWER]}, "up to it is not a prefix"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            {"messages": [ASK]},
+            "no message of the assistant counts",
+        ),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}",
             {"messages": [ASK, {**ANSWER, "weight": 0}]},
-            "no answer that counts",
+            "no message of the assistant counts",
         ),
-        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", CONVERSATIONS["one"], "the questions too"),
-        ("{% generation %}{% endgeneration %}{{ messages }}", CONVERSATIONS["one"], "no answer that counts"),
-        ("{{ raise_exception('I will not') }}", CONVERSATIONS["one"], r"template fails on it \(I will not\)"),
+        (
+            "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+            CONVERSATIONS["one"],
+            "including the questions",
+        ),
+        (
+            "{% generation %}{% endgeneration %}{{ messages }}",
+            CONVERSATIONS["one"],
+            "no message of the assistant counts",
+        ),
+        (
+            "{{ raise_exception('I will not') }}",
+            CONVERSATIONS["one"],
+            r"template fails on the conversation \(I will not\)",
+        ),
         ("{{ messages | nothing }}", CONVERSATIONS["one"], "No filter named 'nothing'"),
         ("{{ ''.__class__.__mro__ }}", CONVERSATIONS["one"], "unsafe"),
     ],
@@ -122,7 +138,7 @@ def test_what_cannot_be_told_is_refused(body: str, record: dict[str, Any], said:
 def test_blocks_that_are_not_as_many_as_answers_take_no_weights_of_their_own() -> None:
     twice = "{% for m in messages %}{{ m.content }}{% generation %}a{% endgeneration %}{% endfor %}"
     assert spans(twice, CONVERSATIONS["turns"]) == [("a", 1)] * 4
-    with pytest.raises(DataError, match="marks 4 texts as answers, and there are 2"):
+    with pytest.raises(DataError, match="marks 4 texts as answers, but the conversation has 2"):
         spans(twice, CONVERSATIONS["turns"], "last")
 
 

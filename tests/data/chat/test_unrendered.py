@@ -131,5 +131,5 @@ def test_options_that_the_template_does_not_use_are_named(
     with pytest.raises(DataError):
         preprocess_corpus([tmp_path / "d.jsonl"], folder, tmp_path / "d", chat=options)
     assert [message for message in caplog.messages if message.startswith("--template-option")] == [
-        "--template-option enable_thinkin has no effect: the chat template does not use a variable of that name"
+        "--template-option enable_thinkin has no effect: the chat template does not use this variable"
     ]

@@ -84,7 +84,7 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize(("owner", "name"), [(module.CleanRun, "_add"), (PartDeduplication, "_write")])
+@pytest.mark.parametrize(("owner", "name"), [(module.CleanRun, "_add_batch"), (PartDeduplication, "_write_lines")])
 def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     """Ended at every third batch or file, until it is through; the files are those of a straight run."""
     source = jsonl(tmp_path / "a.jsonl", *(f"document {i % 70} of these" for i in range(100)))
@@ -100,7 +100,7 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         original(self, *args)
 
     monkeypatch.setattr(owner, name, ended)
-    monkeypatch.setattr(module, "EVERY", 0)
+    monkeypatch.setattr(module, "RECORD_INTERVAL", 0)
     while True:
         try:
             again = cleaned(tmp_path, [source], config, overwrite=True)
@@ -116,7 +116,7 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_change_of_the_rules_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = jsonl(tmp_path / "a.jsonl", "one", "three")
-    monkeypatch.setattr(module, "EVERY", 0)
+    monkeypatch.setattr(module, "RECORD_INTERVAL", 0)
     with monkeypatch.context() as context:
         context.setattr(module, "install_folder", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -146,13 +146,13 @@ def test_a_changed_filter_is_another_run(tmp_path: Path) -> None:
 def test_a_worker_that_is_killed_is_told_of(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", "one")
     (tmp_path / "mine.py").write_text("import os\ndef keep(record):\n    os.kill(os.getpid(), 9)\n")
-    with pytest.raises(DataError, match=r"ended from outside(?s:.*)fewer --workers"):
+    with pytest.raises(DataError, match=r"worker process was killed(?s:.*)fewer --workers"):
         cleaned(tmp_path, [source], {"filter": "mine:keep"}, folder=tmp_path, workers=2)
 
 
 def test_no_document_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
-    with pytest.raises(DataError, match=r"a\.jsonl: not one document"):
+    with pytest.raises(DataError, match=r"a\.jsonl: no document in the inputs"):
         cleaned(tmp_path, [tmp_path / "a.jsonl"], EXACT)
 
 
@@ -234,7 +234,7 @@ class TestDecontaminate:
 
     def test_nothing_to_look_for_is_an_error(self, tmp_path: Path) -> None:
         source = jsonl(tmp_path / "a.jsonl", "one two")
-        with pytest.raises(DataError, match="no text of 13 words or more"):
+        with pytest.raises(DataError, match="has at least 13 words"):
             cleaned(tmp_path, [source], {"decontaminate": {"against": [str(source)]}})
 
 
@@ -251,7 +251,10 @@ class TestOwnFilter:
 
     @pytest.mark.parametrize(
         ("body", "message"),
-        [("pass", "a.jsonl:1: filter mine:keep returns None"), ("1/0", "a.jsonl:1: filter mine:keep fails with Zero")],
+        [
+            ("pass", "a.jsonl:1: filter mine:keep: must return True, False or a reason, not None"),
+            ("1/0", "a.jsonl:1: filter mine:keep fails with Zero"),
+        ],
     )
     def test_its_faults_are_told(self, tmp_path: Path, body: str, message: str) -> None:
         config, source = self.config(tmp_path, body), jsonl(tmp_path / "a.jsonl", "a")
@@ -294,13 +297,13 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("raw", "message"),
         [
-            ({}, "no rule is on"),
+            ({}, "at least one rule is required"),
             ({"gopher": True}, "unknown key"),
-            ({"language": {"keep": ["English"]}}, "is no ISO 639 code"),
-            ({"language": {"keep": ["en"], "detector": "fasttext"}}, "needs a model file"),
-            ({"filter": "no_colon"}, "not of the form module:function"),
-            ({"duplicates": {"exact": False}}, "looks for nothing"),
-            ({"pii": {"patterns": {"x": "("}}}, "is no regular expression"),
+            ({"language": {"keep": ["English"]}}, "must be ISO 639 codes"),
+            ({"language": {"keep": ["en"], "detector": "fasttext"}}, "is required with detector: fasttext"),
+            ({"filter": "no_colon"}, "must have the form module:function"),
+            ({"duplicates": {"exact": False}}, "requires exact or minhash"),
+            ({"pii": {"patterns": {"x": "("}}}, "must be a regular expression"),
         ],
     )
     def test_mistakes_are_told(self, raw: dict[str, Any], message: str) -> None:
@@ -335,10 +338,10 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
         "from mega_data.cleaning.clean_config import CleanConfig\n"
-        "from mega_data.cleaning.clean_run import clean\n"
+        "from mega_data.cleaning.clean_run import clean_corpus\n"
         "if __name__ == '__main__':\n"
         f"    folder = Path({str(tmp_path)!r})\n"
-        "    clean([folder / 'a.jsonl'], CleanConfig(filter='mine:keep'), folder / 'out', folder=folder, workers=2)\n"
+        "    clean_corpus([folder / 'a.jsonl'], CleanConfig(filter='mine:keep'), folder / 'out', folder=folder, workers=2)\n"
     )
     (tmp_path / "main.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

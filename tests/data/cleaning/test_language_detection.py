@@ -44,5 +44,5 @@ def test_a_detector_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPat
 def test_a_file_that_is_no_model_is_named(tmp_path: Path) -> None:
     pytest.importorskip("fasttext", reason="reads its models")
     (tmp_path / "m.ftz").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"m\.ftz: is no model"):
+    with pytest.raises(DataError, match=r"m\.ftz: is not a fasttext model"):
         build_language_rule(LanguageRule(keep=["en"], detector="fasttext", model=tmp_path / "m.ftz"))

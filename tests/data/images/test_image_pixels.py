@@ -70,5 +70,5 @@ def test_tiles_and_placeholders_as_llava_next(size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n" + bytes(20)])
 def test_what_is_no_image(content: bytes) -> None:
-    with pytest.raises(DataError, match="no image that can be read"):
+    with pytest.raises(DataError, match="the image cannot be read"):
         prepare_image(content, VisionConfig(**TOWER))

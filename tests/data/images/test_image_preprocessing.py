@@ -111,10 +111,10 @@ def test_llava_json_and_a_folder(tmp_path: Path, tokenizer: Path) -> None:
     data = opened(tmp_path)
     assert check(data[0], {"red": RED, "blue": BLUE}) == 2
     assert data[0].images.features.max() == 2 * EACH - 1
-    with pytest.raises(DataError, match="has images, and the model sees none"):
+    with pytest.raises(DataError, match="has images, which requires a model with a vision encoder"):
         opened(tmp_path, None)
     other = VISION.model_copy(update={"image_size": 12})
-    with pytest.raises(DataError, match="4 placeholders 1 stand for an image, and the model has 9"):
+    with pytest.raises(DataError, match="has 4 placeholders 1 per image, but the model has 9"):
         opened(tmp_path, other)[0]
 
 
@@ -195,19 +195,19 @@ def test_images_in_tiles_have_placeholders_by_their_sizes(tmp_path: Path, tokeni
                     for row in rows
                 ]
                 found += [at for at in range(len(whole)) if whole[at : at + len(own)] == own][:1]
-                assert (data[number].tokens[images.places] == 1).all()
+                assert (data[number].tokens[images.placeholder_positions] == 1).all()
         assert len(found) > samples // 2
         assert len(found) == sum(data[number].images is not None for number in range(samples))
-    with pytest.raises(DataError, match="or other tiles: None"):
+    with pytest.raises(DataError, match="and other tiles: None"):
         opened(tmp_path, VISION)[0]
     (tmp_path / "pictures/wide.png").write_bytes(RED)
-    with pytest.raises(DataError, match=r"wide\.png: it has another size now"):
+    with pytest.raises(DataError, match=r"wide\.png: the size of the image has changed"):
         opened(tmp_path, vision, seq_length=64)[0]
 
 
 def test_the_placeholder_is_the_models(tmp_path: Path, tokenizer: Path) -> None:
     options = ImageOptions(tmp_path, EACH, "<image>", vision=VISION.model_copy(update={"image_token": 5}))
-    with pytest.raises(DataError, match="'<image>' is token 1, and the model's placeholder 5"):
+    with pytest.raises(DataError, match="'<image>' is token 1, but the model's placeholder is 5"):
         preprocess_image_chats([llava(tmp_path, [])], tokenizer, tmp_path / "data", ChatOptions(), options)
 
 
@@ -225,9 +225,9 @@ def test_what_is_bad_is_named(tmp_path: Path, tokenizer: Path) -> None:
     info = made(tmp_path, tokenizer, source, on_bad_line="skip")
     assert (info.documents, info.skipped.bad) == (1, 5)
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "data.quarantine.jsonl").read_text().splitlines()]
-    assert "1 image(s), and 2 times <image> in the text" in " ".join(reasons)
-    assert sum("a video, which is not read here" in reason for reason in reasons) == 2
-    with pytest.raises(DataError, match="is no token of it"):
+    assert "1 image(s), but the text has <image> 2 times" in " ".join(reasons)
+    assert sum("videos are not supported" in reason for reason in reasons) == 2
+    with pytest.raises(DataError, match="has no token "):
         preprocess_image_chats(
             [source], tokenizer, tmp_path / "x", ChatOptions(), ImageOptions(tmp_path, EACH, "<picture>")
         )
@@ -236,7 +236,7 @@ def test_what_is_bad_is_named(tmp_path: Path, tokenizer: Path) -> None:
 def test_an_image_that_is_damaged_later(tmp_path: Path, tokenizer: Path) -> None:
     made(tmp_path, tokenizer, llava(tmp_path, [{"image": "red.png", "conversations": asked("red")}]))
     (tmp_path / "pictures" / "red.png").write_bytes(RED[:40])
-    with pytest.raises(DataError, match=r"sample 5 of .*data: image 0 of document 0, red.png: no image"):
+    with pytest.raises(DataError, match=r"sample 5 of .*data: image 0 of document 0, red.png: the image"):
         opened(tmp_path)[5]
     left = opened(tmp_path, on_bad_sample="skip")[5]
     assert left.images is None
@@ -245,9 +245,9 @@ def test_an_image_that_is_damaged_later(tmp_path: Path, tokenizer: Path) -> None
 
 def test_what_would_lose_images_is_refused(tmp_path: Path, tokenizer: Path) -> None:
     made(tmp_path, tokenizer, llava(tmp_path, [{"image": "red.png", "conversations": asked("red")}]))
-    with pytest.raises(DataError, match="data: has images, which are not merged"):
+    with pytest.raises(DataError, match="data: has images, and cannot be merged"):
         merge_datasets([tmp_path / "data", tmp_path / "data"], tmp_path / "both")
-    with pytest.raises(DataError, match="has images, which are not read from token to token"):
+    with pytest.raises(DataError, match="has images, and cannot be evaluated here"):
         open_sequential_dataset(tmp_path / "data", 8)
 
 
@@ -263,7 +263,7 @@ def test_what_a_model_wants_around_an_image(tmp_path: Path, tokenizer: Path) -> 
     preprocess_image_chats([source], tokenizer, tmp_path / "data", ChatOptions(), options)
     tokens = [WORDS[token] for token in opened(tmp_path)[0].tokens[: EACH + 4]]
     assert tokens == ["<user>", "and", *["<image>"] * EACH, "it", "what"]
-    with pytest.raises(DataError, match="has not one <image>"):
+    with pytest.raises(DataError, match="must contain <image> exactly once"):
         preprocess_image_chats([source], tokenizer, tmp_path / "x", ChatOptions(), replace(options, text="it"))
 
 
@@ -295,12 +295,14 @@ def test_images_that_keep_their_shape(tmp_path: Path, tokenizer: Path) -> None:
     assert images is not None
     sizes = [one.shape[1:] for one in images.pixels]
     assert sizes == [(16, 8), (8, 32)]
-    assert (tokens[images.places] == 1).all()
+    assert (tokens[images.placeholder_positions] == 1).all()
     assert images.features.tolist() == list(range(2 + 4))
-    assert [tokens[at + step] for at, step in ((images.places[0], -1), (images.places[1], 1))] == [8, 9]
+    assert [
+        tokens[at + step] for at, step in ((images.placeholder_positions[0], -1), (images.placeholder_positions[1], 1))
+    ] == [8, 9]
     for one, content in zip(images.pixels, pictures, strict=True):
         np.testing.assert_array_equal(one, prepare_image(content, vision).pixels[0])
     pieces = [data[number].images for data in [opened(tmp_path, vision, seq_length=5)] for number in range(4)]
-    assert sum(len(one.places) for one in pieces if one is not None) == 6
-    with pytest.raises(DataError, match="or other sizes: None"):
+    assert sum(len(one.placeholder_positions) for one in pieces if one is not None) == 6
+    with pytest.raises(DataError, match="and other sizes: None"):
         opened(tmp_path, VISION)[0]

@@ -98,7 +98,7 @@ def test_long_documents_are_cut_into_pieces_or_left_out_and_told(
     with caplog.at_level("INFO"):
         found = [document for k in range(int(samples.samples_per_epoch)) for document in documents_of(samples[k])]
     assert sum(len(document) - 1 for document in found) == labels
-    told = {"split": "1 longer than seq_length + 1 = 17 cut into pieces", "drop": "left out, 1 of fewer than two"}
+    told = {"split": "1 documents longer than seq_length + 1 = 17 split", "drop": "left out, 1 of fewer than two"}
     assert told[rule] in caplog.text
     if rule == "split":  # each label once: a piece begins with the last label of the one before
         assert sorted(label for document in found for label in document[1:]) == sorted(

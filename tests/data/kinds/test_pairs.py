@@ -117,5 +117,5 @@ def test_documents_that_are_no_pairs_are_refused(tmp_path: Path) -> None:
             writer.add_documents(np.arange(12) % 2, [4, 8])
     with pytest.raises(DataError, match=r"data.kind = pairs requires documents of two sequences"):
         pairs(IndexedReader(tmp_path / "e"))[0]
-    with pytest.raises(ConfigError, match=r"kind pairs in data.order: megatron"):
+    with pytest.raises(ConfigError, match=r"kind pairs is not supported with data.order = megatron"):
         pairs(reader, order="megatron")

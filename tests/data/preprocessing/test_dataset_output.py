@@ -88,16 +88,16 @@ def test_a_killed_run_goes_on(
         "import os, sys, signal\n"
         "from pathlib import Path\n"
         "import mega_data.preprocessing.text_batches, mega_data.preprocessing.dataset_output as output\n"
-        "from mega_data.preprocessing.preprocess_corpus import preprocess\n"
-        "output.EVERY, mega_data.preprocessing.text_batches.BATCH, mega_data.preprocessing.text_batches.PIECE = 0.0, 500, 1000\n"
-        f"real, left = output.Output.record, [{records}]\n"
+        "from mega_data.preprocessing.preprocess_corpus import preprocess_corpus\n"
+        "output.RECORD_INTERVAL, mega_data.preprocessing.text_batches.BATCH, mega_data.preprocessing.text_batches.PIECE = 0.0, 500, 1000\n"
+        f"real, left = output.DatasetOutput.record_progress, [{records}]\n"
         "def record(self):\n"
         "    real(self)\n"
         "    left[0] -= 1\n"
         "    left[0] or os.kill(os.getpid(), signal.SIGKILL)\n"
-        "output.Output.record = record\n"
+        "output.DatasetOutput.record_progress = record\n"
         "tokenizer, prefix, *corpus = map(Path, sys.argv[1:])\n"
-        "preprocess(corpus, tokenizer, prefix, append_eod=True, on_bad_line='skip')\n"
+        "preprocess_corpus(corpus, tokenizer, prefix, append_eod=True, on_bad_line='skip')\n"
     )
     prefix = corpus[0].with_name("killed")
     done = subprocess.run(
@@ -150,4 +150,4 @@ def test_a_bad_line_mended_by_an_option_keeps_what_was_done(
         preprocess_corpus([source], tokenizer_folder, source.with_name("d"), append_eod=True)
     with caplog.at_level("INFO", "mega"):
         assert run([source], tokenizer_folder, "d") == run([source], tokenizer_folder, "straight")
-    assert "going on" in caplog.text
+    assert "resuming" in caplog.text

@@ -293,7 +293,7 @@ class TestOutput:
         assert verify_dataset(tmp_path / "d") == before
 
     def test_a_folder_is_no_prefix(self, tmp_path: Path, tokenizer_folder: Path) -> None:
-        with pytest.raises(DataError, match="the output is a prefix"):
+        with pytest.raises(DataError, match="must be a prefix"):
             preprocess_corpus([jsonl(tmp_path / "a.jsonl", {"text": FINE})], tokenizer_folder, tmp_path)
 
     @pytest.mark.parametrize("limit", [1000, 20_000, 40_000, 60_000])
@@ -305,9 +305,9 @@ class TestOutput:
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
             "from mega_common.errors import DataError\n"
-            "from mega_data.preprocessing.preprocess_corpus import preprocess\n"
+            "from mega_data.preprocessing.preprocess_corpus import preprocess_corpus\n"
             "try:\n"
-            f"    preprocess([{str(source)!r}], {str(tokenizer_folder)!r}, {str(tmp_path / 'd')!r}, on_bad_line='skip')\n"
+            f"    preprocess_corpus([{str(source)!r}], {str(tokenizer_folder)!r}, {str(tmp_path / 'd')!r}, on_bad_line='skip')\n"
             "except DataError as error:\n"
             "    print(error)\n"
         )
@@ -327,8 +327,8 @@ class TestOutput:
             "from pathlib import Path\n"
             "import mega_data.preprocessing.preprocess_corpus as module\n"
             f"path = {str(tmp_path / 'a.jsonl')!r}\n"
-            "module.find_sources = lambda *_: [sources.Source(path, 'jsonl')]\n"  # a pipe, to stop half-way
-            f"module.preprocess([path], Path({str(tmp_path / 'tok')!r}), Path({str(tmp_path / 'd')!r}), workers=2)\n"
+            "module.find_corpus_sources = lambda *_: [sources.CorpusSource(path, 'jsonl')]\n"  # a pipe, to stop half-way
+            f"module.preprocess_corpus([path], Path({str(tmp_path / 'tok')!r}), Path({str(tmp_path / 'd')!r}), workers=2)\n"
         )
         process = subprocess.Popen(
             [sys.executable, "-c", code],

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from mega_common.errors import ConfigError, DataError
 from mega_data.preprocessing import dataset_output as output
-from mega_data.preprocessing.dataset_commit import READY, finish_commit
-from mega_data.preprocessing.partial_folder import get_partial_folder
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.preprocessing.sharding import InputShard, select_shard_sources
 from mega_data.reading.corpus_sources import find_corpus_sources
+from mega_data.token_files.dataset_commit import READY, finish_commit
+from mega_data.token_files.partial_folder import get_partial_folder
 from mega_data.token_files.verify_dataset import verify_dataset
 
 TEXT = "the cat sät on the mat "

@@ -24,17 +24,17 @@ READ = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]),) * 2)
 from pathlib import Path
-from mega_data.reading import documents as records, json_readers, parquet_reader, readers
-from mega_data.reading.documents import Rejected
-for module in (records, json_readers, parquet_reader, readers):
-    module.LARGEST_RECORD, module.LARGEST_TEXT = 4 << 20, 16 << 20
-parquet_reader.LARGEST_GROUP = 64 << 20
-from mega_data.reading.source_readers import read
-from mega_data.reading.corpus_sources import find_sources
+from mega_data.reading import documents as records, json_readers, parquet_reader, source_readers
+from mega_data.reading.documents import RejectedItem
+for module in (records, json_readers, parquet_reader, source_readers):
+    module.MAX_RECORD_BYTES, module.MAX_TEXT_BYTES = 4 << 20, 16 << 20
+parquet_reader.MAX_GROUP_BYTES = 64 << 20
+from mega_data.reading.source_readers import read_documents
+from mega_data.reading.corpus_sources import find_corpus_sources
 bad, documents, advanced = [], 0, []
-for source in find_sources([sys.argv[1]], sys.argv[4]):
-    for item in read(source, sys.argv[4], advanced.append, folder=Path(sys.argv[2]) if sys.argv[2] else None):
-        if isinstance(item, Rejected):
+for source in find_corpus_sources([sys.argv[1]], sys.argv[4]):
+    for item in read_documents(source, sys.argv[4], advanced.append, folder=Path(sys.argv[2]) if sys.argv[2] else None):
+        if isinstance(item, RejectedItem):
             assert len(item.content) <= 1 << 18
             bad.append(item.reason)
         else:

@@ -20,8 +20,7 @@ from mega_common.errors import DataError
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.preprocessing.sharding import InputShard
 from mega_data.reading.corpus_sources import CorpusSource, find_corpus_sources
-from mega_data.reading.documents import Document, RejectedItem
-from mega_data.reading.json_readers import SHOWN
+from mega_data.reading.documents import SHOWN, Document, RejectedItem
 from mega_data.reading.long_text import LongText
 from mega_data.reading.source_readers import read_documents
 
@@ -32,7 +31,7 @@ RECORDS = st.dictionaries(st.sampled_from(["text", "id", "a"]), VALUES, max_size
 
 @pytest.fixture(autouse=True)
 def little_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("long_text", "readers", "json_readers"):
+    for module in ("long_text", "source_readers", "json_readers"):
         monkeypatch.setattr(f"mega_data.reading.{module}.LONG", 16)
     for module in ("long_text", "json_readers"):
         monkeypatch.setattr(f"mega_data.reading.{module}.BLOCK", 5)
@@ -137,14 +136,14 @@ def test_memory_does_not_grow_with_a_document(tmp_path: Path, tokenizer_folder: 
         "import re, sys\n"
         "from pathlib import Path\n"
         "from mega_data.preprocessing import text_batches as batches, text_encoder as encoder\n"
-        "from mega_data.reading import json_readers, long_text, readers\n"
-        "from mega_data.preprocessing.preprocess_corpus import preprocess\n"
-        "batches.PIECE = long_text.LONG = readers.LONG = json_readers.LONG = 1 << 17\n"
+        "from mega_data.reading import json_readers, long_text, source_readers\n"
+        "from mega_data.preprocessing.preprocess_corpus import preprocess_corpus\n"
+        "batches.PIECE = long_text.LONG = source_readers.LONG = json_readers.LONG = 1 << 17\n"
         "long_text.BLOCK = json_readers.BLOCK = 1 << 17\n"
         "encoder.COMPARED_FIRST = 1\n"
         "tokenizer, folder = map(Path, sys.argv[1:])\n"
         "for name in ('1.txt', '1.jsonl', '1.txt', '1.jsonl', '12.txt', '12.jsonl'):\n"
-        "    preprocess([folder / name], tokenizer, folder / 'd' / name, workers=1, encoder='fastokens', overwrite=True)\n"
+        "    preprocess_corpus([folder / name], tokenizer, folder / 'd' / name, workers=1, encoder='fastokens', overwrite=True)\n"
         "    print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

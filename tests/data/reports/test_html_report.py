@@ -89,11 +89,11 @@ def test_a_data_set_without_description_and_an_empty_one(tmp_path: Path) -> None
 
 def test_what_is_refused(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
-    with pytest.raises(DataError, match=r"a folder without a summary.json(?s:.*)prefix of a data set"):
+    with pytest.raises(DataError, match=r"has no summary.json(?s:.*)prefix of a data set"):
         write_html_report([other], corpus / "r.html")
     with pytest.raises(DataError, match="no such file"):
         write_html_report([other / "d"], corpus / "r.html")
     train_tokenizer(["other text"], 260, other / "tok")
-    with pytest.raises(DataError, match="which is not"):
+    with pytest.raises(DataError, match="requires the tokenizer"):
         write_html_report([corpus / "d"], corpus / "r.html", tokenizer=Tokenizer(other / "tok"))
     assert not (corpus / "r.html").exists()

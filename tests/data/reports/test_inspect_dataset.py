@@ -52,7 +52,7 @@ def test_texts_are_decoded(tmp_path: Path, tokenizer_folder: Path) -> None:
     for tokenizer in (None, Tokenizer(tokenizer_folder)):
         [sample] = inspect_dataset(tmp_path / "d", tokenizer).samples
         assert sample.text == "the cat sat<|endoftext|>"
-    with pytest.raises(DataError, match="which is not"):
+    with pytest.raises(DataError, match="requires the tokenizer"):
         inspect_dataset(tmp_path / "d", train_tokenizer(["other"], 260, tmp_path / "other"))
 
 
@@ -65,5 +65,5 @@ def test_a_changed_tokenizer_decodes_nothing(tmp_path: Path) -> None:
 
 
 def test_negative_tokens_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds the token -1"):
+    with pytest.raises(DataError, match="has the token id -1"):
         inspect_dataset(written(tmp_path / "d", [[1, -1]], "int32"))

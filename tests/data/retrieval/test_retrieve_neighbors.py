@@ -74,7 +74,7 @@ def test_only_what_train_has_is_found_and_another_database_as_a_whole(tmp_path: 
         > 0
     )
     (moved / "d.idx").unlink()
-    with pytest.raises(DataError, match=r"the database of these neighbours, .*/d, is not there"):
+    with pytest.raises(DataError, match=r"the database of these neighbors, .*/d, is missing"):
         DatasetNeighbors(moved / "e.neighbors", IndexedReader(moved / "e")).read_neighbor_tokens(np.array([0]))
 
 
@@ -144,9 +144,11 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
     other = documents(tmp_path / "e", ROWS[2:])
     found(tmp_path, tmp_path / "d")
     folder = get_neighbors_path(tmp_path / "d")
-    with pytest.raises(DataError, match=r"d.neighbors: neighbours of another data set \(.*/d\) than .*/e, or of"):
+    with pytest.raises(
+        DataError, match=r"d.neighbors: has the neighbors of another data set \(.*/d\) than .*/e, or of"
+    ):
         DatasetNeighbors(folder, other)
-    with pytest.raises(DataError, match=r"info.json: no such file, so no neighbours are there"):
+    with pytest.raises(DataError, match=r"info.json: the neighbors are missing or incomplete"):
         DatasetNeighbors(tmp_path / "nothing", other)
     for name, eos in (("d", "a"), ("e", "b")):
         maker = TokenizerInfo(path="tok", fingerprint=eos, vocab_size=9)
@@ -154,11 +156,11 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
             tmp_path / name, tokenizer=maker, append_eod=False, dtype="int32", documents=1, tokens=1, text_bytes=1,
             bin_sha256="",
         )  # fmt: skip
-    with pytest.raises(DataError, match="e: made with another tokenizer than"):
+    with pytest.raises(DataError, match="e: has another tokenizer than"):
         found(tmp_path, tmp_path / "d", tmp_path / "e")
     np.save(folder / "neighbors.npy", np.zeros((3, 2)))
-    with pytest.raises(DataError, match=r"neighbors.npy: float64 \[3, 2\], and info.json says int64 \[6, 2\]"):
+    with pytest.raises(DataError, match=r"neighbors.npy: must be int64 \[6, 2\] as in info.json, not float64 \[3, 2\]"):
         DatasetNeighbors(folder, IndexedReader(tmp_path / "d")).read_neighbor_tokens(np.array([0]))
     (folder / "info.json").write_text(json.dumps([1]))
-    with pytest.raises(DataError, match="does not describe neighbours"):
+    with pytest.raises(DataError, match="is not a description of neighbors"):
         DatasetNeighbors(folder, IndexedReader(tmp_path / "d"))

@@ -66,7 +66,7 @@ def test_lists_that_are_all_looked_at_find_what_exact_search_does(
 
 
 def test_what_cannot_be_built_is_told(vectors: tuple[VectorShards, npt.NDArray[np.float32]]) -> None:
-    with pytest.raises(ConfigError, match="--index PQ3: faiss cannot build it of 300 vectors of 16 numbers"):
+    with pytest.raises(ConfigError, match="--index PQ3: faiss cannot build it for 300 vectors of 16 numbers"):
         NearestVectors(vectors[0], N, factory="PQ3", probes=1)
     with pytest.raises(ConfigError, match=r"--index Nope: .*could not parse"):
         NearestVectors(vectors[0], N, factory="Nope", probes=1)

@@ -51,7 +51,7 @@ def test_rules_about_documents_need_documents_that_end(
 ) -> None:
     settings = config(data_set(tmp_path / "d", ends), **{rule: True})
     if refused and rule != "eod_mask_loss":  # which then masks nothing, as it should
-        with pytest.raises(DataError, match=rf"d: its documents do not end .* token 0, so that data\.{rule}"):
+        with pytest.raises(DataError, match=rf"d: data\.{rule} requires documents that end .* token 0"):
             build_blended_datasets(settings, seed=1, samples={"train": 1}, eod=EOD)
         return
     build_blended_datasets(settings, seed=1, samples={"train": 1}, eod=EOD)
@@ -60,14 +60,14 @@ def test_rules_about_documents_need_documents_that_end(
 
 def test_a_blend_of_with_and_without_end_tokens_is_refused(tmp_path: Path) -> None:
     blend = [data_set(tmp_path / "with"), data_set(tmp_path / "without", "none")]
-    with pytest.raises(DataError, match="without: its documents do not end"):
+    with pytest.raises(DataError, match=r"without: data.* requires documents that end"):
         build_blended_datasets(config(*blend, reset_attention_mask=True), seed=1, samples={"train": 1}, eod=EOD)
     build_blended_datasets(config(*blend), seed=1, samples={"train": 1}, eod=EOD)
 
 
 def test_validation_data_is_looked_at_as_well(tmp_path: Path) -> None:
     settings = config(data_set(tmp_path / "a"), valid=str(data_set(tmp_path / "b", "none")), reset_attention_mask=True)
-    with pytest.raises(DataError, match="b: its documents do not end"):
+    with pytest.raises(DataError, match=r"b: data.* requires documents that end"):
         build_blended_datasets(settings, seed=1, samples={"train": 1, "valid": 1}, eod=EOD)
 
 
@@ -85,11 +85,11 @@ soft, hard, prefix, count, order = json.loads(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 from mega_common.errors import DataError
 from mega_data.data_config import DataConfig
-from mega_data.blended_dataset import build_datasets
+from mega_data.blended_dataset import build_blended_datasets
 train = [{"path": f"{prefix}-{number}", "weight": 1} for number in range(count)]
 config = DataConfig.parse({"train": train, "seq_length": 16, "split": [1], "order": order})
 try:
-    dataset, _, _ = build_datasets(config, seed=1, samples={"train": 1000}, eod=None)
+    dataset, _, _ = build_blended_datasets(config, seed=1, samples={"train": 1000}, eod=None)
     print(dataset[999].tokens.shape)
 except DataError as error:
     print(error)
@@ -145,7 +145,7 @@ def test_many_data_sets_are_opened_by_a_few_small_reads_and_checked_when_they_ar
     monkeypatch.setattr("mega_data.sampling.dataset_parts.EAGER_CHECK_BYTES", 1000)
     with caplog.at_level("INFO"):
         train = build_blended_datasets(config(good, bad), seed=1, samples={"train": 1}, eod=None)[0]
-    assert "2 data sets: the index of each is checked when it is first read" in caplog.text
+    assert "2 data sets: each index is checked when it is first read" in caplog.text
     with pytest.raises(DataError, match="sequence 401 begins"):
         [train[k] for k in range(4)]
 

@@ -31,7 +31,7 @@ def test_each_data_set_goes_on_from_stage_to_stage_up_to_its_limit(
         ]
         assert blend.count_samples(k) == counts
         if not any(left):
-            with pytest.raises(DataError, match="as often as its max_epochs allows"):
+            with pytest.raises(DataError, match="has reached its max_epochs"):
                 blend.locate_sample(k)
             return
         source, number = blend.locate_sample(k)

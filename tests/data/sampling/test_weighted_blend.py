@@ -51,7 +51,7 @@ def test_megatron_sizes_and_end(tmp_path: Path) -> None:
     blend = MegatronBlend([3, 7], 1001, tmp_path)
     assert blend.sizes == [303, 705]  # ceil(ceil(300.3) * 1.005), ceil(ceil(700.7) * 1.005)
     assert len(blend) == 301 + 701
-    with pytest.raises(DataError, match="sample 1002 of a blend of 1002"):
+    with pytest.raises(DataError, match="fixed for 1002 samples, and sample 1002"):
         blend.locate_sample(1002)
 
 

@@ -83,7 +83,7 @@ def test_a_description_of_something_else(prefix: Path) -> None:
     path = get_info_path(prefix)
     good = json.loads(path.read_text())
     for change_in, error, message in (
-        ({"documents": 7}, DataError, "documents 100, but .*d.info says 7"),
+        ({"documents": 7}, DataError, "has documents = 100, but .*d.info has 7"),
         ({"documents": "many"}, ConfigError, "d.info: 1 problem"),
         ({"colour": "red"}, ConfigError, "unknown key"),
     ):

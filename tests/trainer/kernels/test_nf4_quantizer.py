@@ -40,7 +40,7 @@ def test_a_number_is_near_the_one_that_was_packed_and_the_same_in_any_part_of_ro
 def test_rows_that_blocks_do_not_fill_and_a_missing_library_are_told(
     nf4: Nf4Quantizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"a\.weight has rows of 96 on a rank"):
+    with pytest.raises(ConfigError, match=r"those of a\.weight have 96 on a rank"):
         PackedWeight("a.weight", (4, 96), torch.float32, torch.device("cpu"), nf4)
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(ConfigError, match="requires bitsandbytes, which cannot be imported") as told:

@@ -60,14 +60,14 @@ def test_every_library_is_called() -> None:
         ("q, k, v, dropout_p", "q, k, v, v, dropout_p"),  # one by its place and by its name
         ("self.library._flash_attn_forward", "self.library.flash_attn_forward"),  # no such function
         ("self.library.fwd(\n            q, k, v,", "self.library.fwd(\n            q, k,"),
-        ("is_causal=call.causal", "causal=call.causal"),
+        ("is_causal=call.is_causal", "causal=call.is_causal"),
     ],
     ids=" -> ".join,
 )
 def test_a_wrong_call_is_seen(tmp_path: Path, wrong: tuple[str, str]) -> None:
-    right = (OURS / "kernels/flash.py").read_text()
+    right = (OURS / "kernels/flash_attention.py").read_text()
     assert wrong[0] in right
-    (tmp_path / "flash.py").write_text(right.replace(*wrong))
+    (tmp_path / "flash_attention.py").write_text(right.replace(*wrong))
     calls = list(library_calls(tmp_path, tuple(VERSIONS)))
     with pytest.raises((TypeError, NotPublishedError)):
         list(map(check, calls))

@@ -148,7 +148,7 @@ def test_a_run_in_use_is_refused_and_its_ranks_end_with_their_launcher(
     process, output = long_run
     ranks = ranks_under(process)
     with pytest.raises(
-        ConfigError, match=f"{output} is in use by process {ranks[0]} on {socket.gethostname()} since 20"
+        ConfigError, match=f"{output}: is in use by process {ranks[0]} on {socket.gethostname()} since 20"
     ):
         run_training(RunConfig.parse(settings()), RankInfo())
     process.kill()

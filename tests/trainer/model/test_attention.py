@@ -37,7 +37,7 @@ class Fixed:
 
     seen: torch.Tensor | AttentionMaskSpec
 
-    def mask(self, window: int | None) -> torch.Tensor | AttentionMaskSpec:
+    def mask_for_window(self, window: int | None) -> torch.Tensor | AttentionMaskSpec:
         return self.seen
 
 

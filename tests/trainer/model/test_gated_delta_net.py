@@ -103,7 +103,7 @@ def test_context_ranks_send_what_theory_says_and_the_less_of_two(kind: Any, dtyp
         layer = kind(LayerBuilder(CONFIG, replace(ParallelGroups(), cp=cp), dtype=dtype), kind is MambaMixer)
         x = torch.zeros(2, tokens, D, dtype=dtype)
         projected = layer.projection(x)
-        seen, steps = projected[..., : layer.recurrence.channels], 2 - (kind is MambaMixer)
+        seen, steps = projected[..., : layer.recurrence.convolved_channels], 2 - (kind is MambaMixer)
         gathered, exchanged = (
             layer.recurrence.state_passing_bytes(seen),
             layer.recurrence.head_exchange_bytes(seen, steps),

@@ -115,7 +115,7 @@ def test_a_further_token_is_predicted_from_those_before_it_alone() -> None:
             for i in range(S):
                 here = [replace(a, weights=torch.zeros_like(a.weights)) for a in batch.mtp_targets]
                 here[layer].weights[:, i] = 1.0
-                each.append(objective(decoder, replace(batch, ahead=here))[1][1])
+                each.append(objective(decoder, replace(batch, mtp_targets=here))[1][1])
             seen.append(torch.stack(each))
         changed = (seen[0] != seen[1]).tolist()
         assert changed == [i + layer + 1 >= place for i in range(S)]

@@ -203,9 +203,9 @@ def test_samples_without_the_models_neighbours_are_refused(neighbors: Any, told:
             "data.kind = 'retro': requires a retrieval model",
         ),
         ({}, {"eval": {"tasks": ["piqa"]}}, "eval.tasks = ['piqa']: is not supported with model.retro"),
-        ({"moe": {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 8}}, {}, "model.moe: does not go with retro"),
-        ({"retro": {"layers": [3]}}, {}, "model.retro.layers = 3: names a layer past the last, 2"),
-        ({"retro": {}}, {}, "model.retro.layers: names none of the 3 layers"),
+        ({"moe": {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 8}}, {}, "model.moe: is not supported with retro"),
+        ({"retro": {"layers": [3]}}, {}, "model.retro.layers = 3: must be layer numbers up to 2"),
+        ({"retro": {}}, {}, "model.retro.layers: must name at least one of the 3 layers"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_retrieval_is_told(model: dict[str, Any], more: dict[str, Any], told: str) -> None:

@@ -105,6 +105,6 @@ def test_what_does_not_fit_is_told(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it has 33 tokens, the model 32"):
         run_training(RunConfig.parse(resolve_run_config(raw)), RankInfo())
     raw["objective"] = {"kind": "distill", "top_k": 99}
-    with pytest.raises(ConfigError, match=r"objective.teacher: is required") as told:
+    with pytest.raises(ConfigError, match=r"objective\.teacher: is required") as told:
         RunConfig.parse(resolve_run_config(raw))
     assert "objective.top_k = 99: must be at most model.vocab_size = 32" in told.value.message

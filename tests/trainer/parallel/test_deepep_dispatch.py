@@ -68,7 +68,7 @@ def test_the_library_takes_what_we_give() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [("do_cpu_sync=", "cpu_sync="), ("hidden=width", "width=width"), ("buffer.combine(y, trip.handle)", "buffer.combine(y)"),
+    [("do_cpu_sync=", "cpu_sync="), ("hidden=width", "width=width"), ("buffer.combine(y, state.handle)", "buffer.combine(y)"),
      ("buffer.combine(", "buffer.combined(")],
 )  # fmt: skip
 def test_a_wrong_call_is_seen(wrong: tuple[str, str]) -> None:

@@ -244,7 +244,7 @@ def test_cut_rows_tile_the_pieces(ranks: int, blocks: list[int]) -> None:
         for piece in slice_piece_rows(pieces, share * rank, share * (rank + 1)):
             (origin,) = [whole for whole in pieces if whole.name == piece.name]
             first = piece.global_offset[0] - origin.global_offset[0]
-            assert torch.equal(piece.local_view(mine), origin.view(local)[first : first + piece.shape[0]])
+            assert torch.equal(piece.local_view(mine), origin.local_view(local)[first : first + piece.shape[0]])
             seen += piece.local_view(mine)[:, 0].tolist()
     assert seen == local[:, 0].tolist()
 

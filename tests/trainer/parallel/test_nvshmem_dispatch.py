@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
-from trainer.parallel import test_expert
-from trainer.parallel.test_expert import LAYOUTS, Found, dispatched
+from trainer.parallel import test_expert_parallel
+from trainer.parallel.test_expert_parallel import LAYOUTS, Found, dispatched
 
 from mega_common.errors import ConfigError
 from mega_trainer.distributed.comm import CollectiveWork, CommGroup
@@ -39,7 +39,10 @@ def poisoned(*args: Any) -> SymmetricTables:
 
 
 def by_nvshmem(ep: int, parts: int, empty: bool, bound: float) -> Found:
-    with mock.patch.object(nvshmem_dispatch, "allocate_tables", poisoned), mock.patch.object(test_expert, "D", 8):
+    with (
+        mock.patch.object(nvshmem_dispatch, "allocate_tables", poisoned),
+        mock.patch.object(test_expert_parallel, "D", 8),
+    ):
         return dispatched(ep, parts, empty, bound, NvshmemDispatcher)
 
 

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.autograd import Function
 from trainer.kernels.published import ARCHIVES, Library
-from trainer.parallel.test_expert import Found, dispatched
+from trainer.parallel.test_expert_parallel import Found, dispatched
 
 from mega_common.errors import ConfigError
 from mega_trainer.distributed.comm import CommGroup, all_gather

@@ -23,7 +23,8 @@ from mega_ckpt.families.disk_layouts import LAYER, QKV, DiskTensor, TensorRule, 
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
 from mega_ckpt.families.window_entries import model_layer_types, window_fields, window_layer_types
-from mega_common.model_config import MaskedLmConfig, ModelConfig
+from mega_common.encoder_config import MaskedLmConfig
+from mega_common.model_config import ModelConfig
 
 OUTPUT_BIAS = "lm_head.bias"
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}

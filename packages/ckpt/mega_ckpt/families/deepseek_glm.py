@@ -30,7 +30,8 @@ from mega_ckpt.families.moe_entries import (
 )
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.window_entries import UniformWindowEntry
-from mega_common.model_config import MlaConfig, ModelConfig, MoeConfig
+from mega_common.layer_kinds import MlaConfig
+from mega_common.model_config import ModelConfig, MoeConfig
 from mega_common.strict_config import StrictConfig
 
 _MLP = f"{LAYER}.mlp"

@@ -15,20 +15,20 @@ import numpy.typing as npt
 from mega_common.errors import DataError
 from mega_common.progress_logging import logger
 from mega_data.chat.chat_records import LossOn, parse_chat_record
-from mega_data.chat.chat_template import AnswerSpan, RenderedChat, read_chat_template
-from mega_data.reading.documents import Document, RejectedItem
+from mega_data.chat.chat_template import read_chat_template
+from mega_data.reading.documents import AnswerSpan, Document, RejectedItem, RenderedChat
 from mega_data.token_files.dataset_info import UNPAIRED, ChatInfo
 from mega_data.tokenizer import LEADS, Tokenizer
 
-HUNDREDTHS = 100  # byte of a mask that stands for weight 1, where turns have weights of their own
+HUNDREDTHS = 100  # mask byte of weight 1 with --turn-weights
 MERGED = "have an answer that merges with the end of its prompt; the prompt is encoded alone, as it is served"
 INSEPARABLE = (
-    "have an answer that merges with the end of its prompt, and this tokenizer cannot encode it apart; the token across"
-    " the boundary does not count in the loss, and the prompt differs from the one that is served"
+    "have an answer that merges with the end of its prompt, and this tokenizer cannot encode it separately; the token"
+    " across the boundary does not count in the loss, and the prompt differs from the one that is served"
 )
-NO_ANSWER = 2  # tokens that are kept of the prompt in place of a missing answer
+NO_ANSWER = 2  # tokens of the prompt that are kept for a missing answer
 
-# Texts whose tokens seldom merge with what follows: a control character, which falls back to a byte, and others.
+# Leads whose tokens rarely merge with the following text: a control character, which falls back to a byte, and others.
 UNMERGED = ("\x01", "a", ".", "0")
 
 Offsets = list[tuple[int, int]]
@@ -56,15 +56,15 @@ class EncodedChats(NamedTuple):
 
 
 class ChatEncoder:
-    """Encoder of conversations to arrays of `masked_token_dtype`. A token counts in the loss if one of its characters
-    does.
+    """Encoder of conversations to arrays of `masked_token_dtype`.
 
-    The tokens before an answer are those of its prompt alone, which is what a server encodes: where the encoder merges
-    the end of a prompt with the beginning of an answer, they are encoded apart, and that is noted.
+    A token counts in the loss if one of its characters does. The tokens before an answer are those of its prompt alone,
+    as a server encodes it: if the tokenizer merges the end of a prompt with the beginning of an answer, both are
+    encoded separately, and a note is recorded.
 
     Args:
-        one: the byte that stands for weight 1.
-        max_length: tokens that are kept of a conversation, from its begin.
+        one: mask byte of weight 1.
+        max_length: maximum number of tokens of a conversation; the rest is truncated.
     """
 
     def __init__(self, tokenizer: Tokenizer, one: int, max_length: int | None) -> None:
@@ -75,36 +75,38 @@ class ChatEncoder:
     def encode_chats(self, chats: Sequence[tuple[RenderedChat, ...]], dtype: npt.DTypeLike) -> EncodedChats:
         """Encode the texts of each chat.
 
-        Where nothing that counts is left of one of a chat's texts, none of them is there.
+        If one text of a chat has no token left that counts in the loss, the chat is empty.
         """
-        encoded = iter(self._encode_texts([one for chat in chats for one in chat]))
-        found, cut, notes = [], 0, Counter[str]()
+        encoded = iter(self._encode_texts([text for chat in chats for text in chat]))
+        results, cut, notes = [], 0, Counter[str]()
         for chat in chats:
-            texts, noted = [], set()
-            for one, text in zip(chat, encoded, strict=False):
+            texts, chat_notes = [], set()
+            for rendered, text in zip(chat, encoded, strict=False):
                 array = np.empty(len(text.ids), masked_token_dtype(dtype))
                 array["token"] = text.ids
-                array["mask"], lost = self._build_mask(text, one.spans)
-                cut += lost
-                noted |= {text.note} - {""}
-                texts.append(array[: self._max_length] if one.spans else array[:NO_ANSWER])
-            notes.update(noted)
-            # The first token of a sequence is nobody's label.
-            answers = [array for array, one in zip(texts, chat, strict=True) if one.spans]
-            found.append(texts if all(array["mask"][1:].any() for array in answers) else [])
-        return EncodedChats(found, cut, notes)
+                array["mask"], truncated = self._build_mask(text, rendered.spans)
+                cut += truncated
+                chat_notes |= {text.note} - {""}
+                texts.append(array[: self._max_length] if rendered.spans else array[:NO_ANSWER])
+            notes.update(chat_notes)
+            # The first token of a sequence is not a label.
+            answers = [array for array, rendered in zip(texts, chat, strict=True) if rendered.spans]
+            results.append(texts if all(array["mask"][1:].any() for array in answers) else [])
+        return EncodedChats(results, cut, notes)
 
     def _encode_texts(self, texts: Sequence[RenderedChat]) -> Iterator[EncodedText]:
         """Encode texts so that the tokens of each prompt are a prefix of the tokens of the whole."""
-        encodings = self._tokenizer.backend.encode_batch([one.text for one in texts], add_special_tokens=False)
+        encodings = self._tokenizer.backend.encode_batch(
+            [rendered.text for rendered in texts], add_special_tokens=False
+        )
         merged = self._find_merged_answers([encoding.ids for encoding in encodings], texts)
-        for number, (one, encoding) in enumerate(zip(texts, encodings, strict=True)):
+        for number, (rendered, encoding) in enumerate(zip(texts, encodings, strict=True)):
             whole = EncodedText(encoding.ids, encoding.offsets)
-            yield self._encode_in_parts(one.text, merged[number], whole) if number in merged else whole
+            yield self._encode_in_parts(rendered.text, merged[number], whole) if number in merged else whole
 
     def _find_merged_answers(self, ids: Sequence[list[int]], texts: Sequence[RenderedChat]) -> Mapping[int, list[int]]:
         """Return the positions in each text of the answers whose prompt has other tokens when encoded alone."""
-        begins = [(number, span.begin) for number, one in enumerate(texts) for span in one.spans if span.begin]
+        begins = [(number, span.begin) for number, text in enumerate(texts) for span in text.spans if span.begin]
         prompts = self._tokenizer.backend.encode_batch_fast(
             [texts[number].text[:begin] for number, begin in begins], add_special_tokens=False
         )
@@ -127,20 +129,20 @@ class ChatEncoder:
         return EncodedText(ids, offsets, MERGED)
 
     def _encode_continuation(self, before: list[int], text: str, begin: int, end: int) -> EncodedText | None:
-        """Encode `text[begin:end]` as the continuation of the tokens `before`, behind a lead whose tokens are removed."""
+        """Encode `text[begin:end]` as the continuation of the tokens `before`, after a lead whose tokens are removed."""
         tokenizer = self._tokenizer
         expected = tokenizer.decode(tokenizer.encode(text[:end]))
         for lead in self._leads:
-            taken = len(first := tokenizer.encode(lead))
+            count = len(first := tokenizer.encode(lead))
             encoding = tokenizer.backend.encode(lead + text[begin:end], add_special_tokens=False)
-            ids = encoding.ids[taken:]
-            if ids and encoding.ids[:taken] == first and tokenizer.decode(before + ids) == expected:
+            ids = encoding.ids[count:]
+            if ids and encoding.ids[:count] == first and tokenizer.decode(before + ids) == expected:
                 shift = begin - len(lead)
-                return EncodedText(ids, [(low + shift, high + shift) for low, high in encoding.offsets[taken:]])
+                return EncodedText(ids, [(low + shift, high + shift) for low, high in encoding.offsets[count:]])
         return None
 
     def _build_mask(self, text: EncodedText, spans: Sequence[AnswerSpan]) -> tuple[npt.NDArray[np.uint8], int]:
-        """Return the mask byte of each token, uint8 [n], and the number of spans that the length limit cuts."""
+        """Return the mask byte of each token, uint8 [n], and the number of spans truncated by the length limit."""
         begins, ends = np.array(text.offsets, np.int64).reshape(-1, 2).T
         mask, cut = np.zeros(begins.size, np.uint8), 0
         for span in spans:
@@ -164,10 +166,11 @@ class ChatOptions:
 
     Attributes:
         kind: a record is one conversation, or a pair of a chosen and a rejected one.
-        loss_on: what counts: all answers, the last one, or everything.
-        max_length: tokens to keep of each, from its begin; None for all.
-        template: a file with another chat template than the tokenizer's; `template_options` are given to either.
-        turn_weights: answers may have other weights than 0 and 1: multiples of 0.01 up to 2.55.
+        loss_on: turns that contribute to the loss: all answers, the last one, or everything.
+        max_length: maximum number of tokens of a conversation; None for no limit.
+        template: file with a chat template that replaces the tokenizer's.
+        template_options: variables that are passed to the template.
+        turn_weights: allow loss weights other than 0 and 1: multiples of 0.01 up to 2.55.
     """
 
     kind: Literal["conversations", "pairs"] = "conversations"
@@ -182,17 +185,17 @@ class ChatPreparation:
     """Conversion of records to rendered conversations.
 
     Attributes:
-        info: what the data set's description says of it.
-        encoder: what encodes them.
+        info: entry of the data set's description.
+        encoder: encoder of the rendered conversations.
 
     Raises:
-        DataError: when there is no chat template, or the options contradict.
-        MissingPackageError: without transformers.
+        DataError: if there is no chat template, or options conflict.
+        MissingPackageError: if transformers is not installed.
     """
 
     def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
         if options.kind == "pairs" and options.loss_on == "all":
-            raise DataError("--loss-on all: what two answers of a pair share cannot be told better or worse")
+            raise DataError("--loss-on all conflicts with --kind pairs", hint="use --loss-on answers or last")
         self._options = options
         self._template = read_chat_template(tokenizer.path, options.template, options.template_options)
         one = HUNDREDTHS if options.turn_weights else 1
@@ -203,22 +206,18 @@ class ChatPreparation:
         self.encoder = ChatEncoder(tokenizer, one, options.max_length)
         added = tokenizer.backend.get_added_tokens_decoder().values()
         self._specials = tuple(token.content for token in added if token.special)
-        self._told_of_end = options.loss_on == "all"
+        self._has_warned_of_end = options.loss_on == "all"
         self._log_template_warnings()
 
     def _log_template_warnings(self) -> None:
         if not self._template.marks and self._options.loss_on != "all":
-            logger.info(
-                "the chat template marks no answers: they are what each answer adds to the text of what comes before it"
-            )
+            logger.info("the chat template does not mark answers; they are found by rendering prefixes of the messages")
         for name in self._template.find_unused_options(self._options.template_options):
-            logger.warning(
-                "--template-option %s has no effect: the chat template does not use a variable of that name", name
-            )
+            logger.warning("--template-option %s has no effect: the chat template does not use this variable", name)
         if self._template.depends_on_date:
             logger.warning(
-                "the chat template writes today's date, so that tomorrow's tokens differ; --template-option, where the"
-                " template takes a date, fixes it"
+                "the chat template writes the current date, so tokens differ from day to day; set a date by"
+                " --template-option if the template accepts one"
             )
 
     def prepare_record(self, item: Document | RejectedItem) -> Document | RejectedItem:
@@ -227,31 +226,37 @@ class ChatPreparation:
             return item
         options = self._options
         try:
-            found = parse_chat_record(item.text, pairs=options.kind == "pairs", loss_on=options.loss_on)
+            parsed = parse_chat_record(item.text, pairs=options.kind == "pairs", loss_on=options.loss_on)
             chats = tuple(
-                RenderedChat(self._template.render_prompt(one), ())
-                if one.missing
-                else self._template.render_chat(one, options.loss_on)
-                for one in found
+                RenderedChat(self._template.render_prompt(conversation), ())
+                if conversation.missing
+                else self._template.render_chat(conversation, options.loss_on)
+                for conversation in parsed
             )
             for chat in chats:
                 self._check_chat(chat, item.location)
         except DataError as error:
             return RejectedItem(str(error), item.text, item.file, item.line)
         size = sum(len(chat.text.encode("utf-8", "replace")) for chat in chats)
-        notes = tuple({note for chat in chats for note in chat.notes} | {UNPAIRED for one in found if one.missing})
+        notes = tuple(
+            {note for chat in chats for note in chat.notes}
+            | {UNPAIRED for conversation in parsed if conversation.missing}
+        )
         return Document("", size, item.file, item.line, chats=chats, notes=notes)
 
     def _check_chat(self, chat: RenderedChat, where: str) -> None:
-        """Reject weights that the mask cannot hold, and warn once about answers that end without a special token."""
+        """Reject weights that a mask byte cannot represent; warn once if an answer ends without a special token."""
         for span in chat.spans:
             byte = span.weight * self.info.one
             if abs(byte - round(byte)) > 1e-6 or not 1 <= round(byte) <= 255:
-                hint = "a multiple of 0.01 up to 2.55" if self.info.one > 1 else "0 or 1; --turn-weights allows others"
-                raise DataError(f"a weight of {span.weight}, which must be {hint}")
-            if not self._told_of_end and not chat.text[span.begin : span.end].rstrip().endswith(self._specials):
-                self._told_of_end = True
+                if self.info.one > 1:
+                    raise DataError(f"the weight of an answer must be a multiple of 0.01 up to 2.55, not {span.weight}")
+                raise DataError(
+                    f"the weight of an answer must be 0 or 1, not {span.weight}", hint="pass --turn-weights for others"
+                )
+            if not self._has_warned_of_end and not chat.text[span.begin : span.end].rstrip().endswith(self._specials):
+                self._has_warned_of_end = True
                 logger.warning(
-                    "%s: an answer ends with no special token that counts in the loss, so that a model may not learn to stop",
+                    "%s: an answer does not end with a special token that counts in the loss; the model may not learn to stop",
                     where,
                 )

@@ -1,20 +1,20 @@
 """Conversation records in all supported formats, parsed to lists of messages.
 
-    {"messages": [{"role": "user", "content": "Hi"}, ...], "tools": [...]}              OpenAI's
-    {"conversations": [{"from": "human", "value": "Hi"}, ...], "system": "..."}         ShareGPT's
+    {"messages": [{"role": "user", "content": "Hi"}, ...], "tools": [...]}              OpenAI
+    {"conversations": [{"from": "human", "value": "Hi"}, ...], "system": "..."}         ShareGPT
     {"prompt": "Hi", "completion": "Hello"}                                             or `response`; texts or messages
-    {"instruction": "Add", "input": "2 + 2", "output": "4"}                             Alpaca's; `input` may be missing
+    {"instruction": "Add", "input": "2 + 2", "output": "4"}                             Alpaca; `input` is optional
     {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}                          a pair; texts or messages
-    {"prompt": "Hi", "completion": "Hello", "label": true}                              KTO's: one rated answer
+    {"prompt": "Hi", "completion": "Hello", "label": true}                              KTO: one rated answer
 
-`instruction` and `input` stand for a `prompt` in pairs and rated answers too; one line feed joins them. A rated answer is
-the chosen (`label` true) or the rejected answer of a pair whose other answer is missing; any form of a conversation
-may have a label.
+Pairs and rated answers may have `instruction` and `input` instead of `prompt`; a line feed joins them. A rated answer is
+the chosen (`label` true) or the rejected answer of a pair whose other answer is missing; any form of a conversation may
+have a label.
 
-In pairs of messages without `prompt`, it is what both begin with; so it is where they repeat the `prompt` that stands
-beside them. `tools` are JSON schemas, or the JSON text of a list of them; `functions`, their older form, are read as tools.
-An assistant's message may have a `weight` in the loss (OpenAI's 0 or 1, or any), or a flag `train`, `training` or `loss`.
-Keys of other conversations, images, videos and sounds are refused.
+In pairs of messages without `prompt`, or with a `prompt` that both repeat, the prompt is their common prefix. `tools`
+are JSON schemas, or the JSON text of a list of them; `functions`, the older form, are read as tools. A message of the
+assistant may have a `weight` in the loss (OpenAI's 0 or 1, or any), or a flag `train`, `training` or `loss`. Keys of
+other conversations, images, videos and sounds are rejected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHAREGPT = {
 }  # fmt: skip
 ANSWERS = ("completion", "response", "output")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-FLAGS = ("train", "training", "loss")  # of a message: whether it counts, in ms-swift's, XTuner's and Axolotl's records
+FLAGS = ("train", "training", "loss")  # flags of a message for the loss, of ms-swift, XTuner and Axolotl
 FORMS = (
     "messages, conversations, prompt with completion or response, instruction with output, chosen with rejected,"
     " prompt with completion and label"
@@ -45,9 +45,9 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with the loss weight of each (0 for all but answers); `options` are passed to the template.
+    """Messages with the loss weight of each (0 except for answers); `options` are passed to the template.
 
-    `missing`: the messages are those before the answer of a pair that has none.
+    `missing` marks a pair without this answer; the messages are then only the prompt.
     """
 
     messages: list[Message]
@@ -61,7 +61,7 @@ def parse_chat_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conver
     """Return the conversation of a record, or the chosen and the rejected one of a pair.
 
     Raises:
-        DataError: when the record is of no such form.
+        DataError: if the record has another form.
     """
     try:
         record = parse_json_text(text)
@@ -71,7 +71,10 @@ def parse_chat_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conver
         raise DataError("the record is not an object")
     record = {key: value for key, value in record.items() if value is not None}
     if media := next((key for key in MEDIA if record.get(key)), None):
-        raise DataError(f"{media!r} is not read with text", hint="read images with --images FOLDER, or remove the key")
+        raise DataError(
+            f"the key {media!r} is not supported in text conversations",
+            hint="read images with --images FOLDER, or remove the key",
+        )
     record = _normalize_label(record)
     tools, options = _collect_tools(record), record.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
@@ -80,12 +83,12 @@ def parse_chat_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conver
         return _parse_rated_answer(record, tools or None, options, loss_on)
     if not pairs and record.get("label") is False:
         raise DataError(
-            "a rejected answer ('label' is false)", hint="read such records with --kind pairs, or remove it"
+            "a rejected answer ('label' is false) requires --kind pairs", hint="pass --kind pairs, or remove the record"
         )
     lists = _parse_pair(record) if pairs else [(0, _parse_single(record))]
     return [
-        Conversation(messages, _parse_weights(messages, asked, loss_on), tools or None, options)
-        for asked, messages in lists
+        Conversation(messages, _parse_weights(messages, first, loss_on), tools or None, options)
+        for first, messages in lists
     ]
 
 
@@ -111,14 +114,14 @@ def _parse_rated_answer(
 ) -> list[Conversation]:
     """Return the pair of an answer rated good or bad, whose other answer is missing."""
     if not isinstance(record["label"], bool):
-        raise DataError(f"'label' is {record['label']!r}; the label of an answer must be true or false")
+        raise DataError(f"'label' must be true or false, not {record['label']!r}")
     messages = _parse_single(record)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        raise DataError("no answer that 'label' rates: no message of role 'assistant'")
-    asked = answers[-1]
-    rated = Conversation(messages, _parse_weights(messages, asked, loss_on), tools, options)
-    other = Conversation(messages[:asked], [0.0] * asked, tools, options, missing=True)
+        raise DataError("'label' requires an answer, and no message has the role 'assistant'")
+    first = answers[-1]
+    rated = Conversation(messages, _parse_weights(messages, first, loss_on), tools, options)
+    other = Conversation(messages[:first], [0.0] * first, tools, options, missing=True)
     return [rated, other] if record["label"] else [other, rated]
 
 
@@ -129,11 +132,13 @@ def _parse_single(record: dict[str, Any]) -> list[Message]:
     given = [key for key in ANSWERS if key in record]
     if ("prompt" in record or "instruction" in record) and given:
         if any(record[key] != record[given[0]] for key in given):
-            raise DataError(f"several answers that differ: {', '.join(given)}", hint="keep one of them")
+            raise DataError(f"the answers {', '.join(given)} differ", hint="keep one of them")
         return [*_parse_prompt(record), *_parse_messages_or_text(record, given[0], "assistant")]
     if "chosen" in record:
-        raise DataError("a pair of answers, chosen and rejected", hint="read such records with --kind pairs")
-    raise DataError(f"none of the forms {FORMS}; the keys are {', '.join(record) or 'none'}")
+        raise DataError("a pair of answers (chosen and rejected) requires --kind pairs", hint="pass --kind pairs")
+    raise DataError(
+        f"the keys {', '.join(record) or '(none)'} form no supported conversation", hint=f"supported are {FORMS}"
+    )
 
 
 def _parse_pair(record: dict[str, Any]) -> list[tuple[int, list[Message]]]:
@@ -147,19 +152,19 @@ def _parse_pair(record: dict[str, Any]) -> list[tuple[int, list[Message]]]:
         both = [prompt + _parse_messages_or_text(record, key, "assistant") for key in ("chosen", "rejected")]
         return [(len(prompt), messages) for messages in both]
     if isinstance(record["chosen"], str) or isinstance(record["rejected"], str):
-        raise DataError("'chosen' or 'rejected' is a text, and there is no key 'prompt'")
+        raise DataError("'chosen' and 'rejected' as texts require the key 'prompt'")
     chosen, rejected = (_prepend_system(record, _parse_messages(record[key], key)) for key in ("chosen", "rejected"))
     common = len(list(takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))))
     return [(common, chosen), (common, rejected)]
 
 
 def _repeats_prompt(record: dict[str, Any]) -> bool:
-    """Return whether both answers of a pair begin with the `prompt` beside them, as in UltraFeedback."""
+    """Return whether both answers of a pair begin with the record's `prompt`, as in UltraFeedback."""
     if "prompt" not in record:
         return False
     prompt = [message for message in _parse_messages_or_text(record, "prompt", "user") if message["role"] != "system"]
     both = [_parse_messages(record[key], key) for key in ("chosen", "rejected")]
-    heads = [[message for message in one if message["role"] != "system"][: len(prompt)] for one in both]
+    heads = [[message for message in answer if message["role"] != "system"][: len(prompt)] for answer in both]
     return bool(prompt) and all(head == prompt for head in heads)
 
 
@@ -168,7 +173,7 @@ def _parse_prompt(record: dict[str, Any]) -> list[Message]:
     form = "prompt" if "prompt" in record else "instruction"
     for key in ("history", "context", *(("instruction", "input") if form == "prompt" else ("query",))):
         if record.get(key):
-            raise DataError(f"{key!r} beside {form!r} is not supported", hint="use 'input', or 'messages'")
+            raise DataError(f"{key!r} is not supported with {form!r}", hint="use 'input', or 'messages'")
     if form == "prompt":
         return _prepend_system(record, _parse_messages_or_text(record, "prompt", "user"))
     parts = [record["instruction"], record.get("input", "")]
@@ -178,7 +183,7 @@ def _parse_prompt(record: dict[str, Any]) -> list[Message]:
 
 
 def _prepend_system(record: dict[str, Any], messages: list[Message]) -> list[Message]:
-    """Return messages behind the record's own `system` message, if it has one."""
+    """Return the messages after the record's `system` message, if it has one."""
     if not record.get("system"):
         return messages
     system = _parse_messages_or_text(record, "system", "system")
@@ -200,7 +205,7 @@ def _parse_messages_or_text(record: dict[str, Any], key: str, role: str) -> list
 def _parse_messages(value: Any, key: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{key!r} is not a list of messages")
-    return [_parse_message(one, f"{key}[{number}]") for number, one in enumerate(value)]
+    return [_parse_message(raw, f"{key}[{number}]") for number, raw in enumerate(value)]
 
 
 def _parse_message(raw: Any, name: str) -> Message:
@@ -226,9 +231,9 @@ def _convert_sharegpt(message: Message, name: str) -> Message:
         raise DataError(f"{name} has no 'value'")
     role, value = message.pop("from"), message.pop("value", message.get("content"))
     if role not in SHAREGPT:
-        raise DataError(f"{name}.from = {role!r}: none of {', '.join(SHAREGPT)}")
-    said = {"tool_calls": _parse_sharegpt_calls(value, name)} if role == "function_call" else {"content": value}
-    return {"role": SHAREGPT[role], **said, **message}
+        raise DataError(f"{name}.from = {role!r}: must be one of {', '.join(SHAREGPT)}")
+    content = {"tool_calls": _parse_sharegpt_calls(value, name)} if role == "function_call" else {"content": value}
+    return {"role": SHAREGPT[role], **content, **message}
 
 
 def _parse_sharegpt_calls(value: Any, name: str) -> list[Any]:
@@ -236,14 +241,14 @@ def _parse_sharegpt_calls(value: Any, name: str) -> list[Any]:
     try:
         calls = parse_json_text(value)
     except (ValueError, TypeError) as error:
-        raise DataError(f"{name}.value is no JSON, as a function_call has it ({error})") from None
+        raise DataError(f"{name}.value must be JSON for a function_call ({error})") from None
     return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def _join_text_parts(parts: list[Any], name: str) -> str:
     """Return the text of a message in parts."""
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise DataError(f"{name}.content has a part that is no text, and only text can be read")
+        raise DataError(f"{name}.content has a part that is not text; only text is supported")
     return "".join(part["text"] for part in parts)
 
 
@@ -268,32 +273,31 @@ def _parse_tools(raw: Any, key: str = "tools") -> list[Any]:
     return tools
 
 
-def _parse_weights(messages: Sequence[Message], asked: int, loss_on: LossOn) -> list[float]:
-    """Return the loss weight of each message from number `asked` on, and remove the weights from the messages."""
-    weights = [_parse_weight(message, number, asked) for number, message in enumerate(messages)]
+def _parse_weights(messages: Sequence[Message], first: int, loss_on: LossOn) -> list[float]:
+    """Return the loss weight of each message, 0 before number `first`, and remove the weights from the messages."""
+    weights = [_parse_weight(message, number, first) for number, message in enumerate(messages)]
     if loss_on == "last":
         last = max((number for number, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         weights = [weight if number == last else 0.0 for number, weight in enumerate(weights)]
     return weights
 
 
-def _parse_weight(message: Message, number: int, asked: int) -> float:
+def _parse_weight(message: Message, number: int, first: int) -> float:
     weight = _pop_weight(message, number)
-    if message["role"] != "assistant" or number < asked:
+    if message["role"] != "assistant" or number < first:
         return 0.0
     if weight is None:
         return 1.0
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
-        raise DataError(f"message {number}: weight {weight!r} is not a number from 0 on")
+        raise DataError(f"message {number}: weight must be a number of at least 0, not {weight!r}")
     return float(weight)
 
 
 def _pop_weight(message: Message, number: int) -> Any:
-    """Remove `weight` from a message, or a flag that includes it in or excludes it from the loss, and return the
-    weight.
+    """Remove the weight of a message, or the flags that include it in or exclude it from the loss; return the weight.
 
     Raises:
-        DataError: when a flag asks for what a weight cannot say.
+        DataError: if a flag conflicts with the role or another weight.
     """
     weight = message.pop("weight", None)
     for key in FLAGS:
@@ -301,7 +305,7 @@ def _pop_weight(message: Message, number: int) -> Any:
             continue
         flag = message.pop(key)
         if flag and message["role"] != "assistant":
-            raise DataError(f"message {number}: {key!r} is true, and only messages of role 'assistant' can count")
+            raise DataError(f"message {number}: {key!r} = true requires the role 'assistant'")
         if weight is not None and bool(weight) != flag:
             raise DataError(
                 f"message {number}: {key!r} is {flag}, which conflicts with another weight", hint="keep one"

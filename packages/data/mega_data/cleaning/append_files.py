@@ -15,8 +15,7 @@ from mega_data.reading.decompression import import_optional
 
 
 class AppendJournal:
-    """Append-only files of a folder. Everything before the last `commit_state` survives a crash, and nothing after it
-    is read.
+    """Append-only files of a folder. Everything up to the last `commit_state` survives a crash; the rest is truncated.
 
     Attributes:
         sizes: bytes of each file, by its path in the folder.
@@ -91,11 +90,11 @@ def compress_lines(lines: Iterable[bytes], compression: str) -> bytes:
     """Return lines compressed, or nothing for no lines.
 
     Raises:
-        MissingPackageError: when zstd is asked for and pyarrow is not installed.
+        MissingPackageError: if zstd is chosen and pyarrow is not installed.
     """
     raw = b"".join(lines)
     if not raw or compression == "none":
         return raw
     if compression == "gz":
         return gzip.compress(raw, compresslevel=6, mtime=0)
-    return bytes(import_optional("pyarrow", ".zst files").Codec("zstd").compress(raw))
+    return bytes(import_optional("pyarrow", "writing .zst files").Codec("zstd").compress(raw))

@@ -1,6 +1,6 @@
 """C4's rules for lines and documents (Raffel et al. 2020, arXiv:1910.10683, section 2.2, and the data set's own code).
 
-Differs in one thing: sentences are counted by their end marks, where C4 asked a trained model for them.
+One difference: sentences are counted by their end marks, while C4 uses a trained model.
 """
 
 from __future__ import annotations
@@ -66,6 +66,6 @@ def load_bad_words(path: Path) -> frozenset[str]:
     """Return the words of a file with one per line, in lower case.
 
     Raises:
-        DataError: when it cannot be read.
+        DataError: if it cannot be read.
     """
     return frozenset(read_utf8_text(path, DataError).lower().split())

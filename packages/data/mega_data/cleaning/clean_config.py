@@ -16,7 +16,7 @@ def _wrap_in_list(raw: Any) -> Any:
     return [raw] if isinstance(raw, str | Path) else raw
 
 
-AsList = BeforeValidator(_wrap_in_list)  # of one, the brackets may be left out
+AsList = BeforeValidator(_wrap_in_list)  # a single item needs no brackets
 Strings = Annotated[list[str], AsList]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Shares = dict[PositiveInt, Share]
@@ -32,7 +32,7 @@ class RuleSection(StrictConfig):
 
 
 class LengthRule(RuleSection):
-    """Limits on characters and words (by `words.WORD`) of a document."""
+    """Limits on characters and words (by `text_words.WORD`) of a document."""
 
     min_chars: NonNegativeInt = 1
     max_chars: PositiveInt | None = None
@@ -45,40 +45,38 @@ class LanguageRule(RuleSection):
 
     keep: Strings = Field(description="codes such as en, de, zh", min_length=1)
     detector: Literal["lingua", "fasttext"] = "lingua"
-    model: Path | None = Field(None, description="fasttext's model file, such as lid.176.ftz")
-    min_confidence: Share = Field(0.65, description="below it a document goes; 0.65 as FineWeb")
+    model: Path | None = Field(None, description="model file of fasttext, such as lid.176.ftz")
+    min_confidence: Share = Field(0.65, description="drop documents with a lower confidence; 0.65 as in FineWeb")
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Check that only fasttext has a model file, and that codes are ISO 639."""
         if (self.detector == "fasttext") != (self.model is not None):
-            rule = "fasttext needs a model file" if self.model is None else "only the detector fasttext reads one"
-            yield ConfigProblem("model", rule, self.model)
+            if self.model is None:
+                yield ConfigProblem("model", "is required with detector: fasttext", hint="set it to lid.176.ftz")
+            else:
+                yield ConfigProblem("model", "requires detector: fasttext", self.model, "detector: fasttext")
         for code in self.keep:
             if not re.fullmatch("[a-z]{2,3}", code):
-                yield ConfigProblem("keep", "is no ISO 639 code", code, "en, de, zh")
+                yield ConfigProblem("keep", "must be ISO 639 codes", code, "such as en, de or zh")
 
 
 class GopherQualityRule(RuleSection):
-    """Quality filter of Rae et al. 2021 (arXiv:2112.11446), A1.1, "Quality Filtering", with the numbers of the paper,
-    for English.
-    """
+    """Quality filter for English of Rae et al. 2021 (arXiv:2112.11446), A1.1, with the numbers of the paper."""
 
     min_words: NonNegativeInt = 50
     max_words: PositiveInt = 100_000
     min_mean_word_length: float = 3
     max_mean_word_length: float = 10
-    max_symbols_per_word: float = Field(0.1, description="of # and of the ellipsis, each")
+    max_symbols_per_word: float = Field(0.1, description="limit for # and for the ellipsis, each")
     max_bullet_lines: Share = 0.9
     max_ellipsis_lines: Share = 0.3
     min_alphabetic_words: Share = Field(0.8, description="words with a letter in them")
-    min_stop_words: NonNegativeInt = Field(2, description="how many different ones of the stop words")
+    min_stop_words: NonNegativeInt = Field(2, description="number of different stop words")
     stop_words: Strings = ["the", "be", "to", "of", "and", "that", "have", "with"]
 
 
 class GopherRepetitionRule(RuleSection):
-    """Repetition filter of Rae et al. 2021, table A1: limits on the repeated shares of a document, with the numbers of
-    the paper.
-    """
+    """Repetition filter of Rae et al. 2021, table A1: limits on the repeated shares of a document."""
 
     max_duplicate_lines: Share = 0.30
     max_duplicate_paragraphs: Share = 0.30
@@ -89,10 +87,10 @@ class GopherRepetitionRule(RuleSection):
 
 
 class C4Rule(RuleSection):
-    """Line and document filter of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2), with the numbers of the
-    paper.
+    """Line and document filter of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2), with its numbers.
 
-    `bad_words` is a file with a word a line; documents with one of them go. The paper's list is not part of mega.
+    `bad_words` is a file with one word per line; documents with one of them are dropped. The list of the paper is not
+    part of mega.
     """
 
     end_marks: bool = Field(True, description="drop lines that do not end in . ! ? or a quotation mark")
@@ -101,9 +99,9 @@ class C4Rule(RuleSection):
     min_sentences: NonNegativeInt = 3
     javascript: bool = Field(True, description="drop lines with the word Javascript")
     policies: bool = Field(True, description="drop lines on terms of use, privacy and cookies")
-    citations: bool = Field(True, description="take [1], [edit] and [citation needed] out of lines")
-    lorem_ipsum: bool = Field(True, description="drop documents with the words")
-    curly_brackets: bool = Field(True, description="drop documents with one")
+    citations: bool = Field(True, description="remove [1], [edit] and [citation needed] from lines")
+    lorem_ipsum: bool = Field(True, description="drop documents with the words lorem ipsum")
+    curly_brackets: bool = Field(True, description="drop documents with a curly bracket")
     bad_words: Path | None = None
 
 
@@ -113,7 +111,7 @@ class PiiRule(RuleSection):
     kinds: Annotated[list[Literal["email", "ip", "phone", "card", "iban"]], AsList] = Field(
         ["email", "ip"], min_length=1
     )
-    patterns: dict[str, str] = Field({}, description="further kinds: a name, and a regular expression")
+    patterns: dict[str, str] = Field({}, description="additional kinds: a name, and a regular expression")
     action: Literal["mask", "drop"] = "mask"
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -122,25 +120,23 @@ class PiiRule(RuleSection):
             try:
                 re.compile(pattern)
             except re.error as error:
-                yield ConfigProblem(f"patterns.{name}", f"is no regular expression ({error})", pattern)
+                yield ConfigProblem(f"patterns.{name}", f"must be a regular expression ({error})", pattern)
 
 
 class DecontaminationRule(RuleSection):
-    """Filter of documents that share a run of words with an evaluation set; 13 words as in Brown et al. 2020
-    (arXiv:2005.14165), C.
-    """
+    """Filter of documents that share `ngram` words in a row with an evaluation set, as in GPT-3 (arXiv:2005.14165, C)."""
 
     against: Strings = Field(description="evaluation sets: files, globs, folders, hf:NAME", min_length=1)
-    json_keys: Strings = Field(["text"], description="their keys or columns with text", min_length=1)
+    json_keys: Strings = Field(["text"], description="keys or columns of the evaluation sets with text", min_length=1)
     ngram: PositiveInt = 13
 
 
 class MinHashConfig(RuleSection):
-    """Near-duplicate detection by MinHash and banding, with the defaults of FineWeb (Penedo et al. 2024,
-    arXiv:2406.17557).
+    """Near-duplicate detection by MinHash and banding, with the defaults of FineWeb (arXiv:2406.17557).
 
-    Two documents are compared if one of `bands` bands of `rows` hashes is the same in both, which those with a Jaccard
-    similarity s are with the chance 1 - (1 - s^rows)^bands, and are duplicates if `threshold` of all hashes are.
+    Two documents are compared if at least one of `bands` bands of `rows` hashes is equal in both, which has the
+    probability 1 - (1 - s^rows)^bands for a Jaccard similarity s. They are duplicates if a share `threshold` of all
+    hashes is equal.
     """
 
     ngram: PositiveInt = Field(5, description="words of a shingle")
@@ -161,7 +157,7 @@ class DuplicatesRule(RuleSection):
     minhash: Annotated[MinHashConfig | None, BeforeValidator(_false_to_none)] = None
     between_inputs: bool = Field(True, description="false: only within each --input")
     against: Annotated[list[Path], AsList] = Field(
-        [], description="folders that `mega data clean` wrote: what they keep goes here"
+        [], description="outputs of earlier mega data clean runs; documents that they keep are dropped"
     )
 
     @model_validator(mode="before")
@@ -172,9 +168,9 @@ class DuplicatesRule(RuleSection):
     def problems(self) -> Iterator[ConfigProblem]:
         """Check that at least one method is enabled, and that `against` is compared across inputs."""
         if not self.exact and self.minhash is None:
-            yield ConfigProblem("", "looks for nothing: neither `exact` nor `minhash`")
+            yield ConfigProblem("", "requires exact or minhash", hint="exact: true")
         if self.against and not self.between_inputs:
-            yield ConfigProblem("between_inputs", "must be true where `against` names other data sets", False)
+            yield ConfigProblem("between_inputs", "must be true with against", False, "between_inputs: true")
 
 
 def _enable_bare_keys(raw: Any, names: tuple[str, ...]) -> Any:
@@ -213,7 +209,7 @@ class CleanConfig(StrictConfig):
     )
     duplicates: Annotated[DuplicatesRule | None, BeforeValidator(_false_to_none)] = None
     compression: Literal["gz", "zst", "none"] = "gz"
-    samples: NonNegativeInt = Field(5, description="documents to show of each rule in summary.json")
+    samples: NonNegativeInt = Field(5, description="number of sample documents of each rule in summary.json")
 
     @model_validator(mode="before")
     @classmethod
@@ -223,6 +219,6 @@ class CleanConfig(StrictConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         """Check that at least one rule is enabled, and that `filter` names a function."""
         if not any(getattr(self, name) is not None for name in RULES):
-            yield ConfigProblem("", "no rule is on", hint=f"name one of {', '.join(RULES)}")
+            yield ConfigProblem("", "at least one rule is required", hint=f"use one of {', '.join(RULES)}")
         if self.filter is not None and not re.fullmatch(r"[\w.]+:\w+", self.filter):
-            yield ConfigProblem("filter", "is not of the form module:function", self.filter)
+            yield ConfigProblem("filter", "must have the form module:function", self.filter)

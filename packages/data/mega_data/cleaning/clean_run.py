@@ -1,8 +1,8 @@
-"""Cleaning run `mega data clean`: two passes over a corpus, with all dropped documents kept aside.
+"""Cleaning run `mega data clean`: two passes over a corpus, with all dropped documents kept in separate files.
 
-The first pass asks the rules about each document and notes the fingerprints of those that stay. The second, after these
-were compared, takes the duplicates out. Both are done by `workers` processes, and both go on where they were after any
-end: everything happens in `.NAME.partial` beside the output, which appears at once when it is whole.
+The first pass applies the rules to each document and stores the fingerprints of the kept ones. The second pass compares
+the fingerprints and removes duplicates. Both use `workers` processes and resume after an interruption: all work happens
+in `.NAME.partial` next to the output, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mega_data.cleaning.append_files import SUFFIXES, AppendJournal
 from mega_data.cleaning.clean_config import RULES, CleanConfig
 from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, sum_amounts
 from mega_data.cleaning.document_judge import DocumentJudge, JudgeBatch, JudgedBatch, JudgeSettings, judge_batch
-from mega_data.cleaning.duplicate_removal import FirstPassPart, PlaceNames, find_duplicates, remove_part_duplicates
+from mega_data.cleaning.duplicate_removal import FirstPassPart, SourceNames, find_duplicates, remove_part_duplicates
 from mega_data.cleaning.fingerprint_files import import_fingerprints, write_kept_fingerprints
 from mega_data.cleaning.ordered_pool import map_in_order
 from mega_data.cleaning.rule_builder import hash_evaluation_ngrams
@@ -39,8 +39,8 @@ from mega_data.reading.documents import Document, RejectedItem
 
 BATCH = 1 << 20  # bytes of text judged at once
 PART = 1 << 28  # bytes of text in a file of the output
-ORDER = ("unreadable", *RULES, "exact", "minhash")  # of rules in the summary
-EVERY = 5.0  # seconds between two records of how far the first pass came
+ORDER = ("unreadable", *RULES, "exact", "minhash")  # order of rules in the summary
+RECORD_INTERVAL = 5.0  # seconds between two progress records of the first pass
 
 
 @dataclass
@@ -48,7 +48,7 @@ class CleanState:
     """State of the first pass: `items` of source number `source`, after all earlier sources, and the resulting counts.
 
     Attributes:
-        starts: the number of the first document of each part; documents are numbered as they are kept.
+        starts: number of the first document of each part; kept documents are numbered in order.
         part_bytes: bytes of text in the last part.
     """
 
@@ -74,27 +74,26 @@ def clean_corpus(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Clean `inputs` (see `find_corpus_sources`) into the folder `output`, and return the contents of
-    `output/summary.json`.
+    """Clean `inputs` (see `find_corpus_sources`) into the folder `output`, and return its `summary.json`.
 
-    `kept/` has the documents that stay, `dropped/` those that go with rule and reason, `changed/` what those that a rule
-    changed were before, all as JSON lines; `fingerprints/` is what later runs compare with (`duplicates.against`).
-    `folder` is where a module for `filter` may stand. The result does not depend on the number of `workers`.
+    As JSON lines, `kept/` has the kept documents, `dropped/` the dropped ones with rule and reason, and `changed/` the
+    originals of changed ones; `fingerprints/` is read by later runs (`duplicates.against`). `folder` may have the
+    module for `filter`. The result does not depend on the number of `workers`.
 
-    Memory: for a worker 100 MB and up to 60 bytes for each byte of the longest document, for the documents that wait
-    (`AHEAD` batches of `BATCH` bytes a worker) some ten MB each, and 50 bytes a document while duplicates are looked for.
+    Memory: 100 MB per worker, plus up to 60 bytes per byte of the longest document; about ten MB for each pending
+    batch (`READ_AHEAD` batches of `BATCH` bytes per worker); 50 bytes per document during the search for duplicates.
 
     Raises:
-        DataError: naming file and line of a bad document, or what cannot be read or written.
-        MissingPackageError: when a rule or a format needs a package that is not installed.
+        DataError: naming file and line of a bad document, or a file that cannot be read or written.
+        MissingPackageError: if a rule or a format requires a package that is not installed.
     """
     if output.exists() and not overwrite:
-        raise DataError(f"{output}: exists already", hint="choose another --output, or say --overwrite")
+        raise DataError(f"{output}: exists already", hint="choose another --output, or pass --overwrite")
     left_out = SkippedFiles()
     sources = [(str(item), source) for item in inputs for source in find_corpus_sources([item], json_key, left_out)]
     for _, source in sources:
         if output.resolve() in Path(source.name).resolve().parents:
-            raise DataError(f"{source.name}: both an input and the output", hint="choose another --output")
+            raise DataError(f"{source.name}: is both an input and the output", hint="choose another --output")
     work = output.parent / f".{output.name}.partial"
     with _lock_work_folder(work):
         run = CleanRun(work, sources, config, json_key, (folder or Path()).resolve(), workers or count_usable_cores())
@@ -116,7 +115,7 @@ def _lock_work_folder(work: Path) -> Iterator[None]:
             yield
     except BaseException:
         if (work / "progress.json").exists():
-            logger.info("%s: what is done is kept, and the same command goes on with it", work)
+            logger.info("%s: progress is kept; run the same command again to resume", work)
         else:
             shutil.rmtree(work)
         raise
@@ -160,17 +159,17 @@ class CleanRun:
         """Resume an interrupted run with equal inputs and settings, or start a new one.
 
         Raises:
-            MegaError: when a rule cannot be had; here, before anything is done.
+            MegaError: if a rule cannot be built; raised here, before any work.
         """
-        left, record = None, self.work / "progress.json"
-        with contextlib.suppress(OSError, ValidationError):  # none, or one that another version wrote
-            left = TypeAdapter(CleanState).validate_json(record.read_bytes())
-        result = self.work / "result"  # which, once it became the output, is not there any more
-        same = left is not None and left.made_from == self.state.made_from and result.is_dir()
-        if left is not None and same and all(source.is_rereadable for _, source in self.sources):
-            self.state = left
-            self.journal.resume_from_sizes(left.sizes)
-            logger.info("going on after the %s documents that an interrupted run kept", f"{left.documents:,}")
+        previous, record = None, self.work / "progress.json"
+        with contextlib.suppress(OSError, ValidationError):  # missing, or written by another version
+            previous = TypeAdapter(CleanState).validate_json(record.read_bytes())
+        result = self.work / "result"  # missing if it was already renamed to the output
+        same = previous is not None and previous.made_from == self.state.made_from and result.is_dir()
+        if previous is not None and same and all(source.is_rereadable for _, source in self.sources):
+            self.state = previous
+            self.journal.resume_from_sizes(previous.sizes)
+            logger.info("resuming an interrupted run after %s kept documents", f"{previous.documents:,}")
         else:
             self.journal.clear_folder()
             if self.config.duplicates is not None:
@@ -186,23 +185,23 @@ class CleanRun:
         if self.state.finished:
             return
         sources = [source for _, source in self.sources]
-        place = PreprocessProgress("", self.state.source, self.state.items)
+        done = PreprocessProgress("", self.state.source, self.state.items)
         recorded = time.monotonic()
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(ProgressBar("cleaning", total=sum(s.size for s in sources) or None, unit="bytes"))
             stack.callback(self.journal.close)
-            reading = ResumableReader(sources, self.settings.json_key, left_out, place, bar, whole=True)
+            reading = ResumableReader(sources, self.settings.json_key, left_out, done, bar, whole=True)
             judged = map_in_order(
                 partial(judge_batch, settings=self.settings), self._build_batches(reading, on_bad_line), self.workers
             )
             for batch, result in stack.enter_context(contextlib.closing(judged)):
                 self._add_batch(batch, result)
                 reading.advance_progress(batch.read)
-                if time.monotonic() - recorded > EVERY:
+                if time.monotonic() - recorded > RECORD_INTERVAL:
                     self._record_progress()
                     recorded = time.monotonic()
             if not self.state.tally.read:
-                raise DataError(f"{', '.join(self.inputs)}: not one document")
+                raise DataError(f"{', '.join(self.inputs)}: no document in the inputs")
             self.state.finished = True
             self._record_progress()
         reading.log_summary()
@@ -212,20 +211,20 @@ class CleanRun:
 
     def _build_batches(self, reading: ResumableReader, on_bad_line: str) -> Iterator[JudgeBatch]:
         batch, source = JudgeBatch(""), -1
-        for place, item in reading.read_items():
+        for position, item in reading.read_items():
             if isinstance(item, RejectedItem) and not item.left_out and on_bad_line == "error":
                 raise DataError(
                     f"{item.file}:{item.line}: {item.reason}",
-                    hint="--on-bad-line skip goes on, and puts such lines with those dropped",
+                    hint="pass --on-bad-line skip to move bad lines to the dropped documents",
                 )
-            if batch.items and (place[0] != source or batch.size >= BATCH):
+            if batch.items and (position[0] != source or batch.size >= BATCH):
                 yield batch
                 batch = JudgeBatch("")
-            source, batch.input = place[0], self.sources[place[0]][0]
+            source, batch.input = position[0], self.sources[position[0]][0]
             if isinstance(item, Document) or not item.left_out:
                 batch.items.append(item)
             batch.size += item.size if isinstance(item, Document) else len(item.content)
-            batch.end_position, batch.read = place, reading.read
+            batch.end_position, batch.read = position, reading.read
         if batch.items:
             yield batch
 
@@ -238,12 +237,12 @@ class CleanRun:
             state.part_bytes = 0
         for name, lines in judged.lines.items():
             self.journal.append_bytes(self._get_part_name(name, suffix), lines)
-        places = judged.places
-        places["input"], places["source"] = self.inputs.index(batch.input), batch.end_position[0]
-        for name, data in (("exact", judged.exact), ("minhash", judged.minhash), ("places", places.tobytes())):
+        positions = judged.positions
+        positions["input"], positions["source"] = self.inputs.index(batch.input), batch.end_position[0]
+        for name, data in (("exact", judged.exact), ("minhash", judged.minhash), ("places", positions.tobytes())):
             self.journal.append_bytes(f"{name}.bin", data)
-        state.documents += len(places)
-        state.part_bytes += int(places["size"].sum())
+        state.documents += len(positions)
+        state.part_bytes += int(positions["size"].sum())
         state.tally.add_tally(judged.tally, self.config.samples)
         state.source, state.items = batch.end_position
 
@@ -253,21 +252,21 @@ class CleanRun:
 
     def run_second_pass(self) -> None:
         """Remove duplicates, part by part."""
-        state, wanted = self.state, self.config.duplicates
-        if wanted is None:
+        state, rule = self.state, self.config.duplicates
+        if rule is None:
             return
-        find_duplicates(self.work, wanted)
+        find_duplicates(self.work, rule)
         bounds = [*state.starts, state.documents]
         parts = [FirstPassPart(number, *bounds[number : number + 2]) for number in range(len(state.starts))]
-        names = PlaceNames(
+        names = SourceNames(
             [source.name for _, source in self.sources],
             self.inputs,
-            list(map(str, wanted.against)),
+            list(map(str, rule.against)),
             self.settings.json_key,
         )
         task = partial(remove_part_duplicates, work=self.work, config=self.config, names=names)
         with (
-            ProgressBar("taking out duplicates", total=bounds[-1] - bounds[0] or None, unit="documents") as bar,
+            ProgressBar("removing duplicates", total=bounds[-1] - bounds[0] or None, unit="documents") as bar,
             contextlib.closing(map_in_order(task, parts, self.workers)) as results,
         ):
             for part, tally in results:
@@ -276,7 +275,7 @@ class CleanRun:
 
     def write_summary(self) -> dict[str, Any]:
         """Return the results of the run, which are also written to `summary.json`."""
-        tally, wanted = self.state.tally, self.config.duplicates
+        tally, rule = self.state.tally, self.config.duplicates
         dropped = [rule.dropped for rule in tally.rules.values()]
         summary = {
             "version": 1,
@@ -293,9 +292,7 @@ class CleanRun:
             },
             "rules": {name: asdict(tally.rules[name]) for name in ORDER if name in tally.rules},
             "languages": dict(sorted(tally.languages.items(), key=lambda item: -item[1])),
-            "fingerprints": None
-            if wanted is None
-            else write_kept_fingerprints(self.work, wanted, self.state.starts[0]),
+            "fingerprints": None if rule is None else write_kept_fingerprints(self.work, rule, self.state.starts[0]),
         }
         write_json_atomically(self.work / "result" / "summary.json", summary)
         return summary

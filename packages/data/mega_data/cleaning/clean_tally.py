@@ -33,8 +33,9 @@ def sum_amounts(amounts: Iterable[DocumentAmount]) -> DocumentAmount:
 
 @dataclass
 class RuleSample:
-    """Beginning of a document that a rule dropped or changed; `rank` is a hash of its source position, by which samples
-    are drawn.
+    """Beginning of a document that a rule dropped or changed.
+
+    `rank` is a hash of its source position; the samples of the lowest ranks are kept.
     """
 
     rank: int
@@ -80,18 +81,18 @@ class CleanTally:
 
     def add_tally(self, other: CleanTally, samples: int) -> None:
         """Add the counts of another tally."""
-        for own, others in ((self.read, other.read), (self.kept, other.kept)):
-            for name, amount in others.items():
-                own.setdefault(name, DocumentAmount()).add_amount(amount)
+        for amounts, more in ((self.read, other.read), (self.kept, other.kept)):
+            for name, amount in more.items():
+                amounts.setdefault(name, DocumentAmount()).add_amount(amount)
         add_counts(self.languages, other.languages)
-        for name, theirs in other.rules.items():
-            mine = self.get_rule_tally(name)
-            mine.dropped.add_amount(theirs.dropped)
-            mine.changed.add_amount(theirs.changed)
-            add_counts(mine.why, theirs.why)
-            add_counts(mine.found, theirs.found)
-            for sample in theirs.samples:
-                mine.add_sample(sample, samples)
+        for name, added in other.rules.items():
+            rule = self.get_rule_tally(name)
+            rule.dropped.add_amount(added.dropped)
+            rule.changed.add_amount(added.changed)
+            add_counts(rule.why, added.why)
+            add_counts(rule.found, added.found)
+            for sample in added.samples:
+                rule.add_sample(sample, samples)
 
 
 def add_counts(counts: dict[str, int], more: dict[str, int]) -> None:

@@ -15,7 +15,7 @@ from mega_data.cleaning.append_files import compress_lines, encode_json_line
 from mega_data.cleaning.clean_config import CleanConfig
 from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, RuleSample, add_counts
 from mega_data.cleaning.duplicate_detection import compute_text_signatures, hash_texts
-from mega_data.cleaning.fingerprint_files import PLACE, SeenPositions
+from mega_data.cleaning.fingerprint_files import POSITION, DocumentPositions
 from mega_data.cleaning.rule_builder import build_clean_rules
 from mega_data.cleaning.rule_verdict import CleaningRule, DropDocument, TextRecord
 from mega_data.cleaning.text_words import AnalyzedText
@@ -23,9 +23,7 @@ from mega_data.reading.documents import Document, RejectedItem
 
 
 class JudgeSettings(NamedTuple):
-    """Settings of a worker process: the configuration as JSON, the key of the text, folders, and the identity of the
-    run.
-    """
+    """Settings of a worker process: configuration as JSON, key of the text, paths, and identity of the run."""
 
     config: str
     json_key: str
@@ -47,12 +45,12 @@ class JudgeBatch:
 
 @dataclass
 class JudgedBatch:
-    """Result of a batch: compressed lines per folder, fingerprints and places of the kept documents, counts."""
+    """Result of a batch: compressed lines per folder, fingerprints and positions of the kept documents, counts."""
 
     lines: dict[str, bytes]
     exact: bytes
     minhash: bytes
-    places: SeenPositions
+    positions: DocumentPositions
     tally: CleanTally
 
 
@@ -60,7 +58,7 @@ def judge_batch(batch: JudgeBatch, settings: JudgeSettings) -> JudgedBatch:
     """Apply every rule to every document of a batch.
 
     Raises:
-        MegaError: when a rule cannot be had or a function of the user's fails.
+        MegaError: if a rule cannot be built or a user-defined filter fails.
     """
     return _get_judge(settings).judge_documents(batch)
 
@@ -83,7 +81,7 @@ class DocumentJudge:
 
     def judge_documents(self, batch: JudgeBatch) -> JudgedBatch:
         """Apply the rules to each document, in order."""
-        tally, kept, places = CleanTally(), [], []
+        tally, kept, positions = CleanTally(), [], []
         lines: dict[str, list[bytes]] = {"kept": [], "dropped": [], "changed": []}
         for item in batch.items:
             if isinstance(item, RejectedItem):
@@ -93,21 +91,21 @@ class DocumentJudge:
             text, record = self._judge_document(item, tally, lines)
             if text is not None:
                 kept.append(text)
-                places.append((0, 0, item.line, len(text.text.encode())))
+                positions.append((0, 0, item.line, len(text.text.encode())))
                 lines["kept"].append(encode_json_line(record))
-        found = np.array(places, PLACE)
+        array = np.array(positions, POSITION)
         if kept and self.config.duplicates is None:
-            tally.kept[batch.input] = DocumentAmount(len(kept), int(found["size"].sum()))
+            tally.kept[batch.input] = DocumentAmount(len(kept), int(array["size"].sum()))
         exact, minhash = self._compute_fingerprints(kept)
-        return JudgedBatch({name: compress_lines(made, self.config.compression) for name, made in lines.items()},
-                      exact, minhash, found, tally)  # fmt: skip
+        compressed = {name: compress_lines(records, self.config.compression) for name, records in lines.items()}
+        return JudgedBatch(compressed, exact, minhash, array, tally)
 
     def _compute_fingerprints(self, kept: Sequence[AnalyzedText]) -> tuple[bytes, bytes]:
-        wanted = self.config.duplicates
-        if wanted is None:
+        duplicates = self.config.duplicates
+        if duplicates is None:
             return b"", b""
-        exact = hash_texts(kept).tobytes() if wanted.exact else b""
-        return exact, compute_text_signatures(kept, wanted.minhash).tobytes() if wanted.minhash else b""
+        exact = hash_texts(kept).tobytes() if duplicates.exact else b""
+        return exact, compute_text_signatures(kept, duplicates.minhash).tobytes() if duplicates.minhash else b""
 
     def _drop_unreadable(self, item: RejectedItem, tally: CleanTally) -> bytes:
         rule = tally.get_rule_tally("unreadable")
@@ -125,7 +123,7 @@ class DocumentJudge:
         """Return the remaining text and record of a document; no text if it is dropped."""
         original: TextRecord = item.record if item.record is not None else {self.json_key: item.text}
         text, record, changed_by = AnalyzedText(item.text), original, []
-        place = {"file": item.file, "line": item.line}
+        position = {"file": item.file, "line": item.line}
         for name, rule in self.rules.items():
             try:
                 verdict = rule(text, record)
@@ -143,18 +141,18 @@ class DocumentJudge:
                     RuleSample.from_document(item.file, item.line, *verdict, item.text), self.config.samples
                 )
                 about = {"rule": name, "why": verdict.why, "detail": verdict.detail}
-                lines["dropped"].append(encode_json_line({**about, **place, "record": original}))
+                lines["dropped"].append(encode_json_line({**about, **position, "record": original}))
                 return None, record
             counts.changed.add_amount(DocumentAmount(1, item.size))
             add_counts(counts.found, verdict.counts)
-            found = ", ".join(f"{count} {kind}" for kind, count in verdict.counts.items())
+            detail = ", ".join(f"{count} {kind}" for kind, count in verdict.counts.items())
             counts.add_sample(
-                RuleSample.from_document(item.file, item.line, "changed", found, verdict.text), self.config.samples
+                RuleSample.from_document(item.file, item.line, "changed", detail, verdict.text), self.config.samples
             )
             changed_by.append(name)
             text, record = AnalyzedText(verdict.text), replace_record_text(record, self.json_key, verdict.text)
         if changed_by:
-            lines["changed"].append(encode_json_line({"rules": changed_by, **place, "record": original}))
+            lines["changed"].append(encode_json_line({"rules": changed_by, **position, "record": original}))
         return text, record
 
 

@@ -1,7 +1,7 @@
 """Duplicate detection: text hashes and MinHash signatures, grouped to clusters whose first document is kept.
 
-All is done by sorting, one band of the signatures at a time, so that memory grows by about 50 bytes a document, whatever
-the length of the documents and the number of bands; the fingerprints themselves stay on disk.
+The search sorts one band of the signatures at a time, so memory is about 50 bytes per document, independent of the
+length of the documents and the number of bands; the fingerprints themselves stay on disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mega_data.reading.decompression import import_optional
 
 Signatures = npt.NDArray[np.uint32]
 
-NONE = np.uint32(0xFFFFFFFF)  # every hash of a signature of no word
+NONE = np.uint32(0xFFFFFFFF)  # every hash of the signature of a text without words
 
 
 def hash_texts(texts: Sequence[AnalyzedText]) -> Hashes:
@@ -31,19 +31,17 @@ def hash_texts(texts: Sequence[AnalyzedText]) -> Hashes:
 def compute_text_signatures(texts: Sequence[AnalyzedText], settings: MinHashConfig) -> Signatures:
     """Return the MinHash signatures of texts, uint32 [documents, bands * rows].
 
-    A shingle is a run of `ngram` words; a text of fewer words is one shingle, and one without words has no signature
-    (`NONE` throughout).
+    A shingle is a run of `ngram` words. A text of fewer words is one shingle; the signature of a text without words is
+    all `NONE`.
 
     Raises:
-        MissingPackageError: when rensa is not installed.
+        MissingPackageError: if rensa is not installed.
     """
     return compute_signatures([hash_shingles(text.word_hashes, settings) for text in texts], settings)
 
 
 def hash_shingles(hashes: Hashes, settings: MinHashConfig) -> Hashes:
-    """Return the hashes of runs of `ngram` items (words, tokens) of a document, given the item hashes; of all items if
-    there are fewer.
-    """
+    """Return the hashes of runs of `ngram` item hashes (words, tokens); one hash of all items if there are fewer."""
     return hash_ngrams(hashes, min(settings.ngram, max(1, len(hashes))))
 
 
@@ -51,9 +49,9 @@ def compute_signatures(sets: Sequence[Hashes], settings: MinHashConfig) -> Signa
     """Return the MinHash signatures of sets of shingles by rensa, uint32 [sets, bands * rows].
 
     Raises:
-        MissingPackageError: when rensa is not installed.
+        MissingPackageError: if rensa is not installed.
     """
-    rensa = import_optional("rensa", "near duplicates")
+    rensa = import_optional("rensa", "near-duplicate detection")
     offsets = np.cumsum([0, *map(len, sets)], dtype=np.uint64)
     flat = np.concatenate([np.zeros(0, np.uint64), *sets])
     hashes = settings.bands * settings.rows
@@ -65,9 +63,9 @@ def get_rensa_version() -> int:
     """Return the version of rensa's algorithm; signatures of different versions are not comparable.
 
     Raises:
-        MissingPackageError: when rensa is not installed.
+        MissingPackageError: if rensa is not installed.
     """
-    return int(import_optional("rensa", "near duplicates").RMinHash.ALGORITHM_VERSION)
+    return int(import_optional("rensa", "near-duplicate detection").RMinHash.ALGORITHM_VERSION)
 
 
 Numbers = npt.NDArray[np.int64]
@@ -94,10 +92,10 @@ def find_near_leaders(
 ) -> Numbers:
     """Return for each document the first of its near-duplicate cluster, int64 [N]; `leaders` are the initial clusters.
 
-    A document joins the first of those that share a band with it, if so many of their hashes agree as `threshold` says.
+    A document joins the first one that shares a band with it, if the share of equal hashes is at least `threshold`.
 
     Args:
-        signatures: uint32 [N, bands * rows], which may lie on disk.
+        signatures: uint32 [N, bands * rows], possibly memory-mapped.
         dataset_numbers: [N], data sets that are not compared with each other.
     """
     leaders = leaders.copy()
@@ -109,23 +107,23 @@ def find_near_leaders(
                 a, b = documents[start : start + CHUNK], firsts[start : start + CHUNK]
                 new = leaders[a] != leaders[b]
                 a, b = a[new], b[new]
-                alike = estimate_similarity(signatures, a, b) >= settings.threshold
-                _join_clusters(leaders, a[alike], b[alike])
+                similar = estimate_similarity(signatures, a, b) >= settings.threshold
+                _join_clusters(leaders, a[similar], b[similar])
             bar.advance(1)
     return _find_roots(leaders, np.arange(len(leaders)))
 
 
 def estimate_similarity(signatures: Signatures, a: Numbers, b: Numbers) -> npt.NDArray[np.float64]:
-    """Return the share of equal hashes of documents `a` and `b`, [n] each, an estimate of their Jaccard similarity; 0
-    for documents without words.
+    """Return the share of equal hashes of documents `a` and `b`, [n] each, an estimate of their Jaccard similarity.
+
+    It is 0 for documents without words.
     """
-    one = signatures[a]
-    return np.where((one == NONE).all(axis=1), 0.0, (one == signatures[b]).mean(axis=1))
+    first = signatures[a]
+    return np.where((first == NONE).all(axis=1), 0.0, (first == signatures[b]).mean(axis=1))
 
 
 def _hash_band(signatures: Signatures, columns: slice) -> Hashes:
     """Return a hash of each document's hashes of one band, uint64 [N]."""
-
     keys = np.zeros(len(signatures), np.uint64)
     for start in range(0, len(signatures), CHUNK):
         rows = signatures[start : start + CHUNK, columns].astype(np.uint64)
@@ -154,8 +152,8 @@ def _join_clusters(leaders: Numbers, a: Numbers, b: Numbers) -> None:
         a, b = _find_roots(leaders, a), _find_roots(leaders, b)
         low, high = np.minimum(a, b), np.maximum(a, b)
         np.minimum.at(leaders, high, low)
-        apart = low != high
-        a, b = low[apart], high[apart]
+        different = low != high
+        a, b = low[different], high[different]
 
 
 def _find_roots(leaders: Numbers, documents: Numbers) -> Numbers:

@@ -16,12 +16,17 @@ from mega_data.cleaning.append_files import SUFFIXES, compress_lines, encode_jso
 from mega_data.cleaning.clean_config import CleanConfig, DuplicatesRule
 from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, RuleSample
 from mega_data.cleaning.duplicate_detection import Numbers, estimate_similarity, find_exact_leaders, find_near_leaders
-from mega_data.cleaning.fingerprint_files import SeenPositions, load_document_places, load_signatures, load_text_hashes
+from mega_data.cleaning.fingerprint_files import (
+    DocumentPositions,
+    load_document_positions,
+    load_signatures,
+    load_text_hashes,
+)
 from mega_data.reading.corpus_sources import lookup_key
 from mega_data.reading.decompression import open_decompressed
 
 EXACT, NEAR = 1, 2
-BLOCK = 1 << 20  # bytes of lines that are packed at once
+BLOCK = 1 << 20  # bytes of lines that are compressed at once
 
 
 class FirstPassPart(NamedTuple):
@@ -32,7 +37,7 @@ class FirstPassPart(NamedTuple):
     end: int
 
 
-class PlaceNames(NamedTuple):
+class SourceNames(NamedTuple):
     """Names of sources, inputs and folders of earlier runs by number, and the key of the text."""
 
     sources: list[str]
@@ -41,21 +46,22 @@ class PlaceNames(NamedTuple):
     json_key: str
 
 
-def find_duplicates(work: Path, wanted: DuplicatesRule) -> None:
-    """Find the duplicates, and write `leaders.npy` (the original of each document: int64 [N]) and `rules.npy` (uint8
-    [N]: 0 is kept).
+def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
+    """Find the duplicates; write `leaders.npy` and `rules.npy`.
+
+    leaders: the original of each document, int64 [N]. rules: 0 for a kept document, else `EXACT` or `NEAR`, uint8 [N].
     """
     if (work / "rules.npy").exists():
         return
-    places = load_document_places(work)
-    apart = None if wanted.between_inputs else places["input"].astype(np.int64)
-    own = np.arange(len(places))
-    leaders, rules = own, np.zeros(len(places), np.uint8)
-    if wanted.exact:
-        leaders = find_exact_leaders(load_text_hashes(work), apart)
+    positions = load_document_positions(work)
+    dataset_numbers = None if rule.between_inputs else positions["input"].astype(np.int64)
+    own = np.arange(len(positions))
+    leaders, rules = own, np.zeros(len(positions), np.uint8)
+    if rule.exact:
+        leaders = find_exact_leaders(load_text_hashes(work), dataset_numbers)
         rules[leaders != own] = EXACT
-    if wanted.minhash is not None:
-        clusters = find_near_leaders(load_signatures(work, wanted), wanted.minhash, leaders, apart)
+    if rule.minhash is not None:
+        clusters = find_near_leaders(load_signatures(work, rule), rule.minhash, leaders, dataset_numbers)
         near = (clusters != own) & (rules == 0)
         rules[near] = NEAR
         leaders = np.where(near, clusters, leaders)
@@ -64,7 +70,7 @@ def find_duplicates(work: Path, wanted: DuplicatesRule) -> None:
             np.save(stream, array)
 
 
-def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConfig, names: PlaceNames) -> CleanTally:
+def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConfig, names: SourceNames) -> CleanTally:
     """Write a part without its duplicates to the result, and the duplicates beside it; return the counts.
 
     What an interrupted run has done is not done again.
@@ -80,25 +86,25 @@ def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConf
 class PartDeduplication:
     """Deduplication of one part: its documents, and the findings about them."""
 
-    def __init__(self, part: FirstPassPart, work: Path, config: CleanConfig, names: PlaceNames) -> None:
+    def __init__(self, part: FirstPassPart, work: Path, config: CleanConfig, names: SourceNames) -> None:
         assert config.duplicates is not None
         self.part, self.work, self.config, self.names = part, work, config, names
         self.suffix = SUFFIXES[config.compression]
         self.leaders: Numbers = np.load(work / "leaders.npy", mmap_mode="r")
         self.rules = np.load(work / "rules.npy", mmap_mode="r")[part.start : part.end]
-        self.places: SeenPositions = load_document_places(work)
-        self.alike = np.zeros(len(self.rules))
+        self.positions: DocumentPositions = load_document_positions(work)
+        self.similarity = np.zeros(len(self.rules))
         near = part.start + np.flatnonzero(self.rules == NEAR)
         if near.size:
             signatures = load_signatures(work, config.duplicates)
-            self.alike[near - part.start] = estimate_similarity(signatures, near, self.leaders[near])
+            self.similarity[near - part.start] = estimate_similarity(signatures, near, self.leaders[near])
         self.tally = CleanTally()
 
     def write_files(self) -> CleanTally:
         """Write the kept and the dropped documents of the part."""
-        places = self.places[self.part.start : self.part.end]
+        positions = self.positions[self.part.start : self.part.end]
         for number, name in enumerate(self.names.inputs):
-            sizes = places["size"][(places["input"] == number) & (self.rules == 0)]
+            sizes = positions["size"][(positions["input"] == number) & (self.rules == 0)]
             if sizes.size:
                 self.tally.kept[name] = DocumentAmount(sizes.size, int(sizes.sum()))
         result = self.work / "result"
@@ -129,13 +135,13 @@ class PartDeduplication:
         stream.write(compress_lines(block, self.config.compression))
 
     def _describe_dropped(self, i: int, raw: bytes) -> bytes:
-        document, place = self.part.start + i, self.places[self.part.start + i]
+        document, position = self.part.start + i, self.positions[self.part.start + i]
         rule = "exact" if self.rules[i] == EXACT else "minhash"
-        first = self._format_place(int(self.leaders[document]))
-        detail = f"the text of {first}" if rule == "exact" else f"{self.alike[i]:.2f} like {first}"
-        file, number, record = self.names.sources[place["source"]], int(place["line"]), json.loads(raw)
+        first = self._format_position(int(self.leaders[document]))
+        detail = f"the text of {first}" if rule == "exact" else f"{self.similarity[i]:.2f} like {first}"
+        file, number, record = self.names.sources[position["source"]], int(position["line"]), json.loads(raw)
         counts = self.tally.get_rule_tally(rule)
-        counts.dropped.add_amount(DocumentAmount(1, int(place["size"])))
+        counts.dropped.add_amount(DocumentAmount(1, int(position["size"])))
         counts.why["duplicate"] = counts.why.get("duplicate", 0) + 1
         text = str(lookup_key(record, self.names.json_key))
         counts.add_sample(RuleSample.from_document(file, number, "duplicate", detail, text), self.config.samples)
@@ -143,8 +149,8 @@ class PartDeduplication:
             {"rule": rule, "why": "duplicate", "detail": detail, "file": file, "line": number, "record": record}
         )
 
-    def _format_place(self, document: int) -> str:
-        place = self.places[document]
-        if place["source"] < 0:
-            return f"document {place['line']} of {self.names.earlier[-1 - place['source']]}"
-        return f"{self.names.sources[place['source']]}:{place['line']}"
+    def _format_position(self, document: int) -> str:
+        position = self.positions[document]
+        if position["source"] < 0:
+            return f"document {position['line']} of {self.names.earlier[-1 - position['source']]}"
+        return f"{self.names.sources[position['source']]}:{position['line']}"

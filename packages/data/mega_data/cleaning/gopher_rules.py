@@ -1,7 +1,7 @@
 """Gopher's rules on quality and repetition (Rae et al. 2021, arXiv:2112.11446, appendix A1.1).
 
-A measure outside its limits drops the document. Words are those between spaces for quality, as the paper counts them; for
-repetition they are `Text.words`, and characters those of words, so that a share is one of the whole.
+A measure outside its limits drops the document. For quality, words are separated by spaces, as in the paper. For
+repetition, they are `AnalyzedText.words`, and characters are those of words, so that shares refer to the whole.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def _measure_repetition(text: AnalyzedText, limits: GopherRepetitionRule) -> Ite
 
 def _measure_repeats(parts: Sequence[str]) -> tuple[float, float]:
     """Return the share of parts that occurred before, and of their characters."""
-    seen: set[str] = set()
-    again = [part for part in parts if part in seen or seen.add(part)]  # type: ignore[func-returns-value]
-    return len(again) / max(1, len(parts)), sum(map(len, again)) / max(1, sum(map(len, parts)))
+    earlier: set[str] = set()
+    repeats = [part for part in parts if part in earlier or earlier.add(part)]  # type: ignore[func-returns-value]
+    return len(repeats) / max(1, len(parts)), sum(map(len, repeats)) / max(1, sum(map(len, parts)))
 
 
 def _measure_top_ngram(text: AnalyzedText, n: int) -> float:
@@ -92,8 +92,8 @@ def _measure_duplicate_ngrams(text: AnalyzedText, n: int) -> float:
     hashes = text.hash_word_ngrams(n)
     if not hashes.size:
         return 0.0
-    _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
-    again = first[which] != np.arange(hashes.size)
-    starts = np.concatenate([again, np.zeros(n - 1, bool)]).astype(np.int64)
-    ends = np.concatenate([np.zeros(n, np.int64), again])[: starts.size]
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    repeats = first[inverse] != np.arange(hashes.size)
+    starts = np.concatenate([repeats, np.zeros(n - 1, bool)]).astype(np.int64)
+    ends = np.concatenate([np.zeros(n, np.int64), repeats])[: starts.size]
     return int(text.word_lengths[np.cumsum(starts - ends) > 0].sum()) / int(text.word_lengths.sum())

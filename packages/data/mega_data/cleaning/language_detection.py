@@ -11,7 +11,7 @@ from mega_data.cleaning.rule_verdict import CleaningRule, DropDocument, TextReco
 from mega_data.cleaning.text_words import AnalyzedText
 from mega_data.reading.decompression import import_optional
 
-HEAD = 1000  # characters by which a text's language is told; more changes little and costs time
+HEAD = 1000  # characters used for detection; more change little and cost time
 
 Detector = Callable[[str], tuple[str, float]]
 
@@ -20,8 +20,8 @@ def build_language_rule(limits: LanguageRule) -> CleaningRule:
     """Return the rule for documents in other languages, or in no detectable language.
 
     Raises:
-        MissingPackageError: when the detector is not installed.
-        DataError: when its model cannot be read.
+        MissingPackageError: if the detector is not installed.
+        DataError: if its model cannot be read.
     """
     detect = load_fasttext_detector(limits.model) if limits.model else load_lingua_detector()
     keep = frozenset(limits.keep)
@@ -41,10 +41,10 @@ def load_lingua_detector() -> Detector:
     """Return lingua's detector for all of its languages: ISO 639-1 code (`und` for none) and confidence.
 
     Raises:
-        MissingPackageError: when it is not installed.
+        MissingPackageError: if it is not installed.
     """
     try:
-        module = import_optional("lingua", "languages")
+        module = import_optional("lingua", "language detection")
     except MissingPackageError as error:
         raise MissingPackageError(error.message, hint="pip install lingua-language-detector") from None
     detector = module.LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode().build()
@@ -62,17 +62,19 @@ def load_fasttext_detector(model: Path) -> Detector:
     """Return the detector of a fastText model whose labels are `__label__CODE`.
 
     Raises:
-        MissingPackageError: when fasttext is not installed.
-        DataError: when the model cannot be read.
+        MissingPackageError: if fasttext is not installed.
+        DataError: if the model cannot be read.
     """
     try:
-        module = import_optional("fasttext", "languages by fasttext")
+        module = import_optional("fasttext", "language.detector: fasttext")
     except MissingPackageError as error:
         raise MissingPackageError(error.message, hint="pip install fasttext-predict") from None
     try:
         loaded = module.load_model(str(model))
     except ValueError as error:
-        raise DataError(f"{model}: is no model that fasttext reads ({error})") from error
+        raise DataError(
+            f"{model}: is not a fasttext model ({error})", hint="use a model such as lid.176.ftz"
+        ) from error
 
     def detect(text: str) -> tuple[str, float]:
         labels, confidences = loaded.predict(" ".join(text[:HEAD].split()))

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from mega_common.errors import DataError
 
-AHEAD = 4  # items per process that wait or are under way
+READ_AHEAD = 4  # items per process that are queued or in progress
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -26,7 +26,7 @@ def map_in_order(
     """Yield each item and the result of `call` on it, by `workers` processes, or by this process for one worker.
 
     Raises:
-        DataError: when a process is gone, and what `call` raises.
+        DataError: if a process was killed; and any error of `call`.
     """
     if workers == 1:
         yield from ((item, call(item)) for item in items)
@@ -35,7 +35,7 @@ def map_in_order(
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _initialize_worker)
     try:
         for item in items:
-            if len(pending) >= AHEAD * workers:
+            if len(pending) >= READ_AHEAD * workers:
                 yield _await_first(pending)
             pending.append((item, pool.submit(call, item)))
         while pending:
@@ -50,7 +50,7 @@ def _await_first(pending: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Res
         return item, future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a worker process was ended from outside, for want of memory perhaps", hint="try fewer --workers"
+            "a worker process was killed, possibly because memory ran out", hint="use fewer --workers"
         ) from error
 
 
@@ -64,4 +64,4 @@ def _end_with_parent() -> None:
     parent = parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)  # nobody is left to take a result, and the queue between them tells no one
+        os._exit(1)  # no process is left to take a result

@@ -1,7 +1,7 @@
 """Personal data by patterns: e-mail and public IP addresses, international phone numbers, card numbers, IBANs.
 
-Patterns find what is spelled out; names and postal addresses they do not find. What looks alike and is none (a version
-number, a private address, digits that fail their check sum) stays.
+Names and postal addresses are not detected. Similar text that fails a check (a version number, a private address,
+digits with a wrong check sum) stays.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _is_phone_number(number: str) -> bool:
     return 8 <= sum(map(str.isdigit, number)) <= 15  # E.164
 
 
-NEEDED = {"email": "@", "phone": "+"}  # a text without it is not searched
+REQUIRED_CHARACTERS = {"email": "@", "phone": "+"}  # a text without the character is not searched
 
 KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
     "email": (r"\b[A-Za-z0-9](?:[A-Za-z0-9._%+-]{0,62}[A-Za-z0-9_%+-])?@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,24}\b", bool),
@@ -55,17 +55,17 @@ def apply_pii_rule(text: AnalyzedText, limits: PiiRule) -> DropDocument | Change
     """Return the text with each finding replaced by its kind (`<EMAIL>`), or the reason to drop the document."""
     found: Counter[str] = Counter()
     result = text.text
-    for kind, (pattern, is_one) in _select_patterns(limits):
-        if NEEDED.get(kind, "") not in text.text:
+    for kind, (pattern, is_valid) in _select_patterns(limits):
+        if REQUIRED_CHARACTERS.get(kind, "") not in text.text:
             continue
 
-        def masked(match: re.Match[str], kind: str = kind, is_one: Callable[[str], bool] = is_one) -> str:
-            if not is_one(match[0]):
+        def mask(match: re.Match[str], kind: str = kind, is_valid: Callable[[str], bool] = is_valid) -> str:
+            if not is_valid(match[0]):
                 return match[0]
             found[kind] += 1
             return f"<{kind.upper()}>"
 
-        result = pattern.sub(masked, result)
+        result = pattern.sub(mask, result)
     if not found:
         return None
     if limits.action == "drop":
@@ -77,7 +77,7 @@ def _select_patterns(limits: PiiRule) -> list[tuple[str, tuple[re.Pattern[str], 
     chosen = {kind: KINDS[kind] for kind in limits.kinds} | {
         name: (pattern, bool) for name, pattern in limits.patterns.items()
     }
-    return [(kind, (_compile_pattern(pattern), is_one)) for kind, (pattern, is_one) in chosen.items()]
+    return [(kind, (_compile_pattern(pattern), is_valid)) for kind, (pattern, is_valid) in chosen.items()]
 
 
 @cache

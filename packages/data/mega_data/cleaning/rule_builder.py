@@ -28,7 +28,7 @@ def build_custom_rule(name: str, folder: Path) -> CleaningRule:
     """Return the rule that calls `module:function`, with the module in `folder` or installed.
 
     Raises:
-        ConfigError: when there is no such function.
+        ConfigError: if the function cannot be imported.
     """
     judge_record = _import_function(name, folder)
 
@@ -40,7 +40,7 @@ def build_custom_rule(name: str, folder: Path) -> CleaningRule:
         if isinstance(answer, str):
             return DropDocument(answer)
         if not isinstance(answer, bool):
-            raise DataError(f"filter {name} returns {answer!r}", hint="it must return True, False or a reason")
+            raise DataError(f"filter {name}: must return True, False or a reason, not {answer!r}")
         return None if answer else DropDocument(name)
 
     return judge
@@ -53,10 +53,10 @@ def _import_function(name: str, folder: Path) -> Callable[[TextRecord], Any]:
         function = getattr(module, function_name)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(
-            f"filter {name}: {error}", hint=f"module.py stands in {folder}, or the module is installed"
+            f"filter {name}: {error}", hint=f"put {module_name}.py into {folder}, or install the module"
         ) from error
     if not callable(function):
-        raise ConfigError(f"filter {name}: is no function")
+        raise ConfigError(f"filter {name}: must be a function")
     return function  # type: ignore[no-any-return]
 
 
@@ -73,7 +73,7 @@ def hash_evaluation_ngrams(limits: DecontaminationRule) -> Hashes:
     """Return the hashes of all runs of words in the evaluation sets, sorted, uint64.
 
     Raises:
-        DataError: when a set cannot be read or is of shorter texts only.
+        DataError: if a set cannot be read, or all texts are shorter than `ngram` words.
     """
     count, short, found = 0, 0, [np.zeros(0, np.uint64)]
     for text in _iterate_evaluation_texts(limits):
@@ -82,11 +82,11 @@ def hash_evaluation_ngrams(limits: DecontaminationRule) -> Hashes:
         found.append(ngrams)
     if short == count:
         raise DataError(
-            f"{', '.join(limits.against)}: no text of {limits.ngram} words or more to look for, of {count}",
-            hint="decontaminate.ngram sets the number of words, json_keys where the texts stand",
+            f"{', '.join(limits.against)}: none of {count} texts has at least {limits.ngram} words",
+            hint="reduce decontaminate.ngram, or set decontaminate.json_keys to the keys of the texts",
         )
     if short:
-        logger.warning("decontaminate: %d of %d texts are shorter than %d words and not looked for",
+        logger.warning("decontaminate: %d of %d texts are shorter than %d words and are ignored",
                        short, count, limits.ngram)  # fmt: skip
     return np.unique(np.concatenate(found))
 
@@ -98,12 +98,12 @@ def _iterate_evaluation_texts(limits: DecontaminationRule) -> Iterator[AnalyzedT
 
 def build_decontamination_rule(limits: DecontaminationRule, file: Path) -> CleaningRule:
     """Return the rule for documents with a run of words whose hash is in `file`, an `.npy` shared by processes."""
-    known = np.load(file, mmap_mode="r")
+    evaluated = np.load(file, mmap_mode="r")
 
     def judge(text: AnalyzedText, _: TextRecord) -> DropDocument | None:
         ngrams = text.hash_word_ngrams(limits.ngram)
-        places = np.searchsorted(known, ngrams)
-        hits = np.flatnonzero(known[np.minimum(places, known.size - 1)] == ngrams)
+        positions = np.searchsorted(evaluated, ngrams)
+        hits = np.flatnonzero(evaluated[np.minimum(positions, evaluated.size - 1)] == ngrams)
         if not hits.size:
             return None
         words = " ".join(text.words[hits[0] : hits[0] + limits.ngram])
@@ -115,10 +115,10 @@ def build_decontamination_rule(limits: DecontaminationRule, file: Path) -> Clean
 def build_clean_rules(config: CleanConfig, folder: Path, ngrams: Path) -> dict[str, CleaningRule]:
     """Return every enabled rule except duplicates, by name.
 
-    `folder`: where a module of the user's own may stand; `ngrams`: where those of the evaluation sets do.
+    `folder` may have the module of `filter`; `ngrams` is the file with the hashes of the evaluation sets.
 
     Raises:
-        MegaError: when a rule cannot be had, for want of a package, a model, a file or a function.
+        MegaError: if a package, a model, a file or a function of a rule is missing.
     """
     if config.c4 is not None and config.c4.bad_words is not None:
         load_bad_words(config.c4.bad_words)

@@ -12,12 +12,12 @@ import xxhash
 
 Hashes = npt.NDArray[np.uint64]
 
-# Thai, Lao, Burmese, Khmer, kana and Chinese characters: scripts without spaces, of which each character is a word.
+# Thai, Lao, Burmese, Khmer, kana and Chinese characters: scripts without spaces, where each character is a word.
 UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
-FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses nothing
+FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that the multiplication is invertible
 
 
 class AnalyzedText:

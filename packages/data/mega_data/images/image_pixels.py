@@ -1,6 +1,4 @@
-"""Conversion of image files to the input pixels of a vision encoder, as in transformers' processors of CLIP, SigLIP and
-LLaVA-NeXT.
-"""
+"""Conversion of image files to pixels for a vision encoder, as in transformers' CLIP, SigLIP and LLaVA-NeXT processors."""
 
 from __future__ import annotations
 
@@ -25,13 +23,15 @@ from mega_data.images.image_geometry import (
 try:
     from PIL import Image
 except ImportError:
-    raise MissingPackageError("images need the package pillow", hint="pip install 'mega-data[images]'") from None
+    raise MissingPackageError(
+        "reading images requires the package pillow", hint="pip install 'mega-data[images]'"
+    ) from None
 
 Pixels = npt.NDArray[np.float32]
 
-MOST_PIXELS = 89_478_485  # of an image, and of its resized form: a quarter of a GiB in RGB, where Pillow begins to warn
+MAX_PIXELS = 89_478_485  # of an image, and of its resized form: a quarter of a GiB in RGB, where Pillow begins to warn
 
-# Pillow's errors for damaged images, and for those of more pixels than its limit against decompression bombs
+# Pillow's errors for damaged images, and for images over its limit against decompression bombs
 UNREADABLE = (
     OSError, ValueError, SyntaxError, EOFError, struct.error, OverflowError,
     Image.DecompressionBombError, Image.DecompressionBombWarning,
@@ -43,9 +43,9 @@ class PreparedImage:
     """Image as input of a vision encoder.
 
     Attributes:
-        pixels: fp32 [n, 3, H, W], of the whole, and with `vision.pinpoints` of its tiles behind it.
+        pixels: fp32 [n, 3, H, W], of the whole image, followed by its tiles with `vision.pinpoints`.
         features: int64 [k], see `list_placeholder_features`.
-        animated: whether the file has further frames, which are not used.
+        animated: whether the file has more frames, which are ignored.
     """
 
     pixels: Pixels
@@ -57,18 +57,18 @@ def prepare_image(content: bytes, vision: VisionConfig) -> PreparedImage:
     """Decode an image to RGB, resize it and normalize it to (x / 255 - mean) / std.
 
     Raises:
-        DataError: when it is not an image that Pillow reads, or has more than `MOST_PIXELS`.
+        DataError: if Pillow cannot read it, or it has more than `MAX_PIXELS`.
     """
     try:
         with _opened(content) as image:
-            # Photos in MPO have previews beside the photo, which are no frames.
+            # MPO files have previews in addition to the photo, which are not frames.
             animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
             image.seek(0)
             whole = image.convert("RGB")
             squares = [_resize_image(whole, vision), *_cut_tiles(whole, vision)]
     except UNREADABLE as error:
-        raise DataError(f"no image that can be read ({error})") from None
-    scaled = np.stack([np.asarray(one, np.float32) for one in squares]) / np.float32(255)
+        raise DataError(f"the image cannot be read ({error})") from None
+    scaled = np.stack([np.asarray(square, np.float32) for square in squares]) / np.float32(255)
     normal = (scaled - np.array(vision.mean, np.float32)) / np.array(vision.std, np.float32)
     features = list_placeholder_features(vision, whole.height, whole.width)
     return PreparedImage(np.ascontiguousarray(normal.transpose(0, 3, 1, 2)), features, animated)
@@ -78,21 +78,21 @@ def count_placeholders(content: bytes, vision: VisionConfig) -> int:
     """Return the number of placeholders of an image in a text, from the size in its file header.
 
     Raises:
-        DataError: when it is no image that Pillow reads.
+        DataError: if Pillow cannot read it.
     """
     try:
         with _opened(content) as image:
             return len(list_placeholder_features(vision, image.height, image.width))
     except UNREADABLE as error:
-        raise DataError(f"no image that can be read ({error})") from None
+        raise DataError(f"the image cannot be read ({error})") from None
 
 
 @contextlib.contextmanager
 def _opened(content: bytes) -> Iterator[Image.Image]:
-    """Open an image, of which only the header is read, and close it again.
+    """Open an image, reading only its header, and close it on exit.
 
     Raises:
-        DataError: when it has more than `MOST_PIXELS`.
+        DataError: if it has more than `MAX_PIXELS`.
     """
     with Image.open(io.BytesIO(content)) as image:
         _check_pixels(image.width, image.height, "the image has")
@@ -100,10 +100,10 @@ def _opened(content: bytes) -> Iterator[Image.Image]:
 
 
 def _check_pixels(width: int, height: int, subject: str) -> None:
-    if width * height > MOST_PIXELS:
+    if width * height > MAX_PIXELS:
         raise DataError(
-            f"{subject} {width:,} x {height:,} pixels, more than the {MOST_PIXELS:,} that are read",
-            hint="make the image smaller",
+            f"{subject} {width:,} x {height:,} pixels, more than the maximum of {MAX_PIXELS:,}",
+            hint="reduce the size of the image",
         )
 
 
@@ -111,30 +111,31 @@ def _cut_tiles(image: Image.Image, vision: VisionConfig) -> list[Image.Image]:
     """Return the tiles of an image in row order, after resizing it to its best resolution with black padding."""
     if vision.pinpoints is None:
         return []
-    size, (most_high, most_wide) = vision.image_size, select_tile_resolution(vision, image.height, image.width)
-    height, width = fit_to_resolution((most_high, most_wide), image.height, image.width)
-    filled = Image.new("RGB", (most_wide, most_high))
+    size, (full_height, full_width) = vision.image_size, select_tile_resolution(vision, image.height, image.width)
+    height, width = fit_to_resolution((full_height, full_width), image.height, image.width)
+    padded = Image.new("RGB", (full_width, full_height))
     resized = image.resize((width, height), Image.Resampling[vision.resample.upper()])
-    filled.paste(resized, ((most_wide - width) // 2, (most_high - height) // 2))
-    corners = [(x, y) for y in range(0, most_high, size) for x in range(0, most_wide, size)]
-    return [filled.crop((x, y, x + size, y + size)) for x, y in corners]
+    padded.paste(resized, ((full_width - width) // 2, (full_height - height) // 2))
+    corners = [(x, y) for y in range(0, full_height, size) for x in range(0, full_width, size)]
+    return [padded.crop((x, y, x + size, y + size)) for x, y in corners]
 
 
 def _resize_image(image: Image.Image, vision: VisionConfig) -> Image.Image:
-    """Resize an image to native resolution, to a stretched square, or to its central square; missing area is black, as
-    in transformers.
+    """Resize an image to native resolution, to a stretched square, or to its central square.
+
+    Missing area is black, as in transformers.
     """
     size, (width, height) = vision.image_size, image.size
-    filtered = Image.Resampling[vision.resample.upper()]
+    resampling = Image.Resampling[vision.resample.upper()]
     if vision.native is not None:
         high, wide = compute_native_size(vision, height, width)
         _check_pixels(wide, high, "resized, the image has")
-        return image.resize((wide, high), filtered)
+        return image.resize((wide, high), resampling)
     if vision.resize == "stretch":
-        return image.resize((size, size), filtered)
+        return image.resize((size, size), resampling)
     longer = int(size * max(width, height) / min(width, height))
     width, height = (size, longer) if width <= height else (longer, size)
     _check_pixels(width, height, f"resized to {size} pixels on its short side, the image has")
     left, top = (width - size) // 2, (height - size) // 2
-    image = image.resize((width, height), filtered)
+    image = image.resize((width, height), resampling)
     return image.crop((left, top, left + size, top + size))

@@ -1,17 +1,8 @@
-"""Preprocessing of conversations with images: LLaVA's JSON with a folder, webdataset shards, and tables that contain
-images.
-
-    [{"image": "coco/1.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, ...]}, ...]
-
-`image` or `images` are paths, or as Parquet and `datasets` have them {"bytes", "path"}; messages in parts may have
-{"type": "image"} where the placeholder belongs. A sample of a shard is an image with such a record (.json), or with its
-caption (.txt). Bytes of images that are in a table are put into `PREFIX.images.tar`.
-"""
+"""Preprocessing of conversations with images to token files and `PREFIX.images`."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import tarfile
@@ -27,22 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.atomic_files import compute_file_sha256
-from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, format_number, logger
 from mega_common.vision_config import VisionConfig
 from mega_data.chat.chat_preparation import ChatEncoder, ChatOptions, ChatPreparation, log_chat_notes
-from mega_data.images.image_references import (
-    ImageReference,
-    encode_references,
-    iterate_shard_samples,
-    read_image_bytes,
-    write_shard_member,
-)
-from mega_data.preprocessing.dataset_commit import commit_dataset
-from mega_data.reading.corpus_sources import SkippedFiles, find_corpus_sources
+from mega_data.images.image_records import IMAGE, ImageChatRecord, insert_placeholders, iterate_image_records
+from mega_data.reading.corpus_sources import SkippedFiles
 from mega_data.reading.documents import Document, RejectedItem
-from mega_data.reading.source_readers import read_documents
+from mega_data.token_files.dataset_commit import commit_dataset
 from mega_data.token_files.dataset_info import (
     DatasetInfo,
     ImagesInfo,
@@ -53,13 +36,17 @@ from mega_data.token_files.dataset_info import (
     get_quarantine_path,
     write_dataset_info,
 )
+from mega_data.token_files.image_references import (
+    ImageReference,
+    encode_references,
+    read_image_bytes,
+    write_shard_member,
+)
 from mega_data.token_files.indexed_reader import get_images_prefix, select_token_dtype, strip_data_suffix
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import Tokenizer
 
 BATCH = 256  # conversations that are encoded at once
-IMAGE = "<image>"  # what stands for one in texts of LLaVA
-CAPTION = "Describe the image."
 
 
 @dataclass(frozen=True)
@@ -67,11 +54,12 @@ class ImageOptions:
     """Folder and placeholder text of images.
 
     Attributes:
-        folder: what paths begin at.
-        placeholder: a text that is one token; `tokens` of it stand for each image. Empty: the model's, or <image>.
-        vision: of a model that cuts images in tiles or keeps their shape, which then say how many; else None.
-        text: what <image> becomes in a text, a placeholder and what a model wants around it; empty: as `vision` has it, or the
-            placeholder alone.
+        folder: base folder of image paths.
+        tokens: number of placeholders per image.
+        placeholder: text of the placeholder token; empty for the model's, or <image>.
+        text: replacement of <image> in a text: the placeholder with the tokens that the model requires around it; empty
+            for that of `vision`, or the placeholder alone.
+        vision: vision encoder of a model whose number of placeholders depends on the image; else None.
     """
 
     folder: Path
@@ -79,16 +67,6 @@ class ImageOptions:
     placeholder: str = ""
     text: str = ""
     vision: VisionConfig | None = None
-
-
-@dataclass(frozen=True)
-class ImageChatRecord:
-    """Conversation record: JSON, its images, and its source position."""
-
-    raw: dict[str, Any]
-    images: list[ImageReference | bytes]
-    file: str
-    line: int
 
 
 def preprocess_image_chats(
@@ -101,14 +79,13 @@ def preprocess_image_chats(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
 ) -> DatasetInfo:
-    """Tokenize conversations with images into `PREFIX.bin`, the other files of `preprocess_corpus` for conversations,
-    and `PREFIX.images`.
+    """Tokenize conversations with images into the files of `preprocess_corpus` for conversations, and `PREFIX.images`.
 
-    Each placeholder of a text becomes as many as an image has features. An image that is not there is a bad line, as is a
-    text with another number of placeholders than images. What is cut by `max_length` may be an image, too.
+    Each placeholder of a text is repeated for each feature of its image. A missing image, and a text with another
+    number of placeholders than images, are bad lines. Truncation to `max_length` may cut an image.
 
     Raises:
-        DataError: naming file and line of a bad record, or what cannot be read or written.
+        DataError: naming file and line of a bad record, or a file that cannot be read or written.
     """
     prefix, folder = strip_data_suffix(Path(output_prefix)), images.folder.resolve()
     check_output_prefix(prefix, overwrite)
@@ -117,33 +94,34 @@ def preprocess_image_chats(
     token = tokenizer.backend.token_to_id(images.placeholder)
     if token is None:
         raise DataError(
-            f"{tokenizer.path}: {images.placeholder!r} is no token of it", hint="--image-token names the placeholder"
+            f"{tokenizer.path}: has no token {images.placeholder!r}", hint="set --image-token to the placeholder token"
         )
     if images.vision is not None and images.vision.image_token != token:
         raise DataError(
-            f"{tokenizer.path}: {images.placeholder!r} is token {token}, and the model's placeholder {images.vision.image_token}",
-            hint="--image-token names the placeholder",
+            f"{tokenizer.path}: {images.placeholder!r} is token {token}, but the model's placeholder is"
+            f" {images.vision.image_token}",
+            hint="set --image-token to the placeholder token",
         )
     if images.text and images.text.count(images.placeholder) != 1:
-        raise DataError(f"{images.text!r} has not one {images.placeholder}", hint="--image-text: with one placeholder")
+        raise DataError(f"--image-text must contain {images.placeholder} exactly once, and is {images.text!r}")
     with ExitStack() as stack:
-        made = stack.enter_context(
+        writer = stack.enter_context(
             _ImageDatasetWriter(prefix, tokenizer, ChatPreparation(chat, tokenizer), images, token)
         )
         left_out, bar = SkippedFiles(), stack.enter_context(ProgressBar("reading conversations", unit="conversations"))
         items = iterate_image_records(inputs, left_out)
         while batch := list(islice(items, BATCH)):
-            for item in made.add_records(batch, folder):
+            for item in writer.add_records(batch, folder):
                 if on_bad_line == "error":
-                    hint = f"--on-bad-line skip goes on, and puts such lines into {get_quarantine_path(prefix)}"
+                    hint = f"pass --on-bad-line skip to move bad lines to {get_quarantine_path(prefix)}"
                     raise DataError(f"{item.file}:{item.line}: {item.reason}", hint=hint)
-                made.bad.append(item)
+                writer.bad.append(item)
             bar.advance(len(batch))
         left_out.log_reasons()
-        told = (
+        sizes = (
             {"pinpoints": images.vision.pinpoints, "sizes": images.vision.native_size_limits} if images.vision else {}
         )
-        return made.commit_files(ImagesInfo(folder=str(folder), token=token, tokens=images.tokens, **told))
+        return writer.commit_files(ImagesInfo(folder=str(folder), token=token, tokens=images.tokens, **sizes))
 
 
 def _fill_placeholder_text(images: ImageOptions, tokenizer: Tokenizer) -> ImageOptions:
@@ -166,33 +144,33 @@ class _ImageDatasetWriter:
     ) -> None:
         self.prefix, self.tokenizer, self.chats, self.images, self.token = prefix, tokenizer, chats, images, token
         self.dtype = select_token_dtype(tokenizer.vocab_size)
-        self.encoder = ChatEncoder(tokenizer, chats.info.one, None)  # the limit is of what placeholders become
+        self.encoder = ChatEncoder(tokenizer, chats.info.one, None)  # the limit applies after the expansion
         self.bad: list[RejectedItem] = []
         self.documents = self.tokens = self.bytes = self.empty = self.cut = 0
         self.notes: Counter[str] = Counter()
 
     def __enter__(self) -> _ImageDatasetWriter:
         self.writer = IndexedWriter(self.prefix, self.dtype, masked=True)
-        self.beside = IndexedWriter(get_images_prefix(self.prefix), np.uint8)
+        self.references = IndexedWriter(get_images_prefix(self.prefix), np.uint8)
         self._shard: tarfile.TarFile | None = None
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._shard is not None:
             self._shard.close()
-        self.beside.abort()
+        self.references.abort()
         self.writer.abort()
 
     def add_records(self, batch: Sequence[ImageChatRecord | RejectedItem], folder: Path) -> Iterator[RejectedItem]:
         """Write the valid records of a batch, and yield the rejected ones."""
         good: list[tuple[ImageChatRecord, Document]] = []
         for item in batch:
-            made = item if isinstance(item, RejectedItem) else self._render_record(item, folder)
-            if isinstance(made, RejectedItem):
-                yield made
+            rendered = item if isinstance(item, RejectedItem) else self._render_record(item, folder)
+            if isinstance(rendered, RejectedItem):
+                yield rendered
             else:
                 assert isinstance(item, ImageChatRecord)
-                good.append((item, made))
+                good.append((item, rendered))
         texts, _, notes = self.encoder.encode_chats([document.chats for _, document in good], self.dtype)
         self.notes += notes + Counter(note for _, document in good for note in document.notes)
         for (record, document), arrays in zip(good, texts, strict=True):
@@ -213,19 +191,19 @@ class _ImageDatasetWriter:
         """Return the number of placeholders of each image of a record."""
         if self.images.vision is None or not self.images.vision.has_variable_tokens:
             return [self.images.tokens] * len(record.images)
-        from mega_data.images.image_pixels import count_placeholders  # here: paths alone want no Pillow
+        from mega_data.images.image_pixels import count_placeholders  # local: a fixed number does not require Pillow
 
-        found: list[int] = []
+        counts: list[int] = []
         for image in record.images:
             try:
                 content = image if isinstance(image, bytes) else read_image_bytes(image, folder)
-                found.append(count_placeholders(content, self.images.vision))
+                counts.append(count_placeholders(content, self.images.vision))
             except DataError as error:
-                what = "an image" if isinstance(image, bytes) else str(image)
+                name = "an image" if isinstance(image, bytes) else str(image)
                 return RejectedItem(
-                    f"{what}: {error.message}", json.dumps(record.raw, default=str), record.file, record.line
+                    f"{name}: {error.message}", json.dumps(record.raw, default=str), record.file, record.line
                 )
-        return found
+        return counts
 
     def _render_record(self, record: ImageChatRecord, folder: Path) -> Document | RejectedItem:
         """Return the rendered conversation of a record after checking that its images exist."""
@@ -242,16 +220,16 @@ class _ImageDatasetWriter:
     def _expand_placeholders(
         self, record: ImageChatRecord, document: Document, arrays: list[npt.NDArray[Any]], counts: list[int]
     ) -> npt.NDArray[Any] | RejectedItem | None:
-        """Return the tokens of a conversation with one placeholder per image feature; None if nothing counts in the
-        loss.
-        """
+        """Return the tokens of a conversation with one placeholder per feature; None if no token counts in the loss."""
         if not arrays:
             self.empty += 1
             return None
         (array,) = arrays
         here = array["token"] == self.token
         if int(here.sum()) != len(record.images):
-            reason = f"{len(record.images)} image(s), and {int(here.sum())} times {self.images.placeholder} in the text"
+            reason = (
+                f"{len(record.images)} image(s), but the text has {self.images.placeholder} {int(here.sum())} times"
+            )
             return RejectedItem(reason, document.text or json.dumps(record.raw, default=str), record.file, record.line)
         times = np.ones(array.size, np.int64)
         times[here] = counts
@@ -269,7 +247,7 @@ class _ImageDatasetWriter:
             np.ascontiguousarray(array["token"]), [array.size], np.ascontiguousarray(array["mask"])
         )
         varies = self.images.vision is not None and self.images.vision.has_variable_tokens
-        self.beside.add_document(encode_references(references, counts if varies else None))
+        self.references.add_document(encode_references(references, counts if varies else None))
         self.documents += 1
         self.tokens += array.size
 
@@ -277,7 +255,7 @@ class _ImageDatasetWriter:
         """Store the bytes of an image from a table in the tar file, and return its reference."""
         path = self.prefix.with_name(self.prefix.name + ".images.tar")
         if self._shard is None:
-            self._shard = tarfile.open(path, "w")  # noqa: SIM115 - closed on leaving
+            self._shard = tarfile.open(path, "w")  # noqa: SIM115 - closed in __exit__
         offset = self._shard.offset + tarfile.BLOCKSIZE
         write_shard_member(self._shard, f"{self.documents:09d}.{hashlib.sha256(content).hexdigest()[:8]}", content)
         return str(path.resolve()), offset, len(content)
@@ -285,12 +263,15 @@ class _ImageDatasetWriter:
     def commit_files(self, images: ImagesInfo) -> DatasetInfo:
         """Commit all files of the data set together."""
         if not self.documents:
-            raise DataError(f"{self.prefix}: not one conversation", hint=f"{len(self.bad)} bad, {self.empty} empty")
+            raise DataError(
+                f"{self.prefix}: no conversation with an answer in the inputs",
+                hint=f"{len(self.bad)} bad records, {self.empty} empty conversations",
+            )
         self.writer.finish_files()
-        self.beside.finish_files()
+        self.references.finish_files()
         folder = self.writer.folder
         for name in ("bin", "idx"):
-            os.replace(self.beside.folder / name, folder / f"images.{name}")
+            os.replace(self.references.folder / name, folder / f"images.{name}")
         if self.bad:
             lines = [{"file": i.file, "line": i.line, "reason": i.reason, "content": i.content} for i in self.bad]
             (folder / "quarantine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -308,92 +289,6 @@ class _ImageDatasetWriter:
             "%s: %s conversations, %s tokens", self.prefix, format_number(self.documents), format_number(self.tokens)
         )
         if self.cut:
-            logger.warning("%d answers were cut by the limit of %s tokens", self.cut, self.chats.info.max_length)
+            logger.warning("%d answers were truncated to %s tokens", self.cut, self.chats.info.max_length)
         log_chat_notes(self.notes)
         return info
-
-
-def iterate_image_records(
-    inputs: Sequence[str | Path], left_out: SkippedFiles
-) -> Iterator[ImageChatRecord | RejectedItem]:
-    """Yield the records of all inputs, in order."""
-    for name in inputs:
-        if str(name).endswith(".tar"):
-            yield from _read_shard_records(Path(name))
-            continue
-        for source in find_corpus_sources([name], "", left_out):
-            for item in read_documents(source, "", whole=True):
-                if isinstance(item, RejectedItem):
-                    yield item
-                else:
-                    assert item.record is not None
-                    yield _parse_record(item.record, item.file, item.line)
-
-
-def _read_shard_records(path: Path) -> Iterator[ImageChatRecord | RejectedItem]:
-    for number, (name, texts, others) in enumerate(iterate_shard_samples(path), 1):
-        where = str(path), number
-        if "json" in texts:
-            try:
-                raw = parse_json_text(texts["json"])
-            except ValueError as error:
-                yield RejectedItem(f"{name}.json: not JSON ({error})", "", *where)
-                continue
-        elif "txt" in texts:
-            said = [{"from": "human", "value": f"{IMAGE}\n{CAPTION}"}]
-            raw = {"conversations": [*said, {"from": "gpt", "value": texts["txt"].decode(errors="replace").strip()}]}
-        else:
-            yield RejectedItem(f"{name}: has no .json and no .txt", "", *where)
-            continue
-        yield ImageChatRecord(raw, list(others.values()), *where)
-
-
-def _parse_record(raw: dict[str, Any], file: str, line: int) -> ImageChatRecord | RejectedItem:
-    if (
-        raw.get("video")
-        or raw.get("videos")
-        or any(part.get("type") == "video" for part in _iterate_message_parts(raw))
-    ):
-        return RejectedItem("a video, which is not read here: images of it may be", "", file, line)
-    given = raw.get("images", raw.get("image"))
-    listed = given if isinstance(given, list) else [] if given is None else [given]
-    images: list[ImageReference | bytes] = []
-    for one in listed:
-        found = one.get("bytes") or one.get("path") if isinstance(one, dict) else one
-        if hasattr(found, "save"):  # an image of Pillow's, as `datasets` decodes it
-            found = _encode_png(found)
-        if not isinstance(found, str | bytes):
-            return RejectedItem(f"an image is {type(one).__name__}, not a path", "", file, line)
-        images.append(found)
-    return ImageChatRecord(
-        {key: value for key, value in raw.items() if key not in ("image", "images")}, images, file, line
-    )
-
-
-def _iterate_message_parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the parts of all messages that have parts."""
-    messages = raw.get("messages")
-    for message in messages if isinstance(messages, list) else []:
-        content = message.get("content") if isinstance(message, dict) else None
-        yield from (part for part in content if isinstance(part, dict)) if isinstance(content, list) else ()
-
-
-def _encode_png(image: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, "png")
-    return out.getvalue()
-
-
-def insert_placeholders(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a record whose image parts are replaced by LLaVA's placeholder text."""
-    messages = raw.get("messages")
-    if not isinstance(messages, list):
-        return raw
-    return {**raw, "messages": [{**one, "content": _replace_image_parts(one.get("content"))} for one in messages]}
-
-
-def _replace_image_parts(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    word = {"type": "text", "text": IMAGE + "\n"}
-    return [word if isinstance(part, dict) and part.get("type") == "image" else part for part in content]

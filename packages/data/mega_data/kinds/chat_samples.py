@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
-from mega_data.images.image_references import has_images
-from mega_data.images.image_samples import ImageChatSamples
 from mega_data.kinds.dataset_kind import DatasetContext
+from mega_data.kinds.image_chat_samples import ImageChatSamples
 from mega_data.kinds.packed_documents import DocumentPieces, PackedSamples, build_packed_samples, reject_megatron_order
 from mega_data.sampling.dataset_parts import DatasetPart
+from mega_data.token_files.image_references import has_images
 from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 from mega_data.token_files.loss_mask import LossWeights
 

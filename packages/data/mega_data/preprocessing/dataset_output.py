@@ -24,11 +24,10 @@ import numpy.typing as npt
 from mega_common.atomic_files import compute_file_sha256, write_json_atomically
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
-from mega_data.preprocessing.dataset_commit import commit_dataset
-from mega_data.preprocessing.partial_folder import translate_write_errors
 from mega_data.preprocessing.text_batches import PreprocessProgress, TextBatch
 from mega_data.preprocessing.text_encoder import EncoderMismatch
 from mega_data.reading.documents import RejectedItem
+from mega_data.token_files.dataset_commit import commit_dataset
 from mega_data.token_files.dataset_info import (
     ChatInfo,
     DatasetInfo,
@@ -41,6 +40,7 @@ from mega_data.token_files.dataset_info import (
 )
 from mega_data.token_files.indexed_reader import CHUNK, select_token_dtype
 from mega_data.token_files.indexed_writer import IndexedWriter
+from mega_data.token_files.partial_folder import translate_write_errors
 from mega_data.tokenizer import Tokenizer
 
 Sequences = list[npt.NDArray[Any]]  # token sequences of one document

@@ -39,7 +39,7 @@ class SentenceEncoder:
                 f"--sentences must be an ISO 639 language code, not {language!r}",
                 hint="use a code such as en, de or zh",
             )
-        self._segment = import_optional("sentencex", "sentences").segment
+        self._segment = import_optional("sentencex", "--sentences").segment
         self.language = language
         self._keep_space = tokenizer.encode("a. a") == tokenizer.encode("a.") + tokenizer.encode(" a")
 

@@ -21,7 +21,6 @@ from typing import Any, Literal
 from mega_common.errors import DataError, MegaError
 from mega_common.progress_logging import ProgressBar, format_number, logger
 from mega_data.chat.chat_preparation import ChatOptions, ChatPreparation, log_chat_notes
-from mega_data.preprocessing.dataset_commit import finish_commit
 from mega_data.preprocessing.dataset_output import DatasetOutput
 from mega_data.preprocessing.dataset_upload import create_local_prefix, resolve_upload_target, upload_dataset
 from mega_data.preprocessing.document_encoding import DocumentEncoder, SentenceEncoder, encode_batches
@@ -39,6 +38,7 @@ from mega_data.preprocessing.text_batches import ResumableReader, build_text_bat
 from mega_data.preprocessing.text_encoder import EncoderChoice, EncoderMismatch, choose_text_encoder
 from mega_data.reading.corpus_sources import WHOLE, CorpusSource, SkippedFiles, find_corpus_sources
 from mega_data.reading.decompression import STDIN
+from mega_data.token_files.dataset_commit import finish_commit
 from mega_data.token_files.dataset_info import (
     DatasetInfo,
     DatasetShardInfo,

@@ -28,14 +28,14 @@ from typing import Any, Literal
 
 from mega_common.atomic_files import write_json_atomically
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
-from mega_data.preprocessing.dataset_commit import finish_commit
-from mega_data.preprocessing.partial_folder import translate_write_errors
 from mega_data.reading.corpus_sources import CorpusSource, FileFormat, detect_format
 from mega_data.reading.decompression import is_uncompressed, open_decompressed, peek_start
+from mega_data.token_files.dataset_commit import finish_commit
 from mega_data.token_files.dataset_info import DatasetInfo, get_quarantine_path, list_dataset_files, read_dataset_info
 from mega_data.token_files.indexed_reader import IndexedReader, get_idx_path
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.token_files.merge_datasets import append_datasets
+from mega_data.token_files.partial_folder import translate_write_errors
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def choose_text_encoder(choice: EncoderChoice, tokenizer: Tokenizer, size: int, 
 
 
 def _open(tokenizer: Tokenizer) -> Any:
-    native = import_optional("fastokens", "--encoder fastokens does")
+    native = import_optional("fastokens", "--encoder fastokens")
     try:
         if tokenizer.plain is not None:
             fast = native.Tokenizer.from_json_str(tokenizer.plain.json)

@@ -1,7 +1,7 @@
 """Sources of a corpus: inputs named by the user (files, globs, folders, `hf:NAME`) as a list of `CorpusSource`s.
 
-Their order depends on the names alone. What lies in a folder and is no part of the corpus (README and licence beside
-data, test splits beside training data, token files of ours) is left out, by a reason that is told.
+Their order depends on the names alone. Files of a folder that do not belong to the corpus (README and licence next to
+data, test splits next to training data, token files of mega) are skipped, and the reason is logged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mega_common.errors import DataError
 from mega_common.object_store import RemotePath, Stamp, parse_location
 from mega_common.progress_logging import logger
 from mega_data.reading.decompression import DAMAGE, STDIN, open_decompressed, peek_start
-from mega_data.token_files.dataset_info import is_dataset_info
+from mega_data.token_files.dataset_info import get_file_identity, is_dataset_info
 from mega_data.token_files.indexed_reader import MAGIC
 
 FileFormat = Literal["jsonl", "json", "csv", "tsv", "parquet", "text", "datasets"]
@@ -34,13 +34,13 @@ NAMES: dict[str, FileFormat] = {
 }  # fmt: skip
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 ABSENT = object()
-WHOLE = ""  # the key that stands for the whole record, as JSON
+WHOLE = ""  # key of the whole record, as JSON
 BOM = b"\xef\xbb\xbf"
 
-# Beside data files these describe the data.
+# Names of files that describe the data files of a folder.
 COMPANION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|dataset_infos?)\b.*", re.IGNORECASE)
 
-# How the files of a split are named on the HuggingFace Hub, anywhere in the path.
+# Names of splits on the HuggingFace Hub, anywhere in the path.
 SPLIT = re.compile(
     r"(?<![a-z])(?:(train|training)|validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE
 )
@@ -52,11 +52,12 @@ class CorpusSource:
     """One file, one stream, or one `datasets` split.
 
     Attributes:
-        kind: how it is read; None where only its content tells, when it is opened.
-        size: bytes on disk, 0 where unknown; `changed` its modification time in ns, of an object a number for its state.
-        found: in a folder, where anything may lie: what is no text there is left out and not refused.
-        begin, end: of a file that several shards read, the bytes of this one's (`shards.cut`): the lines, or row groups
-            of Parquet, that begin there; a line begins at `begin`. An `end` of None is the file's.
+        kind: file format; None if it is detected from the content on opening.
+        size: bytes on disk, 0 if unknown.
+        changed: modification time in ns, or a number derived from the state of an object; 0 if unknown.
+        found: found in a folder instead of given by name: a binary file is skipped instead of rejected.
+        begin, end: byte range of a shard (`select_shard_sources`): the lines, or row groups of Parquet, that begin in
+            it; a line begins at `begin`. An `end` of None is the end of the file.
     """
 
     name: str
@@ -92,13 +93,13 @@ class SkippedFiles:
     def add_files(self, reason: str, paths: Iterable[Path | str]) -> None:
         """Record skipped files with their reason."""
         for path in paths:
-            self.names.setdefault(reason, {})[str(path)] = None  # once, if it is read anew
+            self.names.setdefault(reason, {})[str(path)] = None  # once, even if it is read again
 
     def log_reasons(self) -> None:
         """Log each reason with its first files."""
         for reason, names in self.names.items():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            logger.warning("left out, %s: %s%s", reason, ", ".join(list(names)[:3]), more)
+            logger.warning("skipped (%s): %s%s", reason, ", ".join(list(names)[:3]), more)
 
 
 def find_corpus_sources(
@@ -106,14 +107,14 @@ def find_corpus_sources(
 ) -> list[CorpusSource]:
     """Return the sources to read, in order: inputs as given, the files of a glob or folder sorted by name.
 
-    A file of a folder or glob counts once, whatever links lead to it. Of a folder every file counts but those in hidden
-    folders, hidden ones, and what is noted in `left_out`. `hf:NAME[:CONFIG][@SPLIT]` is a data set of the HuggingFace
-    Hub or a folder that `datasets` saved, split `train` unless said otherwise; `-` is standard input. URLs that fsspec
-    knows (`s3://bucket/folder/*.jsonl`) name objects, globs and folders likewise.
+    A file of a folder or glob is read once, even if several links lead to it. All files of a folder are read except
+    hidden ones, those in hidden folders, and those recorded in `left_out`. `hf:NAME[:CONFIG][@SPLIT]` is a data set of
+    the HuggingFace Hub or a folder saved by `datasets`, by default the split `train`; `-` is standard input. URLs
+    supported by fsspec (`s3://bucket/folder/*.jsonl`) can also be objects, globs or folders.
 
     Raises:
-        RemoteError: when an object store cannot be asked.
-        DataError: when an input does not exist, is no corpus, or a folder or glob holds nothing.
+        ObjectStoreError: if an object store cannot be reached.
+        DataError: if an input does not exist or is not a corpus, or a folder or glob is empty.
     """
     left_out = SkippedFiles() if left_out is None else left_out
     return [source for item in inputs for source in _expand_input(str(item), json_key, left_out)]
@@ -122,12 +123,12 @@ def find_corpus_sources(
 def _expand_input(item: str, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
     if item == STDIN:
         return [CorpusSource(STDIN, None)]
-    if isinstance(where := parse_location(item), RemotePath):
-        return _list_objects(where, key, left_out)
+    if isinstance(location := parse_location(item), RemotePath):
+        return _list_objects(location, key, left_out)
     if item.startswith("hf:"):
         return [CorpusSource(item, "datasets")]
-    path = Path(where)
-    item = str(where) if "://" in item else item
+    path = Path(location)
+    item = str(location) if "://" in item else item
     if path.is_dir():
         return _list_folder(path, key, left_out)
     if path.exists():
@@ -136,20 +137,20 @@ def _expand_input(item: str, key: str, left_out: SkippedFiles) -> list[CorpusSou
         return _expand_glob(item, key, left_out)
     raise DataError(
         f"{item}: no such file or folder",
-        hint="a data set of the HuggingFace Hub is written hf:NAME[:CONFIG][@SPLIT]",
+        hint="write hf:NAME[:CONFIG][@SPLIT] for a data set of the HuggingFace Hub",
     )
 
 
-def _list_objects(where: RemotePath, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
+def _list_objects(url: RemotePath, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
     """Return an object, the objects that a glob matches, or all objects below a URL, with the rules of a folder."""
-    found = where.match_objects()
-    if not found:
-        raise DataError(f"{where}: no such object, and none below it or that matches")
-    folder = not glob.has_magic(where) and list(found) != [where]
-    begin = re.split(r"[*?[]", where)[0]
-    visible = [name for name in found if "/." not in f"/{name.removeprefix(begin)}"]
-    sources = [_describe_object(name, found[name], key, folder) for name in visible]
-    return _without_companions(_select_training_split(sources, Path(where), left_out), left_out) if folder else sources
+    stamps = url.match_objects()
+    if not stamps:
+        raise DataError(f"{url}: no object has this name, is below it or matches it")
+    folder = not glob.has_magic(url) and list(stamps) != [url]
+    begin = re.split(r"[*?[]", url)[0]
+    visible = [name for name in stamps if "/." not in f"/{name.removeprefix(begin)}"]
+    sources = [_describe_object(name, stamps[name], key, folder) for name in visible]
+    return _without_companions(_select_training_split(sources, Path(url), left_out), left_out) if folder else sources
 
 
 def _describe_object(name: str, stamp: Stamp, key: str, found: bool) -> CorpusSource:
@@ -163,14 +164,14 @@ def _describe_object(name: str, stamp: Stamp, key: str, found: bool) -> CorpusSo
 
 
 def _expand_glob(pattern: str, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
-    found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-    if not found:
+    paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+    if not paths:
         raise DataError(f"{pattern}: no file matches")
-    # With `**` a folder matches beside the files in it.
-    folders = [] if "**" in pattern else [path for path in found if path.is_dir()]
-    files = set(_drop_links([path for path in found if path.is_file()], left_out))
+    # With `**` a folder matches in addition to the files in it.
+    folders = [] if "**" in pattern else [path for path in paths if path.is_dir()]
+    files = set(_drop_links([path for path in paths if path.is_file()], left_out))
     sources: list[CorpusSource] = []
-    for path in found:
+    for path in paths:
         sources += (
             [_describe_file(path)] if path in files else _list_folder(path, key, left_out) if path in folders else []
         )
@@ -178,32 +179,27 @@ def _expand_glob(pattern: str, key: str, left_out: SkippedFiles) -> list[CorpusS
 
 
 def _drop_links(paths: list[Path], left_out: SkippedFiles) -> list[Path]:
-    """Return the paths without further names of one file; the shortest name stays."""
+    """Return the paths without duplicate names of one file; the shortest name stays."""
     names: dict[tuple[int, int], Path] = {}
     for path in sorted(paths, key=lambda path: len(path.parts)):
-        names.setdefault(_file_identity(path), path)
-    kept = [path for path in paths if names[_file_identity(path)] == path]
-    left_out.add_files("links to what is read already", [path for path in paths if names[_file_identity(path)] != path])
+        names.setdefault(get_file_identity(path), path)
+    kept = [path for path in paths if names[get_file_identity(path)] == path]
+    left_out.add_files("duplicate links", [path for path in paths if names[get_file_identity(path)] != path])
     return kept
-
-
-def _file_identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
 
 
 def _describe_file(path: Path) -> CorpusSource:
     """Return the source of a file named by the user, with its format by name or else by content."""
     if path.suffix in (".info", ".json") and is_dataset_info(path):
-        raise DataError(f"{path}: is the description of a data set that mega made, not a corpus")
-    found = path.stat()
-    if stat.S_ISBLK(found.st_mode) or stat.S_ISCHR(found.st_mode):
-        raise DataError(f"{path}: is a device, not a file", hint="`-` reads standard input")
+        raise DataError(f"{path}: is the description of a mega data set, not a corpus", hint="give the original texts")
+    status = path.stat()
+    if stat.S_ISBLK(status.st_mode) or stat.S_ISCHR(status.st_mode):
+        raise DataError(f"{path}: is a device, not a file", hint="use `-` to read standard input")
     kind = _detect_format_by_name(path)
     if kind != "json":
-        return CorpusSource(str(path), kind, found.st_size, found.st_mtime_ns if path.is_file() else 0)
+        return CorpusSource(str(path), kind, status.st_size, status.st_mtime_ns if path.is_file() else 0)
     return CorpusSource(
-        str(path), detect_format(_read_start(path), "", path, named=True), found.st_size, found.st_mtime_ns
+        str(path), detect_format(_read_start(path), "", path, named=True), status.st_size, status.st_mtime_ns
     )
 
 
@@ -213,9 +209,9 @@ def _list_folder(folder: Path, key: str, left_out: SkippedFiles) -> list[CorpusS
     if saved or (card.is_file() and CONFIGS.match(card.read_bytes()[: 1 << 20].replace(b"\r\n", b"\n"))):
         return [CorpusSource(f"hf:{folder}", "datasets", changed=folder.stat().st_mtime_ns)]
     paths = _drop_links(_walk_folder(folder, left_out), left_out)
-    own = {path for path in paths if _is_mega_output(path)}
-    left_out.add_files("data sets of mega's own", sorted(own))
-    sources = [_describe_folder_file(path, key) for path in paths if path not in own]
+    outputs = {path for path in paths if _is_mega_output(path)}
+    left_out.add_files("mega data sets", sorted(outputs))
+    sources = [_describe_folder_file(path, key) for path in paths if path not in outputs]
     sources = _without_companions(_select_training_split(sources, folder, left_out), left_out)
     if not sources:
         raise DataError(f"{folder}: no files in this folder")
@@ -227,7 +223,7 @@ def _walk_folder(folder: Path, left_out: SkippedFiles) -> list[Path]:
     for root, folders, files in os.walk(folder, onerror=_raise_unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         left_out.add_files("links to folders", [Path(root, name) for name in folders if Path(root, name).is_symlink()])
-        # A pipe would be read for ever, and a dangling link not at all.
+        # Skip pipes, which may never end, and dangling links.
         visible = (Path(root, name) for name in sorted(files) if not name.startswith("."))
         paths += [path for path in visible if path.is_file()]
     return paths
@@ -248,10 +244,10 @@ def _is_mega_output(path: Path) -> bool:
 def _describe_folder_file(path: Path, key: str) -> CorpusSource:
     kind = _detect_format_by_name(path)
     if kind == "json":
-        # A .json beside source code is a setting; a packed one is a corpus.
+        # A .json next to source code has settings; a compressed one is a corpus.
         kind = detect_format(_read_start(path), key, path, named=path.suffix.lower() in PACKED)
-    found = path.stat()
-    return CorpusSource(str(path), kind, found.st_size, found.st_mtime_ns, found=True)
+    status = path.stat()
+    return CorpusSource(str(path), kind, status.st_size, status.st_mtime_ns, found=True)
 
 
 def _select_training_split(sources: list[CorpusSource], folder: Path, left_out: SkippedFiles) -> list[CorpusSource]:
@@ -260,14 +256,14 @@ def _select_training_split(sources: list[CorpusSource], folder: Path, left_out: 
     def split(source: CorpusSource) -> str:
         if source.kind in (None, "text"):
             return ""
-        said = list(SPLIT.finditer(str(Path(source.name).relative_to(folder))))
-        return "" if not said else "train" if said[-1][1] else "other"
+        matches = list(SPLIT.finditer(str(Path(source.name).relative_to(folder))))
+        return "" if not matches else "train" if matches[-1][1] else "other"
 
     splits = [split(source) for source in sources]
     if "train" not in splits:
         return sources
     others = [source.name for source, name in zip(sources, splits, strict=True) if name == "other"]
-    left_out.add_files("other splits than train (give them by name to read them)", others)
+    left_out.add_files("other splits than train; give them by name to read them", others)
     return [source for source, name in zip(sources, splits, strict=True) if name != "other"]
 
 
@@ -275,7 +271,7 @@ def _without_companions(sources: list[CorpusSource], left_out: SkippedFiles) -> 
     if all(source.kind in (None, "text") for source in sources):
         return sources
     companions = [s for s in sources if s.kind in (None, "text") and COMPANION.fullmatch(Path(s.name).name)]
-    left_out.add_files("files that describe the data beside them", [source.name for source in companions])
+    left_out.add_files("descriptions of the data", [source.name for source in companions])
     return [source for source in sources if source not in companions]
 
 
@@ -295,8 +291,8 @@ def _read_start(path: Path | str) -> bytes:
 def detect_format(begin: bytes, key: str, path: Path, *, named: bool = False) -> FileFormat:
     """Return the format of a file that begins with `begin`; with `named` its name marks it as JSON.
 
-    JSON lines are known by a first line that is an object with `key`, or, where the name tells nothing, by two lines
-    that are objects. A JSON array, or objects over many lines, are known by a first object with `key`.
+    JSON lines are detected by a first line that is an object with `key`, or, for a name without a known suffix, by two
+    lines that are objects. A JSON array, or objects over many lines, are detected by a first object with `key`.
     """
     if begin.startswith(b"PAR1"):
         return "parquet"
@@ -306,7 +302,7 @@ def detect_format(begin: bytes, key: str, path: Path, *, named: bool = False) ->
         return "json" if named or _has_text(_parse_json_start(begin[1:]), key) else "text"
     if not begin.startswith(b"{"):
         return "jsonl" if named else "text"
-    if not more and _parse_json_start(first) is None:  # one line, longer than what was read of the file
+    if not more and _parse_json_start(first) is None:  # one line, longer than `begin`
         return "jsonl" if named or f'"{key.rpartition(".")[2]}"'.encode() in first else "text"
     record = _parse_json_start(first, whole=True)
     if isinstance(record, dict):
@@ -318,9 +314,7 @@ def detect_format(begin: bytes, key: str, path: Path, *, named: bool = False) ->
 
 
 def _has_uninformative_name(path: Path) -> bool:
-    """Return whether a name leaves the format open: `part-00000`, `corpus.00001`, `notes.json` (possibly settings), or
-    a pipe.
-    """
+    """Return whether a name does not determine the format: `part-00000`, `corpus.00001`, `notes.json`, or a pipe."""
     return _detect_format_by_name(path) == "json" or not path.suffix or any(map(str.isdigit, path.suffix))
 
 
@@ -355,6 +349,6 @@ def log_formats(kinds: Counter[FileFormat], log: Callable[..., None] = logger.in
     """Log the number of files per format, because a wrongly detected format is a silent mistake."""
     words = {
         "jsonl": "JSON lines", "json": "JSON", "csv": "CSV", "tsv": "TSV", "parquet": "Parquet",
-        "text": "text, a document each", "datasets": "data sets of `datasets`",
+        "text": "plain text (one document per file)", "datasets": "data sets of `datasets`",
     }  # fmt: skip
-    log("read: %s", "; ".join(f"{count:,} as {words[kind]}" for kind, count in kinds.most_common()))
+    log("files read: %s", "; ".join(f"{count:,} as {words[kind]}" for kind, count in kinds.most_common()))

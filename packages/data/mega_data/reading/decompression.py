@@ -1,6 +1,6 @@
 """Opening of files with decompression (gzip, zstd, bzip2 and xz), detected by their first bytes.
 
-A name does not decide: downloads lose their suffix, and some programs unpack on the way and keep it.
+Names are ignored: downloads may lose their suffix, and some programs decompress a file and keep it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mega_common.object_store import RemotePath, translate_store_errors
 ReportBytes = Callable[[int], None]
 
 STDIN = "-"
-HEAD = 1 << 16  # bytes of a file's begin by which it is known
+HEAD = 1 << 16  # bytes at the start of a file for the detection of its format
 
-# What reading a damaged file raises, whichever the format; pyarrow's errors for .zst are OSErrors.
+# Errors of reading a damaged file of any format; pyarrow's errors for .zst are OSErrors.
 DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
@@ -31,24 +31,24 @@ def open_decompressed(name: str, advance: ReportBytes) -> io.BufferedReader[Any]
     """Open a file or URL, or standard input for `-`, and decompress it; `advance` is called with the bytes read of it.
 
     Raises:
-        DataError: when it cannot be opened.
-        RemoteError: when an object store refuses, also from every reading: then nothing is wrong with the file.
-        MissingPackageError: when unpacking needs a package that is not installed.
+        DataError: if it cannot be opened.
+        ObjectStoreError: if an object store fails, also from every read, as opposed to a damaged file.
+        MissingPackageError: if decompression requires a package that is not installed.
     """
     try:
         raw = _CountedObject(RemotePath(name), advance) if "://" in name else _CountedFile(name, advance)
         plain: io.BufferedReader[Any] = io.BufferedReader(raw, 1 << 20)
-        unpacked = _decompress(plain)
+        decompressed = _decompress(plain)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror or error})") from error
-    return plain if unpacked is None else io.BufferedReader(unpacked, 1 << 20)
+    return plain if decompressed is None else io.BufferedReader(decompressed, 1 << 20)
 
 
 def peek_start(stream: io.BufferedReader[Any]) -> bytes:
     """Return the first decompressed bytes of a file, at most `HEAD`, without moving the stream.
 
     Raises:
-        one of DAMAGE: when not even these can be unpacked.
+        one of DAMAGE: if these cannot be decompressed.
     """
     return stream.peek(HEAD)[:HEAD]
 
@@ -67,12 +67,14 @@ def _decompress(plain: io.BufferedReader[Any]) -> io.RawIOBase | None:
     if begin.startswith(b"\xfd7zXZ\0"):
         return _DecompressedStream(lzma.LZMAFile(plain))
     if begin.startswith(b"\x28\xb5\x2f\xfd"):
-        return _DecompressedStream(import_optional("pyarrow", ".zst files").input_stream(plain, compression="zstd"))
+        return _DecompressedStream(
+            import_optional("pyarrow", "reading .zst files").input_stream(plain, compression="zstd")
+        )
     return None
 
 
 class _DecompressedStream(io.RawIOBase):
-    """Stream of decompressed data: of a truncated file, everything before the damage."""
+    """Stream of decompressed data; for a truncated file, of everything before the damage."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -87,7 +89,7 @@ class _DecompressedStream(io.RawIOBase):
 
 
 def import_optional(module: str, purpose: str) -> Any:
-    """Import a package that only some inputs need.
+    """Import an optional package; `purpose` is the subject of the error: "reading Parquet files".
 
     Raises:
         MissingPackageError: naming the package.
@@ -96,7 +98,7 @@ def import_optional(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         name = module.partition(".")[0]
-        raise MissingPackageError(f"{purpose} need the package {name}", hint=f"pip install {name}") from None
+        raise MissingPackageError(f"{purpose} requires the package {name}", hint=f"pip install {name}") from None
 
 
 class _CountedFile(io.FileIO):
@@ -115,8 +117,8 @@ class _CountedFile(io.FileIO):
 class _CountedObject(io.RawIOBase):
     """Object of a store that reports the number of bytes read, with read-ahead in blocks."""
 
-    def __init__(self, place: RemotePath, advance: ReportBytes) -> None:
-        self.place, self.advance, self.stream = place, advance, place.open()
+    def __init__(self, path: RemotePath, advance: ReportBytes) -> None:
+        self.path, self.advance, self.stream = path, advance, path.open()
 
     def readable(self) -> bool:
         return True
@@ -125,7 +127,7 @@ class _CountedObject(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        with translate_store_errors(self.place):
+        with translate_store_errors(self.path):
             block = self.stream.read(len(buffer))
         buffer[: len(block)] = block
         self.advance(len(block))

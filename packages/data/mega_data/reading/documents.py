@@ -7,21 +7,39 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mega_common.bounded_parsing import explain_read_error
-from mega_data.chat.chat_template import RenderedChat
 from mega_data.reading.corpus_sources import ABSENT, lookup_key
 from mega_data.reading.long_text import LongText
 
-LARGEST_RECORD = 1 << 26  # bytes of a JSON record, or of what it has beside the long strings that are put on the disk
-SHOWN = 1 << 16  # bytes of a bad line that is long
-LARGEST_TEXT = 1 << 28  # bytes of a text in CSV or Parquet
+MAX_RECORD_BYTES = 1 << 26  # of a JSON record, without the long strings that are stored on disk
+SHOWN = 1 << 16  # bytes of a long bad line that are shown
+MAX_TEXT_BYTES = 1 << 28  # of a text in CSV or Parquet
+
+
+class AnswerSpan(NamedTuple):
+    """Characters [begin, end) of a text and their weight in the loss."""
+
+    begin: int
+    end: int
+    weight: float
+
+
+class RenderedChat(NamedTuple):
+    """Text of a conversation, its spans that count in the loss, and notes about parts that are not rendered."""
+
+    text: str
+    spans: tuple[AnswerSpan, ...]
+    notes: tuple[str, ...] = ()
 
 
 class Document(NamedTuple):
-    """Text of `size` UTF-8 bytes with its source position (`line` counts from 1; for rows, records and JSON values
-    too).
+    """Text of `size` UTF-8 bytes with its source position.
 
-    `record` is all that stands there beside the text, where `read` was asked for it and the format has more.
-    `notes` are what is to be reported of it. `chats` are the conversations that a record was, `long` is a text too long to be held; there is no other text then.
+    Attributes:
+        line: number of the line, row, record or JSON value, from 1.
+        chats: conversations of a record; `text` is then empty.
+        record: the whole record, if requested and supported by the format.
+        long: text too long for memory; `text` is then empty.
+        notes: notes to report.
     """
 
     text: str
@@ -42,7 +60,7 @@ class Document(NamedTuple):
 class RejectedItem(NamedTuple):
     """Source position without a usable document, with the reason and its content.
 
-    `left_out`: a file of a folder that belongs to no corpus (an image, say), which nobody has to mend.
+    `left_out` marks a file of a folder that does not belong to the corpus, such as an image, and is not an error.
     """
 
     reason: str
@@ -73,8 +91,8 @@ def document_from_text(value: object, key: str, file: str, line: int) -> Documen
         return RejectedItem(
             f"{key!r} is not valid Unicode (lone surrogate at character {error.start})", shown, file, line
         )
-    if size > LARGEST_TEXT:
-        return RejectedItem(explain_too_large(LARGEST_TEXT), value[:SHOWN], file, line)
+    if size > MAX_TEXT_BYTES:
+        return RejectedItem(explain_too_large(MAX_TEXT_BYTES), value[:SHOWN], file, line)
     return Document(value, size, file, line)
 
 
@@ -92,16 +110,15 @@ def _describe_type(value: object) -> str:
 
 
 def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
-    """Return the rejected item that stands for everything behind a damaged position."""
-    return RejectedItem(
-        f"cannot be read to its end ({explain_read_error(error)}); is the file damaged or truncated?", "", file, line
-    )
+    """Return the rejected item for everything after a damaged position."""
+    reason = f"cannot be read to its end ({explain_read_error(error)}); the file is damaged or truncated"
+    return RejectedItem(reason, "", file, line)
 
 
 def document_from_record(
     record: object, key: str, file: str, line: int, whole: bool, strings: dict[str, LongText]
 ) -> Document | RejectedItem:
-    """Return the document of a record, in which names stand for long `strings`."""
+    """Return the document of a record, in which long strings are replaced by their names in `strings`."""
     if not isinstance(record, dict):
         return RejectedItem(f"the record is {_describe_type(record)}, not an object", "", file, line)
     value = lookup_key(record, key)

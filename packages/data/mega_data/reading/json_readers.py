@@ -14,7 +14,7 @@ from mega_common.bounded_parsing import reject_duplicate_keys
 from mega_data.reading.corpus_sources import BOM, WHOLE, CorpusSource
 from mega_data.reading.decompression import DAMAGE
 from mega_data.reading.documents import (
-    LARGEST_RECORD,
+    MAX_RECORD_BYTES,
     SHOWN,
     Document,
     DocumentStream,
@@ -26,7 +26,7 @@ from mega_data.reading.documents import (
 )
 from mega_data.reading.long_text import BLOCK, LONG, LongText, decode_blocks, extract_long_strings, iterate_blocks
 
-BETWEEN = re.compile(r"[ \t\r\n,\[\]]*")  # what stands between the objects of an array, or of no array
+SEPARATORS = re.compile(r"[ \t\r\n,\[\]]*")  # between objects, in an array or not
 
 
 def read_json_lines(
@@ -37,8 +37,8 @@ def read_json_lines(
     whole: bool,
     folder: Path | None,
 ) -> DocumentStream:
-    """Yield one document per line, without blank lines; `on_lines` is called at the end with the number of lines."""
-    line, longest = 0, LONG if folder else LARGEST_RECORD
+    """Yield one document per line, except blank lines; `on_lines` is called at the end with the number of lines."""
+    line, longest = 0, LONG if folder else MAX_RECORD_BYTES
     try:
         for line, (raw, rest) in enumerate(_iterate_lines(stream, source.begin, source.end, longest), 1):
             if line == 1 and not source.begin:
@@ -58,9 +58,9 @@ def read_json_lines(
 def _iterate_lines(
     stream: io.BufferedReader, begin: int, end: int | None, longest: int
 ) -> Iterator[tuple[bytes, Iterator[bytes] | None]]:
-    """Yield the lines that begin in a range of bytes, the first of them with it.
+    """Yield the lines that begin in a range of bytes; the first one begins at `begin`.
 
-    Of a line longer than `longest` bytes these, and an iterator over the others.
+    A line longer than `longest` bytes is its first `longest` bytes and an iterator over the rest.
     """
     at = begin
     if begin:
@@ -72,7 +72,7 @@ def _iterate_lines(
             continue
         rest = _rest_of_line(stream)
         yield raw, rest
-        for _ in rest:  # of a bad line
+        for _ in rest:  # skip the unread rest of a bad line
             pass
         at = at if end is None else stream.tell()
 
@@ -85,7 +85,7 @@ def _rest_of_line(stream: io.BufferedReader) -> Iterator[bytes]:
 
 def _parse_line(raw: bytes, key: str, file: str, line: int, whole: bool) -> Document | RejectedItem:
     try:
-        record = _record(raw.decode(), key)
+        record = _parse_record(raw.decode(), key)
     except UnicodeDecodeError as error:
         return RejectedItem(f"not UTF-8 (byte {error.start} of the line)", escape_bytes(raw), file, line)
     except (ValueError, RecursionError) as error:
@@ -94,11 +94,11 @@ def _parse_line(raw: bytes, key: str, file: str, line: int, whole: bool) -> Docu
     return item._replace(content=escape_bytes(raw)) if isinstance(item, RejectedItem) else item
 
 
-def _record(text: str, key: str) -> Any:
-    """Parse a JSON line; where the name of `key` stands in it twice, an object that gives a key two values is refused.
+def _parse_record(text: str, key: str) -> Any:
+    """Parse a JSON line; if the name of `key` occurs twice, reject an object that gives a key two values.
 
     Raises:
-        ValueError: when it is no JSON, or there are two values.
+        ValueError: if it is not JSON, or a key has two values.
     """
     name = key.rpartition(".")[2]
     if key == WHOLE or text.count(f'"{name}"') > 1:
@@ -109,41 +109,41 @@ def _record(text: str, key: str) -> Any:
 def _parse_long_line(
     begin: bytes, rest: Iterator[bytes], key: str, file: str, line: int, folder: Path
 ) -> Document | RejectedItem:
-    """Parse a line of any length; of a bad one only the beginning is shown."""
+    """Parse a line of any length; the content of a bad line is truncated to `SHOWN` bytes."""
     strings: dict[str, LongText] = {}
     shown = escape_bytes(begin[:SHOWN])
-    kept = f"; the first {SHOWN} bytes of a long line are shown"
+    suffix = f"; the first {SHOWN} bytes of a long line are shown"
     try:
-        record = json.loads(_joined(extract_long_strings(decode_blocks(chain([begin], rest)), folder, strings)))
+        record = json.loads(_join_blocks(extract_long_strings(decode_blocks(chain([begin], rest)), folder, strings)))
     except UnicodeDecodeError as error:
-        return RejectedItem(f"not UTF-8 (byte {error.start} of the line){kept}", shown, file, line)
-    except json.JSONDecodeError as error:  # its place is one in what is left of the line
-        return RejectedItem(f"not JSON ({error.msg}){kept}", shown, file, line)
+        return RejectedItem(f"not UTF-8 (byte {error.start} of the line){suffix}", shown, file, line)
+    except json.JSONDecodeError as error:  # its position is that in the shortened line
+        return RejectedItem(f"not JSON ({error.msg}){suffix}", shown, file, line)
     except _TooLargeError:
-        return RejectedItem(f"{explain_too_large(LARGEST_RECORD)}{kept}", shown, file, line)
+        return RejectedItem(f"{explain_too_large(MAX_RECORD_BYTES)}{suffix}", shown, file, line)
     except (ValueError, RecursionError) as error:
-        return RejectedItem(f"not JSON ({error}){kept}", shown, file, line)
+        return RejectedItem(f"not JSON ({error}){suffix}", shown, file, line)
     item = document_from_record(record, key, file, line, False, strings)
-    return item._replace(reason=item.reason + kept, content=shown) if isinstance(item, RejectedItem) else item
+    return item._replace(reason=item.reason + suffix, content=shown) if isinstance(item, RejectedItem) else item
 
 
 class _TooLargeError(ValueError):
-    """A JSON value larger than `LARGEST_RECORD`."""
+    """A JSON value larger than `MAX_RECORD_BYTES`."""
 
 
-def _joined(parts: Iterator[str]) -> str:
+def _join_blocks(parts: Iterator[str]) -> str:
     """Return the parts of a text as one.
 
     Raises:
-        _TooLargeError: when they are larger than `LARGEST_RECORD`.
+        _TooLargeError: if they are larger than `MAX_RECORD_BYTES`.
     """
-    held, size = [], 0
+    blocks, size = [], 0
     for part in parts:
         size += len(part)
-        if size > LARGEST_RECORD:
+        if size > MAX_RECORD_BYTES:
             raise _TooLargeError
-        held.append(part)
-    return "".join(held)
+        blocks.append(part)
+    return "".join(blocks)
 
 
 def read_json_values(
@@ -162,19 +162,21 @@ def read_json_values(
     except DAMAGE as error:
         yield reject_damaged_rest(error, source.name, line + 1)
     except _TooLargeError:
-        reason = f"{explain_too_large(LARGEST_RECORD)}, or a quotation mark is missing; what follows is not read"
+        reason = (
+            f"{explain_too_large(MAX_RECORD_BYTES)}, or a quotation mark is missing; the rest of the file is skipped"
+        )
         yield RejectedItem(reason, "", source.name, line + 1)
     except (ValueError, RecursionError) as error:
-        yield RejectedItem(f"not JSON ({error}); what follows is not read", "", source.name, line + 1)
+        yield RejectedItem(f"not JSON ({error}); the rest of the file is skipped", "", source.name, line + 1)
 
 
 def _iterate_values(blocks: Iterator[str]) -> Iterator[object]:
-    """Yield the values of a JSON text, or of the array that it is, with at most one of them in memory."""
+    """Yield the values of a JSON text, or of its top-level array, with at most one value in memory."""
     decoder = json.JSONDecoder(object_pairs_hook=reject_duplicate_keys)
     text, at, more = next(blocks, "").removeprefix("\ufeff"), 0, True
-    failure: Exception | None = None  # of what follows the text
+    failure: Exception | None = None  # error of reading the next block
     while True:
-        at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing as well
+        at = SEPARATORS.match(text, at).end()  # type: ignore[union-attr]  # it matches an empty string as well
         try:
             if at < len(text):
                 value, at = decoder.raw_decode(text, at)
@@ -184,14 +186,14 @@ def _iterate_values(blocks: Iterator[str]) -> Iterator[object]:
             unfinished = error.pos > len(text) - 16 or error.msg.startswith("Unterminated string")
             if not more or not unfinished:
                 raise (failure or error) from None
-            if len(text) - at > LARGEST_RECORD:
-                raise _TooLargeError(explain_too_large(LARGEST_RECORD)) from None
+            if len(text) - at > MAX_RECORD_BYTES:
+                raise _TooLargeError(explain_too_large(MAX_RECORD_BYTES)) from None
         if failure is not None:
             raise failure
         if not more:
             return
-        text, at, wanted = text[at:], 0, 2 * (len(text) - at)
-        while more and len(text) <= wanted:
+        text, at, target = text[at:], 0, 2 * (len(text) - at)
+        while more and len(text) <= target:
             try:
                 block = next(blocks, None)
             except (ValueError, *DAMAGE) as error:

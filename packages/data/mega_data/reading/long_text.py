@@ -1,7 +1,7 @@
 """Texts too long for memory, stored in an unnamed file and encoded piece by piece.
 
-A JSON string of any length gets there without ever being whole in memory: `shorten` goes over JSON text in blocks, takes
-the long strings out, and lets through what remains, with a short name for each of them, for the `json` module to parse.
+A JSON string of any length is stored without being in memory as a whole: `extract_long_strings` reads JSON text in
+blocks, stores the long strings, and yields the rest, with a short name for each, for the `json` module to parse.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from mega_data.preprocessing.partial_folder import translate_write_errors
+from mega_data.token_files.partial_folder import translate_write_errors
 
-LONG = 1 << 22  # bytes of a text, or line, from which on it is not held
-BLOCK = 1 << 20  # of them that are
+LONG = 1 << 22  # bytes of a text or line; longer ones are not kept in memory
+BLOCK = 1 << 20  # bytes of a block in memory
 
-# What of JSON text ends outside a string: anything else than strings, and whole ones.
+# JSON text that ends outside a string: complete strings, and anything else.
 OUTSIDE = re.compile(r'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 
-# What of a string's inside can be unescaped by itself: no half of an escape, and no half of a pair of surrogates.
+# Part of a JSON string that can be unescaped separately: without a partial escape or a partial surrogate pair.
 INSIDE = re.compile(
     r"""(?: [^"\\]++ | \\[^u]
       | \\u (?![dD][89abAB]) [0-9a-fA-F]{4}
@@ -39,17 +39,17 @@ class LongText:
     """Text in an unnamed temporary file, which disappears with the process.
 
     Attributes:
-        size: its UTF-8 bytes.
-        lone_surrogate: the number of the first character that is none but half a pair, as JSON can spell it.
+        size: number of UTF-8 bytes.
+        lone_surrogate: position of the first lone surrogate, which JSON can encode, or None.
 
     Raises:
-        DataError: when the disk refuses, also from what adds to it and from `read_blocks`.
+        DataError: if the disk is full or fails, also from the append methods and `read_blocks`.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         with translate_write_errors(folder):
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by whoever encoded it
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed in __exit__, after encoding
         self.size = self._characters = 0
         self.lone_surrogate: int | None = None
 
@@ -75,14 +75,16 @@ class LongText:
         self._characters += len(text)
 
     def append_json_string(self, text: str, blocks: Iterator[str]) -> str:
-        """Append a JSON string that begins with `text` (after the quotation mark) and continues in `blocks`; return the
-        text behind its end.
+        """Append a JSON string that begins with `text` (after the quotation mark) and continues in `blocks`.
+
+        Returns:
+            The text after the end of the string.
 
         Raises:
-            ValueError: when it is none.
+            ValueError: if it is not a valid JSON string.
         """
         while True:
-            end = INSIDE.match(text).end()  # type: ignore[union-attr]  # it matches nothing as well
+            end = INSIDE.match(text).end()  # type: ignore[union-attr]  # it matches an empty string as well
             self.append_text(json.loads(f'"{text[:end]}"'))
             text = text[end:]
             if text.startswith('"'):
@@ -95,14 +97,14 @@ class LongText:
     def read_blocks(self) -> Iterator[str]:
         """Yield the text from its beginning, in blocks."""
         with translate_write_errors(self._folder):
-            self._file.seek(0)  # which writes what is not written yet
+            self._file.seek(0)  # also flushes
         return decode_blocks(iterate_blocks(self._file))
 
     def __contains__(self, word: str) -> bool:
-        seen = ""
+        window = ""
         for block in self.read_blocks():
-            seen = seen[-len(word) :] + block
-            if word in seen:
+            window = window[-len(word) :] + block
+            if word in window:
                 return True
         return False
 
@@ -119,16 +121,16 @@ def extract_long_strings(blocks: Iterator[str], folder: Path, strings: dict[str,
     """Yield JSON text, in blocks, with each long string moved to `strings` and replaced by its name there.
 
     Raises:
-        ValueError: at a long string that is none.
+        ValueError: at an invalid long string.
     """
     rest = ""
     for block in blocks:
         rest += block
-        end = OUTSIDE.match(rest).end()  # type: ignore[union-attr]  # it matches nothing as well
+        end = OUTSIDE.match(rest).end()  # type: ignore[union-attr]  # it matches an empty string as well
         yield rest[:end]
         rest = rest[end:]
         if len(rest) >= LONG:
-            name = secrets.token_hex(16)  # which nothing else in the text is
+            name = secrets.token_hex(16)  # occurs nowhere else in the text
             strings[name] = LongText(folder)
             rest = strings[name].append_json_string(rest[1:], blocks)
             yield f'"{name}"'
@@ -139,15 +141,15 @@ def decode_blocks(blocks: Iterable[bytes]) -> Iterator[str]:
     """Yield the text of blocks of UTF-8.
 
     Raises:
-        UnicodeDecodeError: when they are not; its `start` counts from the first block on.
+        UnicodeDecodeError: if they are not UTF-8; its `start` counts from the first block.
     """
     decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
     for block in chain(blocks, [b""]):
-        held = len(decoder.getstate()[0])
+        buffered = len(decoder.getstate()[0])
         try:
             yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            error.start += read - held
+            error.start += read - buffered
             raise
         read += len(block)
 

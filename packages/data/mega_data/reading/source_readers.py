@@ -1,7 +1,7 @@
 """Readers of sources: JSON lines, JSON, CSV, Parquet, plain text and code, HuggingFace `datasets`.
 
-`read` goes through one source and yields each `Document`, or a `RejectedItem` where there is none to be had, with the place
-it came from. What to do about a `RejectedItem` is the caller's business.
+`read_documents` yields each `Document` of one source with its position, or a `RejectedItem` at a position without a
+usable document, which the caller handles.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mega_data.reading.corpus_sources import (
 )
 from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional, open_decompressed, peek_start
 from mega_data.reading.documents import (
-    LARGEST_TEXT,
+    MAX_TEXT_BYTES,
     Document,
     DocumentStream,
     RejectedItem,
@@ -56,17 +56,20 @@ def read_documents(
     whole: bool = False,
     folder: Path | None = None,
 ) -> DocumentStream:
-    """Yield the documents of a source; `advance` is called with the bytes consumed, `on_kind` with the detected
-    format.
+    """Yield the documents of a source.
 
-    `on_lines` is told, at the end of JSON lines, their number. `whole`: documents come with their records, all
-    columns of them. `folder`: where long texts of plain text, JSON lines and JSON are put; without it they are held.
+    A damaged file is read up to the damage, which is a `RejectedItem`.
 
-    What of a damaged file comes before the damage is read; the damage is a `RejectedItem`.
+    Args:
+        advance: called with the number of bytes that are consumed.
+        on_kind: called with the detected format.
+        on_lines: called at the end of JSON lines with their number.
+        whole: attach the record, with all columns, to each document.
+        folder: folder for long texts of plain text, JSON lines and JSON; None keeps them in memory.
 
     Raises:
-        DataError: when a file cannot be opened, or has no such column.
-        MissingPackageError: when its format needs a package that is not installed.
+        DataError: if a file cannot be opened, or the column is missing.
+        MissingPackageError: if the format requires a package that is not installed.
     """
     if source.kind in ("datasets", "parquet"):
         on_kind(source.kind)
@@ -78,7 +81,7 @@ def read_documents(
     with open_decompressed(source.name, advance) as stream:
         try:
             begin = peek_start(stream)
-        except DAMAGE as error:  # among source code, some program's broken example
+        except DAMAGE as error:  # a folder of source code may have a damaged file as a test case
             yield reject_damaged_rest(error, source.name, 1)._replace(left_out=source.found and source.kind is None)
             return
         kind = source.kind or detect_format(begin, json_key, Path(source.name))
@@ -99,7 +102,7 @@ def iterate_texts(inputs: Sequence[str | Path], json_key: str = "text") -> Itera
     """Yield the text of every document, for training a tokenizer; binary files of folders are skipped.
 
     Raises:
-        DataError: at the first place without a usable document.
+        DataError: at the first rejected item.
     """
     left_out, kinds = SkippedFiles(), Counter[FileFormat]()
     for source in find_corpus_sources(inputs, json_key, left_out):
@@ -115,7 +118,7 @@ def iterate_texts(inputs: Sequence[str | Path], json_key: str = "text") -> Itera
 
 
 def _read_csv(stream: io.BufferedReader, source: CorpusSource, key: str, whole: bool) -> DocumentStream:
-    csv.field_size_limit(LARGEST_TEXT)  # the module's own limit, 128 KiB, is for the whole process or not at all
+    csv.field_size_limit(MAX_TEXT_BYTES)  # the module's limit, 128 KiB, can only be set for the whole process
     tab = source.kind == "tsv"
     rows = csv.reader(_csv_lines(io.TextIOWrapper(stream, "utf-8-sig", newline="")), delimiter="\t" if tab else ",")
     try:
@@ -136,7 +139,7 @@ def _read_csv(stream: io.BufferedReader, source: CorpusSource, key: str, whole: 
             elif row:
                 yield RejectedItem(f"no column {key!r} in this row", str(row), source.name, rows.line_num)
     except UnicodeDecodeError:
-        yield RejectedItem("not UTF-8; what follows is not read", "", source.name, rows.line_num + 1)
+        yield RejectedItem("not UTF-8; the rest of the file is skipped", "", source.name, rows.line_num + 1)
     except (*DAMAGE, csv.Error) as error:
         yield reject_damaged_rest(error, source.name, rows.line_num + 1)
 
@@ -145,11 +148,11 @@ def _csv_lines(stream: io.TextIOWrapper) -> Iterator[str]:
     """Yield the lines of a CSV file.
 
     Raises:
-        csv.Error: at a line of more than `LARGEST_TEXT` characters.
+        csv.Error: at a line of more than `MAX_TEXT_BYTES` characters.
     """
-    while line := stream.readline(LARGEST_TEXT):
-        if len(line) == LARGEST_TEXT and not line.endswith("\n"):
-            raise csv.Error(f"line {explain_too_large(LARGEST_TEXT)}")
+    while line := stream.readline(MAX_TEXT_BYTES):
+        if len(line) == MAX_TEXT_BYTES and not line.endswith("\n"):
+            raise csv.Error(f"line {explain_too_large(MAX_TEXT_BYTES)}")
         yield line
 
 
@@ -162,14 +165,14 @@ def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | N
         else:
             text = raw.decode()
     except UnicodeDecodeError as error:
-        reason = "no UTF-8 text" if source.found else f"not UTF-8 (byte {error.start} of the file)"
+        reason = "not UTF-8 text" if source.found else f"not UTF-8 (byte {error.start} of the file)"
         yield RejectedItem(reason, escape_bytes(raw[:200]), source.name, 1, left_out=source.found)
     except DAMAGE as error:
         yield reject_damaged_rest(error, source.name, 1)
     else:
         if "\0" in text:
             reason = (
-                "no UTF-8 text" if source.found else "no text: it holds NUL characters, as binary files and UTF-16 do"
+                "not UTF-8 text" if source.found else "not text: it has NUL characters, as in binary files and UTF-16"
             )
             yield RejectedItem(reason, "", source.name, 1, left_out=source.found)
         else:
@@ -177,7 +180,7 @@ def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | N
 
 
 def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStream:
-    datasets = import_optional("datasets", "hf: inputs")
+    datasets = import_optional("datasets", "reading hf: inputs")
     name, _at, split = source.name.removeprefix("hf:").partition("@")
     try:
         for line, row in enumerate(_load_datasets(datasets, name, split or "train"), 1):
@@ -186,7 +189,9 @@ def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStrea
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {format_key_names(row)}")
             yield attach_record(document_from_text(value, key, source.name, line), dict(row) if whole else None)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise DataError(f"{source.name}: `datasets` cannot load it ({explain_read_error(error)})") from error
+        raise DataError(
+            f"{source.name}: cannot be loaded by the package datasets ({explain_read_error(error)})"
+        ) from error
 
 
 def _load_datasets(datasets: Any, name: str, split: str) -> Iterable[dict[str, Any]]:
@@ -197,7 +202,7 @@ def _load_datasets(datasets: Any, name: str, split: str) -> Iterable[dict[str, A
             return loaded  # type: ignore[no-any-return]
         if split not in loaded:
             raise DataError(
-                f"hf:{name}: no split {split!r}", hint=f"the splits are {', '.join(loaded)}: hf:{name}@SPLIT"
+                f"hf:{name}: no split {split!r}", hint=f"write hf:{name}@SPLIT with one of {', '.join(loaded)}"
             )
         return loaded[split]  # type: ignore[no-any-return]
     hub, _, config = (name, "", "") if folder.is_dir() else name.rpartition(":") if ":" in name else (name, "", "")

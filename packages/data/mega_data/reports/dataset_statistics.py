@@ -1,6 +1,6 @@
 """Statistics of a token data set beyond counts: duplicates, frequent n-grams and languages.
 
-Exact duplicates are looked for in all of it; all else in a sample of documents spread evenly over it.
+Exact duplicates are counted in the whole data set; all other statistics use an evenly spaced sample of documents.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ from mega_data.token_files.indexed_reader import IndexedReader
 
 Tokens = npt.NDArray[Any]
 
-SAMPLE = 1 << 22  # tokens that are looked at
-LONGEST = 1 << 14  # of one document
-LANGUAGES = 1000  # documents whose language is told
+SAMPLE = 1 << 22  # tokens of the sample
+LONGEST = 1 << 14  # tokens of one document
+LANGUAGES = 1000  # documents for language detection
 SHINGLE = 8  # tokens
 
 
 @dataclass(frozen=True)
 class DuplicateCounts:
-    """Sequences, out of `of`, that repeat an earlier one: exactly, and nearly (None: not measured) among the `sampled`
-    ones.
-    """
+    """Sequences, out of `of`, that repeat an earlier one: exactly, and nearly among `sampled` ones (None: not measured)."""
 
     of: int
     exact: int
@@ -71,7 +69,7 @@ def sample_sequences(reader: IndexedReader) -> list[Tokens]:
 def count_duplicates(reader: IndexedReader, sampled: Sequence[Tokens]) -> DuplicateCounts:
     """Count sequences that repeat an earlier one: exactly, and nearly by MinHash if rensa is installed."""
     hashes = np.zeros((len(reader), 2), np.uint64)
-    with ProgressBar("looking for duplicates", total=len(reader) or None, unit="sequences") as bar:
+    with ProgressBar("searching duplicates", total=len(reader) or None, unit="sequences") as bar:
         for i in range(len(reader)):
             digest = xxhash.xxh3_128_digest(reader.read_sequence(i).data)
             hashes[i] = np.frombuffer(digest, np.uint64)
@@ -88,35 +86,34 @@ def count_near_duplicates(sequences: Sequence[Tokens]) -> int | None:
     settings = MinHashConfig(ngram=SHINGLE)
     sets = [hash_shingles(hash_numbers(tokens), settings) for tokens in sequences]
     try:
-        found = compute_signatures(sets, settings)
+        signatures = compute_signatures(sets, settings)
     except MissingPackageError as error:
-        logger.warning("near duplicates are not looked for: %s", error.message)
+        logger.warning("near duplicates are not counted: %s", error.message)
         return None
-    numbers = np.arange(len(found))
-    return int((find_near_leaders(found, settings, numbers) != numbers).sum())
+    numbers = np.arange(len(signatures))
+    return int((find_near_leaders(signatures, settings, numbers) != numbers).sum())
 
 
 def find_frequent_ngrams(sequences: Sequence[Tokens], n: int, count: int) -> list[tuple[list[int], int]]:
-    """Return the `count` most frequent runs of `n` tokens within sequences that occur at least twice, with their
-    numbers of occurrences.
+    """Return the `count` most frequent runs of `n` tokens that occur at least twice, with their numbers of occurrences.
 
-    Of runs that overlap where they first stand only the most frequent is taken: a phrase is shown once.
+    Of runs that overlap at their first occurrence only the most frequent is returned, so that a phrase is shown once.
     """
     if not sequences:
         return []
     flat = np.concatenate(sequences)
     hashes = hash_ngrams(hash_numbers(flat), n)
-    which = np.repeat(np.arange(len(sequences)), [len(tokens) for tokens in sequences])
-    within = np.flatnonzero(which[: hashes.size] == which[n - 1 :][: hashes.size])
+    owner = np.repeat(np.arange(len(sequences)), [len(tokens) for tokens in sequences])
+    within = np.flatnonzero(owner[: hashes.size] == owner[n - 1 :][: hashes.size])
     _, first, counts = np.unique(hashes[within], return_index=True, return_counts=True)
-    found: list[tuple[int, int]] = []
+    selected: list[tuple[int, int]] = []
     for i in np.lexsort((first, -counts)):
         start = int(within[first[i]])
-        if len(found) == count or counts[i] < 2:
+        if len(selected) == count or counts[i] < 2:
             break
-        if all(abs(start - other) >= n for other, _ in found):
-            found.append((start, int(counts[i])))
-    return [(flat[start : start + n].tolist(), times) for start, times in found]
+        if all(abs(start - other) >= n for other, _ in selected):
+            selected.append((start, int(counts[i])))
+    return [(flat[start : start + n].tolist(), times) for start, times in selected]
 
 
 def count_languages(texts: Iterable[str]) -> dict[str, int] | None:
@@ -124,12 +121,12 @@ def count_languages(texts: Iterable[str]) -> dict[str, int] | None:
     try:
         detect = load_lingua_detector()
     except MissingPackageError as error:
-        logger.warning("languages are not told: %s", error)
+        logger.warning("languages are not detected: %s", error)
         return None
-    with ProgressBar("telling languages", unit="texts") as bar:
-        found: Counter[str] = Counter()
+    with ProgressBar("detecting languages", unit="texts") as bar:
+        counts: Counter[str] = Counter()
         for text in texts:
             code, confidence = detect(text)
-            found[code if confidence >= 0.5 else "und"] += 1
+            counts[code if confidence >= 0.5 else "und"] += 1
             bar.advance(1)
-    return dict(found.most_common())
+    return dict(counts.most_common())

@@ -40,9 +40,9 @@ class DatasetReport:
 
     Attributes:
         text_bytes: UTF-8 bytes of its documents, None without a description.
-        percentiles: tokens of a sequence, by percentile.
-        sampled_tokens: of how many tokens `ngrams` and `languages` were taken.
-        languages: documents of the sample by ISO 639-1 code; None if they were not told.
+        percentiles: number of tokens of a sequence, by percentile.
+        sampled_tokens: number of tokens of the sample for `ngrams` and `languages`.
+        languages: number of documents of the sample by ISO 639-1 code; None if not detected.
     """
 
     name: str
@@ -58,36 +58,36 @@ class DatasetReport:
 def write_html_report(
     paths: Sequence[Path], output: Path, *, tokenizer: Tokenizer | None = None, samples: int = 4
 ) -> dict[str, Any]:
-    """Write the page `output` and, beside it, its data as JSON; return the data.
+    """Write the page `output` and its data as JSON in the same folder; return the data.
 
-    A path is the prefix of a data set, or a folder that `mega data clean` wrote.
+    A path is the prefix of a data set, or an output folder of `mega data clean`.
 
     Raises:
-        DataError: when a data set is damaged, a folder is neither, or the tokenizer is another.
-        MissingPackageError: without jinja2.
+        DataError: if a data set is damaged, a folder is not an output of mega, or the tokenizer differs.
+        MissingPackageError: if jinja2 is not installed.
     """
     template = _load_template()
     cleaned = [path for path in paths if path.is_dir()]
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "version": 1,
         "made": datetime.now().astimezone().isoformat(" ", "minutes"),
         "sets": [asdict(describe_dataset(path, tokenizer, samples)) for path in paths if path not in cleaned],
         "cleaned": [{"name": str(path), **_read_clean_summary(path)} for path in cleaned],
     }
-    for described in found["sets"]:
+    for described in report["sets"]:
         info = described["inspection"]["info"]
         described["inspection"]["info"] = info.model_dump() if info else None
-    write_json_atomically(output.with_suffix(".json"), found)
+    write_json_atomically(output.with_suffix(".json"), report)
     with open_atomic_file(output, text=True) as stream:
-        stream.write(template.render(found))
-    return found
+        stream.write(template.render(report))
+    return report
 
 
 def describe_dataset(prefix: Path, tokenizer: Tokenizer | None, samples: int) -> DatasetReport:
     """Measure one token data set.
 
     Raises:
-        DataError: when it is damaged, or made by another tokenizer.
+        DataError: if it is damaged, or the tokenizer differs.
     """
     reader = IndexedReader(prefix)
     inspection = inspect_dataset(prefix, tokenizer, samples=samples, frequent=SHOWN, head=HEAD)
@@ -121,28 +121,26 @@ def _select_spread(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _compute_percentiles(reader: IndexedReader) -> dict[int, int]:
-    wanted = (1, 10, 50, 90, 99)
-    return (
-        dict(zip(wanted, np.percentile(reader.lengths, wanted).astype(int).tolist(), strict=True))
-        if len(reader)
-        else {}
-    )
+    levels = (1, 10, 50, 90, 99)
+    if not len(reader):
+        return {}
+    return dict(zip(levels, np.percentile(reader.lengths, levels).astype(int).tolist(), strict=True))
 
 
 def _read_clean_summary(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     try:
-        found = parse_json_text(path.read_text(encoding="utf-8"))
-        if found["version"] != 1:
-            raise DataError(f"{path}: is of version {found['version']}, which this mega does not know")
+        summary = parse_json_text(path.read_text(encoding="utf-8"))
+        if summary["version"] != 1:
+            raise DataError(f"{path}: has format version {summary['version']}; only version 1 is supported")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        hint = "give the prefix of a data set (data/wiki), or a folder that `mega data clean` wrote"
-        raise DataError(f"{folder}: a folder without a summary.json of mega's", hint=hint) from error
-    return found  # type: ignore[no-any-return]
+        hint = "give the prefix of a data set (data/wiki), or an output folder of `mega data clean`"
+        raise DataError(f"{folder}: has no summary.json of mega data clean", hint=hint) from error
+    return summary  # type: ignore[no-any-return]
 
 
 def _load_template() -> Any:
-    jinja2 = import_optional("jinja2", "reports")
+    jinja2 = import_optional("jinja2", "mega data report")
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"human": format_number, "number": lambda value: f"{value:,}", "visible": _mark_whitespace}

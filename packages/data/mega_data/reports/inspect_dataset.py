@@ -62,10 +62,10 @@ def inspect_dataset(
 ) -> DatasetInspection:
     """Inspect a data set; texts are decoded by `tokenizer`, or by the original one if it still exists.
 
-    `samples` sequences spread over the data set are shown by their first `head` tokens.
+    `samples` evenly spaced sequences are shown by their first `head` tokens.
 
     Raises:
-        DataError: when the data set is damaged or was made by another tokenizer.
+        DataError: if the data set is damaged, or the tokenizer differs.
     """
     reader = IndexedReader(Path(prefix))
     info = read_dataset_info(reader.prefix)
@@ -102,7 +102,7 @@ def load_original_tokenizer(info: DatasetInfo | None) -> Tokenizer | None:
     tokenizer = Tokenizer(Path(info.tokenizer.path))
     if tokenizer.fingerprint == info.tokenizer.fingerprint:
         return tokenizer
-    logger.warning("%s changed since the tokens were made: nothing is decoded", tokenizer.path)
+    logger.warning("%s: changed after the data set was written; tokens are not decoded", tokenizer.path)
     return None
 
 
@@ -113,7 +113,7 @@ def _count_tokens(reader: IndexedReader) -> np.ndarray[tuple[int], np.dtype[np.i
         for start in range(0, reader.num_tokens, CHUNK):
             piece = reader.tokens[start : start + CHUNK]
             if piece.min() < 0:
-                raise DataError(f"{reader.prefix}: holds the token {piece.min()}; ids begin at 0")
+                raise DataError(f"{reader.prefix}: has the token id {piece.min()}; ids must be at least 0")
             more = np.bincount(piece, minlength=counts.size)
             more[: counts.size] += counts
             counts = more
@@ -134,7 +134,7 @@ def _summarize_lengths(reader: IndexedReader) -> dict[str, float]:
 
 
 def _build_length_histogram(reader: IndexedReader) -> dict[int, int]:
-    # frexp's exponent is the bit length, exactly, for any int32.
+    # frexp's exponent is exactly the bit length of any int32.
     bits, counts = np.unique(np.frexp(reader.lengths.astype(np.float64))[1], return_counts=True)
     return {1 << (int(bit) - 1) if bit else 0: int(count) for bit, count in zip(bits, counts, strict=True)}
 

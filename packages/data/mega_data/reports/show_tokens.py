@@ -18,7 +18,7 @@ from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.token_files.loss_mask import LossWeights, read_dataset_kind
 from mega_data.tokenizer import Tokenizer
 
-BEFORE = 4  # tokens that are decoded with one, for decoders to which its neighbours matter
+BEFORE = 4  # preceding tokens that are decoded together with a token, for context-dependent decoders
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ShownToken:
 
 @dataclass(frozen=True)
 class ShownPart:
-    """Tokens that attend to each other: a document, its part in a sample, or padding."""
+    """Tokens that are shown together: a document, its part in a sample, or padding."""
 
     name: str
     tokens: list[ShownToken]
@@ -43,21 +43,21 @@ def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> lis
     """Return the sequences of a document of a data set: one, or a pair's chosen and rejected one.
 
     Raises:
-        DataError: when there is no such document, or the data set cannot be used.
+        DataError: if there is no such document, or the data set cannot be used.
     """
     reader = IndexedReader(prefix)
     documents = reader.document_index.size - 1
     if not 0 <= number < documents:
-        raise DataError(f"{reader.prefix}: no document {number}; its {documents:,} are numbered from 0")
+        raise DataError(f"{reader.prefix}: no document {number}; its {documents:,} documents are numbered from 0")
     kind = read_dataset_kind(reader)
     weights = None if kind == "text" else LossWeights(reader)
     first, last = reader.document_index[number : number + 2].tolist()
     parts = []
     for sequence in range(first, last):
         begin, ids = int(reader.pointers[sequence]) // reader.dtype.itemsize, reader.read_sequence(sequence)
-        own = np.ones(ids.size) if weights is None else weights[slice(begin, begin + ids.size)]
-        pair = ("chosen", "rejected")[sequence - first] if kind == "pairs" else f"sequence {sequence}"
-        parts.append(_build_part(f"document {number}, {pair}", ids, own[1:], tokenizer))
+        label_weights = np.ones(ids.size) if weights is None else weights[slice(begin, begin + ids.size)]
+        name = ("chosen", "rejected")[sequence - first] if kind == "pairs" else f"sequence {sequence}"
+        parts.append(_build_part(f"document {number}, {name}", ids, label_weights[1:], tokenizer))
     return parts
 
 
@@ -66,7 +66,8 @@ def show_training_sample(
 ) -> list[ShownPart]:
     """Return a sample as parts, document by document, each with its last label, which is not an input.
 
-    Of chunks with neighbours also these; of BERT's the segments, and what is to be guessed where; of T5's what encoder and decoder get, and the labels.
+    Neighbors of chunks follow as parts. For BERT the parts are the segments and the labels, for T5 the inputs of encoder
+    and decoder and the labels.
     """
     if isinstance(sample, BertSample):
         return _show_bert(sample, tokenizer)
@@ -76,55 +77,57 @@ def show_training_sample(
     edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), ids.size]
     parts = []
     for number, (begin, end) in enumerate(pairwise(edges)):
-        own = slice(begin, end)
-        tokens = np.append(sample.tokens[own], sample.labels[end - 1])
-        padding = not sample.loss_weights[own].any() and np.array_equal(sample.tokens[own], sample.labels[own])
+        span = slice(begin, end)
+        tokens = np.append(sample.tokens[span], sample.labels[end - 1])
+        padding = not sample.loss_weights[span].any() and np.array_equal(sample.tokens[span], sample.labels[span])
         name = "padding" if padding else f"document {number}"
-        parts.append(_build_part(name, tokens, sample.loss_weights[own], tokenizer, sample.position_ids[own]))
+        parts.append(_build_part(name, tokens, sample.loss_weights[span], tokenizer, sample.position_ids[span]))
     return parts if sample.neighbors is None else [*parts, *_show_neighbors(sample.neighbors, tokenizer)]
 
 
-def _show_neighbors(found: npt.NDArray[np.int64], tokenizer: Tokenizer | None) -> list[ShownPart]:
-    """Return the neighbors of each chunk that has any."""
-    width = found.shape[2] // 2
+def _show_neighbors(neighbors: npt.NDArray[np.int64], tokenizer: Tokenizer | None) -> list[ShownPart]:
+    """Return the neighbors of all chunks, int64 [S / m, K, 2m], as parts."""
+    width = neighbors.shape[2] // 2
     parts = []
-    for (chunk, number), first in np.ndenumerate(found[:, :, 0]):
+    for (chunk, number), first in np.ndenumerate(neighbors[:, :, 0]):
         if first >= 0:
-            ids = found[chunk, number][found[chunk, number] >= 0]
-            name = f"neighbour {number} of the chunk at {chunk * width}-{(chunk + 1) * width - 1}"
+            ids = neighbors[chunk, number][neighbors[chunk, number] >= 0]
+            name = f"neighbor {number} of the chunk at {chunk * width}-{(chunk + 1) * width - 1}"
             parts.append(_build_part(name, ids, np.zeros(ids.size - 1), tokenizer))
     return parts
 
 
 def _show_bert(sample: BertSample, tokenizer: Tokenizer | None) -> list[ShownPart]:
-    present, guessed = sample.padding_mask, sample.loss_weights > 0
+    present, predicted = sample.padding_mask, sample.loss_weights > 0
     segments = [(name, present & (sample.token_types == kind)) for kind, name in enumerate(("segment A", "segment B"))]
     parts = [
-        _select_tokens(name, own, sample.tokens, sample.loss_weights, tokenizer) for name, own in segments if own.any()
+        _select_tokens(name, mask, sample.tokens, sample.loss_weights, tokenizer)
+        for name, mask in segments
+        if mask.any()
     ]
-    return [*parts, _select_tokens("to be guessed", guessed, sample.labels, sample.loss_weights, tokenizer)]
+    return [*parts, _select_tokens("labels", predicted, sample.labels, sample.loss_weights, tokenizer)]
 
 
 def _show_t5(sample: T5Sample, tokenizer: Tokenizer | None) -> list[ShownPart]:
-    nothing = np.zeros(sample.encoder_tokens.size), np.zeros(sample.decoder_tokens.size)
+    encoder_weights, decoder_weights = np.zeros(sample.encoder_tokens.size), np.zeros(sample.decoder_tokens.size)
     return [
-        _select_tokens("encoder", sample.encoder_mask, sample.encoder_tokens, nothing[0], tokenizer),
-        _select_tokens("decoder", sample.decoder_mask, sample.decoder_tokens, nothing[1], tokenizer),
+        _select_tokens("encoder", sample.encoder_mask, sample.encoder_tokens, encoder_weights, tokenizer),
+        _select_tokens("decoder", sample.decoder_mask, sample.decoder_tokens, decoder_weights, tokenizer),
         _select_tokens("labels", sample.loss_weights > 0, sample.labels, sample.loss_weights, tokenizer),
     ]
 
 
 def _select_tokens(
     name: str,
-    own: npt.NDArray[np.bool_],
+    mask: npt.NDArray[np.bool_],
     ids: npt.NDArray[np.integer],
     weights: npt.NDArray[np.floating],
     tokenizer: Tokenizer | None,
 ) -> ShownPart:
-    """Return the tokens at the positions of `own`, each with its own weight."""
-    tokens = ids[own].tolist()
+    """Return the tokens at the positions of `mask` with their weights."""
+    tokens = ids[mask].tolist()
     texts = [None] * len(tokens) if tokenizer is None else decode_each_token(tokens, tokenizer)
-    rows = zip(tokens, texts, weights[own].tolist(), np.flatnonzero(own).tolist(), strict=True)
+    rows = zip(tokens, texts, weights[mask].tolist(), np.flatnonzero(mask).tolist(), strict=True)
     return ShownPart(name, [ShownToken(*row) for row in rows])
 
 
@@ -135,26 +138,25 @@ def _build_part(
     tokenizer: Tokenizer | None,
     positions: npt.NDArray[np.int64] | None = None,
 ) -> ShownPart:
-    """Build a part from tokens and the `weights` and `positions` of the labels, one fewer than the tokens; the first
-    token is not a label.
-    """
+    """Build a part from tokens, and the `weights` and `positions` of the labels: all tokens except the first."""
     tokens = ids.tolist()
     texts = [None] * len(tokens) if tokenizer is None else decode_each_token(tokens, tokenizer)
-    weights_of = [0.0, *weights.tolist()]
+    token_weights = [0.0, *weights.tolist()]
     start = 0 if positions is None else int(positions[0])
     return ShownPart(name, [
-        ShownToken(*one, start + place) for place, one in enumerate(zip(tokens, texts, weights_of, strict=True))
+        ShownToken(*fields, start + i) for i, fields in enumerate(zip(tokens, texts, token_weights, strict=True))
     ])  # fmt: skip
 
 
 def decode_each_token(ids: Sequence[int], tokenizer: Tokenizer) -> list[str | None]:
-    """Return the text that each token adds to the previous ones; for incomplete characters and tokens without text, the
-    token's name.
+    """Return the text that each token adds to the previous ones.
+
+    For an incomplete character, or a token without text, it is the token's name.
     """
     texts: list[str | None] = []
-    for place, token in enumerate(ids):
-        before = ids[max(0, place - BEFORE) : place]
+    for position, token in enumerate(ids):
+        before = ids[max(0, position - BEFORE) : position]
         text = tokenizer.decode([*before, token])[len(tokenizer.decode(before)) :]
-        broken = not text or "\N{REPLACEMENT CHARACTER}" in text
-        texts.append(f"‹{tokenizer.backend.id_to_token(token) or token}›" if broken else text)
+        incomplete = not text or "\N{REPLACEMENT CHARACTER}" in text
+        texts.append(f"‹{tokenizer.backend.id_to_token(token) or token}›" if incomplete else text)
     return texts

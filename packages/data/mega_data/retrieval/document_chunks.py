@@ -18,11 +18,12 @@ Hashes = npt.NDArray[np.uint64]
 
 
 class DocumentChunks:
-    """Chunks of a data set, in file order: each begins m tokens after the previous one, the first with its document;
-    the last of a document may be short.
+    """Chunks of m tokens of a data set, in file order.
+
+    The first chunk of a document begins with it, and the last one may be short.
 
     Args:
-        cache: a folder for `starts`, 8 bytes a document, which ranks then share; None: they are kept in memory.
+        cache: folder for `starts`, 8 bytes per document, shared by the ranks; None keeps them in memory.
 
     Attributes:
         length: m.
@@ -56,7 +57,7 @@ class DocumentChunks:
         return range(int(self.starts[begin]), int(self.starts[end]))
 
     def find_documents(self, numbers: Ints) -> Ints:
-        """Return the document of each chunk, int64 in their shape; -1 for the chunk -1."""
+        """Return the document of each chunk, int64 of the same shape; -1 for the chunk -1."""
         return np.searchsorted(self.starts, numbers, "right") - 1
 
     def read_tokens(self, numbers: Ints, width: int) -> Ints:
@@ -68,21 +69,19 @@ class DocumentChunks:
         Returns:
             int64 [..., width].
         """
-        there = numbers >= 0
-        documents = self.find_documents(np.where(there, numbers, 0))
+        exists = numbers >= 0
+        documents = self.find_documents(np.where(exists, numbers, 0))
         bounds = self.reader.document_index
         begins, ends = find_token_positions(self.reader, np.stack([bounds[documents], bounds[documents + 1]]))
         begins = begins + (numbers - self.starts[documents]) * self.length
-        places = begins[..., None] + np.arange(width)
-        inside = there[..., None] & (places < ends[..., None])
-        found = np.full(places.shape, -1, np.int64)
-        found[inside] = self.reader.tokens[places[inside]]
-        return found
+        positions = begins[..., None] + np.arange(width)
+        inside = exists[..., None] & (positions < ends[..., None])
+        tokens = np.full(positions.shape, -1, np.int64)
+        tokens[inside] = self.reader.tokens[positions[inside]]
+        return tokens
 
     def compute_hashes(self, first: int, last: int) -> Hashes:
-        """Return content hashes of the chunks [first, last), uint64 [last - first]; 0 for those of fewer than m / 4
-        tokens.
-        """
+        """Return content hashes of the chunks [first, last), uint64 [last - first]; 0 for fewer than m / 4 tokens."""
         rows = self.read_tokens(np.arange(first, last), self.length)
-        found = np.array([xxhash.xxh3_64_intdigest(row.data) for row in rows], np.uint64)
-        return np.where((rows >= 0).sum(1) * 4 < self.length, np.uint64(0), found)
+        hashes = np.array([xxhash.xxh3_64_intdigest(row.data) for row in rows], np.uint64)
+        return np.where((rows >= 0).sum(1) * 4 < self.length, np.uint64(0), hashes)

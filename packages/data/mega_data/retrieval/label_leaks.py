@@ -1,15 +1,16 @@
 """Filter for neighbors that would leak a model's own labels: chunks of one document, and of copies of it.
 
-What a model is given with chunk u it may carry on to all tokens behind; so a neighbour must not hold what the document goes on
-with. Left out are neighbours
+The neighbors of chunk u affect all later tokens of the sample, so a neighbor must not contain the continuation of the
+document. These neighbors are rejected:
 
-- of the same document;
-- that hold a chunk, in either half, that the document has too, token for token: copies that begin alike. What is shorter
-  than m / 4 tokens, such as the token that ends a document, tells nothing;
-- that hold, from whichever token on, w = m / 4 tokens of the document, the last of which are of the next chunk, as they end
-  at a multiple of w or at that chunk's end: copies that are shifted, of what comes next. (Any 2w - 1 tokens of it hold such w.)
+- chunks of the same document;
+- neighbors with a chunk, in either half, that also occurs in the document, token for token (an aligned copy). Chunks of
+  fewer than m / 4 tokens, such as a single end-of-document token, are not compared;
+- neighbors that contain, at any position, w = m / 4 consecutive tokens of the document that end in the next chunk, at a
+  multiple of w or at the end of that chunk (a shifted copy of the continuation). Any 2w - 1 tokens of the next chunk
+  contain w such tokens.
 
-A copy that is shifted, and shares no w tokens with the next chunk, is a neighbour like any other.
+A shifted copy that shares no w tokens with the next chunk is accepted.
 """
 
 from __future__ import annotations
@@ -20,81 +21,87 @@ import numpy.typing as npt
 from mega_data.retrieval.document_chunks import DocumentChunks, Hashes, Ints
 
 Bools = npt.NDArray[np.bool_]
-AT_ONCE = 1 << 13  # pairs
-BASE = 0x9E3779B97F4A7C15  # odd: of the polynomial that stands for some tokens in a row
-BLOCK = 1 << 16  # chunks
+PAIRS = 1 << 13  # pairs that are compared at a time
+BASE = 0x9E3779B97F4A7C15  # odd base of the rolling hash
+BLOCK = 1 << 16  # chunks that are hashed at a time
 
 
 class LabelLeakFilter:
     """Filter of the database chunks that a data chunk may have as neighbors.
 
-    Kept in memory: 16 bytes a chunk.
+    Memory: 16 bytes per chunk.
 
     Args:
-        data, database: one, where chunks are searched among themselves.
+        data, database: the same object if a data set is searched for its own neighbors.
     """
 
     def __init__(self, data: DocumentChunks, database: DocumentChunks) -> None:
         self._data, self._database, self._same = data, database, data is database
         self._hashes = _hash_all_chunks(database)
-        own = self._hashes if self._same else _hash_all_chunks(data)
+        hashes = self._hashes if self._same else _hash_all_chunks(data)
         documents = np.repeat(np.arange(data.reader.documents), np.diff(data.starts))
-        self._keys = np.sort(_document_content_keys(documents, own)[own > 0])
+        self._keys = np.sort(_document_content_keys(documents, hashes)[hashes > 0])
 
     def select_allowed(self, numbers: Ints, candidates: Ints) -> Bools:
-        """Return which of the candidates, int64 [n, c] with -1 for none, may be neighbors of the chunks, int64 [n]:
-        bool [n, c].
+        """Return which candidates may be neighbors of the chunks `numbers`: bool [n, c].
+
+        Args:
+            numbers: chunks, int64 [n].
+            candidates: chunks of the database, int64 [n, c], -1 for none.
         """
         documents = self._data.find_documents(numbers)
-        good: Bools = candidates >= 0
+        allowed: Bools = candidates >= 0
         if self._same:
-            good[self._database.find_documents(candidates) == documents[:, None]] = False
-        rows, columns = np.nonzero(good)
-        for start in range(0, rows.size, AT_ONCE):
-            at = rows[start : start + AT_ONCE], columns[start : start + AT_ONCE]
-            found = candidates[at]
-            good[at] = ~(self._shares_chunk(documents[at[0]], found) | self._holds_continuation(numbers[at[0]], found))
-        return good
+            allowed[self._database.find_documents(candidates) == documents[:, None]] = False
+        rows, columns = np.nonzero(allowed)
+        for start in range(0, rows.size, PAIRS):
+            at = rows[start : start + PAIRS], columns[start : start + PAIRS]
+            neighbors = candidates[at]
+            leaks = self._shares_chunk(documents[at[0]], neighbors)
+            allowed[at] = ~(leaks | self._has_continuation(numbers[at[0]], neighbors))
+        return allowed
 
-    def _shares_chunk(self, documents: Ints, found: Ints) -> Bools:
-        """Return whether the documents, int64 [n], contain one of the two chunks of the neighbors `found`, int64 [n]."""
-        after = np.minimum(found + 1, len(self._database) - 1)
-        after = np.where(self._database.find_documents(after) == self._database.find_documents(found), after, found)
-        wanted = _document_content_keys(documents, self._hashes[np.stack([found, after])])
-        first, second = np.searchsorted(self._keys, wanted) < np.searchsorted(self._keys, wanted, "right")
+    def _shares_chunk(self, documents: Ints, neighbors: Ints) -> Bools:
+        """Return whether the documents, int64 [n], contain one of the two chunks of the neighbors, int64 [n]."""
+        after = np.minimum(neighbors + 1, len(self._database) - 1)
+        same_document = self._database.find_documents(after) == self._database.find_documents(neighbors)
+        after = np.where(same_document, after, neighbors)
+        keys = _document_content_keys(documents, self._hashes[np.stack([neighbors, after])])
+        first, second = np.searchsorted(self._keys, keys) < np.searchsorted(self._keys, keys, "right")
         return np.asarray(first | second)
 
-    def _holds_continuation(self, numbers: Ints, found: Ints) -> Bools:
-        """Return whether the neighbors `found` contain the continuation of the chunks `numbers`; int64 [n] each."""
+    def _has_continuation(self, numbers: Ints, neighbors: Ints) -> Bools:
+        """Return whether the neighbors contain the continuation of the chunks `numbers`; int64 [n] each."""
         width = 2 * self._data.length
-        return contains_continuation(self._data.read_tokens(numbers, width), self._database.read_tokens(found, width))
+        tokens = self._data.read_tokens(numbers, width)
+        return contains_continuation(tokens, self._database.read_tokens(neighbors, width))
 
 
-def contains_continuation(own: Ints, theirs: Ints) -> Bools:
-    """Return whether tokens contain a stretch of the continuation of a chunk.
+def contains_continuation(chunks: Ints, neighbors: Ints) -> Bools:
+    """Return whether neighbors contain a part of the continuation of chunks.
 
     Args:
-        own: int64 [n, 2m], a chunk and what comes after it, -1 past the document's end.
-        theirs: int64 [n, 2m], the same of other chunks.
+        chunks: int64 [n, 2m], the tokens of a chunk and of its continuation, -1 past the end of the document.
+        neighbors: int64 [n, 2m], the tokens of a neighbor, likewise.
 
     Returns:
-        bool [n]; true too, once in 2^50 or so, for stretches that are others.
+        bool [n], with false positives at a rate of about 2^-50.
     """
-    length = own.shape[1] // 2
+    length = chunks.shape[1] // 2
     width = max(1, length // 4)
-    stretches, windows = _rolling_hashes(own, width), _rolling_hashes(theirs, width)
-    left = (own[:, length:] >= 0).sum(1)
-    told = np.zeros(len(own), np.bool_)
+    own_hashes, neighbor_hashes = _rolling_hashes(chunks, width), _rolling_hashes(neighbors, width)
+    left = (chunks[:, length:] >= 0).sum(1)
+    leaks = np.zeros(len(chunks), np.bool_)
     for end in range(width, length + width, width):
         ends = length + np.minimum(end, left)
-        stretch = np.take_along_axis(stretches, (ends - width)[:, None], 1)
-        told |= (left > 0) & (windows == stretch).any(1)
-    return told
+        hashes = np.take_along_axis(own_hashes, (ends - width)[:, None], 1)
+        leaks |= (left > 0) & (neighbor_hashes == hashes).any(1)
+    return leaks
 
 
 def _rolling_hashes(tokens: Ints, width: int) -> Hashes:
     """Return a hash of each run of `width` tokens, uint64 [n, 2m - width + 1]."""
-    powers = np.array([pow(BASE, place, 1 << 64) for place in range(width)], np.uint64)
+    powers = np.array([pow(BASE, exponent, 1 << 64) for exponent in range(width)], np.uint64)
     rows = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), width, 1)
     return np.asarray(rows @ powers, np.uint64)
 
@@ -105,7 +112,7 @@ def _document_content_keys(documents: Ints, hashes: Hashes) -> Hashes:
 
 
 def _hash_all_chunks(chunks: DocumentChunks) -> Hashes:
-    found = np.empty(len(chunks), np.uint64)
-    for first in range(0, found.size, BLOCK):
-        found[first : first + BLOCK] = chunks.compute_hashes(first, min(first + BLOCK, found.size))
-    return found
+    hashes = np.empty(len(chunks), np.uint64)
+    for first in range(0, hashes.size, BLOCK):
+        hashes[first : first + BLOCK] = chunks.compute_hashes(first, min(first + BLOCK, hashes.size))
+    return hashes

@@ -1,11 +1,11 @@
 """Neighbors of a data set's chunks on disk: a folder, by default `PREFIX.neighbors`.
 
-    neighbors.npy   int64 [chunks, K]: of each chunk of the data set, in the order of the file, the numbers of its neighbours in
-                    the database, the nearest first; -1 where there is none
+    neighbors.npy   int64 [chunks, K]: for each chunk of the data set, in file order, the chunk numbers of its neighbors in
+                    the database, the nearest first; -1 for a missing neighbor
     info.json       `NeighborsInfo`; written last
 
-A chunk is m tokens from the begin of its document, or from the end of the chunk before; the last of a document may be short.
-A neighbour is its chunk and the one that follows in its document, 2m tokens.
+A chunk is m tokens from the begin of its document, or from the end of the previous chunk; the last one of a document may
+be short. A neighbor is a chunk and its continuation in the document, 2m tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ChunksInfo(StrictConfig):
     """Chunks of a data set. `path` is its path at that time; `fingerprint` identifies it.
 
     Attributes:
-        first, last: the chunks [first, last) are meant.
+        first, last: range [first, last) of the chunks.
     """
 
     path: str
@@ -46,8 +46,9 @@ class NeighborsInfo(StrictConfig):
     Attributes:
         chunk_length: m.
         neighbors: K.
-        encoder: what embedded the chunks.
-        index: of faiss, as its factory names it; `probes`: lists of it that were looked at.
+        encoder: name of the model that embedded the chunks.
+        index: faiss index factory string.
+        probes: number of index lists that were probed.
         content: xxh3 of neighbors.npy, 32 hex digits.
     """
 
@@ -72,15 +73,17 @@ def read_neighbors_info(folder: Path) -> NeighborsInfo:
     """Return the description of a folder of neighbors.
 
     Raises:
-        DataError: when it is none.
+        DataError: if it is missing or has another format.
     """
     path = folder / "info.json"
     if not path.exists():
-        hint = f"mega data retrieve PREFIX --encoder FOLDER --output {folder}, started again where it was ended"
-        raise DataError(f"{path}: no such file, so no neighbours are there", hint=hint)
+        hint = (
+            f"run mega data retrieve PREFIX --encoder FOLDER --output {folder}, which also resumes an interrupted run"
+        )
+        raise DataError(f"{path}: the neighbors are missing or incomplete", hint=hint)
     raw: Any = read_json_file(path, DataError)
     if not isinstance(raw, dict):
-        raise DataError(f"{path}: does not describe neighbours")
+        raise DataError(f"{path}: is not a description of neighbors (JSON object expected)")
     return NeighborsInfo.parse(raw, source=str(path))
 
 
@@ -88,23 +91,23 @@ class DatasetNeighbors:
     """Neighbors of a data set's chunks.
 
     Args:
-        cache: as of `Chunks`.
+        cache: see `DocumentChunks`.
 
     Attributes:
-        info: what they are.
-        chunks: those of the data set.
+        info: description of the neighbors.
+        chunks: chunks of the data set.
 
     Raises:
-        DataError: when they are not there, or are those of another data set; on the first that is read, when the
-            database is not there any more.
+        DataError: if they are missing, or belong to another data set; on the first read, if the database is missing.
     """
 
     def __init__(self, folder: Path, reader: IndexedReader, cache: Path | None = None) -> None:
         self.folder, self.info, self._cache = folder, read_neighbors_info(folder), cache
         if reader.fingerprint != self.info.data.fingerprint:
             raise DataError(
-                f"{folder}: neighbours of another data set ({self.info.data.path}) than {reader.prefix}, or of what it was",
-                hint=f"mega data retrieve {reader.prefix} makes its own",
+                f"{folder}: has the neighbors of another data set ({self.info.data.path}) than {reader.prefix}, or of an"
+                " earlier version of it",
+                hint=f"run mega data retrieve {reader.prefix}",
             )
         self.chunks = DocumentChunks(reader, self.info.chunk_length, cache)
 
@@ -112,33 +115,29 @@ class DatasetNeighbors:
     def fingerprint(self) -> str:
         """Fingerprint (32 hex digits) of everything that is read."""
         info = self.info
-        told = (info.chunk_length, info.data.fingerprint, info.database.fingerprint, info.content)
-        return xxhash.xxh3_128_hexdigest(repr(told).encode())
+        content = (info.chunk_length, info.data.fingerprint, info.database.fingerprint, info.content)
+        return xxhash.xxh3_128_hexdigest(repr(content).encode())
 
     @property
     def is_self_retrieval(self) -> bool:
         """True if data set and database are the same."""
         return self.info.database.fingerprint == self.info.data.fingerprint
 
-    def check_split_disjoint(self, own: range) -> None:
-        """Reject a part of the data set, its chunks `own`, if the database overlaps it only partly and would leak other
-        splits.
+    def check_split_disjoint(self, split: range) -> None:
+        """Reject a split of the data set, given by its chunks, if retrieval would leak text between splits.
 
         Raises:
-            DataError: when the database is of this data set, and partly in the part and partly not.
+            DataError: if the database is this data set, and only partly in the split.
         """
         first, last = self.info.database.first, self.info.database.last
-        if (
-            not self.is_self_retrieval
-            or (own.start <= first and last <= own.stop)
-            or last <= own.start
-            or own.stop <= first
-        ):
+        contains = split.start <= first and last <= split.stop
+        disjoint = last <= split.start or split.stop <= first
+        if not self.is_self_retrieval or contains or disjoint:
             return
         raise DataError(
-            f"{self.folder}: chunks {first:,} to {last:,} are found as neighbours, and this split of the run has {own.start:,} to "
-            f"{own.stop:,}, so that training and validation would see each other",
-            hint="mega data retrieve --split with the numbers of the run's data.split",
+            f"{self.folder}: neighbors are taken from chunks {first:,} to {last:,}, which overlap this split of the run"
+            f" ({split.start:,} to {split.stop:,}) only partly, so text would leak between training and validation",
+            hint="run mega data retrieve with --split equal to data.split",
         )
 
     def read_neighbor_tokens(self, numbers: Ints) -> Ints:
@@ -150,32 +149,35 @@ class DatasetNeighbors:
         path = self.folder / "neighbors.npy"
         expected = (self.info.data.last, self.info.neighbors)
         try:
-            found: Ints = np.load(path, mmap_mode="r")
+            numbers: Ints = np.load(path, mmap_mode="r")
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{path}: cannot be read ({explain_read_error(error)})") from None
-        if found.dtype != np.int64 or found.shape != expected:
-            raise DataError(f"{path}: {found.dtype} {list(found.shape)}, and info.json says int64 {list(expected)}")
-        return found
+        if numbers.dtype != np.int64 or numbers.shape != expected:
+            raise DataError(
+                f"{path}: must be int64 {list(expected)} as in info.json, not {numbers.dtype} {list(numbers.shape)}",
+                hint="run mega data retrieve again with --overwrite",
+            )
+        return numbers
 
     @cached_property
     def _database(self) -> DocumentChunks:
         if self.is_self_retrieval:
             return self.chunks
-        named = Path(self.info.database.path)
-        beside = self.chunks.reader.prefix.parent / named.name
-        for prefix in (named, beside):
+        original = Path(self.info.database.path)
+        local = self.chunks.reader.prefix.parent / original.name
+        for prefix in (original, local):
             if prefix.with_name(prefix.name + ".idx").exists():
                 reader = IndexedReader(prefix)
                 if reader.fingerprint == self.info.database.fingerprint:
                     return DocumentChunks(reader, self.info.chunk_length, self._cache)
         raise DataError(
-            f"{self.folder}: the database of these neighbours, {named}, is not there or was changed",
-            hint=f"put it there again, or its files beside the data set as {beside}",
+            f"{self.folder}: the database of these neighbors, {original}, is missing or was changed",
+            hint=f"restore it, or copy its files to {local}",
         )
 
 
 def open_dataset_neighbors(path: Path | None, reader: IndexedReader, cache: Path | None = None) -> DatasetNeighbors:
-    """Return the neighbors of a data set, in the folder `path` or in the default folder beside it.
+    """Return the neighbors of a data set, from the folder `path` or the default folder.
 
     Raises:
         DataError: as `DatasetNeighbors`.

@@ -21,7 +21,7 @@ class VectorShards:
     """Array of `rows` rows in the files FOLDER/NAME-00000.npy and so on, some of which may be missing.
 
     Args:
-        shard: rows of a file, but for the last.
+        shard: rows of a file; the last file may have fewer.
     """
 
     def __init__(self, folder: Path, name: str, rows: int, shard: int = SHARD) -> None:
@@ -57,33 +57,31 @@ class VectorShards:
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-EXACT = 1 << 18  # vectors among which all distances are computed
-WHOLE = 1 << 21  # vectors that are kept whole
-TRAINED_ON = 1 << 19
-LISTS = 1 << 13
-PAIRS = 1 << 18  # distances of candidates that are held at a time
+MAX_FLAT = 1 << 18  # vectors; up to this number all distances are computed
+MAX_UNCOMPRESSED = 1 << 21  # vectors; more are compressed by product quantisation
+TRAINING_VECTORS = 1 << 19
+MAX_LISTS = 1 << 13
+PAIRS = 1 << 18  # candidate distances in memory at a time
 
 
 def select_index_type(vectors: int, width: int) -> str:
-    """Return the faiss index type for a number of vectors: all distances; lists of which some are probed; or lists with
-    at most 64 bytes per vector.
-    """
-    if vectors <= EXACT:
+    """Return the faiss index type for a number of vectors: flat, IVF, or IVF with at most 64 bytes per vector (PQ)."""
+    if vectors <= MAX_FLAT:
         return "Flat"
-    lists = min(LISTS, 1 << round(math.log2(math.sqrt(vectors))))
-    return f"IVF{lists},Flat" if vectors <= WHOLE else f"IVF{lists},PQ{math.gcd(width, 64)}"
+    lists = min(MAX_LISTS, 1 << round(math.log2(math.sqrt(vectors))))
+    return f"IVF{lists},Flat" if vectors <= MAX_UNCOMPRESSED else f"IVF{lists},PQ{math.gcd(width, 64)}"
 
 
 class NearestVectors:
     """Nearest-neighbor index of the first `count` rows of vectors, by Euclidean distance.
 
     Args:
-        factory: a string of faiss's `index_factory`.
-        probes: lists that are looked at for each vector, of an index that has some.
+        factory: faiss index factory string.
+        probes: number of lists of an IVF index that are probed for each vector.
 
     Raises:
-        MissingPackageError: without faiss.
-        ConfigError: when faiss cannot build what is asked for.
+        MissingPackageError: if faiss is not installed.
+        ConfigError: if faiss cannot build the index.
     """
 
     def __init__(self, vectors: VectorShards, count: int, *, factory: str, probes: int) -> None:
@@ -91,13 +89,13 @@ class NearestVectors:
             import faiss
         except ImportError:
             raise MissingPackageError(
-                "neighbours are searched by the package faiss", hint="pip install 'mega-data[retro]'"
+                "mega data retrieve requires the package faiss", hint="pip install 'mega-data[retro]'"
             ) from None
         width, self._count = next(vectors.iterate_blocks(0, count)).shape[1], count
         try:
             self._index: Any = faiss.index_factory(width, factory)
             if not self._index.is_trained:
-                step = max(1, count // TRAINED_ON)
+                step = max(1, count // TRAINING_VECTORS)
                 self._index.train(np.ascontiguousarray(vectors.sample_rows(0, count, step)))
             with ProgressBar("indexing", total=count, unit="chunks") as bar:
                 for block in vectors.iterate_blocks(0, count):
@@ -107,10 +105,10 @@ class NearestVectors:
             if lists is not None:
                 lists.nprobe = min(probes, lists.nlist)
         except RuntimeError as error:
-            told = str(error).rsplit(": ", 1)[-1]
+            reason = str(error).rsplit(": ", 1)[-1]
             raise ConfigError(
-                f"--index {factory}: faiss cannot build it of {count:,} vectors of {width} numbers ({told})",
-                hint="Flat does for any; faiss's index factory names the others",
+                f"--index {factory}: faiss cannot build it for {count:,} vectors of {width} numbers ({reason})",
+                hint="use Flat, which is always possible, or another string of faiss's index factory",
             ) from None
 
     def search_nearest(
@@ -120,21 +118,22 @@ class NearestVectors:
 
         Args:
             vectors: fp32 [n, D].
-            allowed: of which of them, int64 [m], which rows, int64 [m, c] with -1 for none, are: bool [m, c].
+            allowed: function of vector numbers, int64 [m], and rows, int64 [m, c] with -1 for none, that returns which
+                rows are allowed: bool [m, c].
         """
-        found = np.full((len(vectors), count), -1, np.int64)
+        nearest = np.full((len(vectors), count), -1, np.int64)
         todo, width = np.arange(len(vectors)), min(4 * count, self._count)
         while todo.size:
             short = []
-            for start in range(0, todo.size, at_once := max(1, PAIRS // width)):
-                own = todo[start : start + at_once]
-                rows = self._index.search(np.ascontiguousarray(vectors[own]), width)[1]
-                good = allowed(own, rows)
+            for start in range(0, todo.size, step := max(1, PAIRS // width)):
+                batch = todo[start : start + step]
+                rows = self._index.search(np.ascontiguousarray(vectors[batch]), width)[1]
+                good = allowed(batch, rows)
                 first = np.argsort(~good, axis=1, kind="stable")[:, :count]
                 chosen = np.where(np.take_along_axis(good, first, 1), np.take_along_axis(rows, first, 1), -1)
-                found[own, : chosen.shape[1]] = chosen
-                short.append(own[(good.sum(1) < count) & (rows[:, -1] >= 0)])
+                nearest[batch, : chosen.shape[1]] = chosen
+                short.append(batch[(good.sum(1) < count) & (rows[:, -1] >= 0)])
             if width == self._count:
                 break
             todo, width = np.concatenate(short), min(4 * width, self._count)
-        return found
+        return nearest

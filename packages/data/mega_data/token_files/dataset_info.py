@@ -232,15 +232,16 @@ def reject_input_as_output(outputs: Iterable[Path], inputs: Iterable[Path]) -> N
     Raises:
         DataError: naming the file.
     """
-    existing = {_file_identity(path): path for path in outputs if path.exists()}
+    existing = {get_file_identity(path): path for path in outputs if path.exists()}
     for path in inputs if existing else ():
-        if path.exists() and _file_identity(path) in existing:
-            output = existing[_file_identity(path)]
+        if path.exists() and get_file_identity(path) in existing:
+            output = existing[get_file_identity(path)]
             shown = f"{output}" if output == path else f"{output} (the same file as {path})"
             raise DataError(f"{shown}: is both an input and the output", hint="choose another --output")
 
 
-def _file_identity(path: Path) -> tuple[int, int]:
+def get_file_identity(path: Path) -> tuple[int, int]:
+    """Return device and inode of a file, which are equal for all links to it."""
     stat = path.stat()
     return stat.st_dev, stat.st_ino
 

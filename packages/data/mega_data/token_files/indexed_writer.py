@@ -15,14 +15,6 @@ import numpy.typing as npt
 from mega_common.atomic_files import fsync_directory
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar
-from mega_data.preprocessing.partial_folder import (
-    LOCK,
-    get_partial_folder,
-    lock_partial_folder,
-    remove_partial_folder,
-    rename_files,
-    translate_write_errors,
-)
 from mega_data.token_files.indexed_reader import (
     CHUNK,
     DTYPES,
@@ -34,6 +26,14 @@ from mega_data.token_files.indexed_reader import (
     get_idx_path,
     list_companion_files,
     strip_data_suffix,
+)
+from mega_data.token_files.partial_folder import (
+    LOCK,
+    get_partial_folder,
+    lock_partial_folder,
+    remove_partial_folder,
+    rename_files,
+    translate_write_errors,
 )
 
 

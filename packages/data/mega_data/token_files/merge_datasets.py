@@ -9,8 +9,7 @@ from pathlib import Path
 from mega_common.atomic_files import compute_file_sha256
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar
-from mega_data.images.image_references import reject_images
-from mega_data.preprocessing.dataset_commit import commit_dataset, finish_commit
+from mega_data.token_files.dataset_commit import commit_dataset, finish_commit
 from mega_data.token_files.dataset_info import (
     ChatInfo,
     DatasetInfo,
@@ -23,6 +22,7 @@ from mega_data.token_files.dataset_info import (
     reject_input_as_output,
     write_dataset_info,
 )
+from mega_data.token_files.image_references import reject_images
 from mega_data.token_files.indexed_reader import (
     IndexedReader,
     get_bin_path,

@@ -17,7 +17,7 @@ from typing import IO
 from mega_common.errors import DataError
 from mega_common.object_store import ObjectStoreError, RemotePath, Stamp, parse_location, translate_store_errors
 from mega_common.progress_logging import ProgressBar
-from mega_data.preprocessing.partial_folder import (
+from mega_data.token_files.partial_folder import (
     get_partial_folder,
     lock_partial_folder,
     remove_partial_folder,

@@ -1,9 +1,9 @@
 """Activation checkpointing: saved activations of a stage's layers are kept, recomputed (arXiv:1604.06174) or offloaded.
 
-Autograd asks a layer, for each tensor that an operation saves, what to keep in its place. An output that is cheap to compute
-again, such as a norm's, is left out, for its input is kept anyway; what `offload` is given goes to host memory.
+Saved-tensor hooks of autograd replace the tensors that a layer's operations save. An output that is cheap to recompute,
+such as a norm's, is dropped, since its input is saved anyway; `ActivationOffload` moves others to host memory.
 
-Dropout is drawn by what it is for (`mega_trainer.distributed.rng`), so there is no state of a generator to restore.
+Dropout masks are seeded by their use (`mega_trainer.distributed.rng`), so there is no generator state to restore.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ RecomputedModule = Literal["norm", "activation", "attention", "mlp", "moe"]
 CHEAP: tuple[RecomputedModule, ...] = (
     "norm",
     "activation",
-)  # frees half of a layer for a pass or two over what is freed
+)  # frees half of a layer's memory for one or two passes over it
 
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """Policy of activation checkpointing: none, the `modules` of each layer, or whole layers; `layers` limits `full` to
-    the first layers of each stage.
+    """Policy of activation checkpointing: none, the `modules` of each layer (selective), or whole layers (full).
+
+    `layers` limits `full` to the first layers of each stage.
     """
 
     kind: Literal["none", "selective", "full"] = "none"
@@ -59,7 +60,7 @@ class SavedActivations:
     def run_layer(self, index: int, run: Callable[..., Result], *inputs: Any) -> Result:
         """Run the stage's layer `index` under the policy and return its outputs."""
         if index == 0:
-            self._last = None  # another forward
+            self._last = None  # a new forward begins
         if not torch.is_grad_enabled():
             return run(*inputs)
         if self.recompute.recomputes_layer(index):
@@ -84,13 +85,11 @@ class SavedActivations:
 
     def checkpoint_module(self, module: RecomputedModule, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """Run a function; if its module is recomputed, only the inputs are kept."""
-        again = torch.is_grad_enabled() and self.recompute.recomputes_module(module)
-        return checkpoint_function(function, *inputs) if again else function(*inputs)
+        recompute = torch.is_grad_enabled() and self.recompute.recomputes_module(module)
+        return checkpoint_function(function, *inputs) if recompute else function(*inputs)
 
     def recompute_output(self, module: RecomputedModule, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Run a function of tensors that are kept anyway; if its module is recomputed, no later operation keeps its
-        output.
-        """
+        """Run a function of tensors that are saved anyway; if its module is recomputed, its output is not saved."""
         y = function(*inputs)
         self.drop_output(module, y, function, *inputs)
         return y
@@ -104,7 +103,7 @@ class SavedActivations:
 
 
 def checkpoint_function(function: Callable[..., Result], *inputs: Any) -> Result:
-    """Run a function and keep only its inputs; the backward computes it again."""
+    """Run a function and save only its inputs; the backward runs it again."""
     y: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return y
 
@@ -114,27 +113,26 @@ class _LayerHooks:
 
     def __init__(self, offloaded: OffloadedLayer | None) -> None:
         self._offloaded = offloaded
-        self._again: dict[int, _RecomputedTensor] = {}
+        self._dropped: dict[int, _RecomputedTensor] = {}
 
     def drop_output(self, y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
-        kept = [
-            self.pack_saved_tensor(x.detach()) for x in inputs
-        ]  # detached, or what is kept would lead back to itself
-        self._again[y.untyped_storage()._cdata] = _RecomputedTensor(self, y, function, kept)
+        inputs_saved = [self.pack_saved_tensor(x.detach()) for x in inputs]  # detached, to avoid a reference cycle
+        self._dropped[y.untyped_storage()._cdata] = _RecomputedTensor(self, y, function, inputs_saved)
 
     def release_outputs(self) -> None:
-        self._again.clear()  # each is kept by what saves it, and no longer
+        self._dropped.clear()  # from now on only the graph keeps them alive
 
     def pack_saved_tensor(self, tensor: Tensor) -> Any:
-        again = self._again.get(tensor.untyped_storage()._cdata)
-        if again is not None and again.matches_storage(tensor):
-            return again, tensor.shape
+        dropped = self._dropped.get(tensor.untyped_storage()._cdata)
+        if dropped is not None and dropped.matches_storage(tensor):
+            return dropped, tensor.shape
         return tensor if self._offloaded is None else self._offloaded.pack_saved_tensor(tensor)
 
     def unpack_saved_tensor(self, packed: Any) -> Tensor:
         if isinstance(packed, tuple):
-            again, shape = packed
-            tensor: Tensor = again.recompute_value().view(shape)
+            dropped, shape = packed
+            assert isinstance(dropped, _RecomputedTensor)
+            tensor: Tensor = dropped.recompute_value().view(shape)
         else:
             tensor = packed if self._offloaded is None else self._offloaded.unpack_saved_tensor(packed)
         return tensor
@@ -149,9 +147,9 @@ class _RecomputedTensor:
         self._y, self._storage = weakref.ref(y), weakref.ref(y.untyped_storage())
 
     def matches_storage(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in the recorded memory, which has not been freed and reused since."""
-        alike = tensor.numel() == self._numel and tensor.dtype == self._dtype and tensor.is_contiguous()
-        return alike and self._storage() is tensor.untyped_storage()
+        """Return whether a tensor has the recorded storage, which must not have been freed and reused."""
+        same_form = tensor.numel() == self._numel and tensor.dtype == self._dtype and tensor.is_contiguous()
+        return same_form and self._storage() is tensor.untyped_storage()
 
     def recompute_value(self) -> Tensor:
         y = self._y()

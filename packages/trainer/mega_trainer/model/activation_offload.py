@@ -1,8 +1,7 @@
-"""Activation offload: activations in host memory between a forward and its backward (arXiv:2101.06840 does so for other
-state).
+"""Activation offload: activations in host memory between a forward and its backward (for other state, arXiv:2101.06840).
 
-A tensor that autograd saves in an offloaded layer is copied to pinned memory beside the forward's work. In the backward, a
-layer's tensors are asked for while the layer after it is at work. On a CPU the same copies are made, at once.
+A tensor that autograd saves in an offloaded layer is copied to pinned memory while the forward continues. In the backward,
+a layer's tensors are prefetched during the backward of the next layer. On a CPU the copies are synchronous.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class ActivationOffload:
     """Host memory for the activations of the first `layers` layers of a stage, reused after each backward.
 
     Args:
-        layers: how many of a stage's layers.
-        min_bytes: smaller tensors stay where they are.
+        layers: number of offloaded layers of a stage.
+        min_bytes: smaller tensors are not offloaded.
     """
 
     def __init__(self, layers: int, min_bytes: int) -> None:
@@ -34,7 +33,7 @@ class ActivationOffload:
 
     def begin_layer(self, index: int, before: OffloadedLayer | None) -> OffloadedLayer:
         """Return the offload state of one forward of the stage's layer `index`, given that of the layer before."""
-        return OffloadedLayer(self, before, here=index >= self.layers)
+        return OffloadedLayer(self, before, keep=index >= self.layers)
 
     def acquire_buffer(self, nbytes: int, device: torch.device) -> Tensor:
         """Return host memory to copy to, uint8 [nbytes]."""
@@ -42,7 +41,7 @@ class ActivationOffload:
         return free.pop() if free else allocate_host_memory(nbytes, pinned=device.type == "cuda")
 
     def release_buffer(self, memory: Tensor) -> None:
-        """Return host memory to the pool; all copies from and to it run on one stream, so in order."""
+        """Return host memory to the pool; all its copies run on one stream, so reuse is safe."""
         self._free[memory.numel()].append(memory)
 
     def sync_copy_stream(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -56,31 +55,31 @@ class ActivationOffload:
 
 
 class OffloadedLayer:
-    """Offloaded tensors of one layer's forward. With `here` none is offloaded, but those of the layer before may be."""
+    """Offloaded tensors of one layer's forward; with `keep` none, but the layer before may have some."""
 
-    def __init__(self, offload: ActivationOffload, before: OffloadedLayer | None, *, here: bool) -> None:
-        self._offload, self._before, self._here = offload, before, here
+    def __init__(self, offload: ActivationOffload, before: OffloadedLayer | None, *, keep: bool) -> None:
+        self._offload, self._before, self._keep = offload, before, keep
         self._copies: weakref.WeakValueDictionary[int, _HostCopy] = weakref.WeakValueDictionary()
 
     def pack_saved_tensor(self, tensor: Tensor) -> Any:
         """Return the object that autograd keeps in place of a saved tensor."""
         storage = tensor.untyped_storage()
         weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
-        if self._here or weight or storage.nbytes() < self._offload.min_bytes:
+        if self._keep or weight or storage.nbytes() < self._offload.min_bytes:
             return _Kept(tensor)
         copy = self._copies.get(storage._cdata)
-        if copy is None or copy.source() is not storage:  # that memory has been freed, and used again
+        if copy is None or copy.source() is not storage:  # the storage was freed, and its id reused
             copy = self._copies[storage._cdata] = _HostCopy(self._offload, storage)
         return _View(copy, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack_saved_tensor(self, packed: _Kept | _View) -> Tensor:
-        """Return the saved tensor, and start to prefetch those of the layer before, whose backward is next."""
+        """Return the saved tensor, and start to prefetch the layer before, whose backward is next."""
         if self._before is not None:
             self._before.prefetch_copies()
         if isinstance(packed, _Kept):
             return packed.tensor
-        made = torch.empty(0, dtype=packed.dtype, device=packed.copy.device)
-        return made.set_(packed.copy.wait_for_storage(), packed.offset, packed.shape, packed.stride)
+        tensor = torch.empty(0, dtype=packed.dtype, device=packed.copy.device)
+        return tensor.set_(packed.copy.wait_for_storage(), packed.offset, packed.shape, packed.stride)
 
     def prefetch_copies(self) -> None:
         """Start to copy all offloaded tensors that are still in use back to the device."""
@@ -103,7 +102,7 @@ class _View:
 
 
 class _HostCopy:
-    """Copy of a storage in host memory, alive as long as a view of it is kept."""
+    """Copy of a storage in host memory, alive as long as a view of it."""
 
     def __init__(self, offload: ActivationOffload, storage: torch.UntypedStorage) -> None:
         self._offload, self.device, self.source = offload, storage.device, weakref.ref(storage)
@@ -131,7 +130,7 @@ class _HostCopy:
             self._arrived = stream.record_event()
 
     def wait_for_storage(self) -> torch.UntypedStorage:
-        """Return the storage, ready for work enqueued on the device from now on."""
+        """Return the storage, which work enqueued on the device from now on may read."""
         self.start_copy_back()
         assert self._back is not None
         if self._arrived is not None:

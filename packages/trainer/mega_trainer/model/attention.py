@@ -1,9 +1,9 @@
 """Self-attention with grouped key/value heads (arXiv:2305.13245) and its core, heads split over the tensor ranks.
 
-Legend: B batch, S sequence, D model width, H query heads, K key/value heads, d head size, T tensor-parallel ranks.
-With K < T every key/value head lives on T/K ranks, whose gradients for it are summed.
+With fewer key/value heads than tensor ranks, consecutive ranks hold the same head, and its gradient is summed over them.
 
-Legend: B batch, S queries, T keys, H query heads, K key/value heads, d size of queries and keys, e of values.
+Legend: B batch, S sequence or queries, D model width, H query heads, K key/value heads, d size of queries and keys, e of
+values. T is the number of tensor-parallel ranks, in `AttentionCore` the number of keys.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class AttentionCore(nn.Module):
     """Scaled dot-product attention of one layer's heads, with window, soft cap, sinks, dropout and context parallelism.
 
     Args:
-        build: of the model.
+        build: builder of the model.
         layer: number of the layer.
-        scale: factor on the scores; 1 / sqrt(d) by default.
-        sinks: this rank's [H], if the model has them.
+        scale: factor on the scores; default: 1 / sqrt(d).
+        sinks: this rank's attention sinks [H], or None.
     """
 
     def __init__(
@@ -45,23 +45,21 @@ class AttentionCore(nn.Module):
         self.scale, self.softcap = scale or 1 / math.sqrt(config.query_key_head_dim), config.attention_softcap
         self.sinks = sinks
         self.first_head = tp.rank * config.num_attention_heads // tp.size
-        self.ranks, self.spread = (
-            build.groups.cp.size,
-            make_context_parallel(build.cp_kind, build.groups.cp, build.kernels),
-        )
+        self.cp_size = build.groups.cp.size
+        self.context_parallel = make_context_parallel(build.cp_kind, build.groups.cp, build.kernels)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Attend: q [B, S, H, d], k [B, T, K, d], v [B, T, K, e] -> [B, S, H, e]."""
         if context.cache is not None:
             return self.attend_with_cache(q, k, v, context.cache, context.relative)
-        length, how, whole = q.shape[1] * self.ranks, self.score_transform, partial(self._attend_whole, context)
+        length, how, whole = q.shape[1] * self.cp_size, self.score_transform, partial(self._attend_whole, context)
         if context.relative is not None:
             how = context.relative.add_to_scores(how, length, length)
-        if self.spread is None:
+        if self.context_parallel is None:
             return whole(q, k, v, how, 0)
-        assert isinstance(context.attention_mask, SequenceMask)  # training's
-        see = partial(context.attention_mask.mask_between, window=self.window)
-        return self.spread.compute_attention(q, k, v, how, see, whole)
+        assert isinstance(context.attention_mask, SequenceMask)  # context parallelism is only for training
+        visible_parts = partial(context.attention_mask.mask_between, window=self.window)
+        return self.context_parallel.compute_attention(q, k, v, how, visible_parts, whole)
 
     @property
     def score_transform(self) -> ScoreTransform:
@@ -79,7 +77,7 @@ class AttentionCore(nn.Module):
     def _attend_whole(
         self, context: ForwardContext, q: Tensor, k: Tensor, v: Tensor, how: ScoreTransform, first: int
     ) -> Tensor:
-        """Attend over whole sequences by this rank's heads from number `first` on; blockwise, so no scores are kept."""
+        """Attend over whole sequences with this rank's heads from number `first` on."""
         return self.saved.checkpoint_module("attention", self._attend, context, q, k, v, how, first)
 
     def _attend(
@@ -91,7 +89,7 @@ class AttentionCore(nn.Module):
             )
         mask = context.attention_mask.mask_for_window(self.window)
         if context.dropout is not None and self.dropout:
-            # the fused kernels draw their own masks, which would depend on the layout
+            # not fused: fused kernels draw their own masks, which would depend on the layout
             first_head = self.first_head + first
             drop = partial(
                 context.dropout.drop_attention_probs, p=self.dropout, layer=self.layer, first_head=first_head
@@ -101,8 +99,10 @@ class AttentionCore(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Fused query-key-value projection, rotation, attention and output projection; with `attention_gate` the attention
-    output is multiplied by the sigmoid of a further projection, as in Qwen3-Next (arXiv:2505.06708).
+    """Fused query-key-value projection, rotation, attention and output projection.
+
+    With `attention_gate` the attention output is multiplied by the sigmoid of another projection, as in Qwen3-Next
+    (arXiv:2505.06708).
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
@@ -119,7 +119,7 @@ class SelfAttention(nn.Module):
             LayerBiasTable(build, f"{name}.relative_bias", causal=not config.is_encoder_layer(layer)) if own else None
         )
         self.gated, self.saved = config.attention_gate, build.saved
-        counts = {"g": config.num_attention_heads} if self.gated else {}  # first, where it splits no neighbours
+        counts = {"g": config.num_attention_heads} if self.gated else {}  # first, so that q, k and v stay contiguous
         counts |= {"q": config.num_attention_heads, "k": config.key_value_heads, "v": config.key_value_heads}
         blocks = [SplitHeads(f"{name}.{x}_proj", count, self.size) for x, count in counts.items()]
         self.qkv = build.build_column_linear(blocks, bias=config.qkv_bias)
@@ -150,6 +150,6 @@ class SelfAttention(nn.Module):
         q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], -2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return (
-            (q, k, v) if rotation is None else (kernels.apply_rotary(q, rotation), kernels.apply_rotary(k, rotation), v)
-        )
+        if rotation is not None:
+            q, k = kernels.apply_rotary(q, rotation), kernels.apply_rotary(k, rotation)
+        return q, k, v

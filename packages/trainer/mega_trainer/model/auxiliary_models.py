@@ -1,9 +1,8 @@
-"""Decoders with other outputs than next-token losses: reward model, whose head [1, D] scores the text up to each token,
-and distillation teacher.
+"""Decoders with other outputs than next-token losses: the reward model and the distillation teacher.
 
-Legend: B batch, S sequence, D model width, T tensor-parallel ranks.
+A reward model's head [1, D] scores the text up to each token.
 
-Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel ranks, K tokens that are told.
+Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel ranks, K top tokens of a teacher.
 """
 
 from __future__ import annotations
@@ -21,18 +20,19 @@ from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
 
 class RewardModel(Decoder):
-    """Decoder that gives an objective scores in place of log-probabilities; the token losses are minus the scores."""
+    """Decoder that passes scores to the objective instead of log-probabilities; the token losses are minus the scores."""
 
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the objective from the residual stream [B, S or S/T, D], as in `Decoder.compute_objective`; without
-        `weigh` it is zero.
+        """Return the objective from the residual stream [B, S or S/T, D]; see `Decoder.compute_objective`.
+
+        It is zero without a `weight_fn`.
         """
         own = upcast_to_fp32(nn.functional.linear(self.head.norm(x), self.output_weight)).squeeze(-1)
         scores = all_gather(own.detach(), self.groups.tp, 1) if self.sp else own.detach()
         weights = torch.zeros_like(scores) if batch.weight_fn is None else batch.weight_fn(scores)
-        # the head is whole on every tensor rank: each makes the gradient of its part of the sequence, or all of it
+        # the head is whole on every tensor rank, which computes the gradient of its part of the sequence, or of all of it
         total = -(own * weights[:, local_sequence_slice(scores.shape[1], self.groups.tp, sp=self.sp)]).sum()
         return total, torch.stack([total.detach(), total.new_zeros(())]), -scores
 
@@ -43,8 +43,9 @@ class RewardModel(Decoder):
 
 
 class DistillationTeacher(Decoder):
-    """Decoder that returns, in place of each token's loss, its top-k: [B, S, 2 K], log-probabilities and then ids,
-    which fp32 has exactly up to 2^24.
+    """Decoder that returns the top-k of each token instead of its loss: [B, S, 2 K], log-probabilities, then ids.
+
+    fp32 represents ids exactly up to 2^24.
 
     Attributes:
         count: K.
@@ -55,16 +56,12 @@ class DistillationTeacher(Decoder):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a zero objective and the top-k of each token, from the residual stream [B, S or S/T, D]; see
-        `Decoder.compute_objective`.
-        """
-        hidden, output = (
-            self.head.prepare_hidden(self.head.norm(x)).flatten(0, 1),
-            self.get_output_projection(tied_weight),
-        )
+        """Return a zero objective and the top-k of each token; see `Decoder.compute_objective`."""
+        hidden = self.head.prepare_hidden(self.head.norm(x)).flatten(0, 1)
+        output = self.get_output_projection(tied_weight)
         ids, log_probs = topk_log_probs(
             hidden, *output, self.groups.tp, self.config.vocab_size, self.config.logit_softcap, self.count
         )
-        told = torch.cat([log_probs, ids.to(log_probs.dtype)], -1).view(*batch.labels.shape, -1)
-        zero = told.new_zeros(())
-        return zero, torch.stack([zero, zero]), told
+        top_k = torch.cat([log_probs, ids.to(log_probs.dtype)], -1).view(*batch.labels.shape, -1)
+        zero = top_k.new_zeros(())
+        return zero, torch.stack([zero, zero]), top_k

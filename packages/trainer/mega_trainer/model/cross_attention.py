@@ -28,11 +28,11 @@ class EncoderContext:
     """Encoder side of one forward pass.
 
     Attributes:
-        context: of its layers.
-        length: its tokens in this rank's residual stream.
-        attention_mask: bool [B, 1, 1, E], which of its tokens are no padding, those of each context rank one after another; None: all.
-        memory: what it made, [B, length, D], once it is done; of neighbours, first what it reads.
-        chunks: where parts of the queries see parts of the memory.
+        context: forward context of the encoder's layers.
+        length: encoder tokens in this rank's residual stream.
+        attention_mask: bool [B, 1, 1, E], False for padding, context ranks concatenated; None: no padding.
+        memory: the encoder's output [B, length, D], once computed; for neighbours, first its input.
+        chunks: chunks of the queries that attend to parts of the memory; None: all attend to all of it.
     """
 
     context: ForwardContext
@@ -53,12 +53,11 @@ class CrossAttentionChunks:
     """Chunked cross attention: queries are cut into chunks, and each attends to an equal part of the keys.
 
     Attributes:
-        count: chunks of all rows together.
-        samples: the number of each, for its dropout.
-        shift: the first chunk begins so many queries behind the first one. Those before it see nothing; the last one has as
-            many fewer.
-        some: [count, 1, 1, 1], or for each of its m queries [count, m, 1, 1]: 1 where it sees any key and 0 where none;
-            None: all see some.
+        count: number of chunks of all rows together.
+        samples: sample number of each chunk, for its dropout.
+        shift: number of queries before the first chunk. They attend to no keys; the last chunk has as many fewer queries.
+        some: [count, 1, 1, 1], or for each of the m queries [count, m, 1, 1]: 0 for queries without keys, else 1; None:
+            all queries have keys.
     """
 
     count: int
@@ -69,8 +68,9 @@ class CrossAttentionChunks:
     def attend_chunks(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Attend chunk by chunk: q [.., S, H, d], k and v [.., T, K, d], whose rows and tokens are `count` chunks in
-        order -> shape of q, 0 for queries without keys.
+        """Attend chunk by chunk: q [.., S, H, d], k and v [.., T, K, d] -> shape of q, 0 for queries without keys.
+
+        The rows and tokens of k and v are `count` chunks in order.
         """
         ahead = F.pad(q, (0, 0, 0, 0, -self.shift, self.shift))
         y = attend(*(t.reshape(self.count, -1, *t.shape[2:]) for t in (ahead, k, v)))
@@ -79,8 +79,10 @@ class CrossAttentionChunks:
 
 
 class CrossAttention(nn.Module):
-    """Cross attention with heads split over the tensor ranks. Context ranks gather keys and values of all of E in every
-    context-parallel mode: each token attends to all of E, so no key can be left out and every rank has equal work.
+    """Cross attention with heads split over the tensor ranks.
+
+    In every context-parallel mode the ranks all-gather the keys and values of E: every token attends to all of E, so no
+    block can be skipped, and all ranks have equal work.
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
@@ -93,13 +95,13 @@ class CrossAttention(nn.Module):
         self.q = build.build_column_linear([SplitHeads(f"{name}.q_proj", heads, self.size)], bias=bias)
         pair = [SplitHeads(f"{name}.{x}_proj", config.key_value_heads, self.size) for x in "kv"]
         self.kv = build.build_column_linear(pair, bias=bias)
-        # where some tokens see nothing, nothing is added to them
+        # Retro: no bias, so that nothing is added to tokens without neighbours
         self.out = build.build_row_linear(
             f"{name}.o_proj", heads * self.size, bias=config.attention_out_bias and not config.retro
         )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map [B, S or S/T, D] to the same shape; `context.source` has the encoder's outputs, else the cache has them."""
+        """Map [B, S or S/T, D] to the same shape; the encoder's outputs are in `context.source` or in the cache."""
         q = torch.unflatten(self.q(x), -1, (-1, self.size))
         if context.cache is not None:
             y = context.cache.cross_attend(self.layer, q, partial(self.kernels.attention, how=self.how))
@@ -114,9 +116,7 @@ class CrossAttention(nn.Module):
         return out
 
     def project_keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Project encoder outputs [B, E/C or E/(C T), D] to keys and values [B, E, K, d], gathered from the context
-        ranks in order.
-        """
+        """Project encoder outputs [B, E/C or E/(C T), D] to keys and values [B, E, K, d], context ranks in order."""
         pair = self.kv(memory)
         if self.groups.cp.size > 1:
             pair = gather_sequence(pair, self.groups.cp, sp=True)
@@ -130,9 +130,8 @@ class CrossAttention(nn.Module):
         if dropout is not None and self.dropout:
             dropout = dropout if source.chunks is None else replace(dropout, samples=source.chunks.samples)
 
-            def drop_scores(
-                p: Tensor,
-            ) -> Tensor:  # with masks of its own, for the layer's other attention has layer's number
+            def drop_scores(p: Tensor) -> Tensor:
+                # ~layer, so that the masks differ from those of the layer's self-attention
                 return dropout.drop_attention_probs(p, self.dropout, ~self.layer, self.first_head)
 
             return reference_attention(q, k, v, mask, self.how, drop_scores)

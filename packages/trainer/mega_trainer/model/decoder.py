@@ -1,8 +1,6 @@
 """Decoder-only transformer, or the part of one that a pipeline stage holds, with its input embeddings.
 
 Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel ranks.
-
-Legend: B batch, S sequence, D model width, T tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -38,10 +36,9 @@ from mega_trainer.parallel.zero_buffers import ForwardUnit
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Layers [first, last) of a pipeline stage, with the embedding before and the head after where the stage has them.
+    """Layers [first, last) of a pipeline stage, with the embedding (`embeds`) and the head (`heads`) if the stage has them.
 
-    Layers that predict further tokens go with the head. `has_embedding_and_head` says that embedding and head, if not in one stage,
-    are in two of the same rank.
+    MTP layers are in the stage of the head. `has_embedding_and_head`: one rank has the stages of both embedding and head.
     """
 
     first: int
@@ -56,22 +53,20 @@ class StageLayers:
         return cls(0, config.num_layers)
 
     def separates_tied_embedding(self, config: ModelConfig) -> bool:
-        """Return whether the head needs the embedding and the stage does not hold both."""
+        """Return whether the head uses the embedding and the stage does not hold both."""
         return (config.tie_embeddings or config.mtp_layers > 0) and not (self.embeds and self.heads)
 
     def has_embedding_copy(self, config: ModelConfig) -> bool:
-        """Return whether each of the two ends has a copy of the embedding."""
+        """Return whether the stages of the embedding and the head each have a copy of the tied embedding."""
         return self.separates_tied_embedding(config) and not self.has_embedding_and_head
 
     def borrows_embedding(self, config: ModelConfig) -> bool:
-        """Return whether this is the head's stage, which is given the embedding with each micro-batch."""
+        """Return whether this is the head's stage and receives the tied embedding with each micro-batch."""
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.heads
 
 
 class InputEmbeddings(nn.Module):
-    """Input embedding norm(x + position + segment type), with the terms that the model has; all are whole on every
-    tensor rank.
-    """
+    """Input embedding norm(x + position + segment type), with the terms that the model has, whole on every tensor rank."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -82,16 +77,12 @@ class InputEmbeddings(nn.Module):
             return build.build_replicated(f"model.{name}.weight", (rows, width), std=config.init_std) if rows else None
 
         rows = config.max_position + self.offset if config.position == "learned" else 0
-        self.positions, self.types = (
-            build_table("embed_positions", rows),
-            build_table("embed_types", config.token_types),
-        )
+        self.positions = build_table("embed_positions", rows)
+        self.types = build_table("embed_types", config.token_types)
         self.norm = build.build_residual_norm("model.embed_norm") if config.embedding_norm else None
 
     def forward(self, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """Map [B, S or S/T, D], with positions int64 [B or 1, S] and types int64 [B, S] (None: all are 0), to the same
-        shape.
-        """
+        """Map [B, S or S/T, D] to the same shape; positions int64 [B or 1, S], types int64 [B, S] (None: all 0)."""
         part = local_sequence_slice(positions.shape[-1], self.tp, sp=self.sp)
         if self.positions is not None:
             x = x + F.embedding(positions[:, part] + self.offset if self.offset else positions[:, part], self.positions)
@@ -101,9 +92,7 @@ class InputEmbeddings(nn.Module):
 
 
 def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
-    """Scale token embeddings [.., D] as the configuration asks; Gemma's factor is rounded to their dtype, as it was
-    trained.
-    """
+    """Scale token embeddings [.., D] as configured; Gemma's factor is rounded to their dtype, as in its training."""
     if config.scale_embeddings:
         x = x * x.new_tensor(math.sqrt(config.hidden_size))
     return x if config.embedding_multiplier == 1 else x * config.embedding_multiplier
@@ -130,10 +119,10 @@ class Decoder(nn.Module):
             None if config.local_rope is None else RotaryEmbedding.from_model_config(config, config.local_rope)
         )
         self.deferred, self.borrows = build.deferred, self.stage.borrows_embedding(config)
-        further = config.mtp_layers if self.stage.heads else 0
+        mtp_layers = config.mtp_layers if self.stage.heads else 0
         copied = self.stage.has_embedding_copy(config)
         table = partial(build.build_vocab_parameter, EMBEDDING, shared=(build.groups.embedding,) if copied else ())
-        if self.stage.embeds or (further and copied):
+        if self.stage.embeds or (mtp_layers and copied):
             self.embedding = build.build_token_embedding(table())
         if self.stage.embeds:
             self.inputs = InputEmbeddings(build)
@@ -141,33 +130,33 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             self._build_layer(build, index) for index in range(self.stage.first, self.stage.last)
         )
-        self.matrix: nn.Parameter | None = None  # of the output, where it is no embedding's that is here
+        self.matrix: nn.Parameter | None = None  # output matrix, if it is not `self.embedding`'s
         self.head_bias = build.build_vocab_bias("lm_head.bias") if self.stage.heads and config.has_output_bias else None
         if self.stage.heads:
             self.head = OutputHead(build)
             if not config.tie_embeddings:
                 self.matrix = build.build_output_matrix()
-            elif copied and not further:
+            elif copied and not mtp_layers:
                 self.matrix = table()
         self.predictors = nn.ModuleList(
-            MultiTokenPredictor(build, config.num_layers + index) for index in range(further)
+            MultiTokenPredictor(build, config.num_layers + index) for index in range(mtp_layers)
         )
 
     def _build_layer(self, build: LayerBuilder, index: int) -> nn.Module:
         return build_transformer_layer(build, index)
 
     def list_parameter_units(self) -> list[ForwardUnit]:
-        """Return the model's units in forward order, each with the parameters that it uses first."""
-        found = [ForwardUnit(layer, list(layer.parameters())) for layer in self.layers]
+        """Return the model's units in forward order, each with the parameters that it is the first to use."""
+        units = [ForwardUnit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
-            seeing = [ForwardUnit(self.vision, list(self.vision.parameters()))] if self.vision else []
-            found[:0] = [ForwardUnit(self.embedding, [self.embedding.weight, *self.inputs.parameters()]), *seeing]
+            vision = [ForwardUnit(self.vision, list(self.vision.parameters()))] if self.vision else []
+            units[:0] = [ForwardUnit(self.embedding, [self.embedding.weight, *self.inputs.parameters()]), *vision]
         if self.stage.heads:
             copy = self.embedding.weight if hasattr(self, "embedding") and not self.stage.embeds else None
             output = [weight for weight in (self.matrix, self.head_bias, copy) if weight is not None]
-            found.append(ForwardUnit(self.head.norm, [*self.head.parameters(), *output]))
-            found += [ForwardUnit(predictor, list(predictor.parameters())) for predictor in self.predictors]
-        return found
+            units.append(ForwardUnit(self.head.norm, [*self.head.parameters(), *output]))
+            units += [ForwardUnit(predictor, list(predictor.parameters())) for predictor in self.predictors]
+        return units
 
     @property
     def device(self) -> torch.device:
@@ -176,15 +165,13 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Output matrix [V/T, D], which may be the embedding's."""
+        """Output matrix [V/T, D], which may be the tied embedding."""
         return self.embedding.weight if self.matrix is None else self.matrix
 
     def get_output_projection(self, tied_weight: Tensor | None = None) -> OutputProjection:
-        """Return the output projection (weight and bias); a stage that borrows the tied embedding passes it as [V/T,
-        D].
-        """
-        lent = tied_weight if self.config.tie_embeddings else None
-        return OutputProjection(self.output_weight if lent is None else lent, self.head_bias)
+        """Return the output projection (weight and bias); a stage that borrows the tied embedding [V/T, D] passes it."""
+        borrowed = tied_weight if self.config.tie_embeddings else None
+        return OutputProjection(self.output_weight if borrowed is None else borrowed, self.head_bias)
 
     def make_forward_context(
         self,
@@ -196,33 +183,32 @@ class Decoder(nn.Module):
         sequence_bounds: SequenceBounds | None = None,
         routing: StepRouting | None = None,
     ) -> ForwardContext:
-        """Return the forward context for tokens at `positions` int64 [B or 1, S], or [3, B, S] as
-        `RotaryEmbedding.compute_rotation` takes them.
+        """Return the forward context for tokens at some positions.
 
-        `sequence_bounds` says where attention is closed at document ends; it is required where context ranks have other tokens.
-        An explicit `attention_mask` replaces what would be derived; with a cache, which knows better, neither is asked.
+        Args:
+            positions: int64 [B or 1, S], or [3, B, S] as for `RotaryEmbedding.compute_rotation`.
+            attention_mask: replaces the mask of causality and `sequence_bounds`; ignored with a cache.
+            sequence_bounds: document bounds that restrict attention; required under context parallelism, ignored with a
+                cache.
         """
-        turn = local = None
+        rotation = local_rotation = None
         lengths = None if sequence_bounds is None else sequence_bounds.lengths
         if self.config.position == "rope":
-            turn = self.rotary.compute_rotation(positions, self.dtype, lengths)
-            local = (
-                turn
-                if self.local_rotary is None
-                else self.local_rotary.compute_rotation(positions, self.dtype, lengths)
-            )
-        length, known = positions.shape[-1] * self.groups.cp.size, sequence_bounds or SequenceBounds([])
+            rotation = local_rotation = self.rotary.compute_rotation(positions, self.dtype, lengths)
+            if self.local_rotary is not None:
+                local_rotation = self.local_rotary.compute_rotation(positions, self.dtype, lengths)
+        length, bounds = positions.shape[-1] * self.groups.cp.size, sequence_bounds or SequenceBounds([])
         attention_mask = attention_mask or SequenceMask(
-            length, positions.device, known.document_starts, self.config.causal, known.bidirectional_blocks
+            length, positions.device, bounds.document_starts, self.config.causal, bounds.bidirectional_blocks
         )
-        return ForwardContext(attention_mask, turn, local, cache, dropout, routing)
+        return ForwardContext(attention_mask, rotation, local_rotation, cache, dropout, routing)
 
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
     ) -> ForwardContext:
         """Return the forward context of a micro-batch."""
-        drop, seen = dropout(batch.tokens.shape[1], 0), batch.images
-        positions = batch.positions if seen is None or seen.positions is None else seen.positions
+        drop, images = dropout(batch.tokens.shape[1], 0), batch.images
+        positions = batch.positions if images is None or images.positions is None else images.positions
         return self.make_forward_context(
             positions, dropout=drop, sequence_bounds=batch.sequence_bounds, routing=routing
         )
@@ -234,11 +220,8 @@ class Decoder(nn.Module):
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Return the shape of a micro-batch's activations between two pipeline stages: [B, S or S/T, D]."""
         rows, length = batch.tokens.shape
-        return (
-            rows,
-            len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)]),
-            self.config.hidden_size,
-        )
+        local_length = len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
+        return rows, local_length, self.config.hidden_size
 
     def embed_inputs(
         self,
@@ -248,16 +231,14 @@ class Decoder(nn.Module):
         types: Tensor | None = None,
         images: BatchImages | None = None,
     ) -> Tensor:
-        """Embed tokens, positions and segment types, int64 [B, S], and optional images into the residual stream [B, S
-        or S/T, D].
-        """
+        """Embed tokens, positions and segment types, int64 [B, S], and images into the residual stream [B, S or S/T, D]."""
         x = apply_embedding_scale(self.embedding(tokens), self.config)
         if self.vision is not None and images is not None:
             x = self.vision(x, images)
         return self._drop_embeddings(self.inputs(x, positions, types), dropout, -1)
 
     def _drop_embeddings(self, x: Tensor, dropout: SeededDropout | None, layer: int) -> Tensor:
-        """Apply embedding dropout for the embeddings of that layer; -1 for the model's input embeddings."""
+        """Apply embedding dropout; `layer` is the MTP layer of the embeddings, or -1 for the model's input embeddings."""
         return x if dropout is None else dropout.drop_residual(x, self.config.embedding_dropout, layer, "embedding")
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -267,9 +248,7 @@ class Decoder(nn.Module):
         return x
 
     def compute_token_loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the cross entropies of labels int64 [B, S], weighted by fp32 [B, S], and each token's [B,
-        S].
-        """
+        """Return the sum of cross entropies of labels int64 [B, S] with weights fp32 [B, S], and each token's [B, S]."""
         return self.head.compute_token_loss(
             self.head.norm(x), self.get_output_projection(), HeadTargets(labels, weights)
         )
@@ -277,34 +256,35 @@ class Decoder(nn.Module):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the training objective from the final hidden states [B, S or S/T, D], and its components.
+        """Return the training objective from the residual stream [B, S or S/T, D], and its components.
 
-        That is not differentiable: the sums of the weighted losses of the next tokens and, in training, of further ones or of
-        pairs of segments, [2], and the loss of each next token [B, S]. A stage that `borrows` is given the embedding [V/T, D].
+        Args:
+            tied_weight: the tied embedding [V/T, D], for a stage that `borrows` it.
+
+        Returns:
+            The objective, and, not differentiable, the sums of the weighted losses [2] (of next tokens and, in training,
+            of MTP or segment order), and the loss of each next token [B, S].
         """
         hidden = self.head.norm(x)
-        total, each = self.head.compute_token_loss(hidden, self.get_output_projection(tied_weight), batch.head_targets)
-        loss, further = total, total.new_zeros(())
+        total, losses = self.head.compute_token_loss(
+            hidden, self.get_output_projection(tied_weight), batch.head_targets
+        )
+        loss, extra = total, total.new_zeros(())
         if self.training and self.predictors:
-            further = self._compute_mtp_loss(hidden, batch.mtp_targets, context, tied_weight)
-            loss = total + self.config.mtp_loss * further
+            extra = self._compute_mtp_loss(hidden, batch.mtp_targets, context, tied_weight)
+            loss = total + self.config.mtp_loss * extra
         elif self.training and self.head.pooler is not None and batch.segment_order is not None:
-            further = self.head.pooler.segment_order_loss(hidden, batch.segment_order)
-            loss = total + further
-        return loss, torch.stack([total.detach(), further.detach()]), each
+            extra = self.head.pooler.segment_order_loss(hidden, batch.segment_order)
+            loss = total + extra
+        return loss, torch.stack([total.detach(), extra.detach()]), losses
 
     def _compute_mtp_loss(
-        self, hidden: Tensor, ahead: Sequence[MtpTargets], context: ForwardContext, tied_weight: Tensor | None
+        self, hidden: Tensor, targets: Sequence[MtpTargets], context: ForwardContext, tied_weight: Tensor | None
     ) -> Tensor:
-        """Return the sum of the weighted multi-token prediction losses, from the normalised hidden states [B, S or S/T,
-        D].
-        """
-        table, output = (
-            self.embedding.weight if tied_weight is None else tied_weight,
-            self.get_output_projection(tied_weight),
-        )
-        total = hidden.new_zeros(())
-        for index, (predictor, one) in enumerate(zip(self.predictors, ahead, strict=True)):
+        """Return the sum of the weighted multi-token prediction losses, from normalised states [B, S or S/T, D]."""
+        table = self.embedding.weight if tied_weight is None else tied_weight
+        output, total = self.get_output_projection(tied_weight), hidden.new_zeros(())
+        for index, (predictor, one) in enumerate(zip(self.predictors, targets, strict=True)):
             embedded = apply_embedding_scale(
                 embed_token_ids(one.tokens, table, self.groups.tp, sp=self.sp), self.config
             )
@@ -314,12 +294,10 @@ class Decoder(nn.Module):
         return total
 
     def whole(self, batch: MicroBatch, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a whole model on one stage, from tokens to `compute_objective`, as one forward, so that ZeRO-3 gathers
-        weights around it.
-        """
+        """Run a model of one stage from tokens to `compute_objective`, in one forward around which ZeRO-3 gathers weights."""
         x = self.forward(self.embed_micro_batch(batch, context), context)
         return self.compute_objective(x, batch, context)
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Return logits [B, S, V] of the residual stream, whole on every tensor rank. Not for training."""
+        """Return logits [B, S, V] of the residual stream, whole on every tensor rank; for inference only."""
         return self.head.compute_logits(self.head.norm(x), self.get_output_projection())

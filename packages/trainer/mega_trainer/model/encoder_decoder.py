@@ -1,14 +1,14 @@
 """Encoder-decoder transformer as one list of layers, cut into pipeline stages like any other.
 
-What the encoder has made travels with the stream. Between stages that is
+The encoder's output is part of the stream. Between stages the stream is
 
     [the encoder's tokens | the decoder's tokens | the tables of relative positions]        [B, E + S + R, D]
 
-Layers of the encoder work on the first part, those of the decoder on the second, and pass the first on as it is; their cross
-attention reads it, so that autograd sums its gradient on the way back. All tokens are embedded in the first stage, which owns
-the tables too: a table in R = 2 buckets H/T / D rows goes to every layer that uses it, and its gradient comes back like that
-of any activation. So a message has one shape throughout, schedules know nothing of all this, and no parameter lies on two
-stages but the tied embedding. Under sequence and context parallelism each of the first two parts is split by itself.
+Encoder layers update the first part. Decoder layers update the second part and pass the first on unchanged; their cross
+attention reads it, so autograd sums its gradient. All tokens are embedded in the first stage, which also owns the tables:
+R = 2 buckets H/T / D rows carry them to every layer that uses them, and their gradient returns like that of an activation.
+So all messages have one shape, schedules need no changes, and no parameter except the tied embedding is on two stages. Under
+sequence and context parallelism each of the first two parts is split separately.
 
 Legend: B batch, E and S tokens of encoder and decoder, D model width, H heads, T tensor-parallel ranks.
 """
@@ -87,30 +87,24 @@ class EncoderDecoderModel(Decoder):
         """Return the stream of both sequences with the bias tables appended; see `Decoder.embed_micro_batch`."""
         assert batch.source is not None
         assert context.source is not None
-        read = self.embed_inputs(batch.source.tokens, batch.source.positions, context.source.context.dropout)
-        return torch.cat([read, super().embed_micro_batch(batch, context), self._tables_as_rows(read)], 1)
+        encoder = self.embed_inputs(batch.source.tokens, batch.source.positions, context.source.context.dropout)
+        return torch.cat([encoder, super().embed_micro_batch(batch, context), self._tables_as_rows(encoder)], 1)
 
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of the decoder's layers, with that of the encoder's; see
-        `Decoder.make_batch_context`.
-        """
+        """Return the decoder layers' context, including the encoder layers'; see `Decoder.make_batch_context`."""
         context, source = super().make_batch_context(batch, dropout, routing), batch.source
         assert source is not None
-        length = source.tokens.shape[1]
-        sight = SequenceMask(
-            length * self.groups.cp.size, source.tokens.device, source.sequence_bounds.document_starts, causal=False
-        )
+        length, bounds = source.tokens.shape[1], source.sequence_bounds
+        mask = SequenceMask(length * self.groups.cp.size, source.tokens.device, bounds.document_starts, causal=False)
         own = self.make_forward_context(
-            source.positions, attention_mask=sight, dropout=dropout(length, 1), sequence_bounds=source.sequence_bounds
+            source.positions, attention_mask=mask, dropout=dropout(length, 1), sequence_bounds=bounds
         )
         return replace(context, source=EncoderContext(own, self._local_length(length), source.attention_mask))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Pass the stream through this stage's layers; with a cache through the decoder's alone, since the cache has
-        the encoder's outputs.
-        """
+        """Pass the stream through this stage's layers; with a cache, which has the encoder's outputs, only the decoder's."""
         if context.cache is not None:
             own = replace(context, relative=self._position_bias(causal=True))
             for layer in self.layers[self.encoder_layers :]:
@@ -130,32 +124,31 @@ class EncoderDecoderModel(Decoder):
 
     @torch.inference_mode()
     def encode_keys_values(self, tokens: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the cross-attention keys and values [1, E, K, d] of each decoder layer for a text, int64 [1, E]. Not
-        for training.
+        """Return the cross-attention keys and values [1, E, K, d] of each decoder layer for a text, int64 [1, E].
+
+        For inference only.
         """
-        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        sight = SequenceMask(tokens.shape[1], tokens.device, causal=False)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        mask = SequenceMask(tokens.shape[1], tokens.device, causal=False)
         context = replace(
-            self.make_forward_context(places, attention_mask=sight), relative=self._position_bias(causal=False)
+            self.make_forward_context(positions, attention_mask=mask), relative=self._position_bias(causal=False)
         )
-        x = self.embed_inputs(tokens, places)
+        x = self.embed_inputs(tokens, positions)
         for layer in self.layers[: self.encoder_layers]:
             x = layer(x, context)
         memory = self.encoder_norm(x)
-        asks = (part for part in self.modules() if isinstance(part, CrossAttention))
-        return {part.layer: part.project_keys_values(memory) for part in asks}
+        cross = (module for module in self.modules() if isinstance(module, CrossAttention))
+        return {module.layer: module.project_keys_values(memory) for module in cross}
 
     def _position_bias(self, *, causal: bool) -> RelativePositionBias | None:
-        """Return the relative position bias of encoder or decoder, or None where this stage has no tables."""
+        """Return the relative position bias of encoder or decoder, or None if this stage has no tables."""
         return RelativePositionBias(self.tables[int(causal)], self.config.relative, causal) if self.tables else None
 
     def _local_length(self, length: int) -> int:
         return len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
 
     def _tables_as_rows(self, x: Tensor) -> Tensor:
-        """Return the bias tables as stream rows [B, R, D] for x [B, .., D]: every sample carries them, and those of the
-        first are read.
-        """
+        """Return the bias tables as stream rows [B, R, D] for x [B, .., D]; `split_contexts` reads the first sample's."""
         flat = torch.cat([x.new_empty(0), *(table.flatten() for table in self.tables)])
         rows = nn.functional.pad(flat, (0, self.bias_table_rows * x.shape[-1] - flat.numel())).view(1, -1, x.shape[-1])
         return rows.expand(len(x), -1, -1)

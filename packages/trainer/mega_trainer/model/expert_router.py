@@ -1,27 +1,24 @@
-"""MoE router: expert choice per token, capacity, auxiliary losses, and load balance by bias update or Sinkhorn
-iteration.
+"""MoE router: expert choice per token, capacity, auxiliary losses, and load balance by bias update or Sinkhorn.
 
-Two losses, each a sum over the layers and a mean over the sequences of a step, so that neither micro-batches nor ranks
-change them. Of one sequence with T tokens that matter, K experts each of E, and n_e choices of expert e:
+The two losses are summed over the layers and averaged over the sequences of a step, so that they do not depend on
+micro-batches or ranks. For a sequence of T unmasked tokens, K experts of E per token, and n_e choices of expert e:
 
     load balancing   E / (K T^2) sum_e n_e sum_t p_te   (arXiv:2101.03961, for K = 1), p normalised to a sum of one
     z                1 / T sum_t logsumexp(logits_t)^2  (arXiv:2202.08906)
 
-With the scope `batch` the first one's sums are over a micro-batch of all data ranks, and the mean over micro-batches.
+With the scope `batch` the sums of the first loss are over a micro-batch of all data ranks, and the mean over micro-batches.
 This depends on the layout. The gradient of a micro-batch needs the load at its backward, and that of the whole global batch is
 known only after the last forward of the step; a cumulative load of the micro-batches so far depends on their number and order.
 
-A token matters when a label at or behind it in its sequence counts in the loss: those after the last such label, as
-padding is, influence nothing, take no part in these sums, and are sent to no expert.
+A token is unmasked if a label at or after it in its sequence counts in the loss. Tokens after the last such label, such as
+padding, influence nothing, are excluded from these sums, and are sent to no expert.
 
-Legend: B sequences, N tokens of this rank, K experts of a token, E experts, D model width.
+Sinkhorn scales the positive matrix exp(logits) of a sequence's T tokens and E experts by rows and columns until each token
+has 1 / T of its sum and each expert 1 / E; a token then goes to the largest entries of its row. It is applied to each
+sequence, so that it does not depend on micro-batches or ranks; Megatron's version, over all tokens of a rank's micro-batch,
+is the same for one sequence.
 
-The positive matrix exp(logits) of a sequence's T tokens and E experts is scaled by rows and columns until each token has
-1 / T of it and each expert 1 / E; a token then goes to the experts that have most of its row. Over each sequence by
-itself, so that neither micro-batches nor ranks change it; Megatron's, over all tokens that a rank has of a micro-batch,
-is the same where these are one sequence.
-
-Legend: B sequences, S positions of each, N tokens of this rank, E experts.
+Legend: B sequences, S positions of each, N tokens of this rank, K experts of a token, E experts, D model width.
 """
 
 from __future__ import annotations
@@ -41,22 +38,22 @@ from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.expert_routing import RoutedTokens, RoutingReplay, StepRouting
 from mega_trainer.parallel.parameter_info import NonTrainableBuffer
 
-TOLERANCE = 1e-4  # mean change of the columns' factors in a round, after which it ends
-ROUNDS = 100  # and at the latest: far more than it takes, but rounding alone can move a large factor for ever
+TOLERANCE = 1e-4  # mean change of the column factors in a round at which the iteration stops
+ROUNDS = 100  # most rounds: far more than needed, but rounding can keep a large factor changing
 EPSILON = 1e-8
 
 
 def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequence[CommGroup]) -> Tensor:
     """Return the Sinkhorn-scaled matrix rows of this rank's tokens, [N, E], from their logits; zero for masked tokens.
 
-    `groups` share the sequence's tokens: all of these are gathered.
+    `groups` are the ranks that share the sequence's tokens, which are gathered.
     """
-    nowhere = tokens.sequences * tokens.length
-    own = torch.where(tokens.affects_loss_mask, tokens.row * tokens.length + tokens.position, nowhere)
+    unused = tokens.sequences * tokens.length
+    own = torch.where(tokens.affects_loss_mask, tokens.row * tokens.length + tokens.position, unused)
     cells = own
     for group in groups:
         logits, cells = all_gather(logits, group), all_gather(cells, group)
-    table = logits.new_full((nowhere + 1, logits.shape[-1]), float("-inf"))
+    table = logits.new_full((unused + 1, logits.shape[-1]), float("-inf"))
     table[cells] = logits
     table[-1] = float("-inf")
     scaled = sinkhorn_normalize(table[:-1].view(tokens.sequences, tokens.length, -1)).flatten(0, 1)
@@ -64,11 +61,11 @@ def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequenc
 
 
 def sinkhorn_normalize(logits: Tensor) -> Tensor:
-    """Scale exp(logits) of each sequence by rows and columns: [B, S, E] -> [B, S, E]. A row of -inf is not a token."""
+    """Scale exp(logits) of each sequence by rows and columns: [B, S, E] -> [B, S, E]. Rows of -inf are not tokens."""
     top = logits.amax(-1, keepdim=True)
-    there = top > float("-inf")
-    matrix = (logits - top.masked_fill(~there, 0.0)).exp()  # a factor of a row changes nothing else
-    count = there.sum(1).clamp(min=1)
+    valid = top > float("-inf")
+    matrix = (logits - top.masked_fill(~valid, 0.0)).exp()  # the row scaling absorbs a factor per row
+    count = valid.sum(1).clamp(min=1)
     columns, rows = logits.new_ones(len(logits), logits.shape[-1]), logits.new_ones(logits.shape[:2])
     moving = torch.ones(len(logits), 1, dtype=torch.bool, device=logits.device)
     for _ in range(ROUNDS):
@@ -85,7 +82,7 @@ def sinkhorn_normalize(logits: Tensor) -> Tensor:
 class ExpertRouter(nn.Module):
     """Scores, choice and weights of the experts; see `MoeConfig` for the kinds.
 
-    Its logits are in at least fp32. Every tensor rank has tokens of its own, so the gradients of its weights are parts.
+    Logits are in at least fp32. Every tensor rank has different tokens, so the gradients of the weights are partial.
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
@@ -109,12 +106,10 @@ class ExpertRouter(nn.Module):
     def forward(
         self, x: Tensor, tokens: RoutedTokens, routing: StepRouting | None, routes: RoutingReplay | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Route x [N, D]: return the experts of each token, int64 [N, K] with -1 for none, their weights [N, K], and x
-        for the experts.
+        """Route x [N, D]: return each token's experts, int64 [N, K] with -1 for none, weights [N, K], and x for experts.
 
-        Where the choice is given by `routes`, the weights are those of this router's scores all the same.
-
-        The losses' gradients, if there are any, come into the backward with that of the weights.
+        With replayed experts (`routes`) the weights are still computed from this router's scores. The gradients of the
+        auxiliary losses are attached to the weights.
         """
         logits, x = compute_router_logits(x, self.weight)
         logits = logits if self.bias is None else logits + self.bias
@@ -138,9 +133,7 @@ class ExpertRouter(nn.Module):
     def _choice_scores(
         self, logits: Tensor, scores: Tensor, tokens: RoutedTokens, routing: StepRouting | None
     ) -> Tensor:
-        """Return the scores that experts are chosen by, [N, E]: the router's, or in training with Sinkhorn the balanced
-        ones.
-        """
+        """Return the scores by which experts are chosen, [N, E]; in training with Sinkhorn the balanced scores."""
         if not self.moe.sinkhorn or routing is None:
             return scores
         return sinkhorn_choice_scores(logits, tokens, self.sequence_groups)
@@ -156,13 +149,13 @@ class ExpertRouter(nn.Module):
         routing: StepRouting,
     ) -> Tensor:
         """Return the weights with the auxiliary losses in their backward, and record the loads in `routing`."""
-        table, matter = count_expert_choices(expert_ids, tokens, self.moe.num_experts), tokens.affects_loss_mask
-        p = (scores / scores.sum(-1, keepdim=True)).masked_fill(~matter.unsqueeze(-1), 0.0)
-        squares = torch.logsumexp(logits, -1).square().masked_fill(~matter, 0.0)
+        table, valid = count_expert_choices(expert_ids, tokens, self.moe.num_experts), tokens.affects_loss_mask
+        p = (scores / scores.sum(-1, keepdim=True)).masked_fill(~valid.unsqueeze(-1), 0.0)
+        squares = torch.logsumexp(logits, -1).square().masked_fill(~valid, 0.0)
         aux, z = self._auxiliary_losses(p, squares, table, tokens, routing)
         entropy, dropped = -torch.special.xlogy(p, p).sum(), (expert_ids >= 0).sum() - (kept >= 0).sum()
         sums = torch.stack(
-            [value.detach().double() for value in (matter.sum(), dropped, entropy, aux, z, p.new_zeros(()))]
+            [value.detach().double() for value in (valid.sum(), dropped, entropy, aux, z, p.new_zeros(()))]
         )
         routing.loads[self.layer] = torch.cat([sums, table[:, :-1].sum(0).double()])
         joined: Tensor = _AttachLoss.apply(weights, aux + z)  # type: ignore[no-untyped-call]
@@ -171,7 +164,7 @@ class ExpertRouter(nn.Module):
     def _auxiliary_losses(
         self, p: Tensor, squares: Tensor, table: Tensor, tokens: RoutedTokens, routing: StepRouting
     ) -> tuple[Tensor, Tensor]:
-        """Return this rank's weighted load balancing loss and z-loss; only constants are summed over ranks."""
+        """Return this rank's weighted load balancing loss and z-loss; only counts are summed over ranks."""
         moe = self.moe
         if not moe.aux_loss and not moe.z_loss:
             return p.new_zeros(()), p.new_zeros(())
@@ -205,17 +198,17 @@ class _Logits(Function):
 
 
 def compute_router_logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x W^T in at least fp32, without a copy of x in fp32: [N, D] x [E, D] -> [N, E]; and x for its other users.
+    """Return x W^T in at least fp32, without an fp32 copy of x: [N, D] x [E, D] -> [N, E]; and x for its other uses.
 
-    The gradient of that x is added within the product for this one's. Of bf16 the logits' gradient too is multiplied as
-    bf16, as a sum of two such numbers: it keeps 16 bits.
+    The backward adds the gradient of the returned x in the GEMM. For bf16, the logits' gradient is split into the sum of
+    two bf16 numbers, which keeps 16 bits.
     """
     logits, same = _Logits.apply(x, weight)  # type: ignore[no-untyped-call]
     return logits, same
 
 
 class _AttachLoss(Function):
-    """Identity on the weights, with a loss of weight one added to their backward."""
+    """Identity on the weights that adds a loss, with gradient one, to the backward."""
 
     @staticmethod
     def forward(ctx: object, weights: Tensor, loss: Tensor) -> Tensor:
@@ -227,8 +220,7 @@ class _AttachLoss(Function):
 
 
 def update_selection_bias(routers: Sequence[ExpertRouter], loads: Tensor, layers: Sequence[int]) -> None:
-    """Update the selection biases towards an even load (arXiv:2408.15664): experts below the mean load get a higher
-    bias.
+    """Update the selection biases towards an even load (arXiv:2408.15664): up for experts below the mean load.
 
     `loads` are the choices of each expert in a step, [layers, E].
     """
@@ -253,7 +245,7 @@ def select_experts(scores: Tensor, moe: MoeConfig, bias: Tensor | None) -> Tenso
 
 
 def count_expert_choices(expert_ids: Tensor, tokens: RoutedTokens, num_experts: int) -> Tensor:
-    """Count, for each sequence, this rank's choices of every expert and, last, its unmasked tokens: int64 [B, E + 1]."""
+    """Count this rank's choices of every expert and, last, its unmasked tokens, per sequence: int64 [B, E + 1]."""
     width = num_experts + 1
     cell = torch.where(expert_ids < 0, tokens.sequences * width, tokens.row.unsqueeze(-1) * width + expert_ids)
     token = torch.where(tokens.affects_loss_mask, tokens.row * width + num_experts, tokens.sequences * width)
@@ -263,21 +255,21 @@ def count_expert_choices(expert_ids: Tensor, tokens: RoutedTokens, num_experts: 
 
 
 def drop_over_capacity(expert_ids: Tensor, tokens: RoutedTokens, moe: MoeConfig, groups: Sequence[CommGroup]) -> Tensor:
-    """Return `expert_ids` [N, K] with choices over capacity dropped: an expert takes ceil(capacity_factor K T / E) of a
-    sequence of T tokens.
+    """Return `expert_ids` [N, K] with choices over capacity set to -1.
 
-    Those that come first in the sequence, whichever ranks hold them (`groups` share the sequence's tokens).
+    An expert takes the first ceil(capacity_factor K T / E) choices of a sequence of T tokens, in the order of positions,
+    whichever ranks hold them. `groups` are the ranks that share the sequence's tokens.
     """
     assert moe.capacity_factor is not None
-    everyone = torch.cat([expert_ids, tokens.row.unsqueeze(-1), tokens.position.unsqueeze(-1)], 1)
+    gathered = torch.cat([expert_ids, tokens.row.unsqueeze(-1), tokens.position.unsqueeze(-1)], 1)
     for group in groups:
-        everyone = all_gather(everyone, group)
-    choices, row, place = everyone[:, :-2], everyone[:, -2], everyone[:, -1]
+        gathered = all_gather(gathered, group)
+    choices, row, position = gathered[:, :-2], gathered[:, -2], gathered[:, -1]
     lengths = row.new_zeros(tokens.sequences).scatter_add_(0, row, (choices >= 0).any(-1).long())
     capacity = torch.ceil(lengths.double() * (moe.capacity_factor * moe.top_k / moe.num_experts))
-    # all choices, sorted by sequence, expert and place; how many of its expert's come before each
+    # sort all choices by sequence, expert and position, and count the earlier choices of the same expert
     size, k = tokens.length, moe.top_k
-    key = ((row * (moe.num_experts + 1)).unsqueeze(-1) + choices + 1) * size + place.unsqueeze(-1)
+    key = ((row * (moe.num_experts + 1)).unsqueeze(-1) + choices + 1) * size + position.unsqueeze(-1)
     order = key.flatten().argsort()
     expert = key.flatten()[order] // size
     before = torch.arange(len(order), device=order.device) - torch.searchsorted(expert, expert)
@@ -286,15 +278,15 @@ def drop_over_capacity(expert_ids: Tensor, tokens: RoutedTokens, moe: MoeConfig,
     return expert_ids.masked_fill(_own_rows(full, groups), -1)
 
 
-def _own_rows(everyone: Tensor, groups: Sequence[CommGroup]) -> Tensor:
-    """Return this rank's rows of a tensor gathered over the groups one after the other."""
+def _own_rows(gathered: Tensor, groups: Sequence[CommGroup]) -> Tensor:
+    """Return this rank's rows of a tensor gathered over the groups in order."""
     for group in reversed(groups):
-        everyone = everyone.chunk(group.size)[group.rank]
-    return everyone
+        gathered = gathered.chunk(group.size)[group.rank]
+    return gathered
 
 
 def all_reduce_over_groups(tensor: Tensor, groups: Sequence[CommGroup]) -> Tensor:
-    """Return the sum over all ranks of some groups, one group after the other."""
+    """Return the sum over the ranks of several groups, one group after another."""
     tensor = tensor.clone()
     for group in groups:
         all_reduce(tensor, group)

@@ -19,9 +19,9 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads
 
 
 def apply_activation(x: Tensor, weights: Tensor | None = None, *, config: ModelConfig, kernels: Kernels) -> Tensor:
-    """Apply the activation: [.., 2F] (gate, then up) -> [.., F] for a gated one, [.., F] -> [.., F] for the others.
+    """Apply the activation: gated [.., 2F] (gate, then up) -> [.., F], others [.., F] -> [.., F].
 
-    Each row times its weight, where there are `weights` [..].
+    Rows are multiplied by `weights` [..], if given.
     """
     if config.has_gated_mlp:
         return kernels.gated_activation(x, config.activation, config.activation_limit, weights)
@@ -49,8 +49,8 @@ class FeedForward(nn.Module):
     """MLP down(act(gate x) * up x), or down(act(up x)) without a gate.
 
     Args:
-        build: of the model.
-        name: of its tensors.
+        build: builder of the model.
+        name: prefix of the tensors.
         width: F.
     """
 
@@ -66,9 +66,7 @@ class FeedForward(nn.Module):
         self.down = build.build_row_linear(f"{name}.down_proj", width, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
-        """Map [B, S or S/T, D] to the same shape. Tokens are independent; the context is only used for the dropout of
-        an adapter.
-        """
+        """Map [B, S or S/T, D] to the same shape; of the context only the dropout is used, for LoRA adapters."""
         dropout = None if context is None else context.dropout
         h = self.saved.recompute_output("activation", self.activate, self.up(x, dropout))
         y: Tensor = self.down(h, dropout)

@@ -30,21 +30,22 @@ class AttentionMask(Protocol):
     """Interface of attention masks over the tokens of a forward pass."""
 
     def mask_for_window(self, window: int | None) -> Tensor | AttentionMaskSpec:
-        """Return the mask of a layer whose queries attend to at most `window` keys; a tensor is boolean, [B or 1, 1, S,
-        T].
+        """Return the mask of a layer whose queries attend to at most `window` keys.
+
+        A tensor is boolean, [B or 1, 1, S, T].
         """
 
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """Attention mask of whole sequences: causal or bidirectional, and within documents where attention is closed at
-    their ends.
+    """Attention mask of whole sequences: causal or bidirectional, and optionally restricted to documents.
 
-    Under context parallelism these are the sequences of all ranks, of which parts are asked for.
+    Under context parallelism it covers the sequences of all ranks; `mask_between` returns the mask of a part.
 
     Attributes:
         length: S.
-        begins, blocks: as in `mega_trainer.data.micro_batch.SequenceBounds`. What `mask_for_window` says is without the blocks, which `mask_between` adds.
+        document_starts, bidirectional_blocks: as in `mega_trainer.data.micro_batch.SequenceBounds`. `mask_for_window`
+            ignores the blocks; `mask_between` includes them.
     """
 
     length: int
@@ -52,17 +53,15 @@ class SequenceMask:
     document_starts: np.ndarray | None = None
     causal: bool = True
     bidirectional_blocks: Sequence[ImageBlock] = ()
-    _made: dict[tuple[range, int | None], AttentionMaskSpec] = field(default_factory=dict)
-    _reach: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[range, int | None], AttentionMaskSpec] = field(default_factory=dict)
+    _preceding: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
         """Return the mask of all tokens; see `AttentionMask`."""
         return self._square(range(self.length), window)
 
     def mask_between(self, queries: range, keys: range, window: int | None) -> list[MaskPart]:
-        """Return the mask of a (query range, key range) pair in parts; the ranges are equal, or one is before the
-        other.
-        """
+        """Return the mask of a (query range, key range) pair in parts; the ranges are equal or do not overlap."""
         if queries == keys:
             return [
                 MaskPart(slice(None), queries, keys, self._square(queries, window)),
@@ -72,18 +71,18 @@ class SequenceMask:
             return mask_later_in_block(self.bidirectional_blocks, queries, keys)
         band = self._band(window)
         if self.document_starts is None:
-            found = [rectangle_mask_part(slice(None), queries, keys, band)]
+            parts = [rectangle_mask_part(slice(None), queries, keys, band)]
         else:
-            early, late = sorted((queries, keys), key=lambda places: places.start)
-            # of the documents that begin before the later ones, the last one alone may reach into them
-            inside = (self.document_starts[:, late.start : late.stop] < early.stop).sum(1).tolist()
-            first = self.document_starts[:, late.start].tolist()
-            found = []
-            for row, (n, start) in enumerate(zip(inside, first, strict=True)):
-                parts = early[max(0, start - early.start) :], late[:n]
-                here, there = parts if early is queries else parts[::-1]
-                found += [rectangle_mask_part(slice(row, row + 1), here, there, band)] if n else []
-        return [part for part in found if part is not None]
+            early, late = sorted((queries, keys), key=lambda indices: indices.start)
+            # only one document can reach from the early range into the late one: that of the late range's first token
+            shared = (self.document_starts[:, late.start : late.stop] < early.stop).sum(1).tolist()
+            starts = self.document_starts[:, late.start].tolist()
+            parts = []
+            for row, (n, start) in enumerate(zip(shared, starts, strict=True)):
+                pair = early[max(0, start - early.start) :], late[:n]
+                row_queries, row_keys = pair if early is queries else pair[::-1]
+                parts += [rectangle_mask_part(slice(row, row + 1), row_queries, row_keys, band)] if n else []
+        return [part for part in parts if part is not None]
 
     def _band(self, window: int | None) -> BandMask:
         """Return the band that a query attends to."""
@@ -93,23 +92,22 @@ class SequenceMask:
     def count_preceding_tokens(self, group: CommGroup) -> Tensor | None:
         """Return the number of earlier tokens in its document for each token of a rank of `group`: int64 [B, s].
 
-        None where documents are open: then all before it.
+        None without document bounds: all earlier tokens.
         """
         if self.document_starts is None:
             return None
         share = group.size, group.rank  # layers that exchange heads have whole sequences, others parts
-        if share not in self._reach:
-            places = rank_token_indices(self.length, group)
-            held = places - torch.from_numpy(self.document_starts)[:, places]
-            self._reach[share] = to_device(held, self.device)
-        return self._reach[share]
+        if share not in self._preceding:
+            indices = rank_token_indices(self.length, group)
+            counts = indices - torch.from_numpy(self.document_starts)[:, indices]
+            self._preceding[share] = to_device(counts, self.device)
+        return self._preceding[share]
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
-        """Starts of all documents, rows concatenated, and the end: int64 [documents + 1], on the device and on the
-        host.
+        """Starts of all documents, rows concatenated, and the end: int64 [documents + 1], on device and host.
 
-        None where they are open.
+        None without document bounds.
         """
         if self.document_starts is None:
             return None
@@ -119,16 +117,16 @@ class SequenceMask:
 
     def _square(self, indices: range, window: int | None) -> AttentionMaskSpec:
         """Return the mask of a range of tokens to itself, cached."""
-        if (indices, window) not in self._made:
+        if (indices, window) not in self._masks:
             band = self._band(None if window is None or window >= len(indices) else window)
-            made: AttentionMaskSpec = band
+            mask: AttentionMaskSpec = band
             if self.document_starts is not None:
                 begins = np.maximum(self.document_starts[:, indices.start : indices.stop], indices.start)
                 starts = [np.flatnonzero(np.diff(row, prepend=-1)) for row in begins]
                 lengths = np.concatenate([np.diff(row, append=len(indices)) for row in starts])
-                made = PackedMask.from_lengths(lengths.tolist(), band, self.device)
-            self._made[indices, window] = made
-        return self._made[indices, window]
+                mask = PackedMask.from_lengths(lengths.tolist(), band, self.device)
+            self._masks[indices, window] = mask
+        return self._masks[indices, window]
 
 
 @dataclass(frozen=True)
@@ -136,14 +134,14 @@ class ForwardContext:
     """State shared by all layers of one forward pass.
 
     Attributes:
-        attention_mask: who sees whom.
+        attention_mask: attention mask over the tokens.
         rotation, local_rotation: rotary angles of layers without and with a sliding window, or None.
-        cache: keys and values of earlier tokens, or None.
+        cache: KV cache, or None.
         dropout: the micro-batch's dropout, or None outside training.
-        routing: what routers of experts need to know of the training step, or None outside training.
-        relative: the table of relative positions that layers share.
-        source: of a decoder with an encoder, what the encoder reads and makes.
-        routes: experts that are chosen elsewhere, or to be told.
+        routing: routing state of the training step, or None outside training.
+        relative: relative position bias that layers share, or None.
+        source: encoder side of a decoder with cross attention, or None.
+        routes: rollout routing replay (R3) of given or recorded experts, or None.
     """
 
     attention_mask: AttentionMask

@@ -2,11 +2,12 @@
 
     q, k, v, z, b, a = projections of the stream            q, k, v = silu(short convolution)
     g = -exp(A) softplus(a + bias), beta = sigmoid(b)       y = delta rule (q, k, v, g, beta)
-    out(norm(y) silu(z))                                    the norm over each value head, by one weight
+    out(norm(y) silu(z))                                    the norm over each value head, with one weight
 
-A key head serves several value heads; with fewer key heads than tensor ranks the ranks of a key head hold the same one.
+A key head serves several value heads. With fewer key heads than tensor ranks, consecutive ranks hold the same key head.
 
-Legend: B batch, S sequence, T tensor ranks, D model width, G this rank's key heads of K channels, H its value heads of V channels.
+Legend: B batch, S sequence, T tensor ranks, D model width, G this rank's key heads of K channels, H its value heads of V
+channels.
 """
 
 from __future__ import annotations
@@ -40,29 +41,29 @@ class GatedDeltaNet(nn.Module):
         keys = partial(SplitHeads, count=delta.num_key_heads, size=delta.key_head_dim)
         values = partial(SplitHeads, count=delta.num_value_heads, size=delta.value_head_dim)
         each = partial(SplitHeads, count=delta.num_value_heads)
-        seen = [keys("q"), keys("k"), values("v")]
+        convolved = [keys("q"), keys("k"), values("v")]
         blocks = [
             SplitHeads(f"{name}.in_proj.{block.name}", block.count, block.size)
-            for block in (*seen, values("z"), each("b"), each("a"))
+            for block in (*convolved, values("z"), each("b"), each("a"))
         ]
         self.kernels, self.projection = build.kernels, build.build_column_linear(blocks, bias=False)
         self.recurrence = RecurrentMixer(
-            build, layer, f"{name}.conv1d", seen, delta.conv_kernel, bias=False, chunk=delta.chunk_size, heads=values("v"),
-            state=delta.key_head_dim * (delta.key_head_dim + delta.value_head_dim),
+            build, layer, f"{name}.conv1d", convolved, delta.conv_kernel, bias=False, chunk=delta.chunk_size,
+            heads=values("v"), state=delta.key_head_dim * (delta.key_head_dim + delta.value_head_dim),
         )  # fmt: skip
         heads = delta.num_value_heads // tp.size
         self.widths = [self.recurrence.convolved_channels, heads * delta.value_head_dim, heads, heads]
         self.a_log = build.build_head_parameters([each(f"{name}.A_log")], uniform=UniformInit(0.01, 16, torch.log))[0]
         self.dt_bias = build.build_head_parameters([each(f"{name}.dt_bias")], fill=1.0)[0]
-        # a rank sees only its own heads, so the gradient is partial
+        # partial_grad: a rank's gradient is only from its own heads
         weight = build.build_replicated(f"{name}.norm.weight", (delta.value_head_dim,), fill=1.0, partial_grad=True)
         self.norm = Norm(build.kernels, weight, None, delta.norm_eps or build.config.norm_eps)
         self.out = build.build_row_linear(f"{name}.out_proj", delta.num_value_heads * delta.value_head_dim, bias=False)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Map [B, S or S/T, D] to the same shape."""
-        seen, z, b, a = torch.split(self.projection(x), self.widths, -1)
-        normed = self.norm(self.recurrence(self._apply_delta_rule, seen, (b, a), context)).flatten(-2)
+        conv_input, z, b, a = torch.split(self.projection(x), self.widths, -1)
+        normed = self.norm(self.recurrence(self._apply_delta_rule, conv_input, (b, a), context)).flatten(-2)
         out: Tensor = self.out((upcast_to_fp32(normed) * F.silu(upcast_to_fp32(z))).to(z.dtype))
         return out
 

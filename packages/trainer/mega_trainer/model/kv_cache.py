@@ -16,22 +16,22 @@ from mega_trainer.kernels.attention_masks import ALL, AttentionMaskSpec
 from mega_trainer.kernels.kernel_interface import Kernels, ScoreTransform
 from mega_trainer.model.relative_position_bias import RelativePositionBias
 
-# Queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e] and the mask to [B, S, H, e], by a layer's rule.
+# A layer's attention: (queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e], mask) -> [B, S, H, e].
 AttendFunction = Callable[[Tensor, Tensor, Tensor, AttentionMaskSpec], Tensor]
-# The next tokens of some sequences [R, S, c], and what earlier ones left, tensors [R, ..], or None: to [R, S, e] and the same.
+# A layer's recurrence: (next tokens of some sequences [R, S, c], their states [R, ..] or None) -> ([R, S, e], new states).
 RecurrenceFunction = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, Sequence[Tensor]]]
 
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """Attention rule that a layer hands to the KV cache: the score transform and the relative position bias."""
+    """Attention of a layer, for the KV cache to call: the score transform and the relative position bias."""
 
     kernels: Kernels
     how: ScoreTransform
     relative: RelativePositionBias | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec) -> Tensor:
-        """Attend with the layer's rule; see `AttendFunction`."""
+        """Attend; see `AttendFunction`."""
         how = self.how if self.relative is None else self.relative.add_to_scores(self.how, q.shape[1], k.shape[1])
         return self.kernels.attention(q, k, v, mask, how)
 
@@ -39,9 +39,8 @@ class CachedAttention:
         """Attend with one query per row; see `Kernels.decode_attention`."""
         if self.relative is None and not self.how.has_unfused_terms:
             return self.kernels.decode_attention(q, keys, values, self.how.scale)
-        ones = zip(q[:, None, None], keys, values, strict=True)
-        alone = [self(one, k.transpose(1, 2), v.transpose(1, 2), ALL) for one, k, v in ones]
-        return torch.cat(alone).squeeze(1)
+        rows = zip(q[:, None, None], keys, values, strict=True)
+        return torch.cat([self(row, k.transpose(1, 2), v.transpose(1, 2), ALL) for row, k, v in rows]).squeeze(1)
 
 
 class KVCache(Protocol):
@@ -52,7 +51,7 @@ class KVCache(Protocol):
     ) -> Tensor:
         """Store this call's k and v and attend to them and the cached ones, with at most `window` keys.
 
-        q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are the values, too.
+        q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are also the values.
         """
 
     def cross_attend(self, layer: int, q: Tensor, attend: AttendFunction) -> Tensor:

@@ -1,17 +1,17 @@
 """Multi-head latent attention (MLA, arXiv:2405.04434), in DeepSeek's and transformers' conventions.
 
-Keys and values come from one narrow latent a token, and a rotated part of the key that all heads share:
+Keys and values come from one narrow latent per token, and a rotated part of the key that all heads share:
 
     c = norm(x A)   [B, S, c]      k_rot = rotate(x A')   [B, S, r]      (A and A' are `kv_a_proj_with_mqa`)
     k_h = [c K_h, k_rot]           v_h = c V_h                           (K_h and V_h are `kv_b_proj`)
-    q_h = [x Q_h, rotate(x Q'_h)], or with norm(x A'') in x's place      (`q_proj`, or `q_b_proj` after `q_a_proj`)
+    q_h = [x Q_h, rotate(x Q'_h)], or with norm(x A'') instead of x      (`q_proj`, or `q_b_proj` after `q_a_proj`)
 
-The products that widen a latent are split over the tensor ranks by heads; those into latents are narrow, and whole on
-every rank. Under sequence parallelism each rank makes the latents of its part of the sequence, and these are gathered
-rather than x, which is several times wider; the gradients of all ranks' heads are summed where they come back.
+The projections from latents to heads are split over the tensor ranks by heads; those into latents are narrow, and whole
+on every rank. Under sequence parallelism each rank computes the latents of its part of the sequence, and these are
+all-gathered rather than x, which is several times wider; the backward sums the gradients of all ranks' heads.
 
-A cache holds c and k_rot alone. With it, attention happens in the latent space, for (q_h, c K_h) = (q_h K_h^T, c): one
-key [c, k_rot] and one value c serve all heads, and V_h comes after.
+A cache holds only c and k_rot. With it, attention is in the latent space, since (q_h, c K_h) = (q_h K_h^T, c): one key
+[c, k_rot] and one value c serve all heads, and V_h is applied to the result.
 
 Legend: B batch, S queries, T keys, D model width, H this rank's heads, n and r the parts of queries and keys without and
 with rotation, e size of a value, c of the latent, q of the queries' latent.
@@ -80,9 +80,7 @@ class MultiLatentAttention(nn.Module):
         return out
 
     def _project_latents(self, x: Tensor, dropout: SeededDropout | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, S, H (n + r)], latent [B, S, c] and the shared part of the key [B, S, r], of the whole
-        sequence.
-        """
+        """Return queries [B, S, H (n + r)], latent [B, S, c] and shared key part [B, S, r] of the whole sequence."""
         widths = [self.mla.kv_lora_rank, self.mla.qk_rope_head_dim]
         if self.mla.q_lora_rank is None:
             latent, k_rot = torch.split(gather_sequence(self.latent(x, dropout), self.tp, sp=self.sp), widths, -1)
@@ -91,11 +89,9 @@ class MultiLatentAttention(nn.Module):
         joined = gather_sequence(torch.cat(pair, -1), self.tp, sp=self.sp)
         q, latent, k_rot = torch.split(joined, [self.mla.q_lora_rank, *widths], -1)
         y = self.linear(q, self.query_heads)
-        return (
-            y if self.query_adapter is None else self.query_adapter(q, y, self.query_heads, None, dropout),
-            latent,
-            k_rot,
-        )
+        if self.query_adapter is not None:
+            y = self.query_adapter(q, y, self.query_heads, None, dropout)
+        return y, latent, k_rot
 
     def _attend(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, context: ForwardContext) -> Tensor:
         """Attend with keys and values of every head: [B, S, H, e]."""
@@ -113,21 +109,19 @@ class MultiLatentAttention(nn.Module):
         widths = [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
         to_key, to_value = torch.split(torch.unflatten(self.key_value_heads, 0, (-1, sum(widths))), widths, 1)
         q = torch.cat([torch.einsum("bshn,hnc->bshc", q, to_key), q_rot], -1)
-        # values as wide as keys, which fused kernels want: what comes of k_rot is dropped
+        # values as wide as keys, which fused kernels require; the part of the output from k_rot is dropped
         y = self.core.attend_with_cache(q, torch.cat([latent, k_rot], -1), None, cache)[..., : self.mla.kv_lora_rank]
         return torch.einsum("bshc,hec->bshe", y, to_value)
 
 
 class LatentProjection(nn.Module):
-    """Projection x A whose first `width` columns are normalised and `extra` further ones are not. Whole on every tensor
-    rank.
-    """
+    """Projection x A with `width` normalised columns and then `extra` others, whole on every tensor rank."""
 
     def __init__(self, build: LayerBuilder, projection: str, width: int, norm: str, extra: int = 0) -> None:
         super().__init__()
         config, mla = build.config, build.config.mla
         assert mla is not None
-        # small, and of widths such as 576: not in fp8
+        # never in fp8: small, and widths such as 576 are not multiples of fp8 block sizes
         self.linear, self.width = LinearFunction(build.kernels, build.deferred), width
         rows = width + extra
         self.weight = build.build_replicated(f"{projection}.weight", (rows, config.hidden_size), std=config.init_std)
@@ -146,9 +140,7 @@ class LatentProjection(nn.Module):
 
 
 def mla_score_scale(config: ModelConfig) -> float:
-    """Return the factor on scores: 1 / sqrt(n + r), times the square of YaRN's mscale where `rope.mscale_all_dim` is
-    given.
-    """
+    """Return the factor on scores: 1 / sqrt(n + r), times YaRN's squared mscale if `rope.mscale_all_dim` is set."""
     scale = config.attention_scale or 1 / math.sqrt(config.query_key_head_dim)
     if config.rope.scaling == "yarn" and config.rope.mscale_all_dim:
         scale *= yarn_mscale_factor(config.rope, config.rope.mscale_all_dim) ** 2

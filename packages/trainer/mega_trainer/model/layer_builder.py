@@ -46,23 +46,23 @@ class LayerBuilder:
     """Settings and factory methods that every layer of one model is built from.
 
     Attributes:
-        config: the architecture.
-        groups: who splits what; groups of one by default.
-        kernels: the back end.
-        leaves: computes what is neither a back end's nor a product.
-        by_layer: that of the products of linear layers, for the layers where it is another.
-        products: that of the linear layers to be made.
+        config: the model's configuration.
+        groups: process groups of the layout; default: groups of one.
+        kernels: kernel back end.
+        leaves: calls leaf functions outside the back end.
+        by_layer: back end of the linear layers, for layers that have another one.
+        products: back end of the linear layers of the current layer; None: `kernels`.
         sp: split the residual stream over the sequence among the tensor ranks.
-        cp_kind: how attention reaches the tokens of other context ranks.
-        dispatcher: brings tokens to their experts; None: `AllToAll`.
-        dispatch_bound: how much of an even load may go to each rank's experts; None: as much as there is.
+        cp_kind: kind of context-parallel attention.
+        dispatcher: dispatcher of tokens to experts; None: `AllToAllDispatcher`.
+        dispatch_bound: most rows of each rank's experts, as a multiple of an even load; None: unbounded.
         dtype, device: of parameters and activations.
-        deferred: takes the products for weight gradients, where a pipeline puts them off.
-        saved: decides what layers keep for the backward.
-        adapts: the projections that have adapters of low rank beside them.
-        choice: several adapters in their place, for inference.
-        packed: the canonical tensors that are kept in few bits.
-        packing: how.
+        deferred: queue for wgrad GEMMs, if the pipeline splits backwards.
+        saved: policy of saved activations.
+        adapts: projections with a LoRA adapter.
+        choice: several LoRA adapters instead, for inference.
+        packed: canonical tensors that are quantised.
+        packing: quantiser of the packed tensors.
     """
 
     config: ModelConfig
@@ -86,9 +86,7 @@ class LayerBuilder:
 
     @property
     def unsharded_linear(self) -> LinearFunction:
-        """Linear operation for layers without sharded weights: Y = X W^T + b by the kernels, with the wgrad GEMM
-        deferred where a pipeline defers it.
-        """
+        """Linear function for weights that are not sharded: Y = X W^T + b, with the wgrad GEMM deferred if configured."""
         return LinearFunction(self.linear_kernels, self.deferred)
 
     @property
@@ -107,11 +105,11 @@ class LayerBuilder:
 
     @property
     def residual_init_std(self) -> float:
-        """Standard deviation for projections into the residual stream (GPT-2's scaling, when asked for)."""
+        """Standard deviation for projections into the residual stream, with GPT-2's scaling if configured."""
         config = self.config
-        sums = sum(half is not None for kind in config.layer_kinds[: config.num_layers] for half in kind)
-        sums += sum(map(config.has_cross_attention, range(config.num_layers)))
-        return config.init_std / (math.sqrt(sums) if config.scale_residual_init else 1.0)
+        branches = sum(half is not None for kind in config.layer_kinds[: config.num_layers] for half in kind)
+        branches += sum(map(config.has_cross_attention, range(config.num_layers)))
+        return config.init_std / (math.sqrt(branches) if config.scale_residual_init else 1.0)
 
     def build_column_linear(self, blocks: Sequence[SplitHeads], *, bias: bool) -> ColumnParallelLinear:
         """Build a fused column-parallel layer of several [count * size, D] projections, named without `.weight`."""
@@ -135,21 +133,23 @@ class LayerBuilder:
     def build_head_parameters(
         self, blocks: Sequence[SplitHeads], tail: tuple[int, ...] = (), **start: Any
     ) -> list[nn.Parameter]:
-        """Build this rank's heads of several tensors [count * size, *tail], one block after another.
+        """Build this rank's heads of several tensors [count * size, *tail], concatenated.
 
-        One parameter for all neighbouring blocks that are shared by as many ranks; usually that is one. `start` says how
-        they begin, as for `make_parameter`.
+        Consecutive blocks whose heads are shared by the same number of ranks are one parameter; usually there is one.
+        `start` is the initialisation, as for `make_parameter`.
         """
         out, tp = [], self.groups.tp
-        for _, run in groupby(blocks, lambda block: max(1, tp.size // block.count)):
-            alike = list(run)
-            shape, pieces = split_fused_heads(alike, tail, tp)
-            same = (self.groups.head_sharing_group(alike[0].count),)
-            out.append(self.build_parameter(shape, pieces, grad_sync=same, replicas=same, **start))
+        for _, group in groupby(blocks, lambda block: max(1, tp.size // block.count)):
+            run = list(group)
+            shape, pieces = split_fused_heads(run, tail, tp)
+            sharers = (self.groups.head_sharing_group(run[0].count),)
+            out.append(self.build_parameter(shape, pieces, grad_sync=sharers, replicas=sharers, **start))
         if len(out) > 1 and any(map(get_packed_weight, out)):
+            most = min(block.count for block in blocks)
             raise ConfigError(
-                f"lora.quantize: of {blocks[-1].name} tensor ranks share heads, which are whole numbers in memory there",
-                hint=f"parallel.tp of at most {min(block.count for block in blocks)}, or leave lora.quantize out",
+                f"lora.quantize is not supported with parallel.tp = {tp.size}, more than the {most} heads of "
+                f"{blocks[-1].name}: quantised heads cannot be shared by tensor ranks",
+                hint=f"set parallel.tp to at most {most}, or remove lora.quantize",
             )
         return out
 
@@ -165,8 +165,9 @@ class LayerBuilder:
         return layer
 
     def build_expert_rows(self, names: Sequence[str], *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Build fused projections [F, D] of this rank's experts, split by rows: [E/P, n F/Q, D], and their biases [E/P,
-        n F/Q].
+        """Build fused projections [F, D] of this rank's experts, split by rows, and their biases.
+
+        The weight is [E/P, n F/Q, D], the bias [E/P, n F/Q].
         """
         own, width, into = self._expert_widths()
         out: list[nn.Parameter] = []
@@ -180,20 +181,17 @@ class LayerBuilder:
         return out[0], out[1] if bias else None
 
     def build_expert_columns(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Build a projection [D, F] of this rank's experts, split by columns: [E/P, D, F/Q], and its bias, whole: [E/P,
-        D].
-        """
+        """Build a projection [D, F] of this rank's experts, split by columns, [E/P, D, F/Q], and its whole bias [E/P, D]."""
         own, width, out = self._expert_widths()
         piece = self.make_expert_piece(f"{name}.weight", (out, width), axis=1)
         weight = self.build_expert_parameter((out, own), [piece], std=self.residual_init_std)
         if not bias:
             return weight, None
-        same = (self.groups.expert_tp,)
         whole = self.make_expert_piece(f"{name}.bias", (out,), axis=None)
-        return weight, self.build_expert_parameter((out,), [whole], replicas=same)
+        return weight, self.build_expert_parameter((out,), [whole], replicas=(self.groups.expert_tp,))
 
     def _expert_widths(self) -> tuple[int, int, int]:
-        """Return F/Q and F of an expert, and D or the width of the latent that the expert works on."""
+        """Return F/Q and F of an expert, and its input width: D, or that of the latent."""
         moe = self.config.moe
         assert moe is not None
         return (
@@ -205,11 +203,10 @@ class LayerBuilder:
     def make_expert_piece(
         self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0, among: int = 1
     ) -> TensorPiece:
-        """Return this rank's piece of a stack of expert tensors of `shape`, split over the ranks of `expert_tp` along
-        `axis`.
+        """Return this rank's piece of a stack of expert tensors of `shape`, split over `expert_tp` along `axis`.
 
-        Locally it is the part number `place` of several, one after another on the first axis; so it is in the tensor
-        `name`, if that has several `among` it.
+        In the local parameter it is part number `place` of several, concatenated on the first axis; so it is in the
+        canonical tensor `name`, if that has `among` > 1 parts.
         """
         assert self.config.moe is not None
         groups, experts = self.groups, self.config.moe.num_experts
@@ -240,8 +237,9 @@ class LayerBuilder:
         )  # fmt: skip
 
     def _packing_of(self, pieces: Sequence[TensorPiece]) -> WeightQuantizer | None:
-        """Return the quantiser of a parameter whose tensors are all kept in few bits, else None. A mix of packed and
-        plain tensors in one parameter is refused elsewhere, since not all are frozen.
+        """Return the quantiser of a parameter whose tensors are all packed, else None.
+
+        A mix of packed and other tensors is refused by `freeze_parameters`, since not all are frozen.
         """
         return self.packing if pieces and all(piece.name in self.packed for piece in pieces) else None
 
@@ -256,8 +254,8 @@ class LayerBuilder:
     ) -> nn.Parameter:
         """Build a parameter that every tensor rank holds whole.
 
-        Its gradient is summed over them where each sees only a part: a part of the sequence (sequence parallelism) or,
-        with `partial_grad`, a part of the heads.
+        Its gradient is summed over them if each rank has only a part of it: from its part of the sequence (sequence
+        parallelism) or, with `partial_grad`, from its heads or tokens.
         """
         tp = self.groups.tp
         sync: tuple[CommGroup, ...] = (tp,) if self.sp or partial_grad else ()
@@ -290,7 +288,7 @@ class LayerBuilder:
                 [SplitHeads(f"{name}.weight", heads)], (size,), fill=self.norm_init_value
             )[0]
             return PerHeadLayerNorm(weight, eps, zero_centered=centered)
-        # a rank sees only its own heads, so the gradient is partial
+        # partial_grad: a rank's gradient is only from its own heads
         weight = self.build_replicated(f"{name}.weight", (size,), fill=self.norm_init_value, partial_grad=True)
         return Norm(self.kernels, weight, None, eps, zero_centered=centered)
 
@@ -302,12 +300,12 @@ class LayerBuilder:
 
     def build_vocab_parameter(self, name: str, *, shared: Sequence[CommGroup] = ()) -> nn.Parameter:
         """Build a [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""
-        # where a backward is cut in two, its gradient comes with the first half and is put in its place with the second
+        # not in place if used twice per micro-batch, or if a split backward computes it before the weight half
         config = self.config
         accumulate_in_place = not (config.tie_embeddings or config.mtp_layers or config.has_encoder or self.deferred)
         return make_vocab_parameter(
-            name, self.config.vocab_size, self.config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
-            dtype=self.dtype, device=self.device, std=self.config.init_std, grad_sync=shared, replicas=shared,
+            name, config.vocab_size, config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
+            dtype=self.dtype, device=self.device, std=config.init_std, grad_sync=shared, replicas=shared,
             parts=self.groups.tp, accumulate_in_place=accumulate_in_place,
         )  # fmt: skip
 

@@ -1,7 +1,6 @@
-"""LoRA adapters of a model's projections, sharded over ranks like the projections; one adapter or several to select
-from per row.
+"""LoRA adapters of a model's projections, sharded over ranks like the projections; one adapter, or a selection per row.
 
-Gradients are summed over tensor ranks where each sees only a part: of the sequence, or of what a projection goes into.
+Gradients are summed over the tensor ranks if each rank has only a part of the sequence or of the projection's outputs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoraAdapterPool:
-    """LoRA adapters of which each batch row uses one or none: the adapted projections of each adapter, by adapter name."""
+    """Several LoRA adapters, of which each batch row uses one or none; `adapts` are their projections by adapter name."""
 
     selection: AdapterSelection
     adapts: Mapping[str, Mapping[str, AdaptedModule]]
@@ -42,9 +41,9 @@ class LoraAdapterPool:
 def build_column_adapter(
     build: LayerBuilder, blocks: Sequence[SplitHeads], width: int, *, whole: bool = False
 ) -> LoraAdapterLayer | PerRowAdapters | None:
-    """Build the LoRA adapter of a fused column-parallel layer, or return None where no projection is adapted.
+    """Build the LoRA adapter of a fused column-parallel layer, or return None if no projection is adapted.
 
-    With `whole`, the layer's input is whole on every tensor rank, and its gradient is summed over them elsewhere.
+    With `whole`, the layer's input is whole on every tensor rank, and the caller sums its gradient over them.
     """
     return _make_each_adapter(build, partial(_column_adapter, blocks=blocks, width=width, whole=whole))
 
@@ -62,70 +61,66 @@ def build_replicated_adapter(build: LayerBuilder, name: str) -> LoraAdapterLayer
 def _make_each_adapter(
     build: LayerBuilder, make: Callable[[LayerBuilder], LoraAdapterLayer | None]
 ) -> LoraAdapterLayer | PerRowAdapters | None:
-    """Return the adapter that `make` builds, or a selection of one per adapter where there are several."""
+    """Return the adapter that `make` builds, or with a pool of adapters a selection of one per adapter."""
     if build.choice is None:
         return make(build)
-    each = {name: make(replace(build, choice=None, adapts=own)) for name, own in build.choice.adapts.items()}
-    found = {name: adapter for name, adapter in each.items() if adapter is not None}
-    return PerRowAdapters(build.choice.selection, found) if found else None
+    pool = {name: make(replace(build, choice=None, adapts=own)) for name, own in build.choice.adapts.items()}
+    adapters = {name: adapter for name, adapter in pool.items() if adapter is not None}
+    return PerRowAdapters(build.choice.selection, adapters) if adapters else None
 
 
 def _column_adapter(
     build: LayerBuilder, blocks: Sequence[SplitHeads], width: int, *, whole: bool
 ) -> LoraAdapterLayer | None:
-    tp, updates, pieces, b, lengths, drop = build.groups.tp, [], [], [], [], 0.0
-    place = start = 0
+    tp, updates, pieces, b, magnitudes, drop = build.groups.tp, [], [], [], [], 0.0
+    column = start = 0
     for block in blocks:
-        of = build.adapts.get(block.name)
+        module = build.adapts.get(block.name)
         own = max(1, block.count // tp.size) * block.size
-        if of is not None:
-            updates.append(LoraUpdate(place, own, of.rank, of.scale))
-            pieces.append(TensorPiece(block.name + A, (of.rank, width), (0, 0), (start, 0), (of.rank, width)))
-            b += build.build_head_parameters([replace(block, name=block.name + B)], (of.rank,))
-            start, drop = start + of.rank, of.dropout
-            lengths += (
-                build.build_head_parameters([replace(block, name=block.name + MAGNITUDE)], fill=1.0)
-                if of.has_magnitude
-                else []
-            )
-        place += own
+        if module is not None:
+            rank = module.rank
+            updates.append(LoraUpdate(column, own, rank, module.scale))
+            pieces.append(TensorPiece(block.name + A, (rank, width), (0, 0), (start, 0), (rank, width)))
+            b += build.build_head_parameters([replace(block, name=block.name + B)], (rank,))
+            start, drop = start + rank, module.dropout
+            if module.has_magnitude:
+                magnitudes += build.build_head_parameters([replace(block, name=block.name + MAGNITUDE)], fill=1.0)
+        column += own
     if not updates:
         return None
     sync = (tp,) if whole or build.sp else ()
     a = build.build_parameter((start, width), pieces, std=lora_init_std(width), grad_sync=sync, replicas=(tp,))
     meet = _identity if whole else partial(gather_sequence, group=tp, sp=build.sp)
-    dropping = _input_dropout(drop, blocks[0].name, width, whole=whole)
-    return LoraAdapterLayer(_linear(build), a, b, updates, meet, dropping, lengths, _identity)
+    dropout = _input_dropout(drop, blocks[0].name, width, whole=whole)
+    return LoraAdapterLayer(_linear(build), a, b, updates, meet, dropout, magnitudes, _identity)
 
 
 def _row_adapter(build: LayerBuilder, name: str, width: int) -> LoraAdapterLayer | None:
-    tp, of = build.groups.tp, build.adapts.get(name)
-    if of is None:
+    tp, module = build.groups.tp, build.adapts.get(name)
+    if module is None:
         return None
-    own = width // tp.size
-    piece = TensorPiece(name + A, (of.rank, width), (0, tp.rank * own), (0, 0), (of.rank, own))
+    own, rank = width // tp.size, module.rank
+    piece = TensorPiece(name + A, (rank, width), (0, tp.rank * own), (0, 0), (rank, own))
     a = build.build_parameter(piece.shape, [piece], std=lora_init_std(width))
-    b = build.build_replicated(name + B, (of.out_features, of.rank))
-    drop = _input_dropout(of.dropout, name, width, first=tp.rank * own, whole=True)
+    b = build.build_replicated(name + B, (module.out_features, rank))
+    drop = _input_dropout(module.dropout, name, width, first=tp.rank * own, whole=True)
     meet = partial(sum_partial_results, group=tp, sp=build.sp)
-    updates, total = (
-        [LoraUpdate(0, of.out_features, of.rank, of.scale)],
-        partial(sum_partial_results, group=tp, sp=False),
-    )
-    return LoraAdapterLayer(_linear(build), a, [b], updates, meet, drop, _dora_magnitudes(build, name, of), total)
+    updates = [LoraUpdate(0, module.out_features, rank, module.scale)]
+    sum_squares = partial(sum_partial_results, group=tp, sp=False)
+    magnitudes = _dora_magnitudes(build, name, module)
+    return LoraAdapterLayer(_linear(build), a, [b], updates, meet, drop, magnitudes, sum_squares)
 
 
 def _whole_adapter(build: LayerBuilder, name: str) -> LoraAdapterLayer | None:
-    of = build.adapts.get(name)
-    if of is None:
+    module = build.adapts.get(name)
+    if module is None:
         return None
-    a = build.build_replicated(name + A, of.tensor_shapes[0], std=lora_init_std(of.in_features))
-    b = build.build_replicated(name + B, of.tensor_shapes[1])
-    drop = _input_dropout(of.dropout, name, of.in_features)
-    updates = [LoraUpdate(0, of.out_features, of.rank, of.scale)]
-    return LoraAdapterLayer(
-        _linear(build), a, [b], updates, _identity, drop, _dora_magnitudes(build, name, of), _identity
-    )
+    a = build.build_replicated(name + A, module.tensor_shapes[0], std=lora_init_std(module.in_features))
+    b = build.build_replicated(name + B, module.tensor_shapes[1])
+    drop = _input_dropout(module.dropout, name, module.in_features)
+    updates = [LoraUpdate(0, module.out_features, module.rank, module.scale)]
+    magnitudes = _dora_magnitudes(build, name, module)
+    return LoraAdapterLayer(_linear(build), a, [b], updates, _identity, drop, magnitudes, _identity)
 
 
 def build_expert_adapter(
@@ -134,31 +129,25 @@ def build_expert_adapter(
     """Build the LoRA adapter of an expert projection: `parts` stacked projections split by rows, or one split by
     columns.
     """
-    of = build.adapts.get(name)
-    if of is None:
+    module = build.adapts.get(name)
+    if module is None:
         return None
-    same, part = (build.groups.expert_tp,), of.out_features // parts
+    replicas, rank, width = (build.groups.expert_tp,), module.rank, module.in_features
     if columns:
-        a = [build.make_expert_piece(name + A, (of.rank, of.in_features), axis=1)]
-        b = [build.make_expert_piece(name + B, (of.out_features, of.rank), axis=None)]
+        a = [build.make_expert_piece(name + A, (rank, width), axis=1)]
+        b = [build.make_expert_piece(name + B, (module.out_features, rank), axis=None)]
     else:
-        a = [build.make_expert_piece(name + A, (of.rank, of.in_features), axis=None)]
-        b = [
-            build.make_expert_piece(name + B, (part, of.rank), axis=0, place=place, among=parts)
-            for place in range(parts)
-        ]
-    down = build.build_expert_parameter(
-        _shape(a), a, std=lora_init_std(of.in_features), replicas=() if columns else same
-    )
-    up = build.build_expert_parameter(_shape(b), b, replicas=same if columns else ())
+        rows = module.out_features // parts
+        a = [build.make_expert_piece(name + A, (rank, width), axis=None)]
+        b = [build.make_expert_piece(name + B, (rows, rank), axis=0, place=i, among=parts) for i in range(parts)]
+    down = build.build_expert_parameter(_shape(a), a, std=lora_init_std(width), replicas=() if columns else replicas)
+    up = build.build_expert_parameter(_shape(b), b, replicas=replicas if columns else ())
     linear = partial(apply_grouped_linear, kernels=build.kernels, deferred=build.deferred)
-    return ExpertLoraAdapter(linear, down, up, of.scale)
+    return ExpertLoraAdapter(linear, down, up, module.scale)
 
 
 def lora_init_std(width: int) -> float:
-    """Return the standard deviation that A is initialised with, that of PEFT's uniform distribution; B starts from
-    zero.
-    """
+    """Return the initial standard deviation of A, equal to that of PEFT's uniform distribution; B starts at zero."""
     return 1 / math.sqrt(3 * width)
 
 
@@ -167,13 +156,13 @@ def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
 
 
 def _linear(build: LayerBuilder) -> LinearFunction:
-    """Return the GEMM of the adapter in the model's own precision; LoRA ranks are no multiples of fp8 block sizes."""
+    """Return the adapter's linear function, never in fp8: LoRA ranks are not multiples of fp8 block sizes."""
     return LinearFunction(build.kernels, build.deferred)
 
 
-def _dora_magnitudes(build: LayerBuilder, name: str, of: AdaptedModule) -> list[nn.Parameter]:
-    """Return the DoRA magnitudes of a projection whose output every tensor rank has whole."""
-    return [build.build_replicated(name + MAGNITUDE, (of.out_features,), fill=1.0)] if of.has_magnitude else []
+def _dora_magnitudes(build: LayerBuilder, name: str, module: AdaptedModule) -> list[nn.Parameter]:
+    """Return the DoRA magnitudes of a projection whose output is whole on every tensor rank."""
+    return [build.build_replicated(name + MAGNITUDE, (module.out_features,), fill=1.0)] if module.has_magnitude else []
 
 
 def _input_dropout(p: float, name: str, width: int, **part: Any) -> Callable[[SeededDropout, Tensor], Tensor]:

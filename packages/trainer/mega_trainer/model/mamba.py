@@ -4,8 +4,8 @@
     d = softplus(dt + bias), within limits              S[t] = exp(d A) S[t-1] + d x B^T,  y = S C + D x
     out(norm(y silu(z)))                                the norm over the channels of each group
 
-A group's B and C serve several heads; with fewer groups than tensor ranks the ranks of a group hold the same of them, and
-make the mean of its norm together. Context ranks pass each other states, or exchange tokens for heads: what is less.
+A group's B and C serve several heads. With fewer groups than tensor ranks, the ranks of a group hold the same B and C and
+share the mean of its norm. Context ranks pass states or exchange tokens for heads, whichever is cheaper.
 
 Legend: B batch, S sequence, N context ranks, s = S/N tokens of a rank, D model width, H this rank's heads of P channels, G its
 groups, K size of a state.
@@ -41,13 +41,13 @@ class MambaMixer(nn.Module):
         assert mamba is not None
         self.kernels, self.mamba, heads = build.kernels, mamba, mamba.num_heads // tp.size
         channels, state = partial(SplitHeads, count=mamba.num_heads, size=mamba.head_dim), mamba.state_size
-        seen = [channels("x"), *(SplitHeads(part, mamba.num_groups, state) for part in "BC")]
-        blocks = [channels("z"), SplitHeads("dt", mamba.num_heads), *seen]
+        convolved = [channels("x"), *(SplitHeads(part, mamba.num_groups, state) for part in "BC")]
+        blocks = [channels("z"), SplitHeads("dt", mamba.num_heads), *convolved]
         self.projection = build.build_column_linear(
             [SplitHeads(f"{name}.in_proj.{block.name}", block.count, block.size) for block in blocks], bias=mamba.bias
         )
         self.recurrence = RecurrentMixer(
-            build, layer, f"{name}.conv1d", seen, mamba.conv_kernel, bias=mamba.conv_bias, chunk=mamba.chunk_size,
+            build, layer, f"{name}.conv1d", convolved, mamba.conv_kernel, bias=mamba.conv_bias, chunk=mamba.chunk_size,
             heads=channels("x"), state=mamba.head_dim * state + 1,
         )  # fmt: skip
         self.widths = [heads * mamba.head_dim, heads, self.recurrence.convolved_channels]
@@ -68,8 +68,8 @@ class MambaMixer(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Map [B, S or S/T, D] to the same shape."""
-        z, dt, seen = torch.split(self.projection(x), self.widths, -1)
-        y = self.recurrence(self._apply_scan, seen, (dt,), context)
+        z, dt, conv_input = torch.split(self.projection(x), self.widths, -1)
+        y = self.recurrence(self._apply_scan, conv_input, (dt,), context)
         out: Tensor = self.out(self.norm(y.flatten(-2), z))
         return out
 
@@ -93,10 +93,8 @@ class GatedGroupNorm(nn.Module):
         mamba, tp = build.config.mamba, build.groups.tp
         assert mamba is not None
         self.eps = mamba.norm_eps or build.config.norm_eps
-        self.groups, self.sharing = (
-            max(1, mamba.num_groups // tp.size),
-            build.groups.head_sharing_group(mamba.num_groups),
-        )
+        self.groups = max(1, mamba.num_groups // tp.size)
+        self.sharing = build.groups.head_sharing_group(mamba.num_groups)
         self.weight = build.build_head_parameters([SplitHeads(name, mamba.num_heads, mamba.head_dim)], fill=1.0)[0]
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:

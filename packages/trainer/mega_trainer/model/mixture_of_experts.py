@@ -29,9 +29,9 @@ from mega_trainer.parallel.parallel_linear import apply_grouped_linear
 
 
 class MixtureOfExperts(nn.Module):
-    """Weighted sum of each token's experts, plus the shared expert that all tokens pass, if the model has one.
+    """Weighted sum of each token's experts, plus the shared expert of all tokens, if the model has one.
 
-    With `latent_size` the experts' tokens are [N, L], by a projection before they are sent and one behind their sum.
+    With `latent_size` L, tokens are projected to [N, L] before the dispatch, and back to [N, D] after the combine.
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
@@ -48,7 +48,7 @@ class MixtureOfExperts(nn.Module):
         self.linear, self.into_latent, self.out_of_latent = build.unsharded_linear, None, None
         if moe.latent_size:
             width, config = moe.latent_size, build.config
-            # every tensor rank has tokens of its own
+            # partial_grad: every tensor rank has different tokens
             whole = partial(build.build_replicated, partial_grad=True)
             self.into_latent = whole(f"{name}.fc1_latent_proj.weight", (width, config.hidden_size), std=config.init_std)
             self.out_of_latent = whole(
@@ -66,17 +66,16 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Map [B, S or S/T, D] to the same shape."""
         flat = x.flatten(0, 1)
-        # every tensor rank has tokens of its own, so that no expert computes anything twice
+        # tensor ranks split the tokens, so that no expert computes a token twice
         own = flat if self.sp else take_token_share(flat, self.tp)
         chosen, weights, own = self.router(own, self._describe_tokens(x, context), context.routing, context.routes)
         own = own if self.into_latent is None else self.linear(own, self.into_latent)
-        delivery = self.dispatch.dispatch_tokens(own, chosen, weights)
-        shared = (
-            None if self.shared is None else self._run_shared_expert(x, self.shared, context)
-        )  # beside the exchange
-        y, lost = run_through_experts(delivery, self.experts)
+        dispatch = self.dispatch.dispatch_tokens(own, chosen, weights)
+        # overlaps with the exchange
+        shared = None if self.shared is None else self._run_shared_expert(x, self.shared, context)
+        y, dropped = run_through_experts(dispatch, self.experts)
         if context.routing is not None:
-            context.routing.record_dropped_choices(self.router.layer, lost)
+            context.routing.record_dropped_choices(self.router.layer, dropped)
         y = y if self.out_of_latent is None else self.linear(y, self.out_of_latent)
         y = (y if self.sp else gather_token_shares(y, self.tp, flat.shape[0])).view_as(x)
         return y if shared is None else y + shared
@@ -90,23 +89,23 @@ class MixtureOfExperts(nn.Module):
         rows, length = x.shape[:2]
         first = self.tp.rank * length if self.sp else 0
         part = slice(first, first + length)
-        places = torch.arange(part.start, part.stop, device=x.device)
-        matter = torch.ones(rows, length, dtype=torch.bool, device=x.device)
-        if context.routing is not None:
-            matter = matter if context.routing.affects_loss_mask is None else context.routing.affects_loss_mask[:, part]
-        shared = context.routing or context.routes
-        if shared is not None and shared.token_indices is not None:
-            places = shared.token_indices[part]
+        positions = torch.arange(part.start, part.stop, device=x.device)
+        mask = torch.ones(rows, length, dtype=torch.bool, device=x.device)
+        if context.routing is not None and context.routing.affects_loss_mask is not None:
+            mask = context.routing.affects_loss_mask[:, part]
+        source = context.routing or context.routes
+        if source is not None and source.token_indices is not None:
+            positions = source.token_indices[part]
         row = torch.arange(rows, device=x.device).repeat_interleave(length)
-        fields = [row, places.repeat(rows), matter.flatten()]
-        row, place, matter = fields if self.sp else [take_token_share(field, self.tp) for field in fields]
-        return RoutedTokens(row, place, matter, rows, length * self.sharers)
+        fields = [row, positions.repeat(rows), mask.flatten()]
+        row, position, mask = fields if self.sp else [take_token_share(field, self.tp) for field in fields]
+        return RoutedTokens(row, position, mask, rows, length * self.sharers)
 
 
 class GroupedExperts(nn.Module):
     """This rank's E/P experts, each with F/Q of the expert width: the sum over the parts is the expert's output.
 
-    Their gradients are summed over the ranks that hold the same, wherever those stand.
+    Gradients are summed over the ranks that hold the same experts.
     """
 
     def __init__(self, build: LayerBuilder, name: str) -> None:
@@ -127,12 +126,12 @@ class GroupedExperts(nn.Module):
         h = self.linear(x, self.up, rows)
         h = h if self.up_adapter is None else self.up_adapter(x, h, rows)
         h = h if self.up_bias is None else add_grouped_bias(h, self.up_bias, rows)
-        # weighted before the last product, which is linear: so a row's output is not needed for its weight's gradient
+        # weighted before the last GEMM, which is linear, so that the outputs are not needed for the weights' gradients
         h = self.saved.recompute_output("activation", self.activate, h, weights)
         y = self.linear(h, self.down, rows)
         y = y if self.down_adapter is None else self.down_adapter(h, y, rows)
         if self.down_bias is None:
             return y
-        # once among the parts
+        # added by one of the parts
         bias = self.down_bias if self.first_part else self.down_bias * 0
         return add_grouped_bias(y, bias, rows, weights)

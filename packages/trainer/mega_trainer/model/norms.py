@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.parallel.tensor_parallel import sum_input_gradient, sum_partial_results
 
@@ -36,7 +37,7 @@ class Norm(nn.Module):
         return self.add_and_norm(x)[1]
 
     def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return x + y, or x, and its norm, all [.., D]: one kernel each way where the back end has it."""
+        """Return x + y, or x, and its norm, all [.., D]; one kernel each way if the back end has it."""
         if not self.layer:
             return self.kernels.add_rms_norm(x, y, self.weight, self.eps, zero_centered=self.zero_centered)
         x = x if y is None else x + y
@@ -44,10 +45,10 @@ class Norm(nn.Module):
 
 
 class AllHeadsRMSNorm(nn.Module):
-    """RMSNorm over all heads of a token together, which the ranks of `group` share equally.
+    """RMSNorm over all heads of a token together, which are split evenly over the ranks of `group`.
 
-    A rank's mean of squares goes into the mean over the ranks, and the gradient of that comes from all of them. Heads
-    that several ranks hold count as often on each, which leaves the mean as it is.
+    The mean of squares is averaged over the ranks, and its gradient is summed over them. Heads that several ranks hold
+    count the same number of times each, which does not change the mean.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, group: CommGroup, *, zero_centered: bool) -> None:
@@ -56,7 +57,7 @@ class AllHeadsRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, S, H/T, d] to the same shape; statistics in at least fp32."""
-        wide = x.flatten(-2).to(torch.promote_types(x.dtype, torch.float32))
+        wide = upcast_to_fp32(x.flatten(-2))
         mean = wide.square().mean(-1, keepdim=True) / self.group.size
         mean = sum_input_gradient(sum_partial_results(mean, self.group, sp=False), self.group)
         factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
@@ -72,6 +73,6 @@ class PerHeadLayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, S, H/T, d] to the same shape; statistics in at least fp32."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = upcast_to_fp32(x)
         factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
         return (F.layer_norm(wide, x.shape[-1:], eps=self.eps) * factor).to(x.dtype)

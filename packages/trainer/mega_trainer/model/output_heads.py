@@ -1,11 +1,9 @@
 """Output heads after a model's layers: final norm, logits and losses, masked language modelling, pooler.
 
+Modules before the output matrix work on this rank's part of the sequence: under sequence parallelism their gradients are
+summed over the tensor ranks, otherwise each rank has the whole gradient.
+
 Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel ranks.
-
-Up to the output matrix all works on this rank's part of the sequence: under sequence parallelism the gradients are sums
-over the tensor ranks, else each of these has the whole.
-
-Legend: B batch, S sequence, D model width, T tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class SequencePooler(nn.Module):
         self.has_first = groups.cp.rank == 0 and (groups.tp.rank == 0 or not build.sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, S or S/T, D] to [B, D], on a rank that has the first token."""
+        """Map [B, S or S/T, D] to [B, D]; only meaningful on a rank that has the first token."""
         return self.linear(x[:, :1], self.weight, self.bias).tanh()[:, 0]
 
     def segment_order_logits(self, x: Tensor) -> Tensor:
@@ -66,7 +64,7 @@ class SequencePooler(nn.Module):
     def segment_order_loss(self, x: Tensor, pairs: SegmentOrderTargets) -> Tensor:
         """Return the weighted sum of the segment-order cross entropies, from the stream [B, S or S/T, D].
 
-        A rank without the first token computes it of another, times zero: all have the same operations and gradients.
+        A rank without the first token computes it from another token, times zero: all ranks run the same operations.
         """
         losses = F.cross_entropy(upcast_to_fp32(self.segment_order_logits(x)), pairs.labels, reduction="none")
         return (losses * (pairs.weights if self.has_first else 0 * pairs.weights)).sum()
@@ -89,7 +87,7 @@ class OutputProjection(NamedTuple):
 
 
 class OutputHead(nn.Module):
-    """Final norm, and logits and losses by an output matrix, which may be the embedding's or another stage's."""
+    """Final norm, and logits and losses by an output matrix, which may be the tied embedding or another stage's."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -102,7 +100,7 @@ class OutputHead(nn.Module):
     def prepare_hidden(self, hidden: Tensor) -> Tensor:
         """Return the operand [B, S, D] of the output matrix from normalised hidden states [B, S or S/T, D].
 
-        `logit_scale` is on this side of it, where it is less to do.
+        `logit_scale` is applied here, where there are fewer elements than in the logits.
         """
         x = hidden if self.transform is None else self.transform(hidden)
         x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
@@ -117,19 +115,13 @@ class OutputHead(nn.Module):
     def compute_token_loss(
         self, hidden: Tensor, output: OutputProjection, targets: HeadTargets
     ) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of the losses and each token's [B, S], from normalised hidden states [B, S or S/T,
-        D].
-        """
-        shape, cap, weigh, soft = (
-            targets.labels.shape,
-            self.config.logit_softcap,
-            targets.weight_fn,
-            targets.soft_labels,
-        )
-        flat = None if weigh is None else (lambda told: weigh(told.view(shape)).flatten())
-        against = None if soft is None else TeacherTargets(soft, output.weight.shape[0], self.tp, cap)
+        """Return the weighted sum of the losses and each token's loss [B, S], from normalised states [B, S or S/T, D]."""
+        shape, cap, weight_fn = targets.labels.shape, self.config.logit_softcap, targets.weight_fn
+        flat_weight_fn = None if weight_fn is None else (lambda log_probs: weight_fn(log_probs.view(shape)).flatten())
+        soft = targets.soft_labels
+        teacher = None if soft is None else TeacherTargets(soft, output.weight.shape[0], self.tp, cap)
         total, losses = fused_linear_cross_entropy(
             self.prepare_hidden(hidden).flatten(0, 1), output.weight, targets.labels.flatten(), targets.weights.flatten(),
-            self.tp, self.config.vocab_size, cap, self.leaves, output.bias, flat, against,
+            self.tp, self.config.vocab_size, cap, self.leaves, output.bias, flat_weight_fn, teacher,
         )  # fmt: skip
         return total, losses.view(shape)

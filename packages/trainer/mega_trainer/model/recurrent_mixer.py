@@ -1,13 +1,10 @@
-"""Common part of recurrent mixers: short convolution, chunks, and the exchange of states or heads between context
-ranks.
+"""Common part of recurrent mixers: short convolution, chunks, and exchange of states or heads between context ranks.
 
-Either each rank computes with its own tokens and is passed the states before them (`parallel.state`), or ranks exchange
-tokens for heads, before the convolution and back after the recurrence: what is less.
+Either each rank computes with its own tokens and receives the states before them (`parallel.recurrent_state`), or ranks
+exchange tokens for heads before the convolution, and back after the recurrence; the cheaper of the two is chosen.
 
-Legend: B batch, S sequence, N context ranks, s = S/N tokens of a rank, c convolved channels of a tensor rank, H its heads of P
-channels each.
-
-Legend: B batch, S sequence, N context ranks, s = S/N tokens of a rank, c channels of a rank, k taps.
+Legend: B batch, S sequence, N context ranks, s = S/N tokens of a rank, c convolved channels of a tensor rank, H its heads
+of P channels each, k taps.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from mega_trainer.kernels.sequence_chunks import SequenceChunks
 from mega_trainer.model.forward_context import ForwardContext, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.context_parallel import AllToAllAttention, gather_preceding_tokens
+from mega_trainer.parallel.parallel_linear import ALONE
 from mega_trainer.parallel.parameter_info import UniformInit
 from mega_trainer.parallel.recurrent_state import pass_recurrent_states
 from mega_trainer.parallel.tensor_parallel import SplitHeads, concat_parameters
@@ -34,56 +32,50 @@ class ShortConvolution(nn.Module):
     """Depthwise causal convolution silu(b + weighted sum over the last k tokens of a channel), within documents.
 
     Args:
-        build: of the model.
-        name: of its tensors, `{name}.{block}.weight` [channels, k] and `.bias` [channels].
-        blocks: the channels, in their order, each block split by its heads, or shared where there are fewer than ranks.
+        build: builder of the model.
+        name: prefix of the tensors `{name}.{block}.weight` [channels, k] and `.bias` [channels].
+        blocks: channels in order, each block split by heads, or shared if it has fewer heads than there are ranks.
         taps: k.
-        bias: whether there is one.
+        bias: add a bias.
     """
 
     def __init__(self, build: LayerBuilder, name: str, blocks: Sequence[SplitHeads], taps: int, *, bias: bool) -> None:
         super().__init__()
         self.cp, self.kernels, self.taps = build.groups.cp, build.kernels, taps
-        start = UniformInit(-(taps**-0.5), taps**-0.5)
-        self.weights, self.biases = (
-            nn.ParameterList(
-                build.build_head_parameters(
-                    [SplitHeads(f"{name}.{block.name}.{which}", block.count, block.size) for block in blocks],
-                    tail,
-                    uniform=start,
-                )
-                if there
-                else []
-            )
-            for which, tail, there in (("weight", (taps,), True), ("bias", (), bias))
-        )
+        uniform = UniformInit(-(taps**-0.5), taps**-0.5)
+
+        def build_parameters(suffix: str, tail: tuple[int, ...]) -> nn.ParameterList:
+            heads = [SplitHeads(f"{name}.{block.name}.{suffix}", block.count, block.size) for block in blocks]
+            return nn.ParameterList(build.build_head_parameters(heads, tail, uniform=uniform))
+
+        self.weights = build_parameters("weight", (taps,))
+        self.biases = build_parameters("bias", ()) if bias else nn.ParameterList()
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Convolve this rank's tokens and channels [B, s, c] to the same shape; the tokens before its chunks come from
-        other ranks.
-        """
+        """Convolve this rank's tokens and channels [B, s, c]; the tokens before its chunks come from other ranks."""
         assert isinstance(context.attention_mask, SequenceMask)
-        reach = context.attention_mask.count_preceding_tokens(self.cp)
+        preceding = context.attention_mask.count_preceding_tokens(self.cp)
         if self.cp.size == 1:
-            return self._convolve(x, None, reach)
+            return self._convolve(x, None, preceding)
         before = gather_preceding_tokens(x, self.taps - 1, self.cp).flatten(0, 1)
         chunks = torch.unflatten(x, 1, (2, -1)).flatten(0, 1)
-        reach = None if reach is None else torch.unflatten(reach, 1, (2, -1)).flatten(0, 1)
-        return self._convolve(chunks, before, reach).view_as(x)
+        preceding = None if preceding is None else torch.unflatten(preceding, 1, (2, -1)).flatten(0, 1)
+        return self._convolve(chunks, before, preceding).view_as(x)
 
     def convolve_channels(self, x: Tensor, context: ForwardContext, channels: Tensor) -> Tensor:
         """Convolve some `channels` int64 [c'] of this rank over all tokens: [B, S, c'] to the same shape."""
         assert isinstance(context.attention_mask, SequenceMask)
         weight, bias = concat_parameters(self.weights), concat_parameters(self.biases)
         assert weight is not None
-        reach = context.attention_mask.count_preceding_tokens(CommGroup("alone"))
+        preceding = context.attention_mask.count_preceding_tokens(ALONE)
         return self.kernels.short_convolution(
-            x, None, weight[channels], None if bias is None else bias[channels], reach
+            x, None, weight[channels], None if bias is None else bias[channels], preceding
         )
 
     def convolve_step(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolve the next tokens [B, S, c] of one document each, after the k - 1 before them, zeros at first; return
-        the result and the new tail.
+        """Convolve the next tokens [B, S, c] of one document each after the `tail` of k - 1 tokens, zeros at first.
+
+        Returns the result and the new tail.
         """
         return self._convolve(x, tail, None), torch.cat([tail, x], 1)[:, x.shape[1] :]
 
@@ -93,31 +85,26 @@ class ShortConvolution(nn.Module):
         return self.kernels.short_convolution(x, before, weight, concat_parameters(self.biases), preceding_tokens)
 
 
-ALONE = CommGroup("alone")
-
-
 class RecurrenceRule(Protocol):
     """Interface of a recurrence over some of a tensor rank's heads."""
 
     def __call__(
         self, parts: Sequence[Tensor], steps: Sequence[Tensor], heads: slice, chunks: SequenceChunks, states: ScanPass
     ) -> Tensor:
-        """Return y [B, S, H, P], from each convolved block's heads [B, S, count, size] and from numbers per head [B, S,
-        H].
-        """
+        """Return y [B, S, H, P] from each convolved block's heads [B, S, count, size] and numbers per head [B, S, H]."""
 
 
 class RecurrentMixer(nn.Module):
     """Convolution of some blocks of channels, and a recurrence of their heads over whole sequences.
 
     Args:
-        build, layer: of the model, and of it.
-        name: of the convolution's tensors.
-        blocks: what is convolved, by heads that the tensor ranks share out, or share.
+        build, layer: builder of the model, and number of the layer.
+        name: prefix of the convolution's tensors.
+        blocks: convolved blocks, by heads that the tensor ranks split or share.
         taps, bias: of the convolution.
-        chunk: tokens that are computed at once.
-        heads: the recurrence's, of P channels.
-        state: elements of a head's state, and of what says how a stretch of tokens changes it.
+        chunk: tokens per chunk.
+        heads: heads of the recurrence, of P channels.
+        state: elements of a head's state and of its affine map, which context ranks exchange.
     """
 
     def __init__(
@@ -136,7 +123,7 @@ class RecurrentMixer(nn.Module):
         super().__init__()
         tp = build.groups.tp
         self.cp, self.saved, self.chunk, self.state = build.groups.cp, build.saved, chunk, state
-        self.layer, self.asked = layer, build.cp_kind == "alltoall"
+        self.layer, self.always_exchanges_heads = layer, build.cp_kind == "alltoall"
         self.counts, self.sizes = [max(1, block.count // tp.size) for block in blocks], [block.size for block in blocks]
         self.heads, self.size = heads.count // tp.size, heads.size
         self.conv = ShortConvolution(build, name, blocks, taps, bias=bias)
@@ -163,19 +150,15 @@ class RecurrentMixer(nn.Module):
         return y
 
     def _should_exchange_heads(self, conv_input: Tensor, steps: int) -> bool:
-        """Return whether to exchange heads: if asked for, or if the heads divide evenly and it takes fewer bytes than
-        states.
-        """
+        """Return whether to exchange heads: if configured, or if the heads divide evenly and fewer bytes are sent."""
         size = self.cp.size
-        shared = self.heads % size == 0 and all(n % size == 0 or size % n == 0 for n in self.counts)
-        return self.asked or (
-            shared and self.head_exchange_bytes(conv_input, steps) < self.state_passing_bytes(conv_input)
+        divisible = self.heads % size == 0 and all(n % size == 0 or size % n == 0 for n in self.counts)
+        return self.always_exchanges_heads or (
+            divisible and self.head_exchange_bytes(conv_input, steps) < self.state_passing_bytes(conv_input)
         )
 
     def state_passing_bytes(self, conv_input: Tensor) -> int:
-        """Return the bytes that a forward gathers to pass states: those of two spans per rank, and the convolution's
-        halo.
-        """
+        """Return the bytes that a forward gathers to pass states: of two spans per rank, and the convolution's halo."""
         halo = (self.conv.taps - 1) * conv_input.shape[-1] * conv_input.itemsize
         return conv_input.shape[0] * 2 * self.cp.size * (self.heads * self.state * max(4, conv_input.itemsize) + halo)
 
@@ -207,8 +190,8 @@ class RecurrentMixer(nn.Module):
             [*self._split_blocks(conv_input, self.counts), *(step.unsqueeze(-1) for step in steps)]
         )
         parts, steps = received[: len(self.counts)], tuple(step.squeeze(-1) for step in received[len(self.counts) :])
-        places = self._split_blocks(torch.arange(conv_input.shape[-1], device=conv_input.device), self.counts)
-        channels = torch.cat([place[exchange.local_head_slice(len(place))].flatten() for place in places])
+        blocks = self._split_blocks(torch.arange(conv_input.shape[-1], device=conv_input.device), self.counts)
+        channels = torch.cat([block[exchange.local_head_slice(len(block))].flatten() for block in blocks])
         joined = self.conv.convolve_channels(torch.cat([part.flatten(-2) for part in parts], -1), context, channels)
         chunks = self._make_chunks(joined, context, ALONE)
         parts = self._split_blocks(joined, [part.shape[2] for part in parts])
@@ -218,16 +201,18 @@ class RecurrentMixer(nn.Module):
     def _continue_cached(
         self, rule: RecurrenceRule, x: Tensor, state: Sequence[Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Continue cached sequences by channels and numbers per head, with the convolution's tail and the state S; see
-        `RecurrenceFunction`.
+        """Continue cached sequences from the convolution's tail and the state S; see `RecurrenceFunction`.
+
+        The columns of x are channels, then numbers per head.
         """
-        seen, *steps = torch.split(
+        conv_input, *steps = torch.split(
             x, [self.convolved_channels, *[self.heads] * ((x.shape[-1] - self.convolved_channels) // self.heads)], -1
         )
-        tail, first = state or (seen.new_zeros(len(seen), self.conv.taps - 1, self.convolved_channels), None)
-        convolved, tail = self.conv.convolve_step(seen, tail)
+        zeros = conv_input.new_zeros(len(conv_input), self.conv.taps - 1, self.convolved_channels)
+        tail, first = state or (zeros, None)
+        convolved, tail = self.conv.convolve_step(conv_input, tail)
         carried = _CarriedState(first)
-        chunks = SequenceChunks(1, min(self.chunk, seen.shape[1]))
+        chunks = SequenceChunks(1, min(self.chunk, conv_input.shape[1]))
         y = rule(self._split_blocks(convolved, self.counts), steps, slice(None), chunks, carried)
         assert carried.state is not None
         return y, (tail, carried.state)
@@ -238,7 +223,7 @@ class RecurrentMixer(nn.Module):
         return [torch.unflatten(part, -1, (count, -1)) for part, count in zip(split, counts, strict=True)]
 
     def _make_chunks(self, x: Tensor, context: ForwardContext, group: CommGroup) -> SequenceChunks:
-        """Return the chunks of the tokens that a rank of the group holds."""
+        """Return the chunks of the tokens of a rank in `group`."""
         assert isinstance(context.attention_mask, SequenceMask)
         spans, whole = (1, True) if group.size == 1 else (2, False)
         starts = context.attention_mask.cu_seqlens if whole else None
@@ -252,7 +237,7 @@ class RecurrentMixer(nn.Module):
 
 
 class _CarriedState:
-    """`Pass` that starts from a state, zero by default, and keeps the last one."""
+    """`ScanPass` that starts from a given state, zero by default, and keeps the final state."""
 
     def __init__(self, state: Tensor | None) -> None:
         self.state = state

@@ -1,4 +1,4 @@
-"""T5's relative position bias (arXiv:1910.10683, section 2.1): tables of addends to scores by distance bucket.
+"""T5's relative position bias (arXiv:1910.10683, section 2.1): tables of score biases by distance bucket.
 
 Legend: H heads, T tensor-parallel ranks, S queries, K keys.
 """
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RelativePositionBias:
-    """Relative position bias table, and how distances index it.
+    """Relative position bias table with its distance buckets.
 
     Attributes:
-        table: this rank's heads of each bucket, [buckets, H/T].
-        causal: all buckets are for keys before the query; else half of them for those behind it.
+        table: bias of this rank's heads in each bucket, [buckets, H/T].
+        causal: all buckets are for keys before the query; else half of them are for keys after it.
     """
 
     table: Tensor
     config: RelativePositionConfig
     causal: bool
-    _made: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _buckets: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def make_distance_bias(self, queries: int, keys: int) -> DistanceBias:
         """Return the bias of the scores of S queries at the end of K keys."""
-        if (queries, keys) not in self._made:
+        if (queries, keys) not in self._buckets:
             distances = torch.arange(1 - keys, queries)
-            places = bucket_distances(distances, self.config.buckets, self.config.max_distance, causal=self.causal)
-            self._made[queries, keys] = to_device(places, self.table.device)
-        return DistanceBias(nn.functional.embedding(self._made[queries, keys], self.table).t(), keys - 1)
+            buckets = bucket_distances(distances, self.config.buckets, self.config.max_distance, causal=self.causal)
+            self._buckets[queries, keys] = to_device(buckets, self.table.device)
+        return DistanceBias(nn.functional.embedding(self._buckets[queries, keys], self.table).t(), keys - 1)
 
     def add_to_scores(self, how: ScoreTransform, queries: int, keys: int) -> ScoreTransform:
         """Return the score transform with this bias."""
@@ -62,7 +62,7 @@ class LayerBiasTable(nn.Module):
 
 
 def build_bias_table(build: LayerBuilder, name: str) -> nn.Parameter:
-    """Build this rank's columns [buckets, H/T] of a bias table, named without `.weight`."""
+    """Build this rank's columns [buckets, H/T] of a bias table; `name` is without `.weight`."""
     rows, heads, tp = build.config.relative.buckets, build.config.num_attention_heads, build.groups.tp
     own = heads // tp.size
     piece = TensorPiece(f"{name}.weight", (rows, heads), (0, tp.rank * own), (0, 0), (rows, own))

@@ -1,20 +1,21 @@
 """Retro (arXiv:2112.04426): a decoder that attends to retrieved neighbours of the preceding text.
 
-The text is cut into chunks of m tokens, and each chunk has K neighbours of 2 m tokens. These are embedded as the text is, in
-the first stage, and travel with the stream:
+The text is cut into chunks of m tokens, and each chunk has K neighbours of 2 m tokens. They are embedded like the text, in
+the first stage, and appended to the stream:
 
     [the text's tokens | the neighbours' tokens]        [B, S + 2 K S, D]
 
-In the first layer that attends to neighbours, behind its self-attention, an encoder reads them (each neighbour alone, from
-both sides); its first layer also attends to the tokens of the chunk that they belong to, as they are there. What it has made
-takes their place in the stream. In each such layer a token attends to the encoded neighbours of the last chunk that is
-complete with it: those from the last token of chunk u to the last but one of chunk u + 1 to those of chunk u. So nothing of
-a chunk reaches a token before its end, and the first m - 1 tokens see no neighbours. As in Megatron-Core 0.15, the encoder
-has no norm behind it, and cross attention no positions. Chunks are cut by place; where attention is closed between documents
-a token sees neighbours only of a chunk that lies in its own document, so the first m - 1 tokens of each see none.
+In the first layer that attends to neighbours, after its self-attention, an encoder processes them (each neighbour
+separately, bidirectionally); the encoder's first layer also attends to the hidden states of the neighbours' chunk. Its
+output replaces the neighbours in the stream. In each layer that attends to neighbours, a token attends to those of the last
+chunk that is complete at the token: the tokens from the last of chunk u to the last but one of chunk u + 1 attend to those
+of chunk u. So no token receives information about a chunk before its end, and the first m - 1 tokens have no neighbours.
+As in Megatron-Core 0.15, the encoder has no final norm, and cross attention no positions. Chunks are cut by position; if
+attention is restricted to documents, a token attends only to neighbours of a chunk in its own document, so the first m - 1
+tokens of each document have none.
 
-Under sequence parallelism each neighbour is split over the tensor ranks by itself. A message has one shape throughout, so
-schedules know nothing of this; its price is counted in `tests/parity/test_communication.py`.
+Under sequence parallelism each neighbour is split over the tensor ranks separately. All messages between stages have one
+shape, so schedules need no changes; `tests/parity/test_communication.py` counts the extra traffic.
 
 Legend: B batch, S tokens of the text, L = S/m chunks, K neighbours of each, D model width, T tensor-parallel ranks.
 """
@@ -48,7 +49,7 @@ class NeighborEncoderBuilder(LayerBuilder):
     """Builder of the neighbour encoder's layers inside a decoder layer.
 
     Attributes:
-        prefix: what stands for `model.layers.` in their names.
+        prefix: prefix of the tensor names in place of `model.layers.`.
     """
 
     prefix: str = ""
@@ -76,9 +77,7 @@ class NeighborEncodingLayer(nn.Module):
         self.encoder = nn.ModuleList(build_transformer_layer(own, index) for index in range(own.config.num_layers))
 
     def forward(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Return the stream [B, S or S/T, D] after this layer, and the encoded neighbours in the shape of
-        `context.source.memory`.
-        """
+        """Return the stream [B, S or S/T, D] after this layer, and the encoded neighbours (as `context.source.memory`)."""
         mixer, cross, feed, source = self.block.mixer, self.block.cross, self.block.feed, context.source
         assert mixer is not None
         assert cross is not None
@@ -118,44 +117,42 @@ class RetroDecoder(Decoder):
         assert batch.neighbors is not None
         assert context.source is not None
         tokens = batch.neighbors.tokens.flatten(0, 2)
-        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        neighbors = self.embed_inputs(tokens, places, context.source.context.dropout)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        neighbors = self.embed_inputs(tokens, positions, context.source.context.dropout)
         x = super().embed_micro_batch(batch, context)
         return torch.cat([x, neighbors.reshape(len(x), -1, x.shape[-1])], 1)
 
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context, with that of the neighbour encoder; see `Decoder.make_batch_context`."""
-        context, found = super().make_batch_context(batch, dropout, routing), batch.neighbors
-        assert found is not None
-        rows, chunks, count, length = found.tokens.shape
-        device, drop = found.tokens.device, dropout(length, 1)
+        """Return the forward context, including the neighbour encoder's; see `Decoder.make_batch_context`."""
+        context, neighbors = super().make_batch_context(batch, dropout, routing), batch.neighbors
+        assert neighbors is not None
+        rows, chunks, count, length = neighbors.tokens.shape
+        device, drop = neighbors.tokens.device, dropout(length, 1)
         if drop is not None:
             drop = replace(drop, samples=_number_parts(batch.samples, chunks * count))
-        places = torch.arange(length, device=device)[None]
-        sight = SequenceMask(length, device, found.sequence_bounds.document_starts, causal=False)
-        own = self.make_forward_context(
-            places, attention_mask=sight, dropout=drop, sequence_bounds=found.sequence_bounds
-        )
-        asks = CrossAttentionChunks(rows * chunks, _number_parts(batch.samples, chunks))
-        own = replace(own, source=EncoderContext(own, batch.tokens.shape[1], chunks=asks))
-        seen, some = found.attention_mask, None
-        if seen is not None:
-            there = seen.any(-1, keepdim=True)
-            # a chunk without neighbours sees all, and what it makes of it is 0
-            seen, some = seen | ~there, there.to(self.dtype)
+        positions, bounds = torch.arange(length, device=device)[None], neighbors.sequence_bounds
+        mask = SequenceMask(length, device, bounds.document_starts, causal=False)
+        own = self.make_forward_context(positions, attention_mask=mask, dropout=drop, sequence_bounds=bounds)
+        parts = CrossAttentionChunks(rows * chunks, _number_parts(batch.samples, chunks))
+        own = replace(own, source=EncoderContext(own, batch.tokens.shape[1], chunks=parts))
+        visible, has_keys = neighbors.attention_mask, None
+        if visible is not None:
+            present = visible.any(-1, keepdim=True)
+            # a chunk without neighbours attends to all keys, to avoid NaN, and its result is multiplied by 0
+            visible, has_keys = visible | ~present, present.to(self.dtype)
         if batch.sequence_bounds.document_starts is not None:
-            own_text = to_device(_chunk_in_document(batch.sequence_bounds.document_starts, chunks), device)
-            some = own_text.to(self.dtype) if some is None else some * own_text
-        asks = replace(asks, shift=batch.tokens.shape[1] // chunks - 1, some=some)
-        return replace(context, source=EncoderContext(own, self._neighbor_length(batch), seen, chunks=asks))
+            same_document = to_device(_chunk_in_document(batch.sequence_bounds.document_starts, chunks), device)
+            has_keys = same_document.to(self.dtype) if has_keys is None else has_keys * same_document
+        parts = replace(parts, shift=batch.tokens.shape[1] // chunks - 1, some=has_keys)
+        return replace(context, source=EncoderContext(own, self._neighbor_length(batch), visible, chunks=parts))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Pass the stream, with the neighbours appended, through this stage's layers."""
         assert context.source is not None
-        behind = context.source.length
-        x, neighbors = torch.split(x, [x.shape[1] - behind, behind], 1)
+        length = context.source.length
+        x, neighbors = torch.split(x, [x.shape[1] - length, length], 1)
         memory = self.unpack_neighbors(neighbors)
         for index, layer in enumerate(self.layers):
             own = with_encoder_memory(context, memory)
@@ -166,17 +163,16 @@ class RetroDecoder(Decoder):
         return x if self.stage.heads else torch.cat([x, memory.reshape(neighbors.shape)], 1)
 
     def unpack_neighbors(self, neighbors: Tensor) -> Tensor:
-        """Reshape the neighbours of a message, [B, 2 m L K or that/T, D], for the layers: [B L K, 2 m or 2 m/T, D]."""
+        """Reshape a message's neighbours, [B, 2 m L K or 2 m L K/T, D], for the layers: [B L K, 2 m or 2 m/T, D]."""
         assert self.config.retro is not None
         length = self.config.retro.neighbor_length
         return neighbors.reshape(-1, length // self.groups.tp.size if self.sp else length, neighbors.shape[-1])
 
 
 def _chunk_in_document(begins: np.ndarray, chunks: int) -> Tensor:
-    """Return whether the m queries of each of L `chunks` are in a document that contains the whole chunk: bool [B L, m,
-    1, 1].
+    """Return the mask of queries in a document that contains the whole chunk, of L `chunks`: bool [B L, m, 1, 1].
 
-    The queries are those from the last token of the chunk on; `begins` is int64 [B, S], as in `SequenceBounds`.
+    The m queries of a chunk begin with its last token; `begins` are document starts, int64 [B, S], as in `SequenceBounds`.
     """
     size = begins.shape[1] // chunks
     ahead = np.pad(begins[:, size - 1 :], ((0, 0), (0, size - 1))).reshape(-1, chunks, size)

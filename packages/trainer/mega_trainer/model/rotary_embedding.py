@@ -1,8 +1,8 @@
 """Rotary position embedding (RoPE, arXiv:2104.09864) and its scaling variants, in transformers' conventions.
 
-The rotated part of a head is split in halves (x1, x2) and turned: (x1 cos - x2 sin, x2 cos + x1 sin). Interleaved, it
-comes as pairs of neighbours and is left in halves, as in transformers: only products of queries with keys count, which
-an order that they share does not change.
+The rotated part of a head is split in halves (x1, x2) and rotated: (x1 cos - x2 sin, x2 cos + x1 sin). Interleaved, the
+input is pairs of neighbours and the output is halves, as in transformers: a common order of queries and keys does not
+change their dot products.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from mega_trainer.kernels.kernel_interface import RotaryAngles
 class RotaryEmbedding:
     """Rotary embedding of one model, or of its layers with a window.
 
-    Frequencies are brought to a device once, and stay there: a copy from host memory waits for all that the device has yet
-    to do.
+    Frequencies are cached on the device: a copy from host memory would wait for all pending work of the device.
 
     Attributes:
-        size: width of a head, or of that part of it which may turn.
-        max_position: the longest sequence the model was made for.
+        size: width of a head, or of the part of it that may be rotated.
+        max_position: longest sequence that the model supports.
     """
 
     rope: RopeConfig
     size: int
     max_position: int
-    _made: dict[tuple[int, torch.device], tuple[Tensor, float]] = field(default_factory=dict)
+    _cache: dict[tuple[int, torch.device], tuple[Tensor, float]] = field(default_factory=dict)
 
     @classmethod
     def from_model_config(cls, config: ModelConfig, rope: RopeConfig) -> RotaryEmbedding:
@@ -43,20 +42,20 @@ class RotaryEmbedding:
     def compute_rotation(
         self, positions: Tensor, dtype: torch.dtype, lengths: Sequence[int] | None = None
     ) -> RotaryAngles:
-        """Return the rotation at integer `positions` [B or 1, S], in `dtype`; angles are computed in fp32, as in
-        transformers.
+        """Return the rotation at integer `positions` [B or 1, S], in `dtype`; angles are in fp32, as in transformers.
 
-        With `sections` there may be three of a token, [3, B, S] (M-RoPE, arXiv:2409.12191): each turns its pairs of the head.
+        With `sections` (M-RoPE, arXiv:2409.12191) a token may have three positions, [3, B, S]; each rotates its section
+        of the pairs.
 
-        What depends on the length at hand depends on that of each row by itself, not on its neighbours'; `lengths` are
-        those of whole rows, where `positions` are only some of theirs.
+        Scaling that depends on the sequence length uses the length of each row; `lengths` gives the lengths of whole
+        rows if `positions` are only a part of them.
         """
         if self.rope.scaling not in ("dynamic", "longrope"):
             lengths = [0]
         elif lengths is None:
             lengths = (positions.amax(-1) + 1).tolist()
-        made = [self._frequencies(length, positions.device) for length in lengths]
-        frequency, scale = torch.stack([row for row, _ in made]).unsqueeze(1), made[0][1]
+        rows = [self._frequencies(length, positions.device) for length in lengths]
+        frequency, scale = torch.stack([row for row, _ in rows]).unsqueeze(1), rows[0][1]
         angles = positions.float().unsqueeze(-1) * frequency
         if positions.dim() == 3:
             assert self.rope.sections is not None
@@ -66,20 +65,20 @@ class RotaryEmbedding:
         return RotaryAngles(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype), self.rope.interleaved)
 
     def _frequencies(self, length: int, device: torch.device) -> tuple[Tensor, float]:
-        if (length, device) not in self._made:
+        if (length, device) not in self._cache:
             row, scale = rotary_frequencies(self.rope, self.size, self.max_position, length)
-            self._made[length, device] = row.to(device), scale
-        return self._made[length, device]
+            self._cache[length, device] = row.to(device), scale
+        return self._cache[length, device]
 
 
 def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:
     """Return the angles per position [r/2] in fp32, and the factor on cos and sin (1 except for YaRN and LongRoPE).
 
     Args:
-        rope: the kind and its parameters.
-        head_size: width of a head, or of that part of it which may turn; `rope.fraction` of it is rotated.
-        max_position: the longest sequence the model was made for.
-        length: the longest sequence at hand, for `dynamic` and `longrope`.
+        rope: kind and parameters of the embedding.
+        head_size: width of a head, or of the part of it that may be rotated; `rope.fraction` of it is rotated.
+        max_position: longest sequence that the model supports.
+        length: length of the sequence, for `dynamic` and `longrope`.
     """
     size = int(head_size * rope.fraction)
     exponent = torch.arange(0, size, 2, dtype=torch.int64).float() / size
@@ -89,7 +88,7 @@ def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, leng
             return base, 1.0
         case "linear":
             return base / rope.factor, 1.0
-        case "dynamic":  # NTK-aware: the base grows once the sequence is longer than the model was made for
+        case "dynamic":  # NTK-aware: the base grows once the sequence is longer than the original length
             original = rope.original_max_position or max_position
             grown = (rope.factor * max(length, original) / original) - (rope.factor - 1)
             return 1.0 / (rope.theta * grown ** (size / (size - 2))) ** exponent, 1.0
@@ -102,7 +101,7 @@ def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, leng
 
 
 def _scale_llama3(rope: RopeConfig, base: Tensor) -> Tensor:
-    """Scale frequencies as Llama 3: low ones are divided by the factor, high ones kept, those between blended."""
+    """Scale frequencies as Llama 3: divide low ones by the factor, keep high ones, interpolate in between."""
     original = float(rope.original_max_position or 0)
     wavelength = 2 * math.pi / base
     low, high = original / rope.low_freq_factor, original / rope.high_freq_factor
@@ -114,9 +113,7 @@ def _scale_llama3(rope: RopeConfig, base: Tensor) -> Tensor:
 
 
 def _scale_yarn(rope: RopeConfig, base: Tensor, size: int) -> Tensor:
-    """Scale frequencies as YaRN (arXiv:2309.00071): interpolation below, extrapolation above, a ramp over dimensions
-    between.
-    """
+    """Scale frequencies as YaRN (arXiv:2309.00071): interpolate low ones, extrapolate high ones, a ramp in between."""
     original = rope.original_max_position or 0
 
     def rotation_dimension(rotations: float) -> float:
@@ -144,9 +141,7 @@ def yarn_mscale_factor(rope: RopeConfig, weight: float) -> float:
 
 
 def _scale_longrope(rope: RopeConfig, base: Tensor, max_position: int, length: int) -> tuple[Tensor, float]:
-    """Scale frequencies as LongRoPE (arXiv:2402.13753): a factor per angle, from one list within the original length
-    and from another beyond.
-    """
+    """Scale frequencies as LongRoPE (arXiv:2402.13753): factors from the short list up to the original length, or long."""
     original = rope.original_max_position or max_position
     factors = rope.long_factor if length > original else rope.short_factor
     stretch = rope.factor if rope.factor > 1 else max_position / original

@@ -1,8 +1,7 @@
-"""Transformer layers: a token mixer and a feed-forward, or one of them, each with norms and a residual connection, and
-the registry of both.
+"""Transformer layers: a token mixer, a feed-forward or both, each with norms and a residual connection.
 
-Each is a module made from a `LayerBuilder` and the layer's number, and makes of the normed stream [B, S or S/T, D] and the
-`Context` of the forward pass what is added to the stream, in the same shape.
+Mixers and feed-forwards are built from a `LayerBuilder` and the layer's number. They map the normalised stream
+[B, S or S/T, D] and the `ForwardContext` to the addend of the stream, in the same shape.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from mega_trainer.model.latent_attention import MultiLatentAttention
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.mamba import MambaMixer
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
+from mega_trainer.model.norms import Norm
 
 
 def _build_attention(build: LayerBuilder, layer: int) -> nn.Module:
@@ -49,9 +49,7 @@ class ResidualBranch(nn.Module):
         self.after = build.build_residual_norm(f"model.layers.{layer}.{after}_layernorm") if after else None
 
     def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the stream x, or x + y, and its pre-norm, or itself where the branch has no pre-norm: [B, S or S/T, D]
-        all.
-        """
+        """Return the stream, x or x + y, and the branch's input: the stream, normalised if the branch has a pre-norm."""
         if self.before is None:
             x = x if y is None else x + y
             return x, x
@@ -73,9 +71,9 @@ class ResidualBranch(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-norm layer: x + mixer(norm x), then x + feed(norm x), with the branches that the layer has.
 
-    With `norm_position` post it is norm(mixer x) and norm(feed x) (arXiv:2501.00656), with both it is norm(mixer(norm x))
-    and so on (arXiv:2408.00118); with `parallel_residual` the feed-forward sees what the mixer sees (arXiv:2204.06745),
-    with `shared_norm` through the same norm. What they add is multiplied by `residual_multiplier`.
+    With `norm_position` "post" the addends are norm(mixer x) and norm(feed x) (arXiv:2501.00656), with "both"
+    norm(mixer(norm x)) and norm(feed(norm x)) (arXiv:2408.00118). With `parallel_residual` the feed-forward has the mixer's
+    input (arXiv:2204.06745), with `shared_norm` after the same norm. Addends are multiplied by `residual_multiplier`.
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
@@ -84,7 +82,7 @@ class TransformerLayer(nn.Module):
         before, after = config.norm_position in ("pre", "both"), config.norm_position in ("post", "both")
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
         self.mixer = self.feed = None
-        self.cross: ResidualBranch | None = None  # see `block_of`
+        self.cross: ResidualBranch | None = None  # set by `build_transformer_layer`
         if mixer:
             first = "input" if before and (layer > 0 or config.first_norm) else ""
             self.mixer = ResidualBranch(
@@ -97,43 +95,38 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the residual stream [B, S or S/T, D] after this layer."""
         added: list[Tensor] = []
-        for half in filter(None, (self.mixer, self.cross, self.feed)):
+        for branch in filter(None, (self.mixer, self.cross, self.feed)):
             if not (added and self.shared_norm):
-                x, normed = half.add_and_norm(x, *(() if self.parallel else added[-1:]))
-            added.append(half(normed, context))
+                x, normed = branch.add_and_norm(x, *(() if self.parallel else added[-1:]))
+            added.append(branch(normed, context))
         return sum(added if self.parallel else added[-1:], start=x)
 
 
 class PostNormLayer(TransformerLayer):
-    """Post-norm layer: x = norm(x + mixer x), then x = norm(x + feed x), as in the first transformers and BERT
-    (arXiv:1706.03762).
-    """
+    """Post-norm layer: x = norm(x + mixer x), then x = norm(x + feed x), as in BERT (arXiv:1706.03762)."""
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__(build, layer)
-        names = (
-            *(["cross_attn"] if build.config.has_cross_attention(layer) else []),
-            "post_attention",
-            "post_feedforward",
-        )
+        cross = ["cross_attn"] if build.config.has_cross_attention(layer) else []
+        names = (*cross, "post_attention", "post_feedforward")
         self.norms = nn.ModuleList(
             build.build_residual_norm(f"model.layers.{layer}.{name}_layernorm") for name in names
         )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the residual stream [B, S or S/T, D] after this layer."""
-        halves = [half for half in (self.mixer, self.cross, self.feed) if half is not None]
-        for half, norm in zip(halves, self.norms, strict=True):
-            x = norm.add_and_norm(x, half(x, context))[1]  # type: ignore[operator]
+        branches = [branch for branch in (self.mixer, self.cross, self.feed) if branch is not None]
+        for branch, norm in zip(branches, self.norms, strict=True):
+            assert isinstance(norm, Norm)
+            x = norm.add_and_norm(x, branch(x, context))[1]
         return x
 
 
 def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer:
     """Build the layer of that number according to the configuration."""
-    last = build.config.norm_position == "sum"
-    block = (PostNormLayer if last else TransformerLayer)(build, layer)
+    post_norm = build.config.norm_position == "sum"
+    block = (PostNormLayer if post_norm else TransformerLayer)(build, layer)
     if build.config.has_cross_attention(layer):
-        block.cross = ResidualBranch(
-            build.builder_for_layer(layer), layer, "cross", CrossAttention, "" if last else "cross_attn", ""
-        )
+        before = "" if post_norm else "cross_attn"
+        block.cross = ResidualBranch(build.builder_for_layer(layer), layer, "cross", CrossAttention, before, "")
     return block

@@ -1,15 +1,13 @@
-"""Vocab-parallel losses: fused output projection and cross entropy or distillation, over a vocabulary split among
-ranks, in chunks of tokens.
+"""Vocab-parallel losses: fused output projection and cross entropy or distillation, over a vocabulary split among ranks.
 
-The logits of a whole sequence never exist: each chunk's are turned into its loss and, since the gradient of a softmax
-is known as soon as the softmax is, into the gradients of hidden state and head at once, then dropped.
+The logits of a whole sequence never exist: in each chunk of tokens the logits are turned into the loss and, since the
+gradient of a softmax is known with the softmax, directly into the gradients of hidden state and head.
 
-Legend: N tokens, D model width, V vocabulary, R = ceil(V / ranks) rows of the head on each rank.
+The distillation loss of a token is t^2 KL(teacher || student), both at temperature t (Hinton et al. 2015,
+arXiv:1503.02531), where the teacher's distribution is that of its top-K tokens, normalised to a sum of one.
 
-The loss of a token is t^2 KL(teacher || student), both at temperature t (Hinton et al. 2015, arXiv:1503.02531), the teacher's
-distribution being that of its K likeliest tokens, made to sum to one.
-
-Legend: N or n tokens, D model width, V vocabulary, R rows of the head on each rank, K tokens of the teacher's.
+Legend: N tokens, n tokens of a chunk, D model width, V vocabulary, R = ceil(V / ranks) rows of the head on each rank, K top
+tokens of the teacher.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.parallel.parameter_info import get_main_grad
 
-# Elements of logits that are made at a time: on a GPU they should fill it with work, on a CPU be reused by its allocator. There
-# leaves take fewer of them at once, compiled or not, so that what one holds stays in the cache: a plain one has them in fp32, too.
+# Elements of logits per chunk: enough to fill a GPU; on a CPU few enough that its allocator reuses the memory. On a CPU,
+# leaves work on parts of a chunk that fit the cache; by `compiled`, since eager leaves also make fp32 copies.
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 LEAF_ELEMENTS = {True: 1 << 20, False: 1 << 19}
 
@@ -41,28 +39,28 @@ class _FusedLinearCrossEntropy(Function):
         ctx: Any,
         hidden: Tensor,
         head: Tensor,
-        labels: LossTargets,
+        targets: LossTargets,
         weights: Tensor,
         group: CommGroup,
         vocab_size: int,
         differentiable: bool,
         bias: Tensor | None,
-        step: int,
-        few: int,
+        chunk_tokens: int,
+        leaf_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
+        losses = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
         d_hidden = torch.empty_like(hidden) if differentiable else None
         d_head = torch.empty_like(head, dtype=losses.dtype) if differentiable and head.requires_grad else None
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=losses.dtype)
-        room = hidden.new_empty(min(step, len(hidden)), len(head))  # of all chunks: a CPU pays most for new memory
-        for start in range(0, hidden.shape[0], step):
-            chunk = slice(start, start + step)
-            logits = compute_local_logits(hidden[chunk], head, bias, group, vocab_size, room)
-            for at, some in enumerate(torch.split(logits, few)):
-                part = slice(start + at * few, start + at * few + len(some))
-                kept, losses[part] = labels.compute_losses(some, part)
+        buffer = hidden.new_empty(min(chunk_tokens, len(hidden)), len(head))  # reused: new memory is expensive on a CPU
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = compute_local_logits(hidden[chunk], head, bias, group, vocab_size, buffer)
+            for at, some in enumerate(torch.split(logits, leaf_tokens)):
+                part = slice(start + at * leaf_tokens, start + at * leaf_tokens + len(some))
+                saved, losses[part] = targets.compute_losses(some, part)
                 if d_hidden is not None:
-                    labels.logits_to_gradient(some, kept, weights[part], part)
+                    targets.logits_to_gradient(some, saved, weights[part], part)
             if d_hidden is not None:
                 torch.mm(logits, head, out=d_hidden[chunk])
                 if d_head is not None:
@@ -78,7 +76,7 @@ class _FusedLinearCrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # not in low precision: rounding the scale itself would change all gradients alike
+        # the scale is not rounded to low precision: its error would be in all gradients
         d_hidden, d_head, d_bias = ctx.saved_tensors
         d_hidden = torch.mul(d_hidden.to(scale.dtype), scale, out=torch.empty_like(d_hidden))
         whole = None
@@ -92,19 +90,17 @@ class _FusedLinearCrossEntropy(Function):
         return d_hidden, whole, None, None, None, None, None, d_bias, None, None
 
 
-SavedTensors = tuple[Tensor, ...]  # the logarithm [n] of the sums of exponentials over all ranks first
+SavedTensors = tuple[Tensor, ...]  # first the log-sum-exp [n] over all ranks
 
 
 class LossTargets(Protocol):
-    """Interface of the targets that logits over a vocabulary split among ranks are compared with."""
+    """Interface of the targets of a loss from logits over a vocabulary split among ranks."""
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the state that `logits_to_gradient` needs, and the losses [n] in at least fp32, from this rank's
-        logits [n, R].
-        """
+        """Return the tensors that `logits_to_gradient` needs, and the losses [n] in at least fp32, from logits [n, R]."""
 
-    def logits_to_gradient(self, logits: Tensor, kept: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite the logits [n, R] with the gradient of the losses, weighted by [n], with respect to them."""
+    def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
+        """Overwrite the logits [n, R] with the gradient of the losses, weighted by [n]."""
 
 
 class LabelTargets:
@@ -113,31 +109,29 @@ class LabelTargets:
     def __init__(
         self, labels: Tensor, rows: int, group: CommGroup, softcap: float | None, leaves: LeafCompiler
     ) -> None:
-        self.here, target = locate_local_rows(labels, rows, group)
+        self.is_local, target = locate_local_rows(labels, rows, group)
         self.target, self.group, self.softcap, self.leaves = target.unsqueeze(-1), group, softcap, leaves
         self.rows = torch.arange(len(labels), device=labels.device)
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
         """Return the cross entropies; see `LossTargets`."""
-        keeps = not self.leaves.compiled  # a kernel makes the exponentials anew faster than it reads them
+        save = not self.leaves.compiled  # a compiled kernel recomputes exponentials faster than it reads them
         sums, label, *exponentials = self.leaves(
-            row_logsumexp_leaf, logits, self.here[part], self.target[part], self.softcap, keeps
+            row_logsumexp_leaf, logits, self.is_local[part], self.target[part], self.softcap, save
         )
         lse, label = combine_over_ranks(sums, label, self.group)
         return (lse, *exponentials), lse - label
 
-    def logits_to_gradient(self, logits: Tensor, kept: SavedTensors, weights: Tensor, part: slice) -> None:
+    def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
         """Overwrite the logits with their gradient; see `LossTargets`."""
-        here, target = self.here[part], self.target[part]
-        of_label = self.leaves(loss_gradient_leaf, logits, here, target, weights, self.softcap, *kept)
-        # not scatter_, which on a CPU copies the whole of them first
-        logits[self.rows[: len(logits)], target.squeeze(1)] = of_label.squeeze(1)
+        is_local, target = self.is_local[part], self.target[part]
+        label_grad = self.leaves(loss_gradient_leaf, logits, is_local, target, weights, self.softcap, *saved)
+        # not scatter_, which copies all logits first on a CPU
+        logits[self.rows[: len(logits)], target.squeeze(1)] = label_grad.squeeze(1)
 
 
 def locate_local_rows(ids: Tensor, rows: int, group: CommGroup) -> tuple[Tensor, Tensor]:
-    """Return the tokens of the vocabulary that are among this rank's rows (bool), and their row numbers; arbitrary rows
-    for the others.
-    """
+    """Return a mask of the token ids in this rank's vocabulary rows, and their local rows; arbitrary rows for others."""
     local = ids - group.rank * rows
     return (local >= 0) & (local < rows), local.clamp(0, rows - 1)
 
@@ -158,17 +152,17 @@ def fused_linear_cross_entropy(
     """Return the cross entropy of `hidden` through `head` against `labels`.
 
     Args:
-        hidden: [N, D]; the same on every rank of `group`. Its gradient is this rank's part, to be summed over them.
-        head: this rank's rows [R, D] of the output matrix; rows past `vocab_size` are padding and take no part.
-        labels: int64 [N]; where the weight is zero any value in [0, V) will do.
+        hidden: [N, D], equal on all ranks of `group`. Its gradient is partial, to be summed over the ranks.
+        head: this rank's rows [R, D] of the output matrix; rows past `vocab_size` are padding and ignored.
+        labels: int64 [N]; any value in [0, V) where the weight is zero.
         weights: fp32 [N], the weight of each token in the sum.
         group: the ranks that split the vocabulary.
         vocab_size: V, unpadded.
         softcap: logits become cap tanh(logits / cap) (arXiv:2408.00118).
-        leaves: compute what is no product.
-        bias: this rank's part [R] of what is added to logits.
-        weigh: makes of the log-probabilities [N] the weights instead; for these the products are made once before.
-        soft: what the tokens are held against in place of their labels.
+        leaves: calls the leaf functions.
+        bias: this rank's part [R] of the bias of the logits.
+        weigh: computes the weights from the log-probabilities [N] instead, which takes an extra pass over the logits.
+        soft: targets to use instead of the labels.
 
     Returns:
         The weighted sum of the losses (a scalar to differentiate), and each token's loss [N] in at least fp32.
@@ -180,12 +174,12 @@ def fused_linear_cross_entropy(
                 -fused_linear_cross_entropy(hidden, head, labels, weights, group, vocab_size, softcap, leaves, bias)[1]
             )
     leaves = leaves or LeafCompiler()
-    against = soft or LabelTargets(labels, head.shape[0], group, softcap, leaves)
-    step = few = tokens_per_chunk(hidden, head.shape[0])
+    targets = soft or LabelTargets(labels, head.shape[0], group, softcap, leaves)
+    chunk_tokens = leaf_tokens = tokens_per_chunk(hidden, head.shape[0])
     if hidden.device.type == "cpu":
-        few = max(16, LEAF_ELEMENTS[leaves.compiled] // head.shape[0])
+        leaf_tokens = max(16, LEAF_ELEMENTS[leaves.compiled] // head.shape[0])
     result: tuple[Tensor, Tensor] = _FusedLinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, head, against, weights, group, vocab_size, differentiable, bias, step, few
+        hidden, head, targets, weights, group, vocab_size, differentiable, bias, chunk_tokens, leaf_tokens
     )
     return result
 
@@ -209,56 +203,55 @@ def compute_local_logits(
 
 
 def row_logsumexp_leaf(
-    logits: Tensor, here: Tensor, target: Tensor, softcap: float | None, keeps: bool
+    logits: Tensor, is_local: Tensor, target: Tensor, softcap: float | None, save: bool
 ) -> tuple[Tensor, ...]:
-    """Return the log-sum-exp [n] of each row of logits [n, R], and the logit [n] at its label.
+    """Return the log-sum-exp [n] of each row of logits [n, R], and the logit [n] at its label, in at least fp32.
 
-    Both in at least fp32. `target` int64 [n, 1] is the label, among this rank's rows, or some row where that is not `here`
-    [n], and its logit told as 0. One that `keeps` tells the exponentials [n, R], too, of what the logits are above [n, 1].
+    `target` int64 [n, 1] is the label's row on this rank; if the label is not `is_local` [n], it is an arbitrary row, and
+    the logit is returned as 0. With `save`, also exp(logits - top) [n, R] and top [n, 1], the maximum of each row.
     """
-    # where() rather than a product: a foreign label may point at a padding row, whose logit is minus infinity
-    label = torch.where(here, apply_softcap(logits.gather(1, target), softcap).squeeze(-1), 0.0)
+    # where() instead of a product: another rank's label may point to a padding row, whose logit is minus infinity
+    label = torch.where(is_local, apply_softcap(logits.gather(1, target), softcap).squeeze(-1), 0.0)
     values = apply_softcap(logits, softcap)
-    if not keeps:
+    if not save:
         return values.logsumexp(-1), label
     top = values.amax(-1, keepdim=True)
-    top = torch.where(top.isinf(), 0.0, top)  # rows of padding alone
-    shares = (values - top if values is logits else values.sub_(top)).exp_()
-    return shares.sum(-1).log_().add_(top.squeeze(-1)), label, shares, top
+    top = torch.where(top.isinf(), 0.0, top)  # all rows of this rank are padding
+    exponentials = (values - top if values is logits else values.sub_(top)).exp_()
+    return exponentials.sum(-1).log_().add_(top.squeeze(-1)), label, exponentials, top
 
 
 def loss_gradient_leaf(
     logits: Tensor,
-    here: Tensor,
+    is_local: Tensor,
     target: Tensor,
     weights: Tensor,
     softcap: float | None,
     lse: Tensor,
-    shares: Tensor | None = None,
+    exponentials: Tensor | None = None,
     top: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite logits [n, R] with their gradient as if no label were among them, and return the gradient at the label
-    [n, 1].
+    """Overwrite logits [n, R] with their gradient as if no label were local; return the gradient at the labels [n, 1].
 
-    That is weight (softmax over all ranks' rows - 1 at the label); `lse` [n] is over all ranks. Exponentials that
-    `row_logsumexp_leaf` has kept are used up.
+    The gradient is weight (softmax over all ranks' rows - 1 at the label); `lse` [n] is over all ranks. Exponentials
+    saved by `row_logsumexp_leaf` are overwritten.
     """
-    lse, weights, here = (t.to(lse.dtype).unsqueeze(-1) for t in (lse, weights, here))
+    lse, weights, is_local = (t.to(lse.dtype).unsqueeze(-1) for t in (lse, weights, is_local))
     label = logits.gather(1, target)
-    of_label = ((apply_softcap(label, softcap) - lse).exp_() - here) * weights
-    if shares is None or top is None:
+    label_grad = ((apply_softcap(label, softcap) - lse).exp_() - is_local) * weights
+    if exponentials is None or top is None:
         out = apply_softcap(logits, softcap).sub_(lse).exp_().mul_(weights)
     else:
-        out = shares.mul_((top - lse).exp_().mul_(weights))
+        out = exponentials.mul_((top - lse).exp_().mul_(weights))
     if softcap is not None:
-        out, of_label = out.mul_(softcap_derivative(logits, softcap)), of_label * softcap_derivative(label, softcap)
+        out, label_grad = out.mul_(softcap_derivative(logits, softcap)), label_grad * softcap_derivative(label, softcap)
     if out is not logits:
         logits.copy_(out)
-    return of_label.to(logits.dtype)
+    return label_grad.to(logits.dtype)
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return the soft-capped logits in at least fp32; minus infinity is kept."""
+    """Return the soft-capped logits in at least fp32; minus infinity stays."""
     values = upcast_to_fp32(logits)
     if softcap is None:
         return values
@@ -281,32 +274,28 @@ def combine_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -> tuple[Te
     return sums[0].log() + top, sums[1]
 
 
-def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class TeacherTargets:
     """Loss targets from a teacher's distribution; implements `LossTargets`."""
 
     def __init__(self, soft: TeacherSoftLabels, rows: int, group: CommGroup, softcap: float | None) -> None:
-        self.here, self.target = locate_local_rows(soft.ids.flatten(0, 1), rows, group)
-        self.log_shares = (soft.log_probs.flatten(0, 1) / soft.temperature).log_softmax(-1)
+        self.is_local, self.target = locate_local_rows(soft.ids.flatten(0, 1), rows, group)
+        self.log_probs = (soft.log_probs.flatten(0, 1) / soft.temperature).log_softmax(-1)
         self.group, self.softcap, self.temperature = group, softcap, soft.temperature
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
         """Return the distillation losses; see `LossTargets`."""
-        scaled, told = apply_softcap(logits, self.softcap) / self.temperature, self.log_shares[part]
-        shares = told.exp()
-        held = torch.where(self.here[part], scaled.gather(1, self.target[part]), 0.0)
-        lse, mean = combine_over_ranks(scaled.logsumexp(-1), (shares * held).sum(-1), self.group)
-        return (lse,), self.temperature**2 * ((shares * told).sum(-1) - mean + lse)
+        scaled, log_probs = apply_softcap(logits, self.softcap) / self.temperature, self.log_probs[part]
+        probs = log_probs.exp()
+        local = torch.where(self.is_local[part], scaled.gather(1, self.target[part]), 0.0)
+        lse, mean = combine_over_ranks(scaled.logsumexp(-1), (probs * local).sum(-1), self.group)
+        return (lse,), self.temperature**2 * ((probs * log_probs).sum(-1) - mean + lse)
 
-    def logits_to_gradient(self, logits: Tensor, kept: SavedTensors, weights: Tensor, part: slice) -> None:
+    def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
         """Overwrite the logits with t (student - teacher); see `LossTargets`."""
-        (lse,) = kept
+        (lse,) = saved
         out = (apply_softcap(logits, self.softcap) / self.temperature - lse[:, None]).exp_()
-        shares = torch.where(self.here[part], self.log_shares[part].exp(), 0.0)
-        out.scatter_add_(1, self.target[part], -shares.to(out.dtype))
+        probs = torch.where(self.is_local[part], self.log_probs[part].exp(), 0.0)
+        out.scatter_add_(1, self.target[part], -probs.to(out.dtype))
         out.mul_(self.temperature * weights.to(out.dtype)[:, None])
         logits.copy_(out if self.softcap is None else out.mul_(softcap_derivative(logits, self.softcap)))
 
@@ -321,11 +310,12 @@ def topk_log_probs(
     softcap: float | None,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the top-K next tokens in descending order: ids int64 [N, K], and log-probabilities [N, K] in at least
-    fp32.
+    """Return the top-K next tokens in descending order: ids int64 [N, K] and log-probabilities [N, K].
+
+    Log-probabilities are in at least fp32.
 
     Args:
-        hidden: [N, D]; the same on every rank of `group`.
+        hidden: [N, D], equal on all ranks of `group`.
         head, bias, group, vocab_size, softcap: as in `fused_linear_cross_entropy`.
         count: K.
     """

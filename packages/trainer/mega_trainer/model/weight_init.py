@@ -1,13 +1,12 @@
 """Weight initialisation by tensor name: every layout of ranks starts from the same model, bit for bit.
 
-A tensor is drawn in fp32 in tiles, each from a stream of its own, and a rank draws only the tiles that its pieces touch:
-a rank of N that share the model draws about 1/N of it. Tiles are drawn where the parameter lives. A GPU draws billions of
-elements in seconds, but other numbers than a CPU: the layouts that start alike are those on one kind of device.
+A tensor is drawn in fp32 in tiles, each from a separate random stream, and a rank draws only the tiles that its pieces
+overlap: with N ranks that share the model, each draws about 1/N of it. Tiles are drawn on the parameter's device. A GPU
+draws billions of elements in seconds, but other numbers than a CPU: layouts start equal on the same kind of device.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
@@ -26,7 +25,7 @@ from mega_trainer.parallel.parameter_info import (
 )
 
 TILE_COLUMNS = 512
-TILE_ELEMENTS = 1 << 17  # few enough that a GPU has a block of threads for each: more are drawn in an order of its own
+TILE_ELEMENTS = 1 << 17  # few enough for one pass of a GPU's threads; the order of more depends on the GPU
 
 
 def initialize_weights(model: nn.Module, seed: int) -> None:
@@ -34,12 +33,12 @@ def initialize_weights(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             packed = get_packed_weight(parameter)
-            with (
-                nullcontext(get_local_values(parameter).zero_())
-                if packed is None
-                else packed.writable_values() as values
-            ):
-                _fill_parameter(values, get_parameter_info(parameter), seed)
+            info = get_parameter_info(parameter)
+            if packed is None:
+                _fill_parameter(get_local_values(parameter).zero_(), info, seed)
+            else:
+                with packed.writable_values() as values:
+                    _fill_parameter(values, info, seed)
 
 
 def _fill_parameter(values: Tensor, info: ParameterInfo, seed: int) -> None:
@@ -58,19 +57,17 @@ def _draw_tiles(view: Tensor, piece: TensorPiece, seed: int, start: NormalInit |
         range(offset // size, -(-(offset + n) // size))
         for offset, n, size in zip(piece.global_offset, piece.shape, tile, strict=True)
     ]
-    for place in product(*touched):
-        offset = tuple(at * size for at, size in zip(place, tile, strict=True))
+    for index in product(*touched):
+        offset = tuple(at * size for at, size in zip(index, tile, strict=True))
         shape = [min(size, n - o) for size, n, o in zip(tile, piece.global_shape, offset, strict=True)]
-        number = int(np.ravel_multi_index(place, counts))
+        number = int(np.ravel_multi_index(index, counts))
         stream = seeded_generator(view.device, seed, piece.name, number=number)
         draw = start.draw_values(torch.empty(shape, device=view.device), stream)
         copy_overlap(TensorBox(piece.global_offset, view), TensorBox(offset, draw))
 
 
 def init_tile_shape(shape: TensorShape) -> TensorShape:
-    """Return the tile shape of a tensor of that global shape: cut over its last two axes, so that a part of either is
-    drawn alone.
-    """
+    """Return the tile shape of a tensor of that global shape; it is cut along the last two axes, which layouts split."""
     if len(shape) < 2:
         return (TILE_ELEMENTS,) * len(shape)
     columns = min(shape[-1], TILE_COLUMNS)

@@ -1,9 +1,9 @@
 """Vision encoder for images of any shape, and its patch merger: Qwen2.5-VL's (arXiv:2502.13923).
 
-An image is cut in patches, of which the projector makes one feature of each square of m x m. In most layers patches see those
-of their window alone, so a rank's patches stand window by window, images one after another, as documents do in a row.
+An image is cut into patches, and the projector makes one feature of each square of m x m patches. In most layers patches
+attend only to their window, so a rank's patches are ordered window by window, images concatenated, like packed documents.
 
-Legend: U features of this rank's images, P = m^2 U patches, C tower width, D model width.
+Legend: U features of this rank's images, P = m^2 U patches, C vision encoder width, D model width.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PatchGrid = tuple[int, int]  # features of an image from top to bottom, and from
 class ImagePartition:
     """Partition of a micro-batch's images among ranks: contiguous, balanced by features as far as whole images allow.
 
-    Every rank has as many features, the last ones of nothing, and one at least: where one rank has a gradient of the tower,
-    all must have one.
+    Every rank has the same number of features, padded, and at least one: if one rank has a gradient of the vision encoder,
+    all ranks must.
 
     Attributes:
         images: fp32 [3, H, W] each, in host memory.
-        rank, ranks: this one, of those that share them.
+        rank, ranks: this rank, and the number of ranks that share the images.
     """
 
     images: Sequence[Tensor]
@@ -87,7 +87,7 @@ class ImagePartition:
     @cached_property
     def feature_rows(self) -> Tensor:
         """Rows of all images' features, line by line and image by image, among the features of all ranks: int64 [n]."""
-        found = [np.zeros(0 if len(self.images) else 1, np.int64)]  # one at least, which nobody asks for
+        found = [np.zeros(0 if len(self.images) else 1, np.int64)]  # at least one row; unused without images
         for rank, part in enumerate(self.images_of_ranks):
             first = rank * self.features_per_rank
             for order, _ in self.window_orders[part.start : part.stop]:
@@ -114,15 +114,13 @@ class ImagePartition:
         return torch.from_numpy(np.pad(found, ((0, self.features_per_rank * merge**2 - len(found)), (0, 0))))
 
     def make_patch_mask(self, device: torch.device) -> PatchWindowMask:
-        """Return the attention mask of this rank's patches; padding patches have windows of their own."""
+        """Return the attention mask of this rank's patches; padding patches are in separate windows."""
         part, each = self.images_of_ranks[self.rank], self.native_resolution.merge**2
         windows = [length * each for number in part for length in self.window_orders[number][1]]
         images = [high * wide * each for high, wide in self.feature_grids[part.start : part.stop]]
-        most, left = (
-            (self.native_resolution.window // self.vision.patch_size) ** 2,
-            self.features_per_rank * each - sum(images),
-        )
-        filled = [most] * (left // most) + ([left % most] if left % most else [])
+        largest = (self.native_resolution.window // self.vision.patch_size) ** 2
+        padding = self.features_per_rank * each - sum(images)
+        filled = [largest] * (padding // largest) + ([padding % largest] if padding % largest else [])
         return PatchWindowMask(
             *(PackedMask.from_lengths(lengths + filled, ALL, device) for lengths in (images, windows))
         )
@@ -137,7 +135,7 @@ class ImagePartition:
 
 @dataclass(frozen=True)
 class PatchWindowMask:
-    """`AttentionMask` of patches: within their window in layers that have one, else within their image."""
+    """`AttentionMask` of patches: within their window in layers with windows, else within their image."""
 
     images: PackedMask
     windows: PackedMask
@@ -148,9 +146,7 @@ class PatchWindowMask:
 
 
 def order_by_windows(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]:
-    """Return the features of a grid by windows of side x side, smaller at the edges: int64 [h w], and the size of each
-    window.
-    """
+    """Return the features of a grid ordered by windows of side x side, int64 [h w], and the size of each window."""
     numbers = np.arange(grid[0] * grid[1]).reshape(grid)
     found = [
         numbers[top : top + side, left : left + side].ravel()
@@ -175,19 +171,19 @@ class NativeVisionEncoder(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(own, layer) for layer in range(vision.num_layers))
         self.rotary = RotaryEmbedding(own.config.rope, own.config.query_key_head_dim // 2, 1)
 
-    def forward(self, deal: ImagePartition, device: torch.device) -> Tensor:
+    def forward(self, partition: ImagePartition, device: torch.device) -> Tensor:
         """Encode this rank's patches: [P, C]."""
-        turn = self._rotate_patches(to_device(deal.patch_coordinates(), device))
-        context = ForwardContext(deal.make_patch_mask(device), turn, turn)
-        x: Tensor = self.patches(deal.extract_patches().to(device, self.dtype).unsqueeze(0))
+        rotation = self._rotate_patches(to_device(partition.patch_coordinates(), device))
+        context = ForwardContext(partition.make_patch_mask(device), rotation, rotation)
+        x: Tensor = self.patches(partition.extract_patches().to(device, self.dtype).unsqueeze(0))
         for index, layer in enumerate(self.layers):
             x = self.saved.run_layer(index, layer, x, context)
         return x.squeeze(0)
 
     def _rotate_patches(self, coordinates: Tensor) -> RotaryAngles:
         """Return the rotation of patches: half of a head's pairs by the patch's line, half by its column."""
-        turns = [self.rotary.compute_rotation(each[None], self.dtype) for each in coordinates.unbind(1)]
-        return RotaryAngles(torch.cat([turn.cos for turn in turns], -1), torch.cat([turn.sin for turn in turns], -1))
+        angles = [self.rotary.compute_rotation(each[None], self.dtype) for each in coordinates.unbind(1)]
+        return RotaryAngles(torch.cat([each.cos for each in angles], -1), torch.cat([each.sin for each in angles], -1))
 
 
 class PatchMerger(nn.Module):
@@ -198,10 +194,8 @@ class PatchMerger(nn.Module):
         vision, width = build.config.vision, build.config.hidden_size
         assert vision is not None
         assert vision.native is not None
-        own, self.joined = (
-            VisionLayerBuilder.from_layer_builder(build, PROJECTOR),
-            vision.hidden_size * vision.native.merge**2,
-        )
+        own = VisionLayerBuilder.from_layer_builder(build, PROJECTOR)
+        self.joined = vision.hidden_size * vision.native.merge**2
         weight = own.build_replicated("model.norm.weight", (vision.hidden_size,), fill=1.0)
         self.norm = Norm(own.kernels, weight, None, vision.norm_eps)
         self.into = own.build_linear_layer("linear_1", (self.joined, self.joined), bias=True)

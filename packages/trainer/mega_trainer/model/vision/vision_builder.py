@@ -19,11 +19,11 @@ from mega_trainer.parallel.parameter_info import make_parameter
 
 @dataclass(frozen=True)
 class VisionLayerBuilder(LayerBuilder):
-    """Builder of parameters that every tensor rank holds whole with a part of the gradient.
+    """Builder of parameters that every tensor rank holds whole, each with a part of the gradient.
 
     Attributes:
-        prefix: what stands for `model.` in their names.
-        tp: the tensor ranks, who share no layer of it.
+        prefix: prefix of the tensor names in place of `model.`.
+        tp: the tensor ranks, over which gradients are summed; no layer is split over them.
     """
 
     prefix: str = TOWER

@@ -1,10 +1,9 @@
-"""Vision encoder of the decoder's own layers (arXiv:2010.11929), and its projector: LLaVA's (arXiv:2310.03744), Gemma
-3's.
+"""Vision encoder built from the decoder's layers (arXiv:2010.11929), and projectors of LLaVA (arXiv:2310.03744) and Gemma 3.
 
-Both are whole on every tensor and context rank of the first stage; each of these computes its share of the images, and
-the features are gathered. So a weight's gradient is the sum over those ranks, and each image counts once in it.
+Both are whole on every tensor and context rank of the first stage; each rank computes its share of the images, and the
+features are gathered. So a weight's gradient is the sum over those ranks, in which each image counts once.
 
-Legend: n images, P patches (and the class token), C tower width, D model width, B batch, S sequence.
+Legend: n images, P patches (and the class token), C vision encoder width, D model width, B batch, S sequence.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class _FullAttention:
 
 
 class VisionEncoder(nn.Module):
-    """Vision encoder: patches of images to the output of one layer. Later layers are held but not computed."""
+    """Vision encoder: patches of images to the output of one layer. Later layers are loaded but not computed."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -50,8 +49,8 @@ class VisionEncoder(nn.Module):
         )
         std = own.config.init_std
         self.first = own.build_replicated("model.class_embedding", (width,), std=std) if vision.class_token else None
-        places = (vision.patches_per_image + vision.class_token, width)
-        self.positions = own.build_replicated("model.embed_positions.weight", places, std=std)
+        shape = (vision.patches_per_image + vision.class_token, width)
+        self.positions = own.build_replicated("model.embed_positions.weight", shape, std=std)
         self.pre_norm = own.build_residual_norm("model.pre_norm") if vision.pre_norm else nn.Identity()
         self.layers = nn.ModuleList(TransformerLayer(own, layer) for layer in range(vision.num_layers))
         self.norm = own.build_residual_norm("model.norm")
@@ -70,10 +69,10 @@ class VisionEncoder(nn.Module):
 
 
 class MlpProjector(nn.Module):
-    """MLP projector W2 act(W1 x + b1) + b2 of an encoder's features, or of their pooled means; for tiles followed by an
-    end-of-line feature.
+    """MLP projector W2 act(W1 x + b1) + b2 of an encoder's features, or of their pooled means.
 
-    That end, the same for all, is a row of each tile and so dealt and gathered with it, whose gradient then counts once.
+    For tiles it appends a learned end-of-line feature to each tile, so that it is gathered with the tile and its gradient
+    counts once.
     """
 
     def __init__(self, build: LayerBuilder) -> None:
@@ -139,14 +138,12 @@ class ImageEmbedder(nn.Module):
         return insert_image_features(x, features, images.rows[:, part])
 
     def encode_images(self, images: BatchImages, device: torch.device) -> Tensor:
-        """Return the features of all images, one after another: [n P, D]. A collective call of the ranks that share
-        them.
-        """
+        """Return the concatenated features of all images: [n P, D]. A collective call of the ranks that share them."""
         rank, ranks = combined_rank((self.groups.cp, self.groups.tp))
         if isinstance(self.tower, NativeVisionEncoder):
-            deal = ImagePartition(list(images.pixels), self.config, rank, ranks)
-            every = self._all_gather(self.projector(self.tower(deal, device)))
-            return every[to_device(deal.feature_rows, device)]
+            partition = ImagePartition(list(images.pixels), self.config, rank, ranks)
+            gathered = self._all_gather(self.projector(self.tower(partition, device)))
+            return gathered[to_device(partition.feature_rows, device)]
         own = images.local_pixels(rank, ranks).to(device, self.dtype)
         return self._all_gather(self.projector(self.tower(own))).flatten(0, 1)
 
@@ -156,7 +153,7 @@ class ImageEmbedder(nn.Module):
 
 
 def pool_features(features: Tensor, pool: int) -> Tensor:
-    """Return the means of pool x pool squares of patches of square images: [n, P, C] -> [n, P / pool^2, C]."""
+    """Average pool x pool squares of patches of square images: [n, P, C] -> [n, P / pool^2, C]."""
     side = isqrt(features.shape[1])
     if pool == 1:
         return features

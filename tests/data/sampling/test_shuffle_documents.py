@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mega_common.errors import DataError
-from mega_data.token_files import shuffle_documents as module
+from mega_data.sampling import shuffle_documents as module
+from mega_data.sampling.shuffle_documents import shuffle_documents
 from mega_data.token_files.dataset_info import SkippedCounts, TokenizerInfo, read_dataset_info, write_dataset_info
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.token_files.indexed_writer import IndexedWriter
-from mega_data.token_files.shuffle_documents import shuffle_documents
 from mega_data.token_files.verify_dataset import verify_dataset
 
 

@@ -14,7 +14,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mega_common.atomic_files import fsync_directory, write_json_atomically
-from mega_data.preprocessing.partial_folder import (
+from mega_data.token_files.dataset_info import get_info_path, get_quarantine_path, remove_dataset_info
+from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files
+from mega_data.token_files.indexed_writer import IndexedWriter, remove_earlier_index
+from mega_data.token_files.partial_folder import (
     LOCK,
     get_partial_folder,
     lock_partial_folder,
@@ -22,9 +25,6 @@ from mega_data.preprocessing.partial_folder import (
     rename_files,
     translate_write_errors,
 )
-from mega_data.token_files.dataset_info import get_info_path, get_quarantine_path, remove_dataset_info
-from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files
-from mega_data.token_files.indexed_writer import IndexedWriter, remove_earlier_index
 
 READY = "ready.json"
 

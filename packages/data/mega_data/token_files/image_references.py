@@ -1,8 +1,8 @@
 """Image references of a data set: `PREFIX.images`, a data set of bytes with one document per document of text.
 
-A document is a list in JSON, with an entry for each image in the order of its placeholders: a path, or the place of one
-in a tar shard as [path, offset, size]. Paths are relative to a folder that `PREFIX.info` names, or absolute. Where images
-have placeholders in different numbers it is {"images": that list, "tokens": these numbers}.
+A document is a JSON list with one entry per image, in the order of their placeholders: a path, or the position in a tar
+shard as [path, offset, size]. Paths are absolute, or relative to a folder named in `PREFIX.info`. If images have
+different numbers of placeholders, it is {"images": that list, "tokens": these numbers}.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ ImageReference = str | tuple[str, int, int]
 
 
 def has_images(prefix: Path) -> bool:
-    """Return whether a data set has images beside it."""
+    """Return whether a data set has images."""
     return get_idx_path(get_images_prefix(prefix)).exists()
 
 
-def reject_images(readers: Iterable[IndexedReader], what: str, hint: str) -> None:
+def reject_images(readers: Iterable[IndexedReader], verb: str, hint: str) -> None:
     """Reject data sets with images for an operation that would lose them.
 
+    `verb` completes the message "has images, and cannot be ...".
+
     Raises:
-        DataError: naming one that has some.
+        DataError: naming a data set with images.
     """
     for reader in readers:
         if has_images(reader.prefix):
-            raise DataError(f"{reader.prefix}: has images, which are not {what}", hint=hint)
+            raise DataError(f"{reader.prefix}: has images, and cannot be {verb}", hint=hint)
 
 
 def encode_references(references: Sequence[ImageReference], tokens: Sequence[int] | None = None) -> np.ndarray:
@@ -49,7 +51,7 @@ class ImageReferences:
     """Image references of a data set's documents, opened on first access.
 
     Raises:
-        DataError: on opening, when it is of another data set.
+        DataError: on opening, if they belong to another data set.
     """
 
     def __init__(self, reader: IndexedReader, folder: Path) -> None:
@@ -59,7 +61,10 @@ class ImageReferences:
     def _open_reader(self) -> IndexedReader:
         opened = IndexedReader(get_images_prefix(self._reader.prefix))
         if len(opened.document_index) != len(self._reader.document_index):
-            raise DataError(f"{opened.prefix}: not the images of {self._reader.prefix}", hint="make both anew")
+            raise DataError(
+                f"{opened.prefix}: has another number of documents than {self._reader.prefix}",
+                hint="build both again with mega data preprocess --images",
+            )
         return opened
 
     @property
@@ -69,15 +74,15 @@ class ImageReferences:
 
     def get_references(self, document: int) -> tuple[list[ImageReference], list[int] | None]:
         """Return the references of a document's images, and the number of placeholders of each if they differ."""
-        found = json.loads(self._open_reader.read_sequence(document).tobytes())
-        entries, tokens = (found["images"], found["tokens"]) if isinstance(found, dict) else (found, None)
+        value = json.loads(self._open_reader.read_sequence(document).tobytes())
+        entries, tokens = (value["images"], value["tokens"]) if isinstance(value, dict) else (value, None)
         return [entry if isinstance(entry, str) else tuple(entry) for entry in entries], tokens
 
     def read_image_file(self, reference: ImageReference) -> bytes:
         """Return the bytes of an image's file.
 
         Raises:
-            DataError: when it cannot be read.
+            DataError: if it cannot be read.
         """
         return read_image_bytes(reference, self.folder)
 
@@ -86,7 +91,7 @@ def read_image_bytes(reference: ImageReference, folder: Path) -> bytes:
     """Return the bytes of an image's file.
 
     Raises:
-        DataError: when it cannot be read.
+        DataError: if it cannot be read.
     """
     path, offset, size = reference if isinstance(reference, tuple) else (reference, 0, -1)
     try:
@@ -100,10 +105,10 @@ def read_image_bytes(reference: ImageReference, folder: Path) -> bytes:
 def iterate_shard_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, ImageReference]]]:
     """Yield the samples of a webdataset shard: adjacent files that share a name up to its first dot.
 
-    Yields each one's name, the content of its small files (json, txt) by their endings, and where the others lie.
+    Yields for each: its name, the content of its text files (json, txt) and the positions of the others, by extension.
 
     Raises:
-        DataError: when it is no tar archive.
+        DataError: if it is not a tar archive.
     """
     name, texts, others = "", dict[str, bytes](), dict[str, ImageReference]()
     try:
@@ -123,7 +128,7 @@ def iterate_shard_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], d
                 else:
                     others[ending.lower()] = (str(path.resolve()), member.offset_data, member.size)
     except (tarfile.TarError, OSError) as error:
-        raise DataError(f"{path}: no tar archive that can be read to its end ({explain_read_error(error)})") from None
+        raise DataError(f"{path}: is not a tar archive, or is damaged ({explain_read_error(error)})") from None
     if texts or others:
         yield name, texts, others
 
