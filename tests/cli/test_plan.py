@@ -79,7 +79,7 @@ def test_the_schedule_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_ranks_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, error = told(tmp_path, capsys, "--ranks", "12")
     assert status == 2
-    assert "do not divide" in error
+    assert "does not divide" in error
 
 
 def test_a_machine_tells_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

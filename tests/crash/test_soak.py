@@ -68,5 +68,8 @@ def test_400_steps_with_faults_in_changing_layouts_have_the_bits_of_an_undisturb
     for step, fault in faults:
         start, rank, _, kind = fault.split(":")
         assert 0 <= step - 1 - log.starts[int(start) + 1]["step"] <= INTERVAL, fault
-        words = {"raise": f"ValueError: planted\n  rank {rank} on", "kill": f", step {step}: the other ranks cannot be"}
+        words = {
+            "raise": f"ValueError: planted\n  rank {rank} on",
+            "kill": f", step {step}: lost the connection to other ranks",
+        }
         assert words.get(kind, f"  rank {rank} on") in page, fault

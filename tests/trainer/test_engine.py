@@ -71,9 +71,9 @@ def test_experts_are_those_that_a_rollout_chose_and_weigh_as_the_model_scores_th
     assert all(torch.equal(a, b) for a, b in zip(other, engine.log_probs(work, routes=free), strict=True))
     again = engine.train_step(work, lambda given: -torch.stack([each.mean() for each in given]).mean(), routes=routes)
     assert again.loss == pytest.approx(-torch.stack([each.mean() for each in replayed]).mean().item())
-    with pytest.raises(DataError, match=r"routes of sequence 1 have shape \[1, 1, 1\] instead of \[1, 1, 2\]"):
+    with pytest.raises(DataError, match=r"routes of sequence 1 must have shape \[1, 1, 2\], found \[1, 1, 1\]"):
         engine.log_probs(work, routes=[routes[0], routes[1][..., :1], *routes[2:]])
-    with pytest.raises(ConfigError, match="this one has none"):
+    with pytest.raises(ConfigError, match="require a model with experts"):
         engine_of(next(case for case in layouts(2) if case.name == "dense").single, RankInfo()).routes(work[:1])
 
 
@@ -126,12 +126,12 @@ def test_the_package_exports_the_engine_and_reads_what_a_run_yaml_says() -> None
     assert again.loss < first.loss
     with pytest.raises(DataError, match=r"from 2 to data.seq_length \+ 1 = 7 tokens, found 8 in sequence 1"):
         engine.log_probs([[1, 2], [1] * 8])
-    with pytest.raises(DataError, match="sequence 0 has 1 tokens"):
+    with pytest.raises(DataError, match="tokens, found 1 in sequence 0"):
         engine.log_probs([[1]])
     with pytest.raises(ConfigError, match="hidden_size"):
         mega_trainer.TrainingEngine({"model": {**model, "hidden_size": 9}})
     for reads, kind in (({"encoder": {"num_layers": 1}, "num_layers": 2}, "t5"), ({"causal": False}, "masked")):
-        with pytest.raises(ConfigError, match="trains decoders, and the model is or has an encoder"):
+        with pytest.raises(ConfigError, match="requires a decoder, found a model with an encoder"):
             mega_trainer.TrainingEngine({"model": {**model, **reads}, "data": {"kind": kind}})
 
 

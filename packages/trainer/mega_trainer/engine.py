@@ -3,14 +3,14 @@
     import mega_trainer
 
     engine = mega_trainer.TrainingEngine({"model": {"from": "path/to/hf-folder"}, "parallel": {"tp": 2}, "data": {"seq_length": 4096}})
-    old = engine.log_probs(sequences)                     # one tensor a sequence, the same on every rank
+    old = engine.log_probs(sequences)                     # one tensor per sequence, equal on every rank
     engine.train_step(sequences, lambda new: policy_loss(new, old, advantages))
-    for bucket in engine.stream_weights():                # HuggingFace's names, whole tensors
+    for bucket in engine.stream_weights():                # whole tensors under HuggingFace names
         inference.load_weights(bucket)
 
-Every method is a collective call: all ranks make it, with the same arguments, and get the same. What this module exports
-follows semantic versioning: nothing is taken away or changes its meaning but in a new major version, after a minor one
-that warns of it.
+Every method is a collective call: all ranks make it with equal arguments and get equal results. The exports of this module
+follow semantic versioning: a removal or a change of meaning needs a new major version, after a minor version that warns
+about it.
 """
 
 from __future__ import annotations
@@ -50,46 +50,46 @@ from mega_trainer.run.train_step import train_step
 from mega_trainer.run.training_run import assemble_training
 from mega_trainer.run.weight_stream import NamedTensors, RankShareSource, stream_weight_buckets
 
-# The log-probabilities of some sequences' tokens to what is to be made small, a scalar.
+# Returns the scalar loss of the log-probabilities of sequences.
 LossFunction = Callable[[list[Tensor]], Tensor]
 BUCKET_BYTES = 1 << 30
 
 
 class TrainingEngine:
-    """Model that is trained by method calls, in any layout of ranks.
+    """Model that is trained by method calls, in any parallel layout.
 
-    Its ranks are those of torch's default process group, if the program has made that (torchrun and
-    `dist.init_process_group`); without, this process is the only rank.
+    The ranks are those of torch's default process group, if the program has initialised it (torchrun and
+    `dist.init_process_group`); otherwise this process is the only rank.
 
     Args:
-        config: a run's configuration, or what a run.yaml would say. `model`, `parallel`, `optimizer`, `precision`,
-            `recompute` and the like mean what they mean there; `data.seq_length` is the length of rows, and the longest
-            sequence; `batch.micro` is how many rows are computed at once. Data, steps and schedules of the learning
-            rate are the program's business.
-        groups: this rank's process groups, where they exist already; by default they are made.
+        config: configuration of a run, as an object or as the contents of a run.yaml. `model`, `parallel`, `optimizer`,
+            `precision`, `recompute` and others have the same meaning as in a run; `data.seq_length` is the length of rows
+            and of the longest sequence, `batch.micro` the number of rows in a micro-batch. Data, steps and learning-rate
+            schedules are up to the program.
+        groups: existing process groups of this rank; None: created here.
 
     Attributes:
-        config: as it was read.
+        config: the parsed configuration.
         device: of this rank's part of the model.
-        step: updates made, skipped ones included.
+        step: number of updates, including skipped ones.
 
     Raises:
-        ConfigError: for what does not fit: the configuration, or the number of ranks.
-        CheckpointError: when the weights to start from cannot be used.
+        ConfigError: for an invalid configuration, or one that does not fit the number of ranks.
+        CheckpointError: when the initial weights cannot be used.
     """
 
     def __init__(self, config: RunConfig | Mapping[str, Any], groups: ParallelGroups | None = None) -> None:
         size = dist.get_world_size() if dist.is_initialized() else 1
         self.config = config if isinstance(config, RunConfig) else _parse_config(config, size)
         if self.config.model.has_encoder or not self.config.model.causal:
-            raise ConfigError("TrainingEngine: trains decoders, and the model is or has an encoder", hint="mega train")
+            raise ConfigError("TrainingEngine requires a decoder, found a model with an encoder", hint="use mega train")
         rank = dist.get_rank() if dist.is_initialized() else 0
         local = int(os.environ.get("LOCAL_RANK", rank))
         self._groups = groups or connect_groups(self.config, RankInfo(rank, size, local))
         self.device = select_rank_device(self.config.device, local)
         self._state, self._executor = assemble_training(self.config, self._groups, self.device)
         self._assets: Mapping[str, Path | bytes] = {}
-        self._away: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         if self.config.init_from is not None:
             self.load_weights(self.config.init_from)
         else:
@@ -99,7 +99,7 @@ class TrainingEngine:
 
     @property
     def step(self) -> int:
-        """Number of updates made, skipped ones included."""
+        """Number of updates, including skipped ones."""
         return self._state.step
 
     # ------------------------------------------------------------------------------------------------------- computing
@@ -108,15 +108,16 @@ class TrainingEngine:
         """Return the log-probability of every token but the first, given those before it.
 
         Args:
-            sequences: token ids, each from 2 to `data.seq_length` + 1 of them; packed into rows, closed to each other.
-            routes: of a model with experts, which ones to send each token to, as `routes` tells them; weighted by the
-                model's own scores.
+            sequences: token ids, each with 2 to `data.seq_length` + 1 tokens; packed into rows, without attention between
+                them.
+            routes: expert ids of each token, as `routes` returns them (rollout routing replay); weighted by the model's own
+                scores.
 
         Returns:
             For each sequence of L tokens one tensor [L - 1] on `device`, fp32, or fp64 in an fp64 run.
 
         Raises:
-            DataError: for a sequence that is too short or too long, or a token that the model has not.
+            DataError: for a sequence that is too short or too long, or a token outside of the vocabulary.
         """
         rows = self._pack_rows(sequences)
         return self._unpack_rows(rows, self._compute_log_probs(self._local_micro_batches(rows, routes=routes), rows))
@@ -134,12 +135,12 @@ class TrainingEngine:
         batches = self._with_routes(self._local_micro_batches(rows), rows, [])
         with torch.no_grad(), self._executor.evaluation_mode():
             self._executor.run_operations(batches, 1.0)
-        told = [one.routes.recorded for one in batches if one.routes is not None]
-        whole = told[0].new_zeros(len(rows.tokens), *told[0].shape[1:])
-        for one, part in zip(batches, told, strict=True):
-            whole[torch.tensor(one.samples, device=self.device)] = part
-        all_reduce(whole, self._groups.world)
-        return self._unpack_rows(rows, whole - 1)
+        recorded = [batch.routes.recorded for batch in batches if batch.routes is not None]
+        routes = recorded[0].new_zeros(len(rows.tokens), *recorded[0].shape[1:])
+        for batch, part in zip(batches, recorded, strict=True):
+            routes[torch.tensor(batch.samples, device=self.device)] = part
+        all_reduce(routes, self._groups.world)
+        return self._unpack_rows(rows, routes - 1)
 
     def train_step(
         self,
@@ -151,38 +152,37 @@ class TrainingEngine:
     ) -> StepResult:
         """Run one update by a loss of the sequences' log-probabilities.
 
-        They are computed first, for all sequences; then `loss` is called, on every rank, and its gradient with respect to
-        each of them is what the tokens' losses are weighted with in the forward and backward that follow. So it may
-        be any differentiable function of all of them, and micro-batches, pipelines and context ranks need not know
-        it. With dropout it sees the model without.
+        First the log-probabilities of all sequences are computed, without dropout. Then `loss` is called on every rank, and
+        its gradient with respect to each log-probability becomes the weight of that token's loss in the forward and backward
+        that follow. So the loss may be any differentiable function of all log-probabilities, independent of micro-batches,
+        pipeline stages and context ranks.
 
         Args:
             sequences: as in `log_probs`.
-            loss: of the log-probabilities, as `log_probs` gives them, to a scalar; it sees all sequences, and so
-                does any mean in it.
+            loss: returns the scalar loss of the log-probabilities of all sequences, as `log_probs` returns them.
             lr: learning rate of this step; `optimizer.lr` by default.
             routes: as in `log_probs`.
 
         Returns:
-            What the step tells; `loss` is the value of `loss`, `tokens` counts those with a gradient.
+            The result of the step; `loss` is the value of `loss`, `tokens` the number of tokens with a gradient.
 
         Raises:
             DataError: as in `log_probs`.
-            TrainingError: when the numbers go wrong and the run's policy says stop.
+            TrainingError: when loss or gradient are not finite and the run's policy is to stop.
         """
         rows = self._pack_rows(sequences)
-        found = self._compute_log_probs(self._local_micro_batches(rows, routes=routes), rows)
-        given = [each.requires_grad_() for each in self._unpack_rows(rows, found)]
-        value = loss(given)
+        computed = self._compute_log_probs(self._local_micro_batches(rows, routes=routes), rows)
+        log_probs = [each.requires_grad_() for each in self._unpack_rows(rows, computed)]
+        value = loss(log_probs)
         torch.autograd.backward([value])
         weights = np.zeros(rows.tokens.shape, np.float64 if self._is_fp64 else np.float32)
-        for (row, here), each in zip(rows.positions_of_sequences, given, strict=True):
+        for (row, positions), each in zip(rows.positions_of_sequences, log_probs, strict=True):
             if each.grad is not None:
-                weights[row, here] = -each.grad.cpu().numpy()
+                weights[row, positions] = -each.grad.cpu().numpy()
         settings = self.config.optimizer
         result = train_step(
             self._executor, self._state.optimizer, self._local_micro_batches(rows, weights, routes),
-            tokens=[1.0, *[float("inf")] * self.config.model.mtp_layers],  # of further tokens none is asked for
+            tokens=[1.0, *[float("inf")] * self.config.model.mtp_layers],  # no loss of MTP layers
             lr=settings.lr if lr is None else lr, clip=settings.clip_grad, decoupled_lr=settings.decoupled_lr,
             loss_scale=self._state.loss_scale,
         )  # fmt: skip
@@ -213,21 +213,24 @@ class TrainingEngine:
         """Return micro-batches with the given expert ids of `routes`, and with buffers that record the chosen ones."""
         model, moe = self.config.model, self.config.model.moe
         if moe is None:
-            raise ConfigError("routes are of a model with experts, and this one has none")
+            raise ConfigError("routes require a model with experts (model.moe)")
         layers = [layer for layer in list_expert_layers(model) if layer < model.num_layers]
         shape = (len(layers), moe.top_k)
-        given = torch.full((*rows.tokens.shape, *shape), -1, device=self.device)
-        for number, ((row, here), each) in enumerate(zip(rows.positions_of_sequences, routes, strict=bool(routes))):
-            if tuple(each.shape) != (here.stop - here.start, *shape):
-                wanted = [here.stop - here.start, *shape]
-                raise DataError(f"routes of sequence {number} have shape {list(each.shape)} instead of {wanted}")
-            given[row, here] = each.to(given)
-        parts = [given[torch.tensor(one.samples, device=self.device)] for one in micro]
+        expert_ids = torch.full((*rows.tokens.shape, *shape), -1, device=self.device)
+        for number, ((row, positions), each) in enumerate(
+            zip(rows.positions_of_sequences, routes, strict=bool(routes))
+        ):
+            if tuple(each.shape) != (positions.stop - positions.start, *shape):
+                expected = [positions.stop - positions.start, *shape]
+                raise DataError(f"routes of sequence {number} must have shape {expected}, found {list(each.shape)}")
+            expert_ids[row, positions] = each.to(expert_ids)
+        parts = [expert_ids[torch.tensor(batch.samples, device=self.device)] for batch in micro]
         return [
             replace(
-                one, routes=RoutingReplay(layers, one.token_indices, part if routes else None, torch.zeros_like(part))
+                batch,
+                routes=RoutingReplay(layers, batch.token_indices, part if routes else None, torch.zeros_like(part)),
             )
-            for one, part in zip(micro, parts, strict=True)
+            for batch, part in zip(micro, parts, strict=True)
         ]
 
     @torch.no_grad()
@@ -239,35 +242,33 @@ class TrainingEngine:
         with self._executor.evaluation_mode():
             self._executor.run_operations(batches, 1.0)
         if self._groups.tp.rank == 0:
-            places = rank_token_indices(out.shape[1], self._groups.cp).to(self.device)
+            positions = rank_token_indices(out.shape[1], self._groups.cp).to(self.device)
             for number, losses in self._executor.losses.items():
-                there = torch.tensor(batches[number].samples, device=self.device)
-                out[there.unsqueeze(1), places] = -losses.to(out.dtype)
+                samples = torch.tensor(batches[number].samples, device=self.device)
+                out[samples.unsqueeze(1), positions] = -losses.to(out.dtype)
         all_reduce(out, self._groups.world)
         return out
 
-    def _unpack_rows(self, rows: PackedRows, found: Tensor) -> list[Tensor]:
-        return [found[row, here].clone() for row, here in rows.positions_of_sequences]
+    def _unpack_rows(self, rows: PackedRows, values: Tensor) -> list[Tensor]:
+        return [values[row, positions].clone() for row, positions in rows.positions_of_sequences]
 
     # --------------------------------------------------------------------------------------------------------- weights
 
     def stream_weights(
         self, *, bucket_bytes: int = BUCKET_BYTES, family: str | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[NamedTensors]:
-        """Yield all weights as (name, whole tensor) under HuggingFace's names, in buckets: the form that vLLM and
-        SGLang load.
+        """Yield all weights as (name, whole tensor) under HuggingFace names, in buckets, as vLLM and SGLang load them.
 
-        They are byte for byte those of the folder that `mega ckpt convert --to hf` would write. Two buckets at most are in
-        memory, that at hand and the one that is made; the tensors of one lie in one piece of memory, for one collective call.
-        All ranks go through all buckets.
+        The weights are byte for byte equal to the folder that `mega ckpt convert --to hf` writes. At most two buckets are in
+        memory, each in one allocation for one collective call. All ranks must iterate over all buckets.
 
         Args:
-            bucket_bytes: most bytes of a bucket; a tensor that is larger comes alone.
-            family: `model_type` whose names to use; None: that of the folder the weights came from, or the first that fits.
-            dtype: to cast floating-point weights to; None leaves them in the run's.
+            bucket_bytes: largest bytes of a bucket; a larger tensor gets a bucket of its own.
+            family: `model_type` whose names to use; None: of the folder the weights came from, or the first that fits.
+            dtype: to cast floating-point weights to; None: the run's.
 
         Raises:
-            CheckpointError: when no family has all of the model.
+            CheckpointError: when no family supports the whole model.
         """
         self._state.optimizer.wait_for_params()
         source = RankShareSource(self.config.model, self._state.stages, self._groups.world, self.device, self._assets)
@@ -277,10 +278,10 @@ class TrainingEngine:
         """Load the weights of a mega checkpoint, a HuggingFace or Megatron folder or a GGUF file; optimizer moments
         stay.
 
-        Where the engine's vocabulary is the larger one, its further rows are the mean of theirs.
+        If the engine's vocabulary is larger, the additional rows are the mean of the loaded ones.
 
         Raises:
-            CheckpointError: when they are of another model, or cannot be read.
+            CheckpointError: when the weights are of another model, or cannot be read.
         """
         source = extend_to_size(open_weight_source(path), self.config.model.vocab_size)
         load_stage_weights(source, self._state.stages)
@@ -288,8 +289,8 @@ class TrainingEngine:
         self._state.optimizer.load_main_from_model()
 
     def save(self, folder: str | Path) -> Location:
-        """Write a complete checkpoint to `folder`/step-..., independent of the layout, with the tokenizer that came
-        with the weights; returns its path when it is durable.
+        """Write a complete checkpoint to `folder`/step-..., independent of the parallel layout, with the tokenizer of the
+        loaded weights; return its path once it is durable.
         """
         tensors, numbers = self._state.tensors_to_save(), self._state.checkpoint_state()
         with tempfile.TemporaryDirectory() as assets:
@@ -301,10 +302,10 @@ class TrainingEngine:
             )  # fmt: skip
 
     def resume(self, folder: str | Path) -> None:
-        """Resume from the newest checkpoint in `folder`, or from `folder` itself, whatever layout wrote it.
+        """Resume from the newest checkpoint in `folder`, or from `folder` itself, of any parallel layout.
 
         Raises:
-            CheckpointError: when there is none.
+            CheckpointError: when the folder holds no checkpoint.
             ConfigError: when it is of another model.
         """
         self._state.restore_checkpoint(resolve_checkpoint(folder), self._groups.world.process_group)
@@ -312,35 +313,39 @@ class TrainingEngine:
     # ---------------------------------------------------------------------------------------------------------- memory
 
     def offload(self) -> None:
-        """Move weights, gradients and optimizer state to host memory until `reload`; no other method may be called
-        before.
+        """Move weights, gradients and optimizer state to host memory until `reload`, before which no other method may be
+        called.
         """
-        if self._away:
-            raise ConfigError("the engine is offloaded already", hint="call reload first")
+        if self._offloaded:
+            raise ConfigError("offload requires a loaded engine, found an offloaded one", hint="call reload first")
         self._state.optimizer.wait_for_params()
         for storage in self._device_storages():
-            kept = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-            kept.copy_(storage)
+            copy = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+            copy.copy_(storage)
             storage.resize_(0)
-            self._away.append((storage, kept))
+            self._offloaded.append((storage, copy))
 
     def reload(self) -> None:
         """Move offloaded state back to the device, to the same tensor addresses."""
-        for storage, kept in self._away:
-            storage.resize_(kept.nbytes())
-            storage.copy_(kept)
-        self._away.clear()
+        for storage, copy in self._offloaded:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        self._offloaded.clear()
 
     def _device_storages(self) -> list[torch.UntypedStorage]:
-        """Return each storage that lives as long as the engine and is on its device, once."""
+        """Return all persistent storages of the engine on its device, each once."""
         weights = (get_local_values(p) for stage in self._state.stages.values() for p in stage.parameters())
         tensors = chain(weights, self._state.optimizer.persistent_tensors())
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device == self.device}
-        return [storage for storage in found.values() if storage.resizable()]  # not what is in host memory already
+        return [
+            storage for storage in found.values() if storage.resizable()
+        ]  # storages that cannot be resized are in host memory already
 
 
 def _parse_config(raw: Mapping[str, Any], ranks: int) -> RunConfig:
-    """Parse the configuration with defaults for what a run requires and the engine ignores: data and the global batch."""
+    """Parse the configuration, with defaults for settings that a run requires and the engine ignores: data and the global
+    batch.
+    """
     data, batch = {"train": ["none"], **raw.get("data", {})}, dict(raw.get("batch", {}))
     batch.setdefault("global", batch.get("micro", 1) * ranks)
     return RunConfig.parse(resolve_run_config({**raw, "data": data, "batch": batch}), source="TrainingEngine")

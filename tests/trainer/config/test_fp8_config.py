@@ -79,7 +79,7 @@ def test_layers_between_the_first_and_the_last_multiply_in_fp8() -> None:
         config, LayerBuilder(config.model, groups, device=torch.device("meta")), build_schedule(config, groups)
     )
     for index, layer in enumerate(stages[0].layers):
-        found = {isinstance(part.linear.products, Fp8Kernels) for part in (layer.mixer.work.out, layer.mixer.work.qkv)}
+        found = {isinstance(part.linear.gemms, Fp8Kernels) for part in (layer.mixer.work.out, layer.mixer.work.qkv)}
         assert found == {index == 1}
     assert isinstance(stages[0].layers[1].feed.work.experts.linear.keywords["kernels"], Fp8Kernels)
 

@@ -46,7 +46,7 @@ def run_with(raw: dict[str, Any], fault: str) -> str:
     def step(executor: Any, optimizer: Any, batches: Any, **more: Any) -> Any:
         done[0] += 1
         if rank == BAD and done[0] == STEP and fault.startswith(("weight", "moment")):
-            _, values = optimizer.state()[0]
+            _, values = optimizer.state_tensors()[0]
             flip(values[0][1] if fault.startswith("moment") else values[0][0].shard.weights)
         return real_step(executor, optimizer, batches, **more)
 
@@ -95,7 +95,9 @@ def test_a_flipped_bit_is_found_the_rank_named_and_nothing_saved(settings: Setti
         assert told.pop("none") == "not found"
         for fault, name in (("weight of zero 1", "weight"), ("moment of zero 1", "exp_avg")):
             words = told.pop(fault)
-            assert words.startswith(f"in step {STEP} bits have changed where nothing has written\n  rank {BAD} on ")
+            assert words.startswith(
+                f"in step {STEP} bits changed in tensors that nothing has written to\n  rank {BAD} on "
+            )
             assert name in words
         assert set(told) == {"weight", "moment", "gradient", "activation"}
         for fault, words in told.items():
@@ -124,7 +126,7 @@ def run_with_spot(raw: dict[str, Any], kind: str, spot: str) -> str:
     def step(executor: Any, optimizer: Any, batches: Any, **more: Any) -> Any:
         done[0] += 1
         if rank == BAD and done[0] == STEP:
-            slot, values = dict(optimizer.state())["exp_avg" if kind == "weights" else kind][0]
+            slot, values = dict(optimizer.state_tensors())["exp_avg" if kind == "weights" else kind][0]
             held = slot.shard.weights if kind == "weights" else values[: len(slot.shard.weights)]
             bits = held.view(torch.int32)
             mask = torch.tensor(1 << bit).to(torch.int32) if bit < 31 else torch.tensor(-(1 << 31), dtype=torch.int32)
@@ -152,9 +154,9 @@ def test_of_two_ranks_the_one_whose_slice_changed_is_named(settings: Settings, t
     )  # fmt: skip
     for found in run_ranks(sweep_spots, 2, raw):
         for case, words in found.items():
-            assert words.startswith(f"in step {STEP} bits have changed where nothing has written\n  rank {BAD} on "), (
-                case
-            )
+            assert words.startswith(
+                f"in step {STEP} bits changed in tensors that nothing has written to\n  rank {BAD} on "
+            ), case
             assert "rank 0" not in words
             assert latest_checkpoint(tmp_path / f"run-{case}" / "checkpoints") is None
 
@@ -200,7 +202,7 @@ def places_of(state: Any, executor: Any) -> Iterator[tuple[str, Tensor, bool]]:
         for kind, values in slot_tensors(state.optimizer, slot):
             for share in PLACES:
                 place = round(share * (len(slot.shard.weights) - 1))
-                used = any(part.place.start <= place < part.place.stop for part in slot.shard.parts)
+                used = any(part.shard_slice.start <= place < part.shard_slice.stop for part in slot.shard.parts)
                 yield f"{kind} of slot {number} at {share}", values[place : place + 1], used
     for stage in executor.stages.values():
         for values, pieces in non_trainable_buffers(stage):
@@ -213,9 +215,9 @@ def places_of(state: Any, executor: Any) -> Iterator[tuple[str, Tensor, bool]]:
 
 def slot_tensors(optimizer: Any, slot: Any) -> Iterator[tuple[str, Tensor]]:
     yield "weights", slot.shard.weights
-    if slot.copied and not slot.precise:
+    if slot.has_separate_main_weights and not slot.has_higher_precision:
         yield "main weights", slot.main
-    for kind, pairs in optimizer.state():
+    for kind, pairs in optimizer.state_tensors():
         yield from ((kind, values) for other, values in pairs if other is slot)
 
 

@@ -27,15 +27,15 @@ CLOSED = (
     ("error", "words", "advice"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"),
-         "out of memory on cuda:1: 2.50 GiB more were asked for, 1GB of 80GB are free\n"
-         "  held: tensors 70GB, other than predicted 6GB, communicators, CUDA and other processes 5GB, torch's free blocks 4GB\n"
-         "  predicted for this rank at its most: activations 40GB, weights 16GB, gradients 8GB",
+         "out of memory on cuda:1: cannot allocate 2.50 GiB more, 1GB of 80GB are free\n"
+         "  used: tensors 70GB, other than predicted 6GB, communicators, CUDA and other processes 5GB, torch's free blocks 4GB\n"
+         "  predicted peak of this rank: activations 40GB, weights 16GB, gradients 8GB",
          "--set optimizer.offload=true (30GB), recompute=selective (20GB), parallel.tp=2 parallel.sp=true (9GB)"),
-        (MemoryError(), "out of memory on the host\n  held: ", "--set recompute=selective (20GB)"),
+        (MemoryError(), "out of memory on the host\n  used: ", "--set recompute=selective (20GB)"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2000000000 bytes. Error code 12"),
-         "out of memory on the host: 2GB more were asked for\n  held: ", "--find-micro-batch"),
-        (RuntimeError(CLOSED), "the other ranks cannot be reached (Connection closed by peer [127.0.0.1]:26000)", "last checkpoint"),
-        (dist.DistBackendError("NCCL error: remote process exited\nmore"), "cannot be reached (NCCL error: remote process exited)",
+         "out of memory on the host: cannot allocate 2GB more\n  used: ", "--find-micro-batch"),
+        (RuntimeError(CLOSED), "lost the connection to other ranks (Connection closed by peer [127.0.0.1]:26000)", "last checkpoint"),
+        (dist.DistBackendError("NCCL error: remote process exited\nmore"), "lost the connection to other ranks (NCCL error: remote process exited)",
          "the rank that ended first"),
     ],
 )  # fmt: skip
@@ -56,7 +56,7 @@ def test_what_befalls_a_rank_is_told_with_place_and_advice(
 
 def test_an_allocation_that_cannot_be_is_told() -> None:
     with (
-        pytest.raises(TrainingError, match=r"out of memory on the host: .*B more were asked for"),
+        pytest.raises(TrainingError, match=r"out of memory on the host: cannot allocate .*B more"),
         translate_errors(0, str, lambda: NEEDS),
     ):
         torch.empty(1 << 60, dtype=torch.uint8)

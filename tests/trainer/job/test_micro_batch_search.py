@@ -45,7 +45,7 @@ def found(limit: int, end: str) -> int:
 @pytest.mark.parametrize("end", ["told", "killed"])
 def test_a_trial_that_ends_for_its_memory_is_a_finding(end: str) -> None:
     assert found(5, end) == 4
-    with pytest.raises(ConfigError, match=r"not even batch\.micro = 1 fits"):
+    with pytest.raises(ConfigError, match=r"batch\.micro = 1, the smallest of .* does not fit"):
         found(0, end)
 
 
@@ -55,10 +55,7 @@ def test_what_ends_a_trial_is_its_size_where_a_smaller_one_trains(
 ) -> None:
     caplog.set_level("INFO", logger="mega")
     assert found(5, end) == 4
-    assert (
-        f"batch.micro = 6: too large, for a smaller one trains and this one ended with exit status {told}"
-        in caplog.text
-    )
+    assert f"batch.micro = 6: too large, while a smaller one trains: exit status {told}" in caplog.text
     with pytest.raises(TrainingError, match=f"a trial ended with exit status {told}".replace("|", r"\|")):
         found(0, end)
 

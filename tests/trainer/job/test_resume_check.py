@@ -86,7 +86,7 @@ def test_what_changes_the_order_is_told(settings: Settings) -> None:
     for changed in ({"data": {"seq_length": 8}}, {"data": {"split": [8, 2, 0]}}, {"train": {"seed": 5}}):
         (section, ((key, _),)) = next((name, tuple(fields.items())) for name, fields in changed.items())
         told = resumed(settings, **changed)[-1]
-        assert told.startswith(f"{section}.{key}: the samples come in another order, which is read from sample 320 on")
+        assert told.startswith(f"{section}.{key} changed the order of samples, which is read from sample 320 on")
     assert not any("order" in line for line in resumed(settings, optimizer={"weight_decay": 0.3}))
 
 

@@ -35,7 +35,7 @@ def test_skips_some_bad_steps_but_not_many_in_a_row() -> None:
     with pytest.raises(TrainingError, match="3 times in a row") as told:
         guard.check_step(6, BAD)
     assert "on_nan=skip" not in str(told.value)
-    with pytest.raises(TrainingError, match=r"or set train\.on_nan=skip"):
+    with pytest.raises(TrainingError, match=r", or set train\.on_nan=skip"):
         LossGuard(TrainConfig()).check_step(1, BAD)
 
 

@@ -57,8 +57,8 @@ def test_an_agent_ends_as_its_ranks_do(status: int, capfd: pytest.CaptureFixture
 
 ENDS = """
 import os
-from mega_trainer.launch.local_ranks import end_torchrun
-end_torchrun(os.environ, {status})
+from mega_trainer.launch.local_ranks import terminate_torchrun
+terminate_torchrun(os.environ, {status})
 raise SystemExit({status})
 """
 

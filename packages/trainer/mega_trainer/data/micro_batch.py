@@ -216,15 +216,7 @@ def split_micro_batches(
     Raises:
         DataError: for a token that the model's vocabulary does not have.
     """
-    inputs = [batch.tokens, batch.labels, *([] if batch.source is None else [batch.source.tokens])]
-    inputs += [] if batch.neighbors is None else [batch.neighbors]
-    size, top = config.batch.micro, max(tokens.max() for tokens in inputs)
-    if top >= config.model.vocab_size:
-        raise DataError(
-            f"model.vocab_size = {config.model.vocab_size} must be larger than every token id, found {top} in one of the samples "
-            f"{batch.sample_ids.min()} to {batch.sample_ids.max()}",
-            hint="use data made with the model's tokenizer, or raise model.vocab_size",
-        )
+    _check_token_ids(batch, config.model.vocab_size)
     affects = _affects_loss(batch) if config.model.moe else None
     if affects is not None and config.model.score:  # the score is of a text's last token, after all labels
         affects = np.ones_like(affects)
@@ -234,8 +226,8 @@ def split_micro_batches(
     own = None
     if context is not None and context.size > 1:
         own = to_device(rank_token_indices(batch.tokens.shape[1], context), device)
-    for start in range(0, len(batch.sample_ids), size):
-        part = slice(start, start + size)
+    for start in range(0, len(batch.sample_ids), config.batch.micro):
+        part = slice(start, start + config.batch.micro)
 
         def to_device_tensor(array: np.ndarray, part: slice = part) -> Tensor:
             return to_device(torch.from_numpy(np.ascontiguousarray(array[part])), device)
@@ -268,6 +260,17 @@ def split_micro_batches(
             else None,
         )
         yield whole if own is None else whole.select_tokens(own)
+
+
+def _check_token_ids(batch: StepBatch, vocab_size: int) -> None:
+    inputs = [batch.tokens, batch.labels, *([] if batch.source is None else [batch.source.tokens])]
+    inputs += [] if batch.neighbors is None else [batch.neighbors]
+    if (top := max(tokens.max() for tokens in inputs)) >= vocab_size:
+        raise DataError(
+            f"model.vocab_size = {vocab_size} must be larger than every token id, found {top} in one of the samples "
+            f"{batch.sample_ids.min()} to {batch.sample_ids.max()}",
+            hint="use data made with the model's tokenizer, or raise model.vocab_size",
+        )
 
 
 def _collect_images(batch: StepBatch, part: slice, vision: VisionConfig, device: torch.device) -> BatchImages:

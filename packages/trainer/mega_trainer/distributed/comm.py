@@ -1,8 +1,8 @@
 """Collectives on named groups: thin calls around torch.distributed that do nothing in a group of one.
 
-A `Group` is handed to whoever communicates; nothing here is global but which one was asked last (`latest`), for a watch to
-tell. It can count what passes through it (`log`), so that a test may hold the traffic of a step against theory, and it can
-sum in rank order (`ordered`), for tests that compare bits: gloo's own sums are not in rank order from four ranks on.
+A `CommGroup` is passed to the code that communicates; the only global state is the last used group (`latest`), for the hang
+watchdog. A group can count its traffic (`log`), for tests that compare it with theory, and reduce in rank order (`ordered`),
+for tests that compare bits: gloo does not reduce in rank order with four or more ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CompletedWork:
 class CommLog:
     """Traffic through the groups that share the log: (group, operation) -> [calls, bytes sent or received by a rank].
 
-    Bytes are those of the tensor on one rank: the input of a reduction, the output of a gather.
+    Bytes are of the tensor on one rank: the input of a reduction, the output of a gather.
     """
 
     counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
@@ -61,12 +61,12 @@ class CommGroup:
     Attributes:
         name: the axis: tp, cp, dp, pp, ...
         ranks: global ranks, in group order.
-        rank: this process's place in `ranks`.
-        process_group: the torch.distributed group; None in a group of one, and where nobody is there: in such a group of several,
-            as a plan makes it, calls make what they return and move nothing.
-        ordered: sum in rank order, reproducibly and slowly.
-        log: where calls are counted, if anywhere.
-        latest: the group of which this process last asked something, or for which it last began to wait.
+        rank: index of this process in `ranks`.
+        process_group: the torch.distributed group; None in a group of one, and in a planned group of several ranks, whose
+            calls return tensors without communication.
+        ordered: reduce in rank order, reproducibly and slowly.
+        log: counter of calls, if any.
+        latest: the group that this process last used or began to wait for.
     """
 
     latest: ClassVar[CommGroup | None] = None
@@ -136,7 +136,7 @@ def all_reduce(
 @contextlib.contextmanager
 def raise_on_all_ranks(group: CommGroup) -> Iterator[None]:
     """Raise an error of any rank in the block on all ranks, the first rank's if there are several, so that no rank
-    waits for ever.
+    hangs.
 
     Raises:
         MegaError: of any rank.

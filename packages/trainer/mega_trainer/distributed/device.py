@@ -12,14 +12,14 @@ from mega_common.errors import ConfigError
 
 
 def select_rank_device(name: str, local_rank: int) -> torch.device:
-    """Return the device of this rank: `auto` takes a GPU when there is one.
+    """Return the device of this rank: a GPU under `auto`, if available.
 
     Raises:
-        ConfigError: when CUDA was asked for and there is none.
+        ConfigError: when `name` is cuda and no GPU is available.
     """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise ConfigError("device = 'cuda': torch sees no CUDA device here", hint="set device=auto or device=cpu")
+        raise ConfigError("device = 'cuda' requires a GPU, found none", hint="set device=auto or device=cpu")
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
@@ -46,7 +46,7 @@ def to_host(tensor: Tensor) -> Tensor:
 def to_device(values: Tensor | Sequence[float], device: torch.device) -> Tensor:
     """Copy a tensor in host memory, or numbers as fp64, to `device`.
 
-    From pinned memory: a copy from any other waits until the device has done all that it was given.
+    Copied from pinned memory: a copy from pageable memory waits for all previous work of the device.
     """
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
     if device.type in ("cpu", "meta"):

@@ -1,5 +1,5 @@
-"""Process groups of a rank under a layout of degrees. Only the groups this rank belongs to are made, each by its own
-members, so that building them costs the same in a world of ten thousand.
+"""Process groups of a rank under a parallel layout. Each group is created by its members only, so that the cost does not grow
+with the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from mega_trainer.distributed.comm import CommGroup, CommLog
 
 @dataclass
 class ProcessGroupCache:
-    """Makes process groups, each once, however many layouts ask for the same ranks.
+    """Cache of process groups by ranks.
 
-    Torch names a group that its members alone ask for by its ranks and by how many groups this process has: all members
-    must have made as many before. So a group of some stages only, as `embedding`, comes after all that span stages.
+    Torch names a group that only its members create by its ranks and the number of groups of this process: all members must
+    have created equally many before. So groups of some stages only, such as `embedding`, come after all others.
     """
 
-    timeout: timedelta | None = None  # how long a collective may wait; None: torch's own
+    timeout: timedelta | None = None  # of collectives; None: torch's default
     groups_by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def get_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return the process group of `ranks`, called by its members alone; None for a single rank."""
+        """Return the process group of `ranks`, called only by its members; None for a single rank."""
         key = tuple(ranks)
         if len(key) == 1:
             return None
@@ -44,10 +44,8 @@ class ProcessGroupCache:
 
 
 def device_only_backend() -> str | None:
-    """Return the backend of groups that only devices use: "nccl" where ranks have GPUs, so that no host sockets are
-    opened.
-
-    The host talks in the group of all ranks alone. None: that of all ranks, which is a CPU's.
+    """Return the backend of groups that only devices use: "nccl" for ranks with GPUs, so that no host sockets are opened;
+    None, the default of the group of all ranks, on CPU.
     """
     return "nccl" if "cuda:nccl" in dist.get_backend_config() else None
 
@@ -56,13 +54,15 @@ def device_only_backend() -> str | None:
 class ParallelGroups:
     """Process groups of one rank, by axis.
 
-    `dp_cp` is where gradients of ordinary weights are summed (context ranks see other tokens of the same sequences);
-    `shard` are neighbours among them that share one copy of the weights under ZeRO-3, `replicate` those that hold the
-    same part of different copies;
-    `head_sharing` are the so many neighbouring tensor ranks that hold the same head, for each kind with fewer heads than ranks;
-    `ep` are the neighbours that hold all experts of a stage, of which `expert_tp` share the same ones, a part of each; and
-    `expert_data` those that hold the same part of the same experts;
-    `embedding` joins the first and the last pipeline stage, which share a tied embedding.
+    Attributes:
+        dp_cp: data and context ranks, over which gradients of non-expert weights are reduced.
+        shard: neighbours in `dp_cp` that shard one copy of the weights under ZeRO-3.
+        replicate: ranks in `dp_cp` with the same shard of different copies.
+        head_sharing: by number of ranks, neighbouring tensor ranks with the same head, for mixers with fewer heads than ranks.
+        ep: neighbours that together hold all experts of a stage.
+        expert_tp: ranks in `ep` that split the same experts.
+        expert_data: ranks with the same part of the same experts.
+        embedding: first and last pipeline stage, which share a tied embedding.
     """
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
@@ -92,10 +92,10 @@ class ParallelGroups:
 
 
 def warm_up_groups(groups: ParallelGroups, device: torch.device) -> None:
-    """Create the communicator of every group, and those of pipeline ranks with their neighbours.
+    """Create the communicators of every group, and of pipeline ranks with their neighbours.
 
-    A communicator is made by the first message, in memory that torch's pool does not count: here before the model fills
-    it. All ranks go through the axes in the same order, so that none waits for one that waits for it.
+    A communicator is created by the first message, in memory outside of torch's pool, so it must exist before the model
+    fills the device. All ranks visit the axes in the same order, which avoids deadlocks.
     """
     met: set[tuple[int, ...]] = set()
     for group in groups.all_groups():
@@ -125,15 +125,15 @@ def build_parallel_groups(
     ordered: bool = False,
     log: CommLog | None = None,
 ) -> ParallelGroups:
-    """Make this rank's groups. A collective call among the ranks of the layout.
+    """Build this rank's groups. A collective call among the ranks of the layout.
 
     Args:
         layout: degrees of parallelism.
-        rank: this one.
-        heads: how many the model has of each kind that several tensor ranks may share, as key/value heads.
-        shard: data ranks that share one copy of the weights under ZeRO-3, a divisor of their number; None for all.
-        maker: makes the process groups.
-        ordered, log: as in `Group`.
+        rank: of this process.
+        heads: numbers of heads that several tensor ranks may share, such as key/value heads.
+        shard: number of data ranks that shard one copy of the weights under ZeRO-3; None for all.
+        maker: cache of process groups.
+        ordered, log: as in `CommGroup`.
     """
     maker = maker or ProcessGroupCache()
     at = layout.coordinates_of(rank)
@@ -148,10 +148,10 @@ def build_parallel_groups(
 
     dp_cp = [layout.rank_at(**{**at, "dp": d, "cp": c}) for d in range(layout.dp) for c in range(layout.cp)]
     data, size = make_rank_group("dp_cp", dp_cp), shard or len(dp_cp)
-    begin, place = data.rank // size * size, data.rank % size
+    begin, index = data.rank // size * size, data.rank % size
     stage = at["pp"] * layout.ranks_per_stage  # its first rank
     block, inner = layout.ep * layout.expert_tp, rank - stage
-    experts = stage + inner // block * block  # the first rank of those that hold all experts
+    experts = stage + inner // block * block  # first rank of the block that holds all experts
     part = stage + inner // layout.expert_tp * layout.expert_tp
     shares = sorted({layout.tp // n for n in heads if n < layout.tp})  # tensor ranks with the same head
     ends = sorted({0, layout.pp - 1})
@@ -164,14 +164,13 @@ def build_parallel_groups(
         dp=make_rank_group("dp", ranks_along_axis("dp")),
         dp_cp=data,
         shard=data if size == len(dp_cp) else make_rank_group("shard", dp_cp[begin : begin + size]),
-        replicate=make_rank_group("replicate", dp_cp[place::size]),
+        replicate=make_rank_group("replicate", dp_cp[index::size]),
         head_sharing={n: make_rank_group("shared", ranks_along_axis("tp")[at["tp"] // n * n :][:n]) for n in shares},
         ep=make_rank_group("ep", list(range(experts, experts + block))),
         expert_tp=make_rank_group("expert_tp", list(range(part, part + layout.expert_tp))),
         expert_data=make_rank_group(
             "expert_data", list(range(stage + inner % block, stage + layout.ranks_per_stage, block))
         ),
-        # last: torch names a group that its members alone make by how many groups each of them has, so those that
-        # not every rank makes come after those that every rank does
+        # last, as not every rank creates it: torch names a group by the number of groups that each member has
         embedding=make_rank_group("embedding", [layout.rank_at(**{**at, "pp": stage}) for stage in ends]),
     )

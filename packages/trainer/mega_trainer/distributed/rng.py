@@ -1,6 +1,6 @@
 """Randomness seeded by name: a draw depends on its purpose, not on the rank that draws it or on earlier draws.
 
-Weights are drawn from (seed, canonical name), dropout masks from (seed, sample, layer, site): every layout of ranks sees
+Weights are drawn from (seed, canonical name), dropout masks from (seed, sample, layer, site): every layout of ranks draws
 the same values, a recomputed block replays its own masks, and a resumed run has no generator state to restore.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TOKENS = 64  # whose masks are drawn at once: a generator each costs little beside them, and ranks draw little in vain
+TOKENS = 64  # per generator: its cost is small, and ranks discard few of the drawn values
 
 
 def seeded_generator(device: torch.device | str, *key: int | str, number: int = 0) -> torch.Generator:
     """Return a generator whose stream is a function of `key` and of a non-negative `number`.
 
-    Streams of different numbers differ. Those of different keys may be the same by chance, for a CPU's generator takes no
-    more than 32 bits of a seed.
+    Streams of different numbers differ. Streams of different keys can collide, as a CPU generator uses only 32 bits of a
+    seed.
     """
     digest = hashlib.blake2b("\x1f".join(map(str, key)).encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed((int.from_bytes(digest, "little") >> 1) + number)
@@ -33,8 +33,8 @@ class SeededDropout:
     Attributes:
         seed: the run's seed.
         samples: the global number of each sample of the micro-batch.
-        residual_ranges: where in the sequence the tokens of this rank's residual stream stand, in order.
-        gathered_ranges: where those of all tensor ranks stand, if they share the stream out (sequence parallelism).
+        residual_ranges: positions of the tokens of this rank's residual stream, in order.
+        gathered_ranges: positions of the tokens of all tensor ranks under sequence parallelism.
     """
 
     seed: int
@@ -53,13 +53,13 @@ class SeededDropout:
     ) -> Tensor:
         """Drop elements of a projection's input [.., width], of which x [B, S', D'] has the columns from `first` on.
 
-        Its tokens are those of the residual stream, or with `whole` those of all tensor ranks' parts of it.
+        Its tokens are the residual stream's, or with `whole` the gathered ones of all tensor ranks.
         """
         if p == 0.0:
             return x
-        places = self.gathered_ranges if whole and self.gathered_ranges is not None else self.residual_ranges
+        ranges = self.gathered_ranges if whole and self.gathered_ranges is not None else self.residual_ranges
         return x * _keep_factors(
-            self._draw_masks(x, (site,), places, width)[..., first : first + x.shape[-1]], p, x.dtype
+            self._draw_masks(x, (site,), ranges, width)[..., first : first + x.shape[-1]], p, x.dtype
         )
 
     def drop_attention_probs(self, x: Tensor, p: float, layer: int, first_head: int) -> Tensor:
@@ -83,7 +83,7 @@ class SeededDropout:
         return torch.rand(tuple(shape), generator=seeded_generator(x.device, self.seed, *key), device=x.device)
 
 
-# The dropout of this rank's part of sequences of so many tokens on a rank; a kind of sequence has masks of its own.
+# Returns the dropout for sequences with a number of tokens on this rank, and a kind of sequence.
 DropoutFactory = Callable[[int, int], SeededDropout | None]
 
 

@@ -1,4 +1,4 @@
-"""Errors of torch and gloo about ranks, or a store of the job, that do not answer."""
+"""Recognition of errors of torch and gloo about lost connections to ranks or to the job's store."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import re
 
 import torch.distributed as dist
 
-# gloo raises a plain RuntimeError.
+# gloo raises a plain RuntimeError
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|\[?gloo|socket", re.IGNORECASE
 )
-_PLACE = re.compile(r"^\[\S+:\d+\] ")
+_SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether torch raised this because another rank, or the job's store, does not answer."""
+    """Return whether an error means that another rank, or the job's store, does not answer."""
     return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
 
 
 def connection_error_reason(error: RuntimeError) -> str:
-    """Return the first sentence of an error of torch, without the place in its source and its stack."""
-    return _PLACE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]
+    """Return the first sentence of an error of torch, without its source line and stack."""
+    return _SOURCE_LINE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]

@@ -1,14 +1,17 @@
 """Checks for silent data corruption: bits that a device or memory changes without an error (arXiv:2102.11245), found by
 comparing replicated data.
 
-Three looks. One compares hashes of what several ranks hold alike: weights, main weights and moments as far as ZeRO leaves
-copies of them. One compares hashes of all that a rank holds, taken after an update and just before the next: nothing may
-have written there, and a slice of ZeRO's, which has no copies, would carry its flipped bit to all ranks. And one has all data
-ranks compute the same micro-batch, and compares the loss and each gradient before they are summed. Of three ranks or more
-the one that differs from the majority is named; of two, both.
+There are three checks:
 
-A hash depends on the bits of all elements and on their positions (`bit_hash`). The padding of a flat buffer of weights is
-left out: it influences no parameter.
+- Replicated tensors (weights, and main weights and moments that ZeRO does not shard) are hashed and compared among ranks.
+- All tensors of a rank are hashed after an update and just before the next, as nothing may change them in between. This also
+  covers ZeRO shards, which have no replica and would spread a flipped bit to all ranks.
+- All data ranks compute the same micro-batch, and the loss and each gradient are compared before the reduction.
+
+With three or more ranks the rank that differs from the majority is named; with two, both are.
+
+A hash depends on the bits of all elements and on their positions (`bit_hash`). The padding of flat buffers is left out, as it
+has no influence on a parameter.
 """
 
 from __future__ import annotations
@@ -40,14 +43,14 @@ from mega_trainer.parallel.parameter_shards import replica_groups
 from mega_trainer.parallel.zero_buffers import FlatBufferStage
 from mega_trainer.pipeline.executor import PipelineExecutor
 
-SHOWN = 4  # tensors that are named
+MAX_SHOWN = 4  # tensors named in a message
 HINT = (
-    "nothing was saved since; take the machine out that has other bits, and the same command goes on from the last "
-    "checkpoint; mega train --replay STEP makes a step again elsewhere"
+    "remove the machine with different bits and run the same command again to resume from the last checkpoint, which is "
+    "intact; mega train --replay STEP repeats a step on another machine"
 )
 
 
-HashedTensor = tuple[tuple[CommGroup, ...], str, Tensor]  # with the groups over whose ranks it lies alike
+HashedTensor = tuple[tuple[CommGroup, ...], str, Tensor]  # groups that replicate the tensor, its name, the tensor
 
 
 @dataclass
@@ -57,7 +60,7 @@ class CorruptionCheck:
     config: CorruptionCheckConfig
     executor: PipelineExecutor
     optimizer: ShardedOptimizer
-    _rest: Tensor | None = None  # hashes of all that this rank holds, since the last update
+    _rest: Tensor | None = None  # hashes of all tensors of this rank since the last update
 
     def check_before_step(self, step: int, batches: Callable[[], Sequence[MicroBatch]]) -> None:
         """Compare how ranks compute, if due, on the micro-batches of data rank 0 for this step.
@@ -79,15 +82,15 @@ class CorruptionCheck:
         if not every or (step % every and not saves):
             return
         self.optimizer.wait_for_params()
-        held = list(self._held())
-        alike: dict[tuple[CommGroup, ...], dict[str, Tensor]] = defaultdict(dict)
-        for groups, name, tensor in held:
+        tensors = list(self._checked_tensors())
+        replicated: dict[tuple[CommGroup, ...], dict[str, Tensor]] = defaultdict(dict)
+        for groups, name, tensor in tensors:
             if math.prod(group.size for group in groups) > 1:
-                alike[groups][name] = tensor
-        self._rest = hash_tensor_bits([tensor for _, _, tensor in held])
+                replicated[groups][name] = tensor
+        self._rest = hash_tensor_bits([tensor for _, _, tensor in tensors])
         self._raise_findings(
-            f"after step {step} ranks hold other bits of what they should have alike",
-            lambda: [line for groups, named in alike.items() for line in find_outliers(named, groups)],
+            f"after step {step} replicated tensors differ among ranks",
+            lambda: [line for groups, named in replicated.items() for line in find_outliers(named, groups)],
         )
 
     def check_before_update(self, step: int) -> None:
@@ -99,14 +102,16 @@ class CorruptionCheck:
         if self._rest is None:
             return
         self.optimizer.wait_for_params()
-        held, (rest, self._rest) = list(self._held()), (self._rest, None)
-        now = hash_tensor_bits([tensor for _, _, tensor in held])
+        tensors, (rest, self._rest) = list(self._checked_tensors()), (self._rest, None)
+        now = hash_tensor_bits([tensor for _, _, tensor in tensors])
         self._raise_findings(
-            f"in step {step} bits have changed where nothing has written",
-            lambda: [f"{_rank_location(now)}: {held[index][1]}" for index in (rest != now).nonzero().view(-1).tolist()],
+            f"in step {step} bits changed in tensors that nothing has written to",
+            lambda: [
+                f"{_rank_location(now)}: {tensors[index][1]}" for index in (rest != now).nonzero().view(-1).tolist()
+            ],
         )
 
-    def _held(self) -> Iterator[HashedTensor]:
+    def _checked_tensors(self) -> Iterator[HashedTensor]:
         yield from self._replicated_weights()
         yield from self._replicated_state()
         groups = self.executor.parallel_groups
@@ -126,16 +131,16 @@ class CorruptionCheck:
                         yield groups, f"scales of {name}", packed.scales
 
     def _replicated_state(self) -> Iterator[HashedTensor]:
-        # main weights as precise as the model's, in memory of their own: in host memory, or longer than the shard
-        copied = [
+        # main weights in the model's precision with separate memory: in host memory, or longer than the shard
+        separate_main = [
             (slot, slot.main)
             for slot in self.optimizer.slots
             if slot.has_separate_main_weights and not slot.has_higher_precision
         ]
-        for kind, pairs in [*self.optimizer.state_tensors(), ("main", copied)]:
+        for kind, pairs in [*self.optimizer.state_tensors(), ("main", separate_main)]:
             for slot, values in pairs:
                 names = [piece.name for part in slot.shard.parts for piece in part.pieces]
-                if names:  # a slice may be padding alone
+                if names:  # a shard may be padding only
                     own = values[: len(slot.shard.weights)]
                     yield replica_groups(slot.kind, sharded=slot.sharded), f"{kind} from {names[0]} to {names[-1]}", own
 
@@ -143,25 +148,27 @@ class CorruptionCheck:
         executor, stages = self.executor, self.optimizer.stages
         for stage in stages:
             stage.begin_step()
-        apart = replace(executor, around_backward=lambda stage, last: executor.around_backward(stage, False))
-        named = {"the loss": apart.run_operations(batches[: executor.parallel_groups.pp.size], 1.0)}
+        without_reduction = replace(
+            executor, around_backward=lambda stage, last: executor.around_backward(stage, False)
+        )
+        named = {"the loss": without_reduction.run_operations(batches[: executor.parallel_groups.pp.size], 1.0)}
         for stage in stages:
             assert isinstance(stage, FlatBufferStage)
             for parameter, gradient in stage.local_gradients():
                 info = get_parameter_info(parameter)
-                if info.data is executor.parallel_groups.dp_cp:  # experts compute for other ranks' tokens, too
+                if info.data is executor.parallel_groups.dp_cp:  # experts also compute tokens of other ranks
                     named["the gradient of " + "+".join(piece.name for piece in info.pieces)] = gradient
         self._raise_findings(
-            f"step {step}: ranks that computed the same have other bits",
+            f"in step {step} ranks got different bits from the same computation",
             lambda: list(find_outliers(named, (executor.parallel_groups.dp,))),
         )
 
-    def _raise_findings(self, what: str, find: Callable[[], Sequence[str]]) -> None:
+    def _raise_findings(self, problem: str, find: Callable[[], Sequence[str]]) -> None:
         """Raise on all ranks the findings of any rank about itself."""
         with raise_on_all_ranks(self.executor.parallel_groups.world):
             if found := find():
-                more = [f"  and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-                raise TrainingError("\n".join([what, *found[:SHOWN], *more]), hint=HINT)
+                more = [f"  and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
+                raise TrainingError("\n".join([problem, *found[:MAX_SHOWN], *more]), hint=HINT)
 
 
 def find_outliers(named: dict[str, Tensor], groups: Sequence[CommGroup]) -> Iterator[str]:
@@ -179,7 +186,7 @@ def find_outliers(named: dict[str, Tensor], groups: Sequence[CommGroup]) -> Iter
         if count > others[0][1] and own != most:
             yield f"{_rank_location(hashed)}: {name}, where {count} other ranks agree"
         elif count == others[0][1]:
-            yield f"  {' or '.join(f'rank {one}' for one in ranks)}: {name}, with no majority"
+            yield f"  {' or '.join(f'rank {each}' for each in ranks)}: {name}, with no majority"
 
 
 def _rank_location(tensor: Tensor) -> str:

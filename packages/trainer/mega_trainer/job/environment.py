@@ -13,18 +13,20 @@ from typing import Any
 
 from mega_trainer.config.run_config import RunConfig
 
-STATUS_NOTE = "MEGA_STATUS_NOTE"  # the variable by which `elastic` tells its ranks of a file for the job's exit status
+STATUS_NOTE = (
+    "MEGA_STATUS_NOTE"  # variable with the path of the file that holds the job's exit status, set by `launch.elastic`
+)
 PACKAGES = ("mega-trainer", "torch", "numpy", "triton", "transformer-engine", "flash-attn", "deep-ep")
 
 
 def library_settings(config: RunConfig) -> dict[str, str]:
     """Return the environment variables for the ranks of a run.
 
-    - `PYTORCH_CUDA_ALLOC_CONF`: memory that a GPU has given for one size serves others too.
-    - `TORCH_GLOO_LAZY_INIT`: host groups connect to the ranks they talk to, not to all: 1,024 sockets are many.
-    - `CUDA_DEVICE_MAX_CONNECTIONS`: kernels start in the order of their launches, so that a collective of tensor or context
-      ranks begins before the products it runs beside take the whole GPU. ZeRO-3's gathers want streams of their own.
-    - `CUBLAS_WORKSPACE_CONFIG`, `NCCL_ALGO`, `NVTE_ALLOW_NONDETERMINISTIC_ALGO`: the same sums in the same order each time.
+    - `PYTORCH_CUDA_ALLOC_CONF`: expandable segments, which avoid fragmentation.
+    - `TORCH_GLOO_LAZY_INIT`: host groups connect only to the ranks they communicate with, to limit open sockets.
+    - `CUDA_DEVICE_MAX_CONNECTIONS`: 1 starts kernels in launch order, so that a collective of tensor or context ranks begins
+      before the GEMMs that overlap with it occupy the GPU. ZeRO-3's all-gathers need several.
+    - `CUBLAS_WORKSPACE_CONFIG`, `NCCL_ALGO`, `NVTE_ALLOW_NONDETERMINISTIC_ALGO`: reductions in a fixed order.
     """
     parallel = config.parallel
     chosen = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_GLOO_LAZY_INIT": "1"}
@@ -45,8 +47,8 @@ def format_environment(config: RunConfig, environment: Mapping[str, str]) -> str
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return a description of this machine and its software: `host`, `machine`, `cpus`, `versions` by package, those of
-    CUDA and NCCL among them.
+    """Return a description of this machine and its software: `host`, `machine`, `cpus`, `versions` by package, with
+    CUDA and NCCL.
     """
     import torch
 

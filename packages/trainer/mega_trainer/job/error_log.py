@@ -1,7 +1,7 @@
 """Error log and rank states of a job, in files of the run's folder.
 
-errors.jsonl    what ended ranks, a line each: `time`, `rank` (none: the launcher), `host`, `error`, `stack`
-ranks.json      how they are, as the watch of rank 0 last saw them
+errors.jsonl    errors that ended ranks, a line each: `time`, `rank` (null: the launcher), `host`, `error`, `stack`
+ranks.json      state of all ranks, written by the watchdog of rank 0
 """
 
 from __future__ import annotations

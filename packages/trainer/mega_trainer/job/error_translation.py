@@ -16,13 +16,11 @@ from mega_trainer.job.connection_errors import connection_error_reason, is_lost_
 from mega_trainer.job.metrics_log import memory_in_use
 from mega_trainer.plan.memory_advice import MemoryNeeds
 
-# What torch says of host memory: its allocator raises a plain RuntimeError.
 OUT_OF_MEMORY = "out of memory"
+# the host allocator of torch raises a plain RuntimeError
 _HOST_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
-ADVICES = 6  # of those that free most
-LOST_HINT = (
-    "the rank that ended first says why, in the output of its own; the same command goes on from the last checkpoint"
-)
+MAX_ADVICES = 6  # those that free most memory
+LOST_HINT = "see the output of the rank that ended first for the cause; run the same command again to resume from the last checkpoint"
 
 
 @contextlib.contextmanager
@@ -30,34 +28,34 @@ def translate_errors(rank: int, step: Callable[[], str], needs: Callable[[], Mem
     """Translate torch's errors of exhausted memory or lost ranks into an error with the location and a remedy.
 
     Args:
-        rank: this one.
-        step: tells what it is at, such as "step 12".
-        needs: tells what the run should take on this rank.
+        rank: of this process.
+        step: returns the current step as text, such as "step 12".
+        needs: returns the memory estimate of this rank.
 
-    Other errors, which are ours, get a note that says where.
+    Other errors are internal; they get a note with the location.
 
     Raises:
-        TrainingError: in its place.
+        TrainingError: in place of torch's error.
     """
     where = f"rank {rank} on {socket.gethostname()}, {{}}"
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise _out_of_memory_error(
-            f"{where.format(step())}: {_device_message(error)}", needs(), _held_on_device()
+            f"{where.format(step())}: {_device_message(error)}", needs(), _memory_on_device()
         ) from error
     except MemoryError as error:
         message = f"{where.format(step())}: {OUT_OF_MEMORY} on the host"
-        raise _out_of_memory_error(message, _without_offload(needs()), _held_on_host()) from error
+        raise _out_of_memory_error(message, _without_offload(needs()), _memory_on_host()) from error
     except RuntimeError as error:
-        if wanted := _HOST_MEMORY.search(str(error)):
-            message = f"{OUT_OF_MEMORY} on the host: {format_number(int(wanted[1]))}B more were asked for"
+        if requested := _HOST_MEMORY.search(str(error)):
+            message = f"{OUT_OF_MEMORY} on the host: cannot allocate {format_number(int(requested[1]))}B more"
             raise _out_of_memory_error(
-                f"{where.format(step())}: {message}", _without_offload(needs()), _held_on_host()
+                f"{where.format(step())}: {message}", _without_offload(needs()), _memory_on_host()
             ) from error
         if is_lost_connection(error):
             raise TrainingError(
-                f"{where.format(step())}: the other ranks cannot be reached ({connection_error_reason(error)})",
+                f"{where.format(step())}: lost the connection to other ranks ({connection_error_reason(error)})",
                 hint=LOST_HINT,
             ) from error
         _add_location_note(error, where.format(step()))
@@ -72,19 +70,17 @@ def _add_location_note(error: Exception, where: str) -> None:
         error.add_note(where)
 
 
-def _out_of_memory_error(message: str, needs: MemoryNeeds, held: Mapping[str, int]) -> TrainingError:
-    """Return an error with the memory held by each owner, the planner's prediction, and the settings that would free
-    most.
-    """
-    held = {**held, "other than predicted": max(0, next(iter(held.values())) - sum(needs.predicted.values()))}
+def _out_of_memory_error(message: str, needs: MemoryNeeds, used: Mapping[str, int]) -> TrainingError:
+    """Return an error with the memory used by each owner, the predicted memory, and the settings that would free most."""
+    used = {**used, "other than predicted": max(0, next(iter(used.values())) - sum(needs.predicted.values()))}
     lines = [
         message,
-        f"  held: {_format_sizes(held)}",
-        f"  predicted for this rank at its most: {_format_sizes(needs.predicted)}",
+        f"  used: {_format_sizes(used)}",
+        f"  predicted peak of this rank: {_format_sizes(needs.predicted)}",
     ]
-    most = [f"{' '.join(advice.settings)} ({format_number(advice.freed)}B)" for advice in needs.advices[:ADVICES]]
-    hint = f"what would free most on a rank, as predicted: --set {', '.join(most)}" if most else "take more ranks"
-    return TrainingError("\n".join(lines), hint=f"{hint}; mega train --find-micro-batch tries what fits")
+    most = [f"{' '.join(advice.settings)} ({format_number(advice.freed)}B)" for advice in needs.advices[:MAX_ADVICES]]
+    hint = f"settings that free most on a rank, as predicted: --set {', '.join(most)}" if most else "use more ranks"
+    return TrainingError("\n".join(lines), hint=f"{hint}; mega train --find-micro-batch finds the largest micro-batch")
 
 
 def _without_offload(needs: MemoryNeeds) -> MemoryNeeds:
@@ -98,12 +94,12 @@ def _format_sizes(kinds: Mapping[str, int]) -> str:
     )
 
 
-def _held_on_host() -> dict[str, int]:
+def _memory_on_host() -> dict[str, int]:
     return {"by this process": memory_in_use()}
 
 
-def _held_on_device() -> dict[str, int]:
-    """Return the bytes held by tensors, by torch's free blocks, and by communicators, CUDA and other processes."""
+def _memory_on_device() -> dict[str, int]:
+    """Return the bytes used by tensors, by torch's free blocks, and by communicators, CUDA and other processes."""
     free, total = torch.cuda.mem_get_info(torch.cuda.current_device())
     tensors, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return {
@@ -118,6 +114,6 @@ def _device_message(error: torch.OutOfMemoryError) -> str:
     """
     device = torch.cuda.current_device()
     free, total = torch.cuda.mem_get_info(device)
-    wanted = re.search(r"allocate ([\d.]+ \w+)", str(error))
-    asked = f": {wanted[1]} more were asked for" if wanted else ""
-    return f"{OUT_OF_MEMORY} on cuda:{device}{asked}, {format_number(free)}B of {format_number(total)}B are free"
+    requested = re.search(r"allocate ([\d.]+ \w+)", str(error))
+    failed = f": cannot allocate {requested[1]} more" if requested else ""
+    return f"{OUT_OF_MEMORY} on cuda:{device}{failed}, {format_number(free)}B of {format_number(total)}B are free"

@@ -1,7 +1,7 @@
-"""Experiment trackers, beside the screen and metrics.jsonl: TensorBoard, Weights & Biases, MLflow, Trackio, Prometheus.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, Trackio, Prometheus.
 
-Each is asked for in `log` and begins with a function that gives what takes the numbers of a step, and what ends it. A run
-that is resumed is the same one to a service: what that knows it by lies in the run's folder.
+Each is configured in `log` and opened by a function that returns an `ExperimentTracker`. A resumed run continues the same run
+of a service, whose id is kept in the run's folder.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def open_trackers(config: RunConfig, start: int) -> Iterator[ExperimentTracker]:
     """Yield the trackers that a run configures; the run continues after step `start`.
 
     Raises:
-        MissingPackageError: when one is not installed; TensorBoard, which runs have without asking, is left out then.
-        ConfigError: when Prometheus's port cannot be had.
+        MissingPackageError: when one is not installed, except TensorBoard, which is on by default and then skipped.
+        ConfigError: when Prometheus's port cannot be opened.
     """
     log, folder = config.log, Path(config.output)
     if log.tensorboard and (tracker := _open_tensorboard(folder / "tensorboard", start)):
@@ -66,7 +66,8 @@ def _import_tracker(name: str) -> Any:
         package = name.replace("_", "-")
         extra = {"prometheus_client": "prometheus"}.get(name, name)
         raise MissingPackageError(
-            f"log.{extra} is set, but {package} is not installed", hint=f"pip install 'packages/trainer[{extra}]'"
+            f"log.{extra} requires the package {package}, which is not installed",
+            hint=f"pip install 'packages/trainer[{extra}]'",
         ) from error
 
 
@@ -83,7 +84,7 @@ def _open_tensorboard(folder: Path, start: int) -> ExperimentTracker | None:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        logger.info("tensorboard is not installed; the numbers are in metrics.jsonl")
+        logger.info("tensorboard is not installed; metrics are only in metrics.jsonl")
         return None
     writer = SummaryWriter(str(folder), purge_step=start + 1)
 
@@ -103,14 +104,14 @@ def _open_wandb(project: str, config: RunConfig, folder: Path) -> ExperimentTrac
 
 
 def _open_mlflow(experiment: str, config: RunConfig, folder: Path) -> ExperimentTracker:
-    mlflow, known = _import_tracker("mlflow"), folder / "mlflow-id"
+    mlflow, id_file = _import_tracker("mlflow"), folder / "mlflow-id"
     mlflow.set_experiment(experiment)
-    if known.exists():
-        mlflow.start_run(run_id=persistent_run_id(known))
+    if id_file.exists():
+        mlflow.start_run(run_id=persistent_run_id(id_file))
     else:
         run = mlflow.start_run(run_name=folder.resolve().name)
-        persistent_run_id(known, lambda: str(run.info.run_id))
-    mlflow.log_dict(_run_settings(config), "run.yaml")  # no parameters: these cannot change at a resume
+        persistent_run_id(id_file, lambda: str(run.info.run_id))
+    mlflow.log_dict(_run_settings(config), "run.yaml")  # not as parameters, which cannot change at a resume
     return ExperimentTracker(
         lambda step, numbers: mlflow.log_metrics(_finite_numbers(numbers), step=step), mlflow.end_run
     )
@@ -132,8 +133,8 @@ def _open_prometheus(port: int, address: str) -> ExperimentTracker:
         server, thread = client.start_http_server(port, addr=address, registry=registry)
     except OSError as error:
         raise ConfigError(
-            f"log.prometheus_port = {port}: cannot be listened on at {address} ({error.strerror})",
-            hint="set another port, or log.prometheus_address",
+            f"log.prometheus_port = {port} must be free at {address}: {error.strerror}",
+            hint="set another port, or another log.prometheus_address",
         ) from error
 
     def set_gauges(step: int, numbers: ScalarMetrics) -> None:

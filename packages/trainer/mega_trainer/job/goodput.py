@@ -14,9 +14,9 @@ class GoodputCounter:
     """Lost time of a run since its first step began.
 
     Attributes:
-        begun: when that was, in seconds of the Unix clock.
-        lost: seconds by reason: `restart`, from the last line of a start to the first step of the next one; `redone`, in steps
-            that a later start did again; `checkpoint`, while a save stopped training; `evaluation`.
+        begun: start of the first step, in Unix seconds.
+        lost: seconds by reason: `restart`, between the last step of one start and the first step of the next; `redone`, in
+            steps that were repeated after a restart; `checkpoint`, while a save blocked training; `evaluation`.
     """
 
     begun: float
@@ -29,7 +29,7 @@ class GoodputCounter:
         """Return the counter of a run that resumes at time `now` after the line `kept` of its metrics.jsonl; steps from
         there to `last` are redone.
 
-        With an empty `kept` all are. Lines of a version that told no times are those of a run that begins here.
+        With an empty `kept` all steps are redone. Lines without `time`, of earlier versions, start a new counter.
         """
         if not all("time" in line for line in (first, kept or first, last)):
             return cls(now)
@@ -48,7 +48,7 @@ class GoodputCounter:
     def metrics_fields(self, now: float) -> dict[str, float]:
         """Return the fields of a line of metrics.jsonl; `goodput` is the share of the time that was not lost.
 
-        `now` must not jump: the clock at the start of this process, and what has passed since by the monotonic one.
+        `now` must not jump: use the Unix time at the start of this process plus the monotonic time since.
         """
         passed = max(now - self.begun, 1e-9)
         share = max(0.0, 1 - sum(self.lost.values()) / passed)

@@ -1,9 +1,10 @@
 """Watchdog that names the rank on which a job hangs, and ends the job.
 
-A thread of every rank writes into the job's store where its main thread is, and reads what the next rank wrote: one that
-has been silent for the configured time is dead or stopped. Rank 0's reads them all: when nobody's main thread has moved
-for that long, the ones to blame are those that are not waiting in a collective. Everyone is told and ends; a stopped
-process is killed. A store that does not answer is held by a process that is stopped itself.
+A thread of every rank writes the position of its main thread into the job's store as a heartbeat, and reads the heartbeat of
+the next rank: a rank without a heartbeat for the configured time is dead or stopped. The thread of rank 0 reads all
+heartbeats: if no main thread has moved for that time, the ranks that do not wait in a collective are at fault. The verdict is
+written to the store, and all ranks end; a stopped process is killed. A store that does not answer belongs to a process that
+is stopped itself.
 """
 
 from __future__ import annotations
@@ -36,24 +37,28 @@ from mega_trainer.job.rank_position import (
     read_thread_stacks,
 )
 
-CHECKS = 8  # signs within the configured time, or more
-LONG, WRITER = ("evaluate", "save"), "checkpoint"  # phases, and how threads are called, that may work without a sign
-SIGN_SECONDS = 5.0  # between signs, at most
-STILL_SECONDS = 1.0  # in a wait, and the group that is waited for is looked up
-LOOK_SECONDS = 0.5  # between looks at where the main thread is, of which one takes 0.6 ms
-TELL_SECONDS = 1.0
-ENOUGH = 40  # looks before a rank is called slow
-SLOWER = 0.25  # of all time, by which a slow rank works more than the median rank
+CHECKS = 8  # heartbeats within the configured time, at least
+LONG, WRITER = (
+    ("evaluate", "save"),
+    "checkpoint",
+)  # phases, and a prefix of thread names, that may take long without progress of the main thread
+HEARTBEAT_SECONDS = 5.0  # between heartbeats, at most
+STILL_SECONDS = 1.0  # of waiting, after which a heartbeat names the group
+OBSERVE_SECONDS = 0.5  # between observations of the main thread, each of which takes 0.6 ms
+OUTPUT_SECONDS = 1.0  # for the error to reach the screen
+MIN_OBSERVATIONS = 40  # before a rank can be a straggler
+STRAGGLER_SHARE = 0.25  # of all time, by which a straggler works more than the median rank
 
 
 class RankHeartbeat(BaseModel):
     """Last heartbeat of a rank: its identity, the position of its main thread, and the seconds since it moved.
 
-    `looks` tells how often it was seen at work in each phase, and under "" how often waiting for others; `stack` is that of
-    a main thread that has stood still for long.
-
-    `written` is the monotonic clock of its own machine. Other ranks compare it with the one before, for equality only: how
-    long ago a sign was written is counted from when a reader saw it change (`HeartbeatChanges`).
+    Attributes:
+        still: seconds since the main thread moved.
+        written: monotonic clock of the rank's machine. Other ranks only compare it with the previous value: the age of a
+            heartbeat is counted from when a reader saw it change (`HeartbeatChanges`).
+        looks: number of observations at work in each phase, and under "" of waiting for other ranks.
+        stack: of a main thread that has not moved for long.
     """
 
     rank: int
@@ -82,16 +87,13 @@ class RankHeartbeat(BaseModel):
 
 
 class HeartbeatChanges:
-    """Time since each rank's heartbeat was seen to change, by this process's monotonic clock.
-
-    Clocks of other machines are not read: they may be apart by hours.
-    """
+    """Time since each rank's heartbeat changed, by this process's monotonic clock, as clocks of machines may differ."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[float, float]] = {}  # by rank: `written` of its sign, and when that was first read
+        self._seen: dict[int, tuple[float, float]] = {}  # by rank: `written`, and the time of its first reading
 
     def record_heartbeats(self, ranks: Sequence[int], signs: Sequence[RankHeartbeat], now: float) -> None:
-        """Record the heartbeats read from these ranks, and forget ranks without one: they have not begun or have left."""
+        """Record the heartbeats read from these ranks, and forget ranks without one, which have not begun or have left."""
         written = {sign.rank: sign.written for sign in signs}
         for rank in ranks:
             if rank not in written:
@@ -108,12 +110,12 @@ class HangWatchdog:
     """Watches the ranks while a `with` block runs.
 
     Args:
-        store: the job's key-value store; used by the thread alone, so give it a connection of its own.
-        rank, world_size: this process's place.
-        step, phase: tell what is at hand.
-        seconds: how long a rank may be silent, or all may stand still, before the job is ended.
-        output: the run's folder, where the error goes then, and torch's flight record of a rank, to `logs`. Rank 0 writes
-            there how all ranks are, as `ranks.json`.
+        store: a separate connection to the job's key-value store, used only by the watchdog's thread.
+        rank, world_size: of this process.
+        step, phase: return the current step and phase.
+        seconds: how long a rank may be silent, or all may make no progress, before the job is ended.
+        output: the run's folder, for errors, for torch's flight record of a rank (in `logs`), and for the states of all
+            ranks, `ranks.json`.
     """
 
     def __init__(
@@ -131,56 +133,55 @@ class HangWatchdog:
         self._main = threading.main_thread().ident
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch_loop, name="watch", daemon=True)
-        self._asking = threading.Thread()
-        # where the main thread is, since when; one that is met in the same place of another step has moved
-        self._place, self._since = RankPosition(where="the start", phase=""), time.monotonic()
+        self._request = threading.Thread()
+        # position of the main thread, and since when; an equal position in another step has moved
+        self._position, self._since = RankPosition(where="the start", phase=""), time.monotonic()
         self._at_step, self._lines = step(), tuple[StackLine, ...]()
         self._looks, self._slow, self._output = Counter[str](), frozenset[int](), output
         self._changes = HeartbeatChanges()
 
     def __enter__(self) -> HangWatchdog:
-        self._send_heartbeat()  # a rank that stops before its thread first looks is known, too
+        self._send_heartbeat()  # so that a rank that stops before its thread starts is known
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
-        if self._asking.ident is not None:
-            self._asking.join(self._seconds)
-        if not self._asking.is_alive():
+        if self._request.ident is not None:
+            self._request.join(self._seconds)
+        if not self._request.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"watch/{self._rank}", "")  # a rank that has left is not silent
 
     def _watch_loop(self) -> None:
-        asked = signed = time.monotonic()
-        every = min(self._seconds / CHECKS, SIGN_SECONDS)
-        while not self._done.wait(min(LOOK_SECONDS, every)):
+        requested = signed = time.monotonic()
+        every = min(self._seconds / CHECKS, HEARTBEAT_SECONDS)
+        while not self._done.wait(min(OBSERVE_SECONDS, every)):
             now = time.monotonic()
             self._observe_main_thread(now)
             if now - signed < every:
                 continue
             signed = now
-            # A thread of its own: nothing that is asked of a store ends while the process that holds it is stopped.
-            if not self._asking.is_alive():
-                self._asking, asked = threading.Thread(target=self._check_ranks, daemon=True), now
-                self._asking.start()
-            elif now - max(asked, self._since) > self._seconds:
+            # in a separate thread: a request to the store does not return while the process that holds it is stopped
+            if not self._request.is_alive():
+                self._request, requested = threading.Thread(target=self._check_ranks, daemon=True), now
+                self._request.start()
+            elif now - max(requested, self._since) > self._seconds:
                 self._end_job(f"  {_store_holder(os.environ)} does not answer")
 
     def _observe_main_thread(self, now: float) -> None:
         """Record the position of the main thread."""
         lines_of, main = read_thread_stacks(), self._main or 0
-        place = main_thread_position(lines_of, main, self._phase())
-        self._looks["" if place.waits else place.phase or "the step"] += 1
+        position = main_thread_position(lines_of, main, self._phase())
+        self._looks["" if position.waits else position.phase or "the step"] += 1
         lines: tuple[StackLine, ...] = ()
-        if (
-            place.phase in LONG
-        ):  # a harness works in code of its own; a save may wait for the one before, which a thread writes
+        # tasks run code of the harness; a save may wait for the one before, which a thread writes
+        if position.phase in LONG:
             writers = [thread.ident or 0 for thread in threading.enumerate() if thread.name.startswith(WRITER)]
             lines = tuple(line for thread in (main, *writers) for line in lines_of.get(thread, ()))
-        if (step := self._step(), place, lines) != (self._at_step, self._place, self._lines):
-            self._at_step, self._place, self._lines, self._since = step, place, lines, now
+        if (step := self._step(), position, lines) != (self._at_step, self._position, self._lines):
+            self._at_step, self._position, self._lines, self._since = step, position, lines, now
 
     def _check_ranks(self) -> None:
         try:
@@ -195,11 +196,11 @@ class HangWatchdog:
     def _send_heartbeat(self) -> None:
         still = time.monotonic() - self._since
         lines = read_thread_stacks().get(self._main or 0, []) if still > self._seconds / 2 else []
-        place = self._place
-        if place.waits and still > STILL_SECONDS:
-            place = place.model_copy(update={"waits": describe_wait(place)})
+        position = self._position
+        if position.waits and still > STILL_SECONDS:
+            position = position.model_copy(update={"waits": describe_wait(position)})
         sign = RankHeartbeat(
-            rank=self._rank, host=socket.gethostname(), pid=os.getpid(), step=self._step(), at=place,
+            rank=self._rank, host=socket.gethostname(), pid=os.getpid(), step=self._step(), at=position,
             still=still, written=time.monotonic(), looks=dict(self._looks), stack=format_stack(lines),
         )  # fmt: skip
         self._store.set(f"watch/{self._rank}", sign.model_dump_json())
@@ -212,16 +213,17 @@ class HangWatchdog:
     def _find_culprits(self) -> Sequence[RankHeartbeat]:
         """Return the heartbeats of the ranks that block the job, empty if none do. The verdict goes into the store.
 
-        When the next rank has been silent for a quarter of the time, all ranks are read: those silent for half of it are blamed too.
+        All ranks are read once the next rank has been silent for a quarter of the time; those that are silent for half of the
+        time are at fault as well.
         """
         blamed: Sequence[RankHeartbeat] = []
         following = (self._rank + 1) % self._world_size
         suspects = self._changes.silent_seconds(following, time.monotonic()) > self._seconds / 4
-        asked = range(self._world_size) if suspects or self._rank == 0 else [following]
-        signs, now = self._read_heartbeats(asked), time.monotonic()
-        self._changes.record_heartbeats(asked, signs, now)
+        ranks = range(self._world_size) if suspects or self._rank == 0 else [following]
+        signs, now = self._read_heartbeats(ranks), time.monotonic()
+        self._changes.record_heartbeats(ranks, signs, now)
         if self._changes.silent_seconds(following, now) > self._seconds:
-            silent = [rank for rank in asked if self._changes.silent_seconds(rank, now) > self._seconds / 2]
+            silent = [rank for rank in ranks if self._changes.silent_seconds(rank, now) > self._seconds / 2]
             blamed = [sign for sign in signs if sign.rank in silent]
         elif self._rank == 0:
             blamed = _blocking_ranks(signs, self._seconds, self._world_size)
@@ -235,11 +237,11 @@ class HangWatchdog:
         """Log the stragglers that the others wait for, when new ones appear."""
         slow = find_stragglers(signs)
         if slow.keys() - self._slow:
-            logger.warning("\n".join(["slower than the other ranks, which wait for them:", *slow.values()]))
+            logger.warning("\n".join(["stragglers, for which the other ranks wait:", *slow.values()]))
         self._slow = frozenset(slow)
 
     def _write_rank_states(self, signs: Sequence[RankHeartbeat]) -> None:
-        """Write the state of all ranks for `mega top`; `heard` is the arrival time of a heartbeat, by the clock here."""
+        """Write the state of all ranks for `mega top`; `heard` is the arrival time of a heartbeat, by the local clock."""
         now, here = time.monotonic(), time.time()
         lines = [
             {"rank": sign.rank, "host": sign.host, "step": sign.step, "phase": sign.at.phase, "waits": sign.at.waits,
@@ -255,55 +257,56 @@ class HangWatchdog:
         values = self._store.multi_get(known) if known else []
         return [RankHeartbeat.model_validate_json(value) for value in values if value]
 
-    def _end_job(self, what: str, blamed: Sequence[RankHeartbeat] = ()) -> None:
+    def _end_job(self, cause: str, blamed: Sequence[RankHeartbeat] = ()) -> None:
         """Log the error, kill stopped processes on this machine, and exit: the main thread may never return."""
-        told = f"no progress for {self._seconds:g} seconds; the job is ended\n{what}"
-        logger.error("error: %s", told)
-        record_error(self._output, self._rank, told)
+        message = f"no progress for {self._seconds:g} seconds (timeout_seconds); the job is ended\n{cause}"
+        logger.error("error: %s", message)
+        record_error(self._output, self._rank, message)
         if record := read_flight_record():
             with contextlib.suppress(OSError):
                 logs = self._output / "logs"
                 logs.mkdir(parents=True, exist_ok=True)
                 (logs / f"flight-record-rank{self._rank}.json").write_text(record)
-        time.sleep(TELL_SECONDS)  # whoever copies this rank's output to the screen should have it before anything dies
+        time.sleep(OUTPUT_SECONDS)  # for a process that copies this rank's output to the screen
         for sign in blamed:
             if sign.host == socket.gethostname() and sign.rank != self._rank:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(sign.pid, signal.SIGKILL)
-        time.sleep(2 * self._seconds / CHECKS if self._rank == 0 else 0.0)  # the store may live here: let others read
+        # rank 0 may hold the store: let others read the verdict
+        time.sleep(2 * self._seconds / CHECKS if self._rank == 0 else 0.0)
         os._exit(1)
 
 
 def _store_holder(environment: Mapping[str, str]) -> str:
     """Return a text that names the process holding the job's store."""
     where = environment.get("MASTER_ADDR", "another machine")
-    who = "the launcher" if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-    return f"{who} on {where}, which holds the job's store,"
+    holder = "the launcher" if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    return f"{holder} on {where}, which holds the job's store,"
 
 
 def _blocking_ranks(signs: Sequence[RankHeartbeat], seconds: float, world_size: int) -> list[RankHeartbeat]:
-    """Return the ranks to blame when all have stopped moving: those that do not wait; if all wait, the fewest that wait
+    """Return the ranks at fault when no rank makes progress: those that do not wait; if all wait, the fewest that wait
     at a different position; if all positions are equal, all ranks.
     """
     if len(signs) < world_size or any(sign.still < seconds for sign in signs):
         return []
     if working := [sign for sign in signs if not sign.at.waits]:
         return working
-    places = Counter((sign.step, sign.at.where) for sign in signs)
-    fewest = min(places.values())
-    return [sign for sign in signs if places[sign.step, sign.at.where] == fewest]
+    positions = Counter((sign.step, sign.at.where) for sign in signs)
+    fewest = min(positions.values())
+    return [sign for sign in signs if positions[sign.step, sign.at.where] == fewest]
 
 
 def find_stragglers(signs: Sequence[RankHeartbeat]) -> dict[int, str]:
     """Return the ranks that work while most others wait, each with a line that names the phase of the largest
     difference.
     """
-    if len(signs) < 2 or any(sign.observation_count < ENOUGH for sign in signs):
+    if len(signs) < 2 or any(sign.observation_count < MIN_OBSERVATIONS for sign in signs):
         return {}
     usual = median(sign.busy_share() for sign in signs)
     found = {}
     for sign in signs:
-        if sign.busy_share() > usual + SLOWER:
+        if sign.busy_share() > usual + STRAGGLER_SHARE:
             others = {phase: median(each.busy_share(phase) for each in signs) for phase in sign.looks if phase}
             phase = max(others, key=lambda name: sign.busy_share(name) - others[name])
             found[sign.rank] = (

@@ -15,22 +15,22 @@ from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 
 
 def compute_layer_norms(
-    optimizer: ShardedOptimizer, model: ModelConfig, world: CommGroup, clipped: float
+    optimizer: ShardedOptimizer, model: ModelConfig, world: CommGroup, clip_factor: float
 ) -> dict[str, float]:
     """Return `layer_grad_norm/NAME` before the clip and `layer_weight_norm/NAME` of trainable parameters, equal on all
     ranks.
 
-    A layer's NAME is its number; other parts have that of their module, such as `embed_tokens`.
+    NAME is the number of a layer, or the name of another module, such as `embed_tokens`.
 
     Args:
         optimizer: after an update.
-        clipped: what that has multiplied the gradients with.
+        clip_factor: factor by which clipping multiplied the gradients.
     """
     optimizer.wait_for_params()
     names = list(dict.fromkeys(map(_layer_name, canonical_tensors(model))))
     grads = _sum_squares(((slot, slot.shard.grads) for slot in optimizer.slots), names)
     weights = _sum_squares(((slot, slot.main) for slot in optimizer.slots), names)
-    sums = torch.stack([grads / clipped**2, weights])
+    sums = torch.stack([grads / clip_factor**2, weights])
     all_reduce(sums, world)
     return {
         f"{kind}/{name}": value
@@ -45,9 +45,9 @@ def _layer_name(name: str) -> str:
 
 
 def _sum_squares(pairs: Iterable[tuple[OptimizerSlot, Tensor]], names: list[str]) -> Tensor:
-    """Return the sums of squares by name, fp64 [names], on the host, of the elements that only this rank counts."""
+    """Return the sums of squares by name, fp64 [names], on the host, of the elements that this rank owns."""
     sums = torch.zeros(len(names), dtype=torch.float64)
-    for name, held in checkpoint_boxes_by_name(pairs).items():
-        for box in held.boxes:
+    for name, sharded in checkpoint_boxes_by_name(pairs).items():
+        for box in sharded.boxes:
             sums[names.index(_layer_name(name))] += box.tensor.detach().double().square().sum().cpu()
     return sums

@@ -1,12 +1,13 @@
 """Copies of the state in host memory, from which ranks resume when their launcher restarts them (GEMINI, SOSP 2023).
 
     /dev/shm/mega-<user>-<secret>/<rank>.<0 or 1>         the boxes of a rank, one after another, then their description
-    /dev/shm/mega-<user>-<secret>/<rank>.<0 or 1>.json    written last: signature; run, step, and the numbers beside it
+    /dev/shm/mega-<user>-<secret>/<rank>.<0 or 1>.json    written last: signature; run, step, and the JSON state
 
-A launcher outlives its ranks, and with it these files; only the run's user can read them (`private_folder`). Each rank keeps its own last two copies, for some may have made one
-more than others when one of them dies; where there are several launchers, so several machines, a copy goes to a rank of the
-next one, too. All ranks go on from the newest step of which every rank's copy is somewhere, if that is newer than the newest
-checkpoint: as many ranks as before each from its own copy, others from a checkpoint that is made of the copies.
+The files live as long as the launcher, which outlives its ranks; only the run's user can read them (`private_folder`). Each
+rank keeps its last two copies, because some ranks may have made one more than others when a rank dies. With several machines
+a copy is also sent to a rank of the next machine. All ranks resume from the newest step with copies of every rank, if it is
+newer than the newest checkpoint: with an unchanged number of ranks each from its own copy, else from a checkpoint that is
+written from the copies.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from mega_trainer.job.private_folder import (
 )
 
 T = TypeVar("T")
-SnapshotKey = tuple[int, int, int]  # a copy: of which step, of how many ranks, and of which one
+SnapshotKey = tuple[int, int, int]  # of a copy: step, number of ranks, rank
 
 ROOT = Path("/dev/shm")
 
@@ -54,9 +55,9 @@ class CompleteStep:
     """Step of which a copy of every rank exists.
 
     Attributes:
-        step: of it.
-        ranks: how many there were.
-        state: the numbers beside the tensors, as in a checkpoint.
+        step: of the copies.
+        ranks: number of ranks that made them.
+        state: JSON state, as in a checkpoint.
     """
 
     step: int
@@ -69,9 +70,9 @@ class MemoryCopy:
     """Copy of this rank's state after a step.
 
     Attributes:
-        step: of it.
-        state: the numbers beside the tensors, as in a checkpoint.
-        data: uint8.
+        step: of the copy.
+        state: JSON state, as in a checkpoint.
+        data: uint8, the boxes.
     """
 
     step: int
@@ -81,8 +82,8 @@ class MemoryCopy:
     def copy_into(self, tensors: Mapping[str, ShardedTensor]) -> None:
         """Copy all boxes from the copy into `tensors`."""
         assert staging_bytes(tensors) <= len(self.data)
-        for _, box, place in place_in_buffer(tensors, self.data):
-            box.tensor.copy_(place)
+        for _, box, copied in place_in_buffer(tensors, self.data):
+            box.tensor.copy_(copied)
 
 
 class MemoryCopyFolder:
@@ -102,17 +103,17 @@ class MemoryCopyFolder:
         found = {}
         for path in sorted(self.path.glob("[0-9]*.[01].json")):
             rank, slot = map(int, path.stem.split("."))
-            with contextlib.suppress(FileNotFoundError):  # another rank of this machine begins a new one
-                told = self._read_signed(path)
-                if told is not None and told["run"] == self._run:
-                    found[told["step"], told["ranks"], rank] = slot
+            with contextlib.suppress(FileNotFoundError):  # another rank of this machine begins a new copy
+                manifest = self._read_signed(path)
+                if manifest is not None and manifest["run"] == self._run:
+                    found[manifest["step"], manifest["ranks"], rank] = slot
         return found
 
     def read_manifest(self, rank: int, slot: int) -> dict[str, Any]:
         """Return the manifest of a copy."""
-        told = self._read_signed(self.path / f"{rank}.{slot}.json")
-        assert told is not None  # `copies` has found it
-        return told
+        manifest = self._read_signed(self.path / f"{rank}.{slot}.json")
+        assert manifest is not None  # `list_copies` has found it
+        return manifest
 
     def _read_signed(self, path: Path) -> dict[str, Any] | None:
         """Read a manifest; None, with a warning, when this run has not signed it."""
@@ -120,8 +121,8 @@ class MemoryCopyFolder:
         if not hmac.compare_digest(signature, sign_file_text(self._key, path.name, text).encode()):
             logger.warning("%s is not signed by this run; the copy is ignored", path)
             return None
-        told: dict[str, Any] = json.loads(text)
-        return told
+        manifest: dict[str, Any] = json.loads(text)
+        return manifest
 
     def read_boxes(self, rank: int, slot: int) -> dict[str, ShardedTensor]:
         """Return the boxes of a copy, as views of its memory."""
@@ -131,16 +132,16 @@ class MemoryCopyFolder:
         ):
             box = TensorBox(tuple(offset), torch.empty(size, dtype=DTYPES[dtype], device="meta"))
             empty.setdefault(key, ShardedTensor(tuple(shape), [])).boxes.append(box)
-        held = {key: ShardedTensor(sharded.shape, []) for key, sharded in empty.items()}
-        for key, box, place in place_in_buffer(empty, data):
-            held[key].boxes.append(TensorBox(box.offset, place))
-        return held
+        copied = {key: ShardedTensor(sharded.shape, []) for key, sharded in empty.items()}
+        for key, box, values in place_in_buffer(empty, data):
+            copied[key].boxes.append(TensorBox(box.offset, values))
+        return copied
 
     def map_copy_file(self, rank: int, slot: int, size: int | None = None) -> Tensor:
         """Map a copy's file to memory, uint8 [size]: a new file, or without a size an existing one.
 
         Raises:
-            ConfigError: when there is no room.
+            ConfigError: when there is not enough free memory.
         """
         path = self.path / f"{rank}.{slot}"
         if size is None:
@@ -154,8 +155,9 @@ class MemoryCopyFolder:
                     os.posix_fallocate(stream.fileno(), 0, max(1, size))
                 except OSError as error:
                     path.unlink()
-                    rule = f"no room in {self.path.parent} for a copy of {format_number(size)}B: {error.strerror}"
-                    raise ConfigError(f"checkpoint.memory_every: {rule}", hint="make that larger, or set 0") from error
+                    rule = f"requires {format_number(size)}B in {self.path.parent} for a copy: {error.strerror}"
+                    hint = "enlarge it, or set checkpoint.memory_every=0"
+                    raise ConfigError(f"checkpoint.memory_every {rule}", hint=hint) from error
         return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
     def write_manifest(self, rank: int, slot: int, manifest: Mapping[str, Any]) -> None:
@@ -171,14 +173,14 @@ class MemoryCopyFolder:
 
 
 class MemoryCheckpoint:
-    """Memory copies of one run, as one rank accesses them; every rank makes one.
+    """Memory copies of one run, as accessed by one rank.
 
     Args:
         output: the run's folder.
         world: all ranks.
         environment: of a rank that torchrun has started.
-        launcher: the process that outlives this rank.
-        root: of the folders.
+        launcher: process id of the launcher.
+        root: parent of the folders.
     """
 
     def __init__(
@@ -193,12 +195,12 @@ class MemoryCheckpoint:
         if self._leads:
             remove_abandoned_folders(root)
         with raise_on_all_ranks(world):
-            self._lock = claim_private_folder(self._folder.path, launcher)  # held until this process ends
+            self._lock = claim_private_folder(self._folder.path, launcher)  # until this process ends
         here = (socket.gethostname(), str(self._folder.path))
-        everyone = self._gather_objects((here, list(self._folder.list_copies())))
-        nodes, self._copies = [node for node, _ in everyone], [set(copies) for _, copies in everyone]
-        self._taker = [_backup_rank(nodes, rank) for rank in range(world.size)]
-        self._newest: dict[int, int] = {}  # which of a rank's two copies is not to be written over
+        by_rank = self._gather_objects((here, list(self._folder.list_copies())))
+        nodes, self._copies = [node for node, _ in by_rank], [set(copies) for _, copies in by_rank]
+        self._backup_ranks = [_backup_rank(nodes, rank) for rank in range(world.size)]
+        self._newest: dict[int, int] = {}  # slot of each rank's newest copy, which must not be overwritten
 
     @property
     def rank_count(self) -> int:
@@ -207,39 +209,41 @@ class MemoryCheckpoint:
 
     def newest_complete_step(self) -> CompleteStep | None:
         """Return the newest step from which all ranks can resume; None when no step has every rank's copy."""
-        there = {copy for copies in self._copies for copy in copies}
-        whole = {
-            (step, ranks) for step, ranks, _ in there if all((step, ranks, rank) in there for rank in range(ranks))
+        existing = {copy for copies in self._copies for copy in copies}
+        complete = {
+            (step, ranks)
+            for step, ranks, _ in existing
+            if all((step, ranks, rank) in existing for rank in range(ranks))
         }
-        if not whole:
+        if not complete:
             return None
-        step, ranks = max(whole)
+        step, ranks = max(complete)
         own = next((copy for copy in self._copies[self._world.rank] if copy[:2] == (step, ranks)), None)
         state = None if own is None else self._folder.read_manifest(own[2], self._folder.list_copies()[own])["state"]
         return CompleteStep(step, ranks, next(state for state in self._gather_objects(state) if state is not None))
 
     def fetch_local_copy(self, complete_step: CompleteStep) -> MemoryCopy:
-        """Return this rank's copy, when the number of ranks has not changed."""
+        """Return this rank's copy; requires an unchanged number of ranks."""
         for rank in range(complete_step.ranks):
             if (complete_step.step, complete_step.ranks, rank) not in self._copies[rank]:
                 self._send_copy(complete_step, rank)
-        held = self._folder.list_copies()
+        copies = self._folder.list_copies()
         self._newest = {
-            rank: slot for (*of, rank), slot in held.items() if of == [complete_step.step, complete_step.ranks]
+            rank: slot for (*key, rank), slot in copies.items() if key == [complete_step.step, complete_step.ranks]
         }
-        slot = held[complete_step.step, complete_step.ranks, self._world.rank]
+        slot = copies[complete_step.step, complete_step.ranks, self._world.rank]
         return MemoryCopy(complete_step.step, complete_step.state, self._folder.map_copy_file(self._world.rank, slot))
 
     def checkpoint_shares(self, complete_step: CompleteStep) -> dict[str, ShardedTensor]:
-        """Return this rank's part of a checkpoint made of the copies, for any present number of ranks."""
-        held, tensors = self._folder.list_copies(), dict[str, ShardedTensor]()
+        """Return this rank's part of a checkpoint written from the copies, for any number of ranks."""
+        slots, tensors = self._folder.list_copies(), dict[str, ShardedTensor]()
         for rank in range(complete_step.ranks):
             copy = (complete_step.step, complete_step.ranks, rank)
             holders = [index for index, copies in enumerate(self._copies) if copy in copies]
             if holders[rank % len(holders)] == self._world.rank:
-                for key, sharded in self._folder.read_boxes(rank, held[copy]).items():
-                    known = tensors.setdefault(key, ShardedTensor(sharded.shape, [])).boxes
-                    known += [box for box in sharded.boxes if all(box.offset != other.offset for other in known)]
+                for key, sharded in self._folder.read_boxes(rank, slots[copy]).items():
+                    boxes = tensors.setdefault(key, ShardedTensor(sharded.shape, [])).boxes
+                    boxes += [box for box in sharded.boxes if all(box.offset != other.offset for other in boxes)]
         return tensors
 
     def _gather_objects(self, value: T) -> list[T]:
@@ -260,35 +264,35 @@ class MemoryCheckpoint:
             dist.send_object_list([len(data), self._folder.read_manifest(rank, slot)], rank, group=group)
             dist.send(data, rank, group=group)
         elif self._world.rank == rank:
-            told: list[Any] = [None, None]
-            dist.recv_object_list(told, holder, group=group)
-            dist.recv(self._folder.map_copy_file(rank, 0, told[0]), holder, group=group)
-            self._folder.write_manifest(rank, 0, told[1])
+            received: list[Any] = [None, None]
+            dist.recv_object_list(received, holder, group=group)
+            dist.recv(self._folder.map_copy_file(rank, 0, received[0]), holder, group=group)
+            self._folder.write_manifest(rank, 0, received[1])
 
     def save_copies(self, step: int, tensors: Mapping[str, ShardedTensor], state: Mapping[str, Any]) -> None:
         """Copy this rank's state, and receive the copies of other ranks that this rank keeps.
 
         Raises:
-            ConfigError: on every rank, when there is no room on some.
+            ConfigError: on every rank, when some rank has not enough free memory.
         """
-        own, group, taker = self._world.rank, self._world.process_group, self._taker[self._world.rank]
-        rooms, boxes = self._gather_objects(staging_bytes(tensors)), describe_boxes(tensors)
-        sizes = [begin + count for begin, count in zip(rooms, self._gather_objects(len(boxes)), strict=True)]
-        kept = [own, *(rank for rank, other in enumerate(self._taker) if other == own)]
+        own, group, backup = self._world.rank, self._world.process_group, self._backup_ranks[self._world.rank]
+        tensor_bytes, boxes = self._gather_objects(staging_bytes(tensors)), describe_boxes(tensors)
+        sizes = [begin + count for begin, count in zip(tensor_bytes, self._gather_objects(len(boxes)), strict=True)]
+        kept = [own, *(rank for rank, other in enumerate(self._backup_ranks) if other == own)]
         slots = {rank: 1 - self._newest.get(rank, 1) for rank in kept}
         with raise_on_all_ranks(self._world):
             buffers = {rank: self._folder.map_copy_file(rank, slots[rank], sizes[rank]) for rank in kept}
-        for _, box, place in place_in_buffer(tensors, buffers[own]):
-            place.copy_(box.tensor.detach())
-        buffers[own][rooms[own] :] = boxes
+        for _, box, copied in place_in_buffer(tensors, buffers[own]):
+            copied.copy_(box.tensor.detach())
+        buffers[own][tensor_bytes[own] :] = boxes
         works = [dist.irecv(buffers[rank], rank, group=group) for rank in kept[1:]]
-        works += [] if taker is None else [dist.isend(buffers[own], taker, group=group)]
+        works += [] if backup is None else [dist.isend(buffers[own], backup, group=group)]
         for work in works:
             assert work is not None
             work.wait()
         for rank in kept:
-            told = {"step": step, "ranks": self._world.size, "room": rooms[rank], "state": state}
-            self._folder.write_manifest(rank, slots[rank], told)
+            manifest = {"step": step, "ranks": self._world.size, "room": tensor_bytes[rank], "state": state}
+            self._folder.write_manifest(rank, slots[rank], manifest)
         self._newest = slots
 
     def remove_run_copies(self) -> None:
@@ -309,9 +313,9 @@ def describe_boxes(tensors: Mapping[str, ShardedTensor]) -> Tensor:
     dtype, as JSON in uint8.
     """
     boxes = [
-        [key, list(held.shape), list(box.offset), list(box.tensor.shape), DTYPE_NAMES[box.tensor.dtype]]
-        for key, held in tensors.items()
-        for box in held.boxes
+        [key, list(sharded.shape), list(box.offset), list(box.tensor.shape), DTYPE_NAMES[box.tensor.dtype]]
+        for key, sharded in tensors.items()
+        for box in sharded.boxes
     ]
     return torch.frombuffer(bytearray(json.dumps(boxes).encode()), dtype=torch.uint8)
 
@@ -322,7 +326,7 @@ def should_keep_copies(config: RunConfig, environment: Mapping[str, str]) -> boo
         return False
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         logger.info(
-            "checkpoint.memory_every: no copies are kept, as no launcher starts ranks again (torchrun --max-restarts)"
+            "checkpoint.memory_every has no effect without a launcher that restarts ranks (torchrun --max-restarts)"
         )
         return False
     return True
@@ -335,5 +339,5 @@ def _backup_rank(nodes: Sequence[object], rank: int) -> int | None:
         return None
     here = [other for other, node in enumerate(nodes) if node == nodes[rank]]
     following = order[(order.index(nodes[rank]) + 1) % len(order)]
-    there = [other for other, node in enumerate(nodes) if node == following]
-    return there[here.index(rank) % len(there)]
+    candidates = [other for other, node in enumerate(nodes) if node == following]
+    return candidates[here.index(rank) % len(candidates)]

@@ -101,9 +101,7 @@ class MetricsLogger:
         self._sinks: list[MetricsSink] = []
         self._closers: list[Callable[[], object]] = []
         self._begin = self._last = time.monotonic()
-        self._clock = (
-            time.time() - self._begin
-        )  # offset of the monotonic clock to Unix time, unaffected by changes of the clock
+        self._clock = time.time() - self._begin  # added to the monotonic clock: Unix time, even if the clock is set
         self._last_line = -math.inf
         self._start = self._consumed = consumed_samples
         self._earlier: tuple[MetricsLine, MetricsLine, MetricsLine] | None = None

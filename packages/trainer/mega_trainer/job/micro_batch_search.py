@@ -1,6 +1,6 @@
 """Search for the largest micro-batch that fits this machine, by training a few steps with candidates.
 
-Each trial is a `mega train` of its own, so that a rank which the kernel ends for its memory is a finding and no end.
+Each trial is a separate `mega train` process, so that the search survives a rank that the kernel kills for its memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mega_common.errors import ConfigError, TrainingError
 from mega_common.progress_logging import logger
 from mega_trainer.config.run_config import RunConfig
 
-STEPS = 3  # the first makes the optimizer's state, and the second has it beside the activations
+STEPS = 3  # the first creates the optimizer state, the second has it in memory together with activations
 OUT_OF_MEMORY = ("out of memory", "signal 9")
 
 
@@ -39,18 +39,18 @@ def candidate_sizes(config: RunConfig, world_size: int) -> list[int]:
 
 
 def search_largest_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the largest size that fits, if all smaller ones fit: by doubling until one does not, then by bisection."""
+    """Return the largest size that fits, if all smaller ones fit: by doubling, then by bisection."""
     best, end = -1, len(sizes)
-    place = 0
+    index = 0
     while best + 1 < end:
-        if fits(sizes[place]):
-            best = place
+        if fits(sizes[index]):
+            best = index
         else:
-            end = place
+            end = index
         if end == len(sizes):
-            place = next((i for i, n in enumerate(sizes) if n >= 2 * sizes[best]), end - 1)
+            index = next((i for i, n in enumerate(sizes) if n >= 2 * sizes[best]), end - 1)
         else:
-            place = (best + end) // 2
+            index = (best + end) // 2
     return sizes[best] if best >= 0 else None
 
 
@@ -60,9 +60,9 @@ def find_micro_batch(
     """Return the largest `batch.micro` that trains `STEPS` steps without running out of memory.
 
     Args:
-        config: the run, as `run` and `overrides` have it.
-        command: starts `mega train` with the number of ranks; the run and its settings follow.
-        world_size: those ranks.
+        config: configuration of `run` with `overrides`.
+        command: of `mega train` with the number of ranks, without the run and its settings.
+        world_size: number of ranks.
 
     Raises:
         ConfigError: when not even a micro-batch of one sample fits.
@@ -82,15 +82,15 @@ def find_micro_batch(
     best = search_largest_fit(sizes, trial_fits)
     if best is None:
         raise ConfigError(
-            f"{run}: not even batch.micro = {sizes[0]} fits this machine",
-            hint=f"mega train {run} --set batch.micro={sizes[0]} says what takes the memory, and what would free it",
+            f"batch.micro = {sizes[0]}, the smallest of {run}, does not fit this machine",
+            hint=f"run mega train {run} --set batch.micro={sizes[0]} for the memory by owner and settings that free it",
         )
     return best
 
 
 def _trial_options(config: RunConfig, overrides: Sequence[str], size: int, world_size: int) -> list[str]:
-    """Return the options of a short run with that micro-batch: as many in flight as in the real run, no weights read
-    and none saved.
+    """Return the options of a short run with that micro-batch: with as many micro-batches in flight as in the real run,
+    without loading or saving weights.
     """
     parallel, dp = config.parallel, config.data_parallel_size(world_size)
     count = min(config.batch.global_ // (size * dp), 2 * parallel.pp * parallel.virtual_stages)
@@ -105,7 +105,7 @@ def _trial_options(config: RunConfig, overrides: Sequence[str], size: int, world
 def _run_trial(command: Sequence[str], smaller_fits: bool) -> MicroBatchTrial | str:
     """Return the result of a trial, or the reason why it is too large.
 
-    Where memory ends, a library may crash, or raise anything; so whatever ends a trial counts, if a smaller one trained.
+    Libraries may crash or raise any error when memory is exhausted, so every failure counts if a smaller size has trained.
     """
     with tempfile.TemporaryDirectory(prefix="mega-trial-") as folder:
         done = subprocess.run([*command, f"--set=output={folder}"], capture_output=True, text=True, check=False)
@@ -116,5 +116,5 @@ def _run_trial(command: Sequence[str], smaller_fits: bool) -> MicroBatchTrial | 
         return "out of memory"
     words = "\n".join(f"  | {line}" for line in done.stderr.strip().splitlines()[-12:])
     if smaller_fits:
-        return f"too large, for a smaller one trains and this one ended with exit status {done.returncode}:\n{words}"
+        return f"too large, while a smaller one trains: exit status {done.returncode}:\n{words}"
     raise TrainingError(f"a trial ended with exit status {done.returncode}:\n{words}")

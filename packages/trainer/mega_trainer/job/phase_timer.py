@@ -1,10 +1,10 @@
 """Time of each phase of a step, measured without waiting for the device.
 
-Phases: `data` (waiting for the loader), `forward` and `backward` of all micro-batches, `pipeline` (messages from and to other
-stages, and waiting for them), `reduce` (what is left of the sums over ranks when the backwards are done), `norm` (and the
-numbers that ranks tell each other), `update`, `evaluate`, `save`. A phase within another is not counted in that one, so that
-they add up to what was measured. On a GPU they are times of its stream, between events that are read when it has passed them;
-what runs beside it, such as sums under way, is in a trace (`profile`).
+Phases: `data` (waiting for the loader), `forward` and `backward` of all micro-batches, `pipeline` (messages between stages, and
+waiting for them), `reduce` (gradient reduction that remains after the backwards), `norm` (and the all-reduce of the step's
+scalars), `update`, `evaluate`, `save`. A nested phase is not counted in the outer one, so phases add up to the measured time.
+On a GPU they are times of the current stream, between events that are read after the device has passed them; work on other
+streams, such as overlapped reductions, appears in a trace (`profile`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-WHOLE = "evaluate"  # its forwards are no training's
+WHOLE = "evaluate"  # phase whose nested phases are counted in it: its forwards are not training
 
 
 class TimeMark:
@@ -53,7 +53,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.current, self._device = "", device
-        self._marks = deque([("", TimeMark(device))])  # which phase began, and when
+        self._marks = deque([("", TimeMark(device))])  # phase, and its start
 
     @contextmanager
     def time_phase(self, name: str) -> Iterator[None]:

@@ -4,13 +4,14 @@
     /dev/shm/mega-<user>-<secret>/owner.json  the launcher: process, start time, PID namespace
     /dev/shm/mega-<user>-<secret>/lock        locked (flock, shared) by every rank that uses the folder
 
-`/dev/shm` is writable by every user and may be shared by containers that have PID namespaces of their own. So the name
+`/dev/shm` is writable by every user and may be shared by containers with separate PID namespaces. So the name
 depends on a key in the run's output folder, an existing folder must have the right owner and mode, and the folder of a
 launcher in another PID namespace is removed only when no rank holds its lock and it has been unused for an hour.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hmac
 import json
@@ -124,8 +125,9 @@ def check_private_folder(path: Path) -> None:
 def remove_abandoned_folders(root: Path) -> None:
     """Remove this user's folders whose launcher has ended."""
     for path in root.glob(f"mega-{os.geteuid()}-*"):
-        if _is_private(path.lstat(), stat.S_ISDIR) and _is_abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another rank has removed it meanwhile
+            if _is_private(path.lstat(), stat.S_ISDIR) and _is_abandoned(path):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_abandoned(path: Path) -> bool:

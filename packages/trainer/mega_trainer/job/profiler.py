@@ -16,11 +16,11 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.job.phase_timer import PhaseTimer, TimeMark
 
 T = TypeVar("T")
-MEMORY_EVENTS = 1_000_000  # allocations that a snapshot can tell of; some 100 bytes each
+MEMORY_EVENTS = 1_000_000  # allocations in a snapshot, about 100 bytes each
 
 
 class StepProfiler:
-    """Profiles this rank's steps as `config.profile` says, into `<output>/profile/`; without it, only times phases."""
+    """Profiler of this rank's steps by `config.profile`, into `<output>/profile/`; without that section it only times phases."""
 
     def __init__(self, config: RunConfig, device: torch.device, rank: int, phases: PhaseTimer) -> None:
         settings, self._phases = config.profile, phases
@@ -69,7 +69,7 @@ class StepProfiler:
         seconds = {
             "seconds": TimeMark(self._device).seconds_since(begin),
             **self._own.take_durations(),
-        }  # the device has come here: all is told
+        }  # the device has finished, so all durations are known
         with open(self._folder / f"phases-rank{self._rank}.jsonl", "a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, **seconds}) + "\n")
         parts = ", ".join(f"{name} {1000 * part:.1f}" for name, part in seconds.items() if name != "seconds")
@@ -82,7 +82,7 @@ class StepProfiler:
         name = f"rank{self._rank}-steps-{first}-{last}"
         on_gpu = self._device.type == "cuda"
         if self._settings.memory and not on_gpu:
-            logger.info("profile.memory: snapshots are of a GPU's memory, and this run has none")
+            logger.info("profile.memory has no effect without a GPU")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         tracing = profile(activities=activities) if self._settings.trace else None
         if self._settings.memory and on_gpu:

@@ -1,7 +1,7 @@
-"""Position of a rank, read from the stacks of its threads; a step does no extra work for it but to name its groups.
+"""Position of a rank, read from the stacks of its threads, without extra work in a step.
 
-What is read: the innermost line of mega's own code, and, where it waits for other ranks, the function and the group that was
-last asked for something. A main thread that waits for autograd's, whose hooks talk to other ranks, stands where that does.
+A position is the innermost line of mega's own code and, while it waits for other ranks, the function and the last used group.
+While the main thread waits for autograd's thread, whose hooks communicate, the position is that of autograd's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.job.error_log import DEEPEST
 
-# Where a host waits: for other ranks' hosts, or for its device, and that for theirs.
+# Files in which a host waits for other ranks, or for its device.
 COMM, DEVICE = "mega_trainer/distributed/comm.py", "mega_trainer/distributed/device.py"
 WAITING = (COMM, DEVICE)
 THREAD, LINE = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)"), re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -32,8 +32,8 @@ class RankPosition(BaseModel):
 
     Attributes:
         where: the innermost line of mega's code, such as `mega_trainer/distributed/comm.py:77 all_reduce`.
-        phase: of the step, as in `phases`; "" between them.
-        waits: for whom, such as `all_reduce in dp of ranks 0, 2`; empty while it works.
+        phase: of the step, as in `phase_timer`; "" between phases.
+        waits: what it waits for, such as `all_reduce in dp of ranks 0, 2`; empty while it works.
     """
 
     where: str
@@ -58,8 +58,8 @@ class StackLine(NamedTuple):
 def read_thread_stacks() -> dict[int, list[StackLine]]:
     """Return the stacks of all threads by thread number, the innermost line first.
 
-    By faulthandler, which reads them in one go. Python code that goes from frame to frame may be interrupted half-way while
-    another thread runs: a frame that has returned meanwhile has been seen to lead to what is no frame any more (CPython 3.11.7).
+    Read by faulthandler in one go: Python code that walks frames can be interrupted by another thread, and a frame that has
+    returned meanwhile can lead to freed memory (CPython 3.11.7).
     """
     found: dict[int, list[StackLine]] = {}
     with _memory_file() as file:
@@ -94,10 +94,10 @@ def format_stack(lines: Sequence[StackLine]) -> list[str]:
     return [str(line) for line in reversed(lines[:DEEPEST])]
 
 
-def describe_wait(place: RankPosition) -> str:
+def describe_wait(position: RankPosition) -> str:
     """Return the function in which a rank waits, and the group whose ranks it waits for, if the host waits for a group."""
     group = CommGroup.latest
-    return place.waits if group is None or place.where.startswith(DEVICE) else f"{place.waits} in {group}"
+    return position.waits if group is None or position.where.startswith(DEVICE) else f"{position.waits} in {group}"
 
 
 def read_flight_record() -> str | None:
@@ -115,10 +115,10 @@ def read_flight_record() -> str | None:
 def _thread_position(lines: Sequence[StackLine], phase: str) -> RankPosition:
     own = [line for line in lines if "/mega_" in line.file]
     if not own:
-        return RankPosition(where="code that is not mega's", phase=phase)
-    place = next((line for line in own if not _is_wait_line(line)), own[0])
+        return RankPosition(where="code outside of mega", phase=phase)
+    position = next((line for line in own if not _is_wait_line(line)), own[0])
     return RankPosition(
-        where=str(place), phase=phase, waits=place.name if _short_path(own[0].file).startswith(WAITING) else ""
+        where=str(position), phase=phase, waits=position.name if _short_path(own[0].file).startswith(WAITING) else ""
     )
 
 

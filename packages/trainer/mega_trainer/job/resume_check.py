@@ -12,41 +12,36 @@ from pydantic import ValidationError
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, flatten_settings
 
-# Settings whose change makes another model of the same weights.
+# Settings whose change alters the model.
 MODEL_SETTINGS = ("model", "lora")
-# Settings that decide which sample is number k of a data set; in Megatron's order the blend and the length of the run
-# do, too, where in the others each data set goes on with its next sample (`mega_data.sampling.staged_blend`).
+# Settings that determine sample number k of a data set; in Megatron's order the blend and the length of the run do as
+# well, while in the others each data set continues with its next sample (`mega_data.sampling.staged_blend`).
 ORDER_SETTINGS = ("data.split", "data.seq_length", "data.order", "data.kind", "data.long_documents", "train.seed")
 LENGTH_SETTINGS = ("data.train", "train.steps", "batch.global", "batch.rampup", "batch.stages")
-JUMP = 0.1  # of the highest rate: more than this is no small correction
+JUMP = 0.1  # share of the highest rate: smaller changes are accepted
 
 
 def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig, where: str) -> list[str]:
     """Return the log lines about a resume from `where`, a checkpoint of that step with that state.
 
     Raises:
-        ConfigError: when a setting differs that changes what the model is, or the precision, or the learning rate would
-            jump.
+        ConfigError: when a setting of the model or the precision differs, or the learning rate would jump.
     """
     saved, consumed = state["settings"], state["consumed_samples"]
     found = check_setting_changes(saved, config, where)
-    precision, alike = (
-        saved.get("precision", config.precision),
-        ("bf16", "fp8"),
-    )  # which have the same weights and state
-    if precision != config.precision and not (precision in alike and config.precision in alike):
+    precision, compatible = saved.get("precision", config.precision), {"bf16", "fp8"}  # with equal weights and state
+    if precision != config.precision and not {precision, config.precision} <= compatible:
         raise ConfigError(
-            f"{where} was saved in {precision}, and a run goes on as it was saved, not in {config.precision}",
-            hint=f"set precision={precision}; or begin from its weights alone, without the optimizer's state: "
-            f"init_from={where} with another output folder",
+            f"precision = {config.precision} conflicts with that of the resumed checkpoint {where}, {precision}",
+            hint=f"set precision={precision}; or set init_from={where} and another output to start from its weights only",
         )
     if step >= config.train.steps:
         return found
     order = [*ORDER_SETTINGS, *(LENGTH_SETTINGS if config.data.sample_order == "megatron" else ())]
     if changed := [key for key in order if any(line.startswith((f"{key}:", f"{key}.")) for line in found)]:
         found.append(
-            f"{' and '.join(changed)}: the samples come in another order, which is read from sample {consumed} on; some text "
-            "comes once more, and some does not come"
+            f"{' and '.join(changed)} changed the order of samples, which is read from sample {consumed} on; some samples are "
+            "read again, and some are never read"
         )
     return [*found, *_lr_change_lines(saved, consumed, config, where)]
 
@@ -55,25 +50,25 @@ def check_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: st
     """Return the settings that differ from the saved ones, each as `path: old -> new`.
 
     Raises:
-        ConfigError: when one of them changes what the model is.
+        ConfigError: when a setting of the model differs.
     """
-    grave, others = diff_run_settings(saved, config)
-    if grave and not config.checkpoint.allow_changes:
+    of_model, others = diff_run_settings(saved, config)
+    if of_model and not config.checkpoint.allow_changes:
         raise ConfigError(
-            f"{where} was saved by another model:\n" + "\n".join(f"  {line}" for line in grave),
-            hint="give the saved values, start with another output folder, or set checkpoint.allow_changes=true",
+            f"{where} was saved by another model:\n" + "\n".join(f"  {line}" for line in of_model),
+            hint="set the saved values, start in another output folder, or set checkpoint.allow_changes=true",
         )
-    return grave + others
+    return of_model + others
 
 
 def diff_run_settings(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
     """Return the differences between a saved run's settings and `config`: (changes of the model itself, other changes).
 
-    Each is a line `path: old -> new`. A section that was not saved at all, as in a converted checkpoint, is no change,
-    and a setting that did not exist yet was at its default.
+    Each is a line `path: old -> new`. Sections that were not saved, as in a converted checkpoint, are not compared, and
+    settings that did not exist yet had their defaults.
     """
     current = config.model_dump(mode="json", by_alias=True)
-    with suppress(ValidationError):  # one with settings that this version has not got is compared as it stands
+    with suppress(ValidationError):  # settings unknown to this version are compared as saved
         saved = _parse_saved(saved, config).model_dump(mode="json", by_alias=True, include={*saved})
     now, before = (
         flatten_settings({name: value for name, value in current.items() if name in saved}),
@@ -83,10 +78,10 @@ def diff_run_settings(saved: Mapping[str, Any], config: RunConfig) -> tuple[list
         path: f"{path}: {before.get(path)!r} -> {now.get(path)!r}"
         for path in sorted(now.keys() | before.keys())
         if before.get(path) != now.get(path)
-        and not path.startswith("data.begun")  # of which `mega_data.sampling.staged_blend` tells
+        and not path.startswith("data.begun")  # logged by `mega_data.sampling.staged_blend`
     }
-    grave = [line for path, line in lines.items() if path.split(".")[0] in MODEL_SETTINGS]
-    return grave, [line for line in lines.values() if line not in grave]
+    of_model = [line for path, line in lines.items() if path.split(".")[0] in MODEL_SETTINGS]
+    return of_model, [line for line in lines.values() if line not in of_model]
 
 
 def _parse_saved(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
@@ -96,7 +91,7 @@ def _parse_saved(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
 def _lr_change_lines(saved: Mapping[str, Any], consumed: int, config: RunConfig, where: str) -> Iterator[str]:
     """Yield the old and the new learning rate of the next step, if they differ.
 
-    A jump is what a change of optimizer.lr, which asks for another rate, does not explain.
+    A jump is a change that is not explained by a change of optimizer.lr.
     """
     if not saved.keys() >= {"lr_schedule", "optimizer", "train", "batch"}:
         return
@@ -111,8 +106,8 @@ def _lr_change_lines(saved: Mapping[str, Any], consumed: int, config: RunConfig,
     moved = abs(before / curves[0].highest - after / curves[1].highest)
     if moved > JUMP and not config.checkpoint.allow_lr_jump:
         raise ConfigError(
-            f"{where}: the changed settings make a jump of {change}",
-            hint=f"lr_schedule.decay_steps={max(1, config.batch.steps_for_samples(curves[0].end))} keeps the decay's end where it was; to have "
-            "the jump, set checkpoint.allow_lr_jump=true",
+            f"changed settings make a jump of {change} (resuming from {where})",
+            hint=f"set lr_schedule.decay_steps={max(1, config.batch.steps_for_samples(curves[0].end))} to keep the end of the decay, or "
+            "set checkpoint.allow_lr_jump=true",
         )
     yield change

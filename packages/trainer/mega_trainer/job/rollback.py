@@ -1,7 +1,7 @@
-"""Rollback to an earlier checkpoint, past the samples that spoiled the steps after it.
+"""Rollback to an earlier checkpoint that skips the samples read since, as in PaLM's training after loss spikes
+(arXiv:2204.02311, section 5.1).
 
-As PaLM's training did at its spikes (arXiv:2204.02311, section 5.1): the state of before, other samples. What is left out
-belongs to the state, so that a run that is resumed, or replayed, reads the same.
+Skipped ranges are part of the saved state, so that a resumed or replayed run reads the same samples.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mega_data.kinds.t5_samples import T5Sample
 
 
 class RollbackRequested(Exception):
-    """Request to return to an earlier checkpoint after a bad step. Raised alike on all ranks.
+    """Request to return to an earlier checkpoint after a bad step. Raised on all ranks.
 
     Attributes:
-        step: the bad one.
-        message: what is wrong with it.
+        step: of the bad numbers.
+        message: description of the problem.
     """
 
     def __init__(self, step: int, message: str) -> None:
@@ -35,7 +35,7 @@ class RollbackRequested(Exception):
 class SkippedRanges:
     """Ranges of samples that a run skips: for each, the samples consumed before it, and the samples skipped.
 
-    >>> [LeftOut(((4, 2),)).position(k) for k in (0, 3, 4, 5)]
+    >>> [SkippedRanges(((4, 2),)).data_position(k) for k in (0, 3, 4, 5)]
     [0, 3, 6, 7]
     """
 

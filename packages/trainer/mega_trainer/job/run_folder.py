@@ -32,7 +32,7 @@ def claim_run_folders(config: RunConfig, ranks: RankInfo, world: CommGroup) -> I
 
     Raises:
         ConfigError: the same on every rank, when another run holds a folder or one cannot be written to.
-        CheckpointError: likewise, when a run that is not to resume finds one there.
+        CheckpointError: on every rank, when `checkpoint.resume` is false and the folder holds a run.
     """
     output, checkpoints = Path(config.output), config.checkpoint_root
     with contextlib.ExitStack() as locks:
@@ -66,19 +66,17 @@ def _check_writable(key: str, folder: Location) -> None:
             stream.flush()
             os.fsync(stream.fileno())
     except (OSError, CheckpointError) as error:
-        told = f"{error.filename or folder}: {error.strerror}" if isinstance(error, OSError) else error.message
-        raise ConfigError(f"{key} cannot be written to: {told}", hint=f"mend that, or set another {key}") from error
+        reason = f"{error.filename or folder}: {error.strerror}" if isinstance(error, OSError) else error.message
+        raise ConfigError(f"{key} must be writable: {reason}", hint=f"fix that, or set another {key}") from error
 
 
 def _check_unused(output: Path, checkpoints: Location) -> None:
-    """Refuse to start a new run where one exists: its checkpoints would be taken for this one's, and its metrics cut
-    off.
-    """
+    """Reject a folder that holds another run, whose checkpoints and metrics would be mixed with those of this run."""
     metrics, newest = output / "metrics.jsonl", latest_checkpoint(checkpoints)
     if newest is not None or (metrics.exists() and metrics.stat().st_size):
         raise CheckpointError(
-            f"checkpoint.resume = false, but there is a run already: {newest or metrics}",
-            hint="set another output, move the old run away, or leave checkpoint.resume out to go on with it",
+            f"checkpoint.resume = false requires an unused output folder, found {newest or metrics}",
+            hint="set another output, move the old run, or remove checkpoint.resume to resume it",
         )
 
 
@@ -107,16 +105,16 @@ def record_run_start(config: RunConfig, ranks: RankInfo, step: int, start: objec
     """Append a line to `<output>/starts.jsonl`, on rank 0: the step after which the run starts or resumes, time,
     machine and layout.
 
-    What a start took is told by its parts, so that what a fault cost is known: `process_seconds` since this rank's process
-    began, of which `state_seconds` to bring the state `from` where it was (disk, memory, or nowhere); what is between the last
-    line of metrics.jsonl and that process was the launcher's.
+    The duration of a start is recorded in parts, to find the cost of a fault: `process_seconds` since this rank's process
+    began, of which `state_seconds` to load the state `from` disk, memory or nowhere. The time between the last line of
+    metrics.jsonl and the start of the process is the launcher's.
     """
     if ranks.rank:
         return
     source = "nowhere" if start is None else "memory" if isinstance(start, MemoryCopy) else "disk"
-    took = {"from": source, "process_seconds": process_age_seconds(), "state_seconds": state_seconds}
+    durations = {"from": source, "process_seconds": process_age_seconds(), "state_seconds": state_seconds}
     layout = {"ranks": ranks.world_size, **config.parallel.model_dump(mode="json", exclude_defaults=True)}
-    line = {"time": time.time(), "step": step, **took, "layout": layout, **describe_environment()}
+    line = {"time": time.time(), "step": step, **durations, "layout": layout, **describe_environment()}
     with open(Path(config.output) / "starts.jsonl", "a", encoding="utf-8") as stream:
         stream.write(json.dumps(line) + "\n")
 

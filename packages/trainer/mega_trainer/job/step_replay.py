@@ -1,7 +1,7 @@
-"""Replay of a step from the checkpoint before it, in a folder of its own, compared bitwise with its record.
+"""Replay of a step from the checkpoint before it, in a separate folder, compared bitwise with metrics.jsonl.
 
-What a checkpoint was made with (`provenance`) stands in its manifest: versions, commit, machine, ranks, and a fingerprint of
-the data; the resolved run.yaml is part of its state.
+The manifest of a checkpoint holds its `provenance`: versions, commit, machine, ranks, and a fingerprint of the data; the
+resolved run.yaml is part of its state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMPARED = (
     "pair_loss",
     "grad_norm",
     "loss_scale",
-)  # whatever the machine
+)  # metrics that do not depend on the machine's speed
 
 
 def collect_provenance(ranks: int, data: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def make_replay_run(config: RunConfig, step: int) -> tuple[RunConfig, Location |
     if step not in recorded:
         raise ConfigError(
             f"{config.output}/metrics.jsonl has no line of step {step}",
-            hint=f"it has those of {min(recorded)} to {max(recorded)}" if recorded else "train the run first",
+            hint=f"use a step from {min(recorded)} to {max(recorded)}" if recorded else "train the run first",
         )
     found = latest_until_step(config.checkpoint_root, step - 1)
     return _single_step_run(config, found, step), found
@@ -84,17 +84,18 @@ def make_reproduction_run(checkpoint: Location, overrides: list[str]) -> RunConf
     """Return the run that repeats the step after a checkpoint, by the settings saved in it.
 
     Raises:
-        CheckpointError: when it holds no settings, as a converted one, or was of the last step.
-        ConfigError: when these settings, with the overrides, cannot be used.
+        CheckpointError: when it holds no settings (a converted checkpoint), or is of the last step.
+        ConfigError: when its settings with the overrides are not valid.
     """
     saved = Checkpoint.open_folder(checkpoint)
     if "settings" not in saved.trainer_state:
-        raise CheckpointError(f"{checkpoint}: has weights alone, and no settings to make a step with")
+        raise CheckpointError(f"{checkpoint} holds weights without settings, and cannot be replayed")
     raw = apply_overrides(saved.trainer_state["settings"], overrides)
     config = RunConfig.parse(raw, source=str(checkpoint))
     if saved.step >= config.train.steps:
         raise CheckpointError(
-            f"{checkpoint}: is of the last step, {saved.step}", hint="give an earlier one, or --set train.steps=..."
+            f"{checkpoint} is of the last step, {saved.step}",
+            hint="use an earlier checkpoint, or --set train.steps=...",
         )
     return _single_step_run(config, checkpoint, saved.step + 1)
 

@@ -16,16 +16,16 @@ from mega_trainer.config.sections import TrainConfig
 from mega_trainer.job.rollback import RollbackRequested
 from mega_trainer.job.step_result import StepResult
 
-MEMORY = 0.98  # weight of the past in the running average of the loss: about the last fifty steps
-WARM = 50  # steps before a jump of the loss means anything
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last is Slurm's, ahead of a limit
-KEYBOARD_STATUS = 130  # what shells know as ended from the keyboard
-AGAIN_SECONDS = 2.0  # a Ctrl-C after that is meant, and not the first one arriving once more
+MEMORY = 0.98  # decay of the running average of the loss: about the last fifty steps
+WARM = 50  # steps before a loss can be a spike
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # Slurm sends SIGUSR1 before a time limit
+KEYBOARD_STATUS = 130  # exit status of a shell command ended by Ctrl-C
+AGAIN_SECONDS = 2.0  # an earlier Ctrl-C is the first one, passed on by a launcher
 
 
 @dataclass
 class LossGuard:
-    """Applies the run's policy to each step's numbers. `average` and `seen` are part of what a checkpoint saves."""
+    """Guard that applies the run's policies to the numbers of each step. `average` and `seen` are saved in checkpoints."""
 
     config: TrainConfig
     average: float = 0.0
@@ -40,20 +40,22 @@ class LossGuard:
         return bool(factor) and self.seen >= WARM and loss > factor * self.average
 
     def accepts_loss(self, loss: float) -> bool:
-        """Return whether the weights may be updated by a step of that loss. The loss and the answer are equal on all
-        ranks.
-        """
+        """Return whether the weights may be updated after a step of that loss, which is equal on all ranks."""
         return self.config.on_spike == "warn" or not self.is_loss_spike(loss)
 
     def check_step(self, step: int, result: StepResult, samples: str = "no samples") -> None:
         """Check the numbers of a finished step; `samples` names the samples it read.
 
         Raises:
-            NumbersError: when the policy says stop. The weights are those of the last good step.
-            RollBack: when it says so.
+            NumericalError: when the policy is to stop. The weights are those of the last good step.
+            RollbackRequested: when the policy is to roll back.
         """
         if result.overflowed:
-            logger.info("step %d: gradient too large for fp16 at loss scale %g, not updated", step, result.loss_scale)
+            logger.info(
+                "step %d: gradient overflows fp16 at loss scale %g; the weights were not updated",
+                step,
+                result.loss_scale,
+            )
             return
         if not result.is_finite:
             numbers = f"loss {result.loss} with gradient norm {result.grad_norm}"
@@ -77,36 +79,36 @@ class LossGuard:
         message += "; the weights were not updated"
         if policy == "rollback":
             raise RollbackRequested(step, message)
-        way = f"set train.{key}=skip to go past single bad batches, or rollback"
+        hint = f"set train.{key}=skip or train.{key}=rollback to continue after single bad batches"
         if policy == "skip":
             self.skips += 1
             if self.skips < self.config.max_skips:
                 logger.warning(message)
                 return
             message = f"{message}, {self.skips} times in a row (train.max_skips)"
-            way = "go on from an earlier checkpoint: checkpoint.load"
-        raise NumericalError(message, hint=f"lower optimizer.lr, raise precision, or {way}")
+            hint = "resume from an earlier checkpoint with checkpoint.load"
+        raise NumericalError(message, hint=f"lower optimizer.lr, use a higher precision, or {hint}")
 
 
 def exit_immediately() -> None:
-    """End this process without waiting for anything, such as a thread that saves; unfinished files are removed later."""
+    """End this process at once, without waiting for saves in the background; unfinished files are removed later."""
     print("interrupted: the steps since the last save are lost", file=sys.stderr, flush=True)
     os._exit(KEYBOARD_STATUS)
 
 
 class StopSignalHandler:
-    """Catches the signals that ask a run to end: the run saves once, whoever else gets the signal and passes it on.
+    """Handler of the signals that stop a run: the run saves once.
 
-    All but the first are heard no more, for schedulers signal launcher and ranks alike, and launchers their ranks once
-    more. Only Ctrl-C, `AGAIN_SECONDS` or more after the first signal, ends at once. What is ignored from the start, as
-    SIGHUP under nohup, stays so.
+    Only the first signal counts, because schedulers signal both the launcher and its ranks, and launchers pass signals on.
+    Ctrl-C ends the process at once from `AGAIN_SECONDS` after the first signal. Signals that are ignored from the start, such
+    as SIGHUP under nohup, stay ignored.
 
     Args:
-        pass_on: is told the number of the first signal.
-        again: what ends the process at once.
+        pass_on: called with the number of the first signal.
+        again: called to end the process at once.
 
     Attributes:
-        name: of the first signal, when there was one.
+        name: of the first signal; None before it.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """torchrun with exit statuses that a scheduler can act on: run `python -m mega_trainer.launch.elastic` with torchrun's
 arguments.
 
-torchrun itself ends with 1 whatever its ranks ended with. This ends as they did: 75 when they saved and stopped before
-the end, 2 for a mistake of the user's, 128 + the number of a signal. And it ends when it is cut off from the other machines,
-where torchrun waits for as long as TCP does, a quarter of an hour.
+torchrun exits with 1 whatever the exit statuses of its ranks. This program exits as its ranks did: 75 when they saved and
+stopped before the last step, 2 for a user error, 128 + the number of a signal. It also exits when it loses the other
+machines, where torchrun waits for the timeout of TCP, about 15 minutes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from mega_trainer.job.connection_errors import connection_error_reason
 from mega_trainer.job.environment import STATUS_NOTE
 
-# How ranks end that did nothing wrong themselves: interrupted after a save, or stopped because another had ended.
+# Exit codes of ranks without a fault of their own: interrupted after a save, or stopped because another rank ended.
 STOPPED = (os.EX_TEMPFAIL, -signal.SIGTERM)
-
-
-UNSEEN_SECONDS = 30.0  # after its end, that an agent may leave a rank unseen; it looks ten times a second
+UNSEEN_SECONDS = 30.0  # until an agent, which polls ten times a second, must have noticed the end of a rank
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with `arguments` and return the exit status."""
     with tempfile.TemporaryDirectory(prefix="mega-") as folder:
         note = Path(folder) / "status"
-        os.environ[STATUS_NOTE] = str(note)  # which ranks inherit
+        os.environ[STATUS_NOTE] = str(note)  # inherited by the ranks
         done = threading.Event()
         threading.Thread(target=_exit_when_stuck, args=(done,), daemon=True).start()
         try:
@@ -57,11 +55,9 @@ def _run_torchrun(arguments: Sequence[str], note: Path) -> int:
             print(error, file=sys.stderr)
         return status
     except RendezvousTimeoutError:
-        return _print_failure("fewer machines came than --nnodes asks for, within --rdzv-conf join_timeout")
+        return _print_failure("--nnodes requires more machines than have joined within --rdzv-conf join_timeout")
     except RendezvousConnectionError as error:
-        return _print_failure(
-            f"the machine at --rdzv-endpoint, where all meet, cannot be reached ({error.__cause__ or error})"
-        )
+        return _print_failure(f"the machine of --rdzv-endpoint cannot be reached ({error.__cause__ or error})")
     except DistError as error:
         where = "at --master-addr (or --rdzv-endpoint)"
         return _print_failure(
@@ -72,9 +68,9 @@ def _run_torchrun(arguments: Sequence[str], note: Path) -> int:
     return 0
 
 
-def _print_failure(what: str) -> int:
-    hint = "the same command, on enough machines, goes on from the last checkpoint"
-    print(f"error: {what}\n  {hint}", file=sys.stderr, flush=True)
+def _print_failure(problem: str) -> int:
+    hint = "run the same command on enough machines to resume from the last checkpoint"
+    print(f"error: {problem}\n  {hint}", file=sys.stderr, flush=True)
     return 1
 
 
@@ -86,20 +82,18 @@ def _exit_when_stuck(done: threading.Event) -> None:
     while not done.wait(1):
         try:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # there are none
+        except ChildProcessError:  # no child processes
             found = None
         if found is None or found.si_pid != pid:
             pid, since = found.si_pid if found else 0, time.monotonic()
         elif time.monotonic() - since > UNSEEN_SECONDS:
-            os._exit(
-                _print_failure("a rank has ended, and the machine at --rdzv-endpoint, where all meet, does not answer")
-            )
+            os._exit(_print_failure("a rank has ended, and the machine of --rdzv-endpoint does not answer"))
 
 
 def exit_status_of(exit_codes: Iterable[int]) -> int:
     """Return the exit status for ranks that ended with these codes, in order of failure; negative codes are signals.
 
-    >>> status_of([75, -15, 75]), status_of([75, 2, 1]), status_of([-9, 75])
+    >>> exit_status_of([75, -15, 75]), exit_status_of([75, 2, 1]), exit_status_of([-9, 75])
     (75, 2, 137)
     """
     codes = list(exit_codes)

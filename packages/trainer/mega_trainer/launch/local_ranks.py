@@ -1,7 +1,7 @@
-"""Ranks of a run: those of an existing launcher (torchrun, Slurm, Kubernetes), or local ones that this module starts.
+"""Ranks of a run: of an existing launcher (torchrun, Slurm, Kubernetes), or local ranks that this module starts.
 
-Ours starts the local ranks by what torchrun starts them with, watches them, and when one dies ends the others. Each
-rank's output goes to `<output>/logs/`; the first one's is shown as well.
+Local ranks are started by the library of torchrun and watched; when one fails, the others are ended. The output of each rank
+goes to `<output>/logs/`; that of rank 0 is also shown.
 """
 
 from __future__ import annotations
@@ -35,31 +35,29 @@ from mega_trainer.job.error_log import record_error
 from mega_trainer.job.training_guard import KEYBOARD_STATUS, STOP_SIGNALS, StopSignalHandler
 
 POLL_SECONDS = 0.1
-LAST_WORDS_SECONDS = 5.0  # after the first failure, for the others to find out and to say so
+GRACE_SECONDS = 5.0  # after the first failure, for the other ranks to report theirs
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
     """Return this process's rank from torchrun's variables; None outside of a launched job.
 
     Raises:
-        ConfigError: when only some of the variables are there.
+        ConfigError: when only some of the variables are set.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in environment]
     if "RANK" in missing and "WORLD_SIZE" in missing:
         return None
     if missing:
-        raise ConfigError(
-            f"a launcher set some of {', '.join(names)}, but not {', '.join(missing)}", hint="use torchrun"
-        )
+        raise ConfigError(f"a launcher must set {', '.join(names)}, found no {', '.join(missing)}", hint="use torchrun")
     return RankInfo(*(int(environment[name]) for name in names[:3]))
 
 
 def warn_unsafe_restarts(environment: Mapping[str, str]) -> None:
     """Warn when restarted ranks of several machines may not find each other.
 
-    With a store that torchrun shares with its ranks, an attempt is known by torchrun's restart count (`select_attempt_store`),
-    which may differ between the machines.
+    With a store that torchrun shares with its ranks, attempts are separated by torchrun's restart count
+    (`select_attempt_store`), which may differ between machines.
     """
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -86,12 +84,10 @@ def write_exit_status_note(environment: Mapping[str, str], status: int) -> None:
 
 
 def terminate_torchrun(environment: Mapping[str, str], status: int) -> None:
-    """Terminate torchrun with a status, where it would otherwise restart a rank that was asked to end or that no
-    restart would help.
-    """
+    """Terminate torchrun with a status, if it would otherwise restart a rank that was stopped or has a permanent error."""
     write_exit_status_note(environment, status)
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environment.get("LOCAL_RANK") == "0":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun passes it on, and this rank has its last words to say
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun passes it on, and this rank still reports its error
         os.kill(os.getppid(), signal.SIGTERM)
 
 
@@ -122,7 +118,7 @@ def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> 
     gets None.
 
     Args:
-        ranks: this process's place.
+        ranks: of this process.
         device: as in the configuration: auto, cpu or cuda.
         timeout_seconds: how long a collective may wait for another rank before the job is ended.
 
@@ -142,7 +138,7 @@ def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> 
             store=PrefixStore("groups", store),
             rank=ranks.rank,
             world_size=ranks.world_size,
-            timeout=timedelta(seconds=2 * timeout_seconds),  # the watch, which knows whom to blame, comes first
+            timeout=timedelta(seconds=2 * timeout_seconds),  # the watchdog, which names the rank at fault, comes first
         )
         try:
             yield store.clone()  # type: ignore[attr-defined]
@@ -151,7 +147,7 @@ def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> 
 
 
 def default_rank_count(layout_ranks: int, device: str) -> int:
-    """Return the default number of local ranks: one per GPU, or on CPU the number the layout asks for."""
+    """Return the default number of local ranks: one per GPU, or on CPU the number of the layout."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
     return torch.cuda.device_count() if on_gpu else layout_ranks
 
@@ -163,15 +159,15 @@ def run_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
         0, or `INTERRUPTED_STATUS` when they have saved before their end.
 
     Raises:
-        TrainingError: when a rank failed, with its rank, host, exit status and last words; its `exit_status` is the
+        TrainingError: when a rank failed, with its rank, host, exit status and last output; its `exit_status` is the
             rank's. Also when a signal ended the ranks before they trained.
         KeyboardInterrupt: at a second Ctrl-C; the ranks are killed.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it tells of ends that we tell of
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its messages would repeat ours
     logs = output / "logs"
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    threads = max(1, torch.get_num_threads() // count)  # those of ranks that share cores would wait for each other
-    everyone = {
+    threads = max(1, torch.get_num_threads() // count)  # ranks share the cores
+    environment = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": uuid4().hex[:8],
@@ -181,12 +177,12 @@ def run_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
         name="",
         entrypoint=command[0],
         args=dict.fromkeys(range(count), tuple(command[1:])),
-        envs={rank: {**everyone, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)},
+        envs={rank: {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)},
         logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ALL, tee=Std.ALL, local_ranks_filter={0}),
-        log_line_prefixes=dict.fromkeys(range(count), ""),  # one rank is shown, and its lines are its own
+        log_line_prefixes=dict.fromkeys(range(count), ""),  # only one rank is shown
     )
     try:
-        with stop:  # in place of the handlers that starting them has set, which would end them
+        with stop:  # replaces the handlers of `start_processes`, which would end the ranks
             ended = _wait_for_ranks(ranks)
     finally:
         ranks.close(signal.SIGKILL)
@@ -210,7 +206,7 @@ def _wait_for_ranks(ranks: PContext) -> dict[int, int]:
         new = {rank: process.poll() for rank, process in processes.items() if rank not in ended}
         ended |= {rank: status for rank, status in new.items() if status is not None}
         if any(ended.values()):
-            deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     ranks.close(signal.SIGTERM)
     return ended | {rank: process.wait() for rank, process in processes.items() if rank not in ended}
 
@@ -232,11 +228,11 @@ def _interpret_exit_codes(ended: Mapping[int, int], stop: StopSignalHandler, log
     if statuses == {INTERRUPTED_STATUS}:
         return INTERRUPTED_STATUS
     if stop.name is not None and failures and statuses <= {KEYBOARD_STATUS, *(-number for number in STOP_SIGNALS)}:
-        raise TrainingError(f"{stop.name}: the run ended before it began to train")
+        raise TrainingError(f"{stop.name}: the run was stopped before the first step")
     if not failures:
         return 0
     rank = next((rank for rank, status in failures.items() if status == -signal.SIGKILL), next(iter(failures)))
-    shown = rank == 0 or failures[rank] == failures.get(0) == MegaError.exit_status  # a user's mistake is told by all
+    shown = rank == 0 or failures[rank] == failures.get(0) == MegaError.exit_status  # all ranks report a user error
     if shown and failures[rank] > 0:
         return failures[rank]
     raise _rank_failure(rank, failures, logs)
@@ -252,13 +248,13 @@ def _rank_failure(rank: int, failures: Mapping[int, int], logs: Path) -> Trainin
         f"all output is in {logs}",
     )
     if exitcode == -signal.SIGKILL:
-        hint = f"so the kernel ends what takes too much memory (see dmesg), and mega what does not answer; {hint}"
+        hint = f"signal 9 is sent by the kernel when memory runs out (see dmesg), or by mega to hanging ranks; {hint}"
         rank = next((other for other, status in failures.items() if status > 0), rank)
-    if rank and (words := _last_stderr_lines(logs, rank)):  # those of rank 0 were shown
-        lines += [f"last words of rank {rank}:", *(f"  | {line}" for line in words)]
-    told = TrainingError("\n".join(lines), hint=hint)
-    told.exit_status = exitcode if exitcode > 0 else 1  # type: ignore[misc]
-    return told
+    if rank and (words := _last_stderr_lines(logs, rank)):  # the output of rank 0 was shown
+        lines += [f"last output of rank {rank}:", *(f"  | {line}" for line in words)]
+    error = TrainingError("\n".join(lines), hint=hint)
+    error.exit_status = exitcode if exitcode > 0 else 1  # type: ignore[misc]
+    return error
 
 
 def _format_exit_code(exitcode: int) -> str:

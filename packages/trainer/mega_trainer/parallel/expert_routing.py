@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch import Tensor
 from mega_common.errors import TrainingError
 from mega_common.model_config import ModelConfig, MoeConfig
 from mega_trainer.distributed.comm import CommGroup
-
-if TYPE_CHECKING:
-    from mega_trainer.data.micro_batch import MicroBatch
 
 SUMS = 6  # numbers of a layer before the loads of its experts
 
@@ -95,7 +92,23 @@ class RoutedTokens:
     length: int
 
 
-def make_step_routings(batches: Sequence[MicroBatch], data: CommGroup, loss_scale: float) -> list[StepRouting]:
+class RoutedBatch(Protocol):
+    """Fields of a `MicroBatch` that routing depends on."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens, int64 [B, S]."""
+
+    @property
+    def affects_loss_mask(self) -> Tensor | None:
+        """Tokens that influence the loss, bool [B, S]."""
+
+    @property
+    def token_indices(self) -> Tensor | None:
+        """Positions of this rank's tokens, int64 [S]."""
+
+
+def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_scale: float) -> list[StepRouting]:
     """Return the routing state of each of a rank's micro-batches of a step; `data` are the data-parallel ranks."""
     sequences = sum(len(batch.tokens) for batch in batches) * data.size
     return [

@@ -58,9 +58,8 @@ def train_step(
     """Run one optimizer step on this rank's micro-batches. A collective call of all ranks.
 
     The loss is the mean over the unmasked tokens of all micro-batches and data ranks. Their number is known before the
-    first forward, so each token's gradient is divided by it once, at its source. Losses of routers join the gradient,
-    not the loss. With a `loss_scale` the gradient is scaled by it: unscale, check, clip, step. Nothing is updated if the
-    gradient is not finite. The host waits for the device once, before the update, for all numbers of the step together.
+    first forward, so each token's gradient is divided by it once, at its source. Losses of routers join the gradient, not
+    the loss. Nothing is updated if the gradient is not finite. The host waits for the device once, before the update.
 
     Args:
         tokens: number of loss terms of the step, as `count_step_tokens` returns them.
@@ -71,11 +70,11 @@ def train_step(
     Raises:
         TrainingError: when tokens exceed the capacity of expert dispatch; nothing is updated.
     """
-    hooks, factor = hooks or StepHooks(), 1.0 if loss_scale is None else loss_scale.value
+    hooks, factor = hooks or StepHooks(), loss_scale.value if loss_scale else 1.0
     for stage in optimizer.stages:
         stage.begin_step()
-    mean_batches = normalize_mtp_weights(batches, tokens)
-    sums = hooks.measure_losses(executor.run_operations(mean_batches, factor / max(tokens[0], 1.0), factor))
+    batches = normalize_mtp_weights(batches, tokens)
+    sums = hooks.measure_losses(executor.run_operations(batches, factor / max(tokens[0], 1.0), factor))
     with executor.phase("reduce"):
         for stage in optimizer.stages:
             stage.finish_gradients()
@@ -87,8 +86,8 @@ def train_step(
     norm /= factor
     loss, second_loss, *metrics = (total / max(tokens[0], 1.0) for total in totals[: len(sums)])
     updates = math.isfinite(loss) and math.isfinite(norm) and hooks.accepts_loss(loss)
-    moe = executor.model_config.moe
-    routing = compute_routing_metrics(moe, numbers[1 + len(scalars) :].view_as(loads), factor)
+    expert_loads = numbers[1 + len(scalars) :].view_as(loads)
+    routing = compute_routing_metrics(executor.model_config.moe, expert_loads, factor)  # raises before an update
     if updates:
         with executor.phase("update"):
             optimizer.apply_update(lr, gradient_clip_factor(norm, clip) / factor, decoupled_lr)
