@@ -51,20 +51,13 @@ class ImagePrompt:
                 f"but has {is_placeholder.sum()}",
                 hint=f"write {name} where an image belongs",
             )
-<<<<<<< HEAD
         pictures = [prepare_image(data, vision) for data in self.pictures]
+        for number, picture in enumerate(pictures, 1):
+            if picture.animated:
+                logger.warning("image %d of the prompt is animated; only its first frame is used", number)
         repeats = np.ones(tokens.size, np.int64)
         repeats[is_placeholder] = [picture.features.size for picture in pictures]
         tokens = np.repeat(tokens, repeats)
-=======
-        pictures = [prepare_image(one, vision) for one in self.pictures]
-        for number, picture in enumerate(pictures, 1):
-            if picture.animated:
-                logger.warning("image %d of the prompt is animated: the first frame is used", number)
-        times = np.ones(tokens.size, np.int64)
-        times[here] = [one.features.size for one in pictures]
-        tokens = np.repeat(tokens, times)
->>>>>>> main
         rows = np.full(tokens.size, -1)
         counts = [vision.count_total_features(part.shape for part in picture.pixels) for picture in pictures]
         rows[tokens == vision.image_token] = np.concatenate(

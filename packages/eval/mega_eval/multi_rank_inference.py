@@ -18,11 +18,8 @@ import torch.distributed as dist
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer
-<<<<<<< HEAD
 from mega_eval.engine_requests import EngineEvent, EngineRequest
-=======
 from mega_eval.garbage_collection import freeze_startup_objects
->>>>>>> main
 from mega_eval.generate import Completion, generate_completions
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.sampling import Sampling
@@ -252,18 +249,11 @@ class BroadcastingEngine(InferenceEngine):
 
 def follow_engine_calls(engine: InferenceEngine) -> None:
     """Repeat the engine calls of rank 0 until it closes."""
-<<<<<<< HEAD
-    while (calls := _receive_calls()) is not None:
-        for call in calls:
-            call(engine)
-        engine.step(isolate=True)  # the first rank reports failures
-=======
     with freeze_startup_objects():
-        while (asked := _receive_calls()) is not None:
-            for ask in asked:
-                ask(engine)
+        while (calls := _receive_calls()) is not None:
+            for call in calls:
+                call(engine)
             engine.step(isolate=True)  # the first rank reports failures
->>>>>>> main
 
 
 def _receive_calls() -> EngineCalls | None:

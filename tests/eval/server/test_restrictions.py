@@ -12,19 +12,9 @@ import pytest
 from served_models import engine_for, text_model
 from serving import service_of, serving
 
-<<<<<<< HEAD
-from mega_ckpt.families import family_by_name
-from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.drafters import ModelDrafter, NgramDrafter
 from mega_eval.engine_requests import Drafter, EngineRequest
 from mega_eval.generation_config import parse_sampling_settings
-from mega_eval.inference_engine import InferenceEngine
-from mega_eval.model_loading import load_inference_model
-=======
-from mega_eval.drafters import Drafter, ModelDrafter, NgramDrafter
-from mega_eval.generation_config import parse_sampling_settings
-from mega_eval.inference_engine import EngineRequest
->>>>>>> main
 from mega_eval.sampling import Sampling
 from mega_eval.server.model_service import ModelService
 from mega_eval.text_stream import GenerationLimits

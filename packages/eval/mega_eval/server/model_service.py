@@ -206,15 +206,8 @@ class ModelService:
         """Return the tokens of a text to embed."""
         if not text:
             raise ApiRequestError(400, "input must not have an empty text", param="input")
-<<<<<<< HEAD
-        if isinstance(text, list) and embedder.default_prompt:
-            message = (
-                f"input must be text, as the model's prompt {embedder.default_prompt!r} is put first; found token ids"
-            )
-=======
         if isinstance(text, list) and prompt:
-            message = f"input must be text, since the model puts its prompt {prompt!r} in front; found token ids"
->>>>>>> main
+            message = f"input must be text, as the model's prompt {prompt!r} is put first; found token ids"
             raise ApiRequestError(400, message, param="input")
         if isinstance(text, str):
             _check_unicode(text)

@@ -53,13 +53,8 @@ def read_measured_times(path: Path) -> MeasuredTimes:
         seconds = [float(line["seconds"]) for line in steps]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-<<<<<<< HEAD
-            f"--fit {path}: the file has no metrics of a run ({error})",
+            f"--fit {path}: the file has no metrics of a run ({explain_read_error(error)})",
             hint="use metrics.jsonl in the output folder of mega train",
-=======
-            f"--fit {path}: no metrics of a run ({explain_read_error(error)})",
-            hint="metrics.jsonl in the output folder of mega train",
->>>>>>> main
         ) from error
     if len(steps) < MIN_STEPS:
         message = f"--fit {path} requires {MIN_STEPS} steps after the first {WARM_UP}, but has {len(steps)}"

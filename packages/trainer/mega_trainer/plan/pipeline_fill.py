@@ -8,15 +8,9 @@ from __future__ import annotations
 from mega_common.errors import ConfigError
 from mega_trainer.pipeline.schedules import PipelineOpCosts, PipelineSchedule, make_schedule, simulate_schedule
 
-<<<<<<< HEAD
 IN_FLIGHT = 4  # messages of a rank in flight / pipeline ranks, as in `pipeline.executor`
 MAX_SIMULATED = 60_000  # operations that are simulated one by one
 MAX_OPERATIONS = 1_200_000  # operations of a schedule for planning memory
-=======
-IN_FLIGHT = 4  # messages of a rank, in numbers of ranks, as in `pipeline.executor`
-MOST_SIMULATED = 60_000  # operations that are simulated one by one
-MOST_OPERATIONS = 1_200_000  # of a schedule that is made to plan memory
->>>>>>> main
 
 
 def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> PipelineSchedule:
