@@ -58,56 +58,75 @@ class WeightDtype(StrEnum):
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Checkpoint = Annotated[
     str,
-    typer.Argument(help="A mega checkpoint, or a run folder for its newest one; a path, or a URL: s3://bucket/run."),
+    typer.Argument(
+        help="A mega checkpoint, or a run folder (latest checkpoint); a path or a URL such as s3://bucket/run."
+    ),
 ]
 
 Looked = Annotated[
     str,
-    typer.Argument(help="A mega checkpoint, a run folder for its newest one, a HuggingFace folder or a GGUF file."),
+    typer.Argument(help="A mega checkpoint, a run folder (latest checkpoint), a HuggingFace folder or a GGUF file."),
 ]
 
 Convertible = Annotated[
     str,
     typer.Argument(
-        help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace or Megatron folder, a GGUF file; mega "
-        "also as URL."
+        help="A mega checkpoint, a run folder (latest checkpoint), a HuggingFace or Megatron folder or a GGUF file; mega "
+        "checkpoints also by URL."
     ),
 ]
-Converted = Annotated[str, typer.Argument(help="The folder to make; a URL with --to mega.")]
+Converted = Annotated[str, typer.Argument(help="Folder to create; with --to mega also a URL.")]
 To = Annotated[
     ConversionTarget,
     typer.Option(
-        help="hf: config.json and safetensors. mega: a checkpoint to train from. megatron: a release. peft: an adapter alone."
+        help="Target format. hf: HuggingFace folder (safetensors). mega: checkpoint to train from. megatron: Megatron-Core checkpoint. peft: LoRA adapter only."
     ),
 ]
-Cast = Annotated[WeightDtype | None, typer.Option(help="Cast the weights; default: as they are.")]
+Cast = Annotated[WeightDtype | None, typer.Option(help="Dtype of the converted weights; default: unchanged.")]
 Family = Annotated[
-    str | None, typer.Option(help="model_type to write (llama, qwen3, ...); default: the first that fits.")
+    str | None,
+    typer.Option(
+        help="With --to hf: model_type to write, e.g. llama or qwen3; default: the first that supports the model."
+    ),
 ]
 MaxShardSize = Annotated[
-    str | None, typer.Option(help="Most bytes in one safetensors file: 500MB, 5GB, ...; default: as the source.")
+    str | None, typer.Option(help="Maximum size of a safetensors file, e.g. 5GB; default: as in the source.")
 ]
 FormatOption = Annotated[
-    MegatronCheckpointFormat, typer.Option("--format", help="Of Megatron: torch_dist, or torch for a file a rank.")
+    MegatronCheckpointFormat,
+    typer.Option(
+        "--format",
+        help="With --to megatron: torch_dist (distributed checkpoint), or torch (legacy, one file per rank).",
+    ),
 ]
-Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks that Megatron's files are for.")]
-Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages that Megatron's files are for.")]
+Tp = Annotated[int, typer.Option(min=1, help="With --to megatron: tensor-parallel size of the target.")]
+Pp = Annotated[int, typer.Option(min=1, help="With --to megatron: pipeline-parallel size of the target.")]
 TransformerImpl = Annotated[
-    MegatronLayerSpec, typer.Option(help="Megatron's flag of that name; --format torch depends on it.")
+    MegatronLayerSpec,
+    typer.Option(help="With --to megatron --format torch: value of Megatron's --transformer-impl in the target run."),
 ]
 Settings = Annotated[
-    Path | None, typer.Option(help="YAML with settings of the model that a Megatron checkpoint lacks or has wrong.")
+    Path | None,
+    typer.Option(
+        help="YAML file with model settings that are missing or wrong in a Megatron checkpoint, e.g. 'rope_theta: 500000'."
+    ),
 ]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Compare every element, and the logits of both sides, before all is named.")
+    bool,
+    typer.Option(
+        "--verify", help="Compare all elements and the logits of source and result before the result is published."
+    ),
 ]
 VerifyData = Annotated[
     Path | None,
     typer.Option(
-        metavar="PREFIX", help="Take tokens of this data set for the logits; default: a text, by the model's tokenizer."
+        metavar="PREFIX",
+        help="Data set for the comparison of logits; default: a built-in text and the model's tokenizer.",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the destination once all is done.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing destination, after the conversion is complete.")
+]
 
 
 @app.command("convert", epilog="Example: mega ckpt convert runs/llama3-8b out/hf --to hf --dtype bf16 --verify")
@@ -124,24 +143,28 @@ def convert_command(
     transformer_impl: TransformerImpl = MegatronLayerSpec.TRANSFORMER_ENGINE,
     config: Settings = None,
     vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the vocabulary: new ones begin as the mean of the others.")
+        int | None,
+        typer.Option(min=1, help="New vocabulary size; new rows are initialised with the mean of the others."),
     ] = None,
     add_tokens: Annotated[
         str | None,
-        typer.Option(metavar="FILE|TOKEN,...", help="Add tokens to the tokenizer and rows for them; FILE: one a line."),
+        typer.Option(
+            metavar="FILE|TOKEN,...",
+            help="Add tokens to the tokenizer and the embedding, e.g. '<think>,</think>'; a FILE has one token per line.",
+        ),
     ] = None,
     ema: Annotated[
-        bool, typer.Option("--ema", help="The averages that a run with train.ema keeps of its weights.")
+        bool, typer.Option("--ema", help="Convert the averaged weights (EMA) of a run with train.ema.")
     ] = False,
     verify: Verify = False,
     verify_data: VerifyData = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert a model's weights and the files that belong to it. The result appears when it is complete.
+    """Convert a model's weights, configuration and tokenizer. The destination appears when it is complete.
 
-    From Megatron to mega the optimizer's state comes along, where its form does not depend on the ranks that wrote it.
+    From Megatron to mega the optimizer state is converted too, if its format does not depend on the ranks that wrote it.
 
-    After a kill or an interrupt, the same command goes on with the file that it was at.
+    After an interruption, the same command resumes with the next file.
     """
     from mega_ckpt import convert as converting
     from mega_common.strict_config import load_yaml_mapping
@@ -176,7 +199,7 @@ def convert_command(
 )
 def merge_adapter_command(
     base: Convertible,
-    adapter: Annotated[str, typer.Argument(help="A run that trained one, or a folder of PEFT's.")],
+    adapter: Annotated[str, typer.Argument(help="LoRA adapter: a run that trained one, or a PEFT folder.")],
     destination: Converted,
     to: To = ConversionTarget.HF,
     dtype: Cast = None,
@@ -184,7 +207,8 @@ def merge_adapter_command(
 ) -> None:
     """Merge a LoRA adapter into the weights of its base model; the result needs no adapter.
 
-    A run's adapter knows its base, so that `mega ckpt convert RUN OUT --to hf` does the same while that is in its place.
+    If the base model is still at the path that the run was trained from, `mega ckpt convert RUN OUT --to hf` does the
+    same.
     """
     from mega_ckpt import convert as converting
 
@@ -194,33 +218,29 @@ def merge_adapter_command(
 
 
 def _read_new_tokens(given: str) -> tuple[str, ...]:
-    """Return the tokens of a file, one a line, or those of a comma-separated list."""
-    told = read_utf8_text(Path(given), ConfigError).splitlines() if Path(given).is_file() else given.split(",")
-    tokens = tuple(token for token in told if token.strip())
+    """Return the tokens of a file with one token per line, or of a comma-separated list."""
+    listed = read_utf8_text(Path(given), ConfigError).splitlines() if Path(given).is_file() else given.split(",")
+    tokens = tuple(token for token in listed if token.strip())
     if not tokens:
-        raise ConfigError(f"--add-tokens {given}: names no token", hint="such as --add-tokens '<think>,</think>'")
-    if twice := [token for token in dict.fromkeys(tokens) if tokens.count(token) > 1]:
-        raise ConfigError(f"--add-tokens: {twice[0]!r} is there twice", hint="leave one out")
+        raise ConfigError(f"--add-tokens {given}: found no tokens", hint="--add-tokens '<think>,</think>'")
+    if duplicates := [token for token in dict.fromkeys(tokens) if tokens.count(token) > 1]:
+        raise ConfigError(f"--add-tokens: {duplicates[0]!r} is given twice", hint="leave one out")
     return tokens
 
 
 def _build_logits_check(source: str, data: Path | None) -> Callable[[Location], None] | None:
-    """Return a function that compares the logits of a converted model with those of `source`, or None if the package
-    that runs models is not installed.
-    """
-    from mega_common.progress_logging import logger
-
+    """Return a function that compares the logits of `source` and of the converted model, or None if that is not possible."""
     try:
         from mega_eval.logit_comparison import compare_logits
     except ModuleNotFoundError as error:
         if data is not None or error.name not in ("mega_eval", "mega_trainer", "mega_data"):
             raise
-        logger.warning("--verify compares tensors, but no logits: %s is not installed", error.name)
+        logger.warning("--verify compares tensors, but not logits: %s is not installed", error.name)
         return None
     from mega_ckpt.source import read_model_config
 
     if read_model_config(source).retro is not None:
-        logger.warning("--verify compares tensors, but no logits: a model with retrieval needs neighbors for each text")
+        logger.warning("--verify compares tensors, but not logits: a retrieval model requires neighbors of each text")
         return None
 
     def check_logits(made: Location) -> None:
@@ -231,8 +251,9 @@ def _build_logits_check(source: str, data: Path | None) -> Callable[[Location], 
 
 @app.command("inspect", epilog="Example: mega ckpt inspect runs/llama3-8b/checkpoints/step-00001000 --json")
 def inspect_command(path: Looked, as_json: Json = False) -> None:
-    """Show the contents of a checkpoint, a HuggingFace folder or a GGUF file: settings, step, state, tensors. Reads no
-    tensor data.
+    """Print settings, step, state and tensor names of a checkpoint, a HuggingFace folder or a GGUF file.
+
+    Tensor data are not read.
     """
     from mega_ckpt.formats.megatron_source import is_megatron_folder
     from mega_ckpt.inspect_foreign import inspect_foreign, inspect_megatron, is_foreign_model
@@ -241,20 +262,20 @@ def inspect_command(path: Looked, as_json: Json = False) -> None:
 
     folder = resolve_checkpoint(path)
     if isinstance(folder, Path) and is_megatron_folder(folder):
-        _print_progress(inspect_megatron(folder), as_json)
+        _print_report(inspect_megatron(folder), as_json)
     else:
-        _print_progress(inspect_foreign(folder) if is_foreign_model(folder) else inspect_checkpoint(folder), as_json)
+        _print_report(inspect_foreign(folder) if is_foreign_model(folder) else inspect_checkpoint(folder), as_json)
 
 
 @app.command("verify", epilog="Example: mega ckpt verify runs/llama3-8b --finite")
 def verify_command(
     path: Looked,
-    finite: Annotated[bool, typer.Option("--finite", help="Look for NaN and infinities too.")] = False,
+    finite: Annotated[bool, typer.Option("--finite", help="Also check for NaN and infinities.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare every byte of a checkpoint with its checksums. Exit status 2 if something is damaged.
+    """Compare every byte of a checkpoint with its checksums. Exit status 2 if it is damaged.
 
-    HuggingFace and GGUF models have no checksums: there, every tensor is read.
+    HuggingFace and GGUF models have no checksums: for them, the check is that every tensor can be read.
     """
     from mega_ckpt.inspect_foreign import is_foreign_model, verify_foreign
     from mega_ckpt.source import resolve_checkpoint
@@ -262,7 +283,7 @@ def verify_command(
 
     folder = resolve_checkpoint(path)
     report = (verify_foreign if is_foreign_model(folder) else verify_checkpoint)(folder, finite=finite)
-    _print_progress(report, as_json)
+    _print_report(report, as_json)
     if not report.ok:
         raise typer.Exit(2)
 
@@ -278,7 +299,7 @@ def diff_command(
     from mega_ckpt.verify import diff_checkpoints
 
     found = diff_checkpoints(resolve_checkpoint(a), resolve_checkpoint(b))
-    _print_progress(found, as_json)
+    _print_report(found, as_json)
     if not found.is_identical:
         raise typer.Exit(2)
 
@@ -286,10 +307,11 @@ def diff_command(
 @app.command("prune", epilog="Example: mega ckpt prune runs/llama3-8b/checkpoints/step-00001000 out/weights")
 def prune_command(
     source: Checkpoint,
-    destination: Annotated[str, typer.Argument(help="The folder to make; a path or a URL.")],
+    destination: Annotated[str, typer.Argument(help="Folder to create; a path or a URL.")],
 ) -> None:
-    """Copy a mega checkpoint without optimizer and trainer state: a fraction of its size, for starting a run or for
-    inference.
+    """Copy the weights of a mega checkpoint, without optimizer and trainer state.
+
+    The copy has a fraction of the size, and can be used for inference or to initialise a run.
     """
     from mega_ckpt.derive_checkpoint import prune_checkpoint
 
@@ -303,11 +325,15 @@ def prune_command(
 )
 def average_command(
     sources: Annotated[
-        list[str], typer.Argument(help="Two or more of: mega checkpoint, run folder (its newest), HuggingFace folder.")
+        list[str],
+        typer.Argument(
+            help="Two or more models: mega checkpoints, run folders (latest checkpoint) or HuggingFace folders."
+        ),
     ],
-    output: Annotated[str, typer.Option(help="The mega checkpoint to make, in the dtype of the first source.")],
+    output: Annotated[str, typer.Option(help="mega checkpoint to create, with the dtype of the first source.")],
     weights: Annotated[
-        str | None, typer.Option(help="Their shares, divided by their sum: 0.5,0.3,0.2; default: all alike.")
+        str | None,
+        typer.Option(help="Weight of each source, e.g. 0.5,0.3,0.2; normalised to sum 1. Default: equal weights."),
     ] = None,
 ) -> None:
     """Compute the weighted mean of the weights of several checkpoints of one model."""
@@ -320,20 +346,22 @@ def average_command(
 @app.command("upcycle", epilog="Example: mega ckpt upcycle models/Llama-3.2-1B out/moe --experts 8 --top-k 2")
 def upcycle_command(
     source: Checkpoint,
-    destination: Annotated[str, typer.Argument(help="The mega checkpoint to make.")],
-    experts: Annotated[int, typer.Option(help="Experts of every layer.", min=1)],
-    top_k: Annotated[int, typer.Option(help="Experts of a token.", min=1)],
+    destination: Annotated[str, typer.Argument(help="mega checkpoint to create.")],
+    experts: Annotated[int, typer.Option(help="Experts per layer, e.g. 8.", min=1)],
+    top_k: Annotated[int, typer.Option(help="Experts per token, e.g. 2.", min=1)],
     expert_ffn: Annotated[
-        int | None, typer.Option(help="Width of an expert, of which a whole number make up the dense width.", min=1)
+        int | None,
+        typer.Option(
+            help="Width of an expert; must divide the width of the dense feed-forward block. Default: the dense width.",
+            min=1,
+        ),
     ] = None,
-    aux_loss: Annotated[
-        float, typer.Option(help="Weight of the load balancing loss, for later training.", min=0)
-    ] = 0.01,
-    seed: Annotated[int, typer.Option(help="Of the router's weights.")] = 1234,
+    aux_loss: Annotated[float, typer.Option(help="Weight of the load balancing loss in later training.", min=0)] = 0.01,
+    seed: Annotated[int, typer.Option(help="Random seed of the router weights.")] = 1234,
 ) -> None:
-    """Make a mixture of experts of a dense model: copies or slices of its feed-forward blocks, and a new router.
+    """Convert a dense model to a mixture of experts: copies or slices of its feed-forward blocks, and a new router.
 
-    What it computes is what the dense model computes, until it is trained further.
+    The result computes the same function as the dense model until it is trained further.
     """
     from mega_ckpt.upcycle_moe import upcycle_to_moe
 
@@ -348,20 +376,23 @@ def upcycle_command(
 )
 def shrink_command(
     source: Convertible,
-    destination: Annotated[str, typer.Argument(help="The mega checkpoint to make.")],
-    data: Annotated[str, typer.Option(metavar="PREFIX", help="A data set to see on what is important.")],
-    layers: Annotated[int | None, typer.Option(help="Layers that stay; default: all.", min=1)] = None,
-    ffn: Annotated[int | None, typer.Option(help="Width of the feed-forward blocks.", min=1)] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads; key/value heads go with theirs.", min=1)] = None,
-    hidden: Annotated[int | None, typer.Option(help="Width of the residual stream.", min=1)] = None,
-    windows: Annotated[int, typer.Option(help="Sequences of the data set that are looked at.", min=1)] = 256,
-    seq_length: Annotated[int | None, typer.Option(help="Tokens of each; default: all it can, to 2048.", min=2)] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    destination: Annotated[str, typer.Argument(help="mega checkpoint to create.")],
+    data: Annotated[str, typer.Option(metavar="PREFIX", help="Data set on which importance is measured.")],
+    layers: Annotated[int | None, typer.Option(help="Number of layers to keep; default: all.", min=1)] = None,
+    ffn: Annotated[int | None, typer.Option(help="New width of the feed-forward blocks, e.g. 9216.", min=1)] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="New number of query heads; key/value heads are reduced in proportion.", min=1)
+    ] = None,
+    hidden: Annotated[int | None, typer.Option(help="New hidden size, e.g. 3072.", min=1)] = None,
+    windows: Annotated[int, typer.Option(help="Sequences of the data set to use.", min=1)] = 256,
+    seq_length: Annotated[
+        int | None, typer.Option(help="Tokens per sequence; default: the model's maximum, at most 2048.", min=2)
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
-    """Cut a smaller model out of a dense decoder: prune what contributes least on a data set (Minitron) and keep the
-    other weights.
+    """Prune a dense decoder to a smaller model: remove the least important layers, heads and channels (Minitron).
 
-    Train it afterwards, best with `objective: {kind: distill}` and SOURCE as the teacher.
+    Importance is measured on a data set. Train the result afterwards, best with `objective: {kind: distill}` and SOURCE as the teacher.
     """
     from mega_ckpt.shrink_model import ShrinkSizes, shrink_model, shrunk_config
     from mega_ckpt.source import open_weight_source
@@ -373,13 +404,13 @@ def shrink_command(
     model = load_inference_model(source, device=select_device(device))
     found = measure_importance(model, Path(data), seq_length or min(2048, model.config.max_position), windows=windows)
     kept = shrink_model(opened, destination, found, sizes)
-    gone = sorted(set(range(opened.model.num_layers)) - set(kept.layers.tolist()))
-    if gone:
-        logger.info("layers %s are left out", ", ".join(map(str, gone)))
+    removed = sorted(set(range(opened.model.num_layers)) - set(kept.layers.tolist()))
+    if removed:
+        logger.info("removed layers: %s", ", ".join(map(str, removed)))
     print(destination)
 
 
-RepoId = Annotated[str, typer.Argument(help="The repository on the hub: user/name.")]
+RepoId = Annotated[str, typer.Argument(help="Repository on the hub: user/name.")]
 
 
 @app.command(
@@ -387,13 +418,13 @@ RepoId = Annotated[str, typer.Argument(help="The repository on the hub: user/nam
     epilog="Example: mega ckpt push out/hf ada/llama3-8b --private --message 'After 1,000 steps'. Log in: hf auth login",
 )
 def push_command(
-    folder: Annotated[Path, typer.Argument(help="A HuggingFace folder, such as `mega ckpt convert --to hf` makes.")],
+    folder: Annotated[Path, typer.Argument(help="HuggingFace folder, e.g. from `mega ckpt convert --to hf`.")],
     repo_id: RepoId,
-    private: Annotated[bool, typer.Option("--private", help="Let nobody else see the repository.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to; default: main.")] = None,
-    message: Annotated[str | None, typer.Option(help="What the commit says.")] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
 ) -> None:
-    """Upload a HuggingFace folder to the HuggingFace hub. Weights are sent as safetensors, never as pickles."""
+    """Upload a HuggingFace folder to the HuggingFace hub. Weights are uploaded as safetensors only, never as pickle files."""
     from mega_ckpt.hub import push_to_hub
 
     print(push_to_hub(folder, repo_id, private=private, revision=revision, message=message))
@@ -402,17 +433,17 @@ def push_command(
 @app.command("pull", epilog="Example: mega ckpt pull meta-llama/Llama-3.2-1B models/Llama-3.2-1B --revision main")
 def pull_command(
     repo_id: RepoId,
-    folder: Annotated[Path, typer.Argument(help="The folder to make.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to create.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; default: main.")] = None,
 ) -> None:
-    """Download a model from the HuggingFace hub. Pickled weights are never fetched; the same command resumes."""
+    """Download a model from the HuggingFace hub, except pickled weights. After an interruption, the same command resumes."""
     from mega_ckpt.hub import pull_from_hub
 
     pull_from_hub(repo_id, folder, revision=revision)
     print(folder)
 
 
-def _print_progress(result: Any, as_json: bool) -> None:
+def _print_report(result: Any, as_json: bool) -> None:
     print(json.dumps(dataclasses.asdict(result), default=str, indent=1) if as_json else result)
 
 
@@ -425,7 +456,9 @@ def _parse_bytes(text: str) -> int:
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     number, unit = text[:-2].strip(), text[-2:].upper()
     if unit not in units or not number.isdigit() or int(number) == 0:
-        raise ConfigError(f"--max-shard-size {text}: expected a size such as 500MB or 5GB")
+        raise ConfigError(
+            f"--max-shard-size must be a number with KB, MB, GB or TB, found {text!r}", hint="--max-shard-size 5GB"
+        )
     return int(number) * units[unit]
 
 
@@ -438,4 +471,6 @@ def _parse_numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--weights {text}: expected numbers with commas between, such as 0.5,0.3,0.2") from None
+        raise ConfigError(
+            f"--weights must be comma-separated numbers, found {text!r}", hint="--weights 0.5,0.3,0.2"
+        ) from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_common.errors import MissingPackageError
+from mega_common.errors import DataError, MissingPackageError
 
 if TYPE_CHECKING:
     from mega_eval.paired_comparison import PairedComparison
@@ -22,19 +22,24 @@ EXAMPLES = """Examples:
 
 
 def compare_command(
-    first: Annotated[Path, typer.Argument(help="Results of `mega eval --tasks ... --log-samples --output`.")],
-    second: Annotated[Path, typer.Argument(help="Those of another model on the same tasks.")],
+    first: Annotated[
+        Path,
+        typer.Argument(
+            help="Results file of one model: `mega eval MODEL --tasks ... --log-samples --output before.json`."
+        ),
+    ],
+    second: Annotated[Path, typer.Argument(help="Results file of another model on the same tasks.")],
     per_sample: Annotated[
-        Path | None, typer.Option(help="Write each sample whose scores differ to this file, JSON lines.")
+        Path | None, typer.Option(help="JSON lines file for the samples whose scores differ, e.g. differing.jsonl.")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the comparison to this file as JSON; - for standard output.")
+        Path | None, typer.Option("--json", help="JSON file for the comparison; - for standard output.")
     ] = None,
 ) -> None:
-    """Test whether two models differ on tasks, sample by sample.
+    """Test if two models differ significantly on tasks, sample by sample.
 
-    A small p says that the difference is hardly by chance: McNemar's exact test where scores are 0 or 1, else Student's
-    paired t-test. With many tasks some p are small by chance: at 0.05, one in twenty.
+    p is the probability of a difference at least this large between equal models: McNemar's exact test for scores of 0
+    or 1, else Student's paired t-test. With many tasks some p are small by chance: at 0.05, one in twenty.
     """
     from mega_common.atomic_files import open_atomic_file, write_json_atomically
 
@@ -44,8 +49,10 @@ def compare_command(
         if error.name != "scipy":
             raise
         raise MissingPackageError(
-            "mega compare needs scipy, which is not installed", hint="pip install scipy"
+            "mega compare requires scipy, which is not installed", hint="pip install scipy"
         ) from None
+    for file in (first, second):
+        _check_results_file(file)
     found = compare_task_results(first, second)
     if per_sample is not None:
         with open_atomic_file(per_sample, text=True) as stream:
@@ -61,6 +68,15 @@ def compare_command(
     if json_file is not None:
         write_json_atomically(json_file, lines)
     print(_table(found))
+
+
+def _check_results_file(file: Path) -> None:
+    """Raise a DataError with the whole procedure if a model folder is given in place of a results file."""
+    if file.is_dir():
+        raise DataError(
+            f"{file}: mega compare requires results files of mega eval, found a folder",
+            hint=f"first: mega eval {file} --tasks NAME,... --log-samples --output {file.name}.json",
+        )
 
 
 def _table(found: list[PairedComparison]) -> str:

@@ -20,7 +20,7 @@ from mega_common.progress_logging import format_number
 if TYPE_CHECKING:
     from mega_data.reports.inspect_dataset import DatasetInspection
 
-app = typer.Typer(help="Text to tokens, and what one does with token files.", no_args_is_help=True)
+app = typer.Typer(help="Clean and tokenize text; inspect, merge, shuffle and verify token files.", no_args_is_help=True)
 
 app.command(
     "preprocess",
@@ -34,21 +34,23 @@ app.command(
 )
 def train_tokenizer_command(
     input: Input,
-    vocab_size: Annotated[int, typer.Option(help="Number of tokens, at least 257.")],
-    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Gets tokenizer.json and tokenizer_config.json.")],
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary, at least 257, e.g. 32000.")],
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder for tokenizer.json and tokenizer_config.json.")
+    ],
     more: MoreInput = None,
     json_key: JsonKey = "text",
     overwrite: Overwrite = False,
 ) -> None:
-    """Train a byte-level BPE tokenizer, which transformers loads too."""
+    """Train a byte-level BPE tokenizer in the format of HuggingFace (tokenizer.json)."""
     from mega_data.reading.corpus_sources import find_corpus_sources
     from mega_data.reading.source_readers import iterate_texts
     from mega_data.token_files.dataset_info import reject_input_as_output
     from mega_data.tokenizer import train_tokenizer as run
 
     inputs = [*input, *(more or [])]
-    made = (output / name for name in ("tokenizer.json", "tokenizer_config.json"))
-    reject_input_as_output(made, (Path(source.name) for source in find_corpus_sources(inputs, json_key)))
+    outputs = (output / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    reject_input_as_output(outputs, (Path(source.name) for source in find_corpus_sources(inputs, json_key)))
     tokenizer = run(iterate_texts(inputs, json_key), vocab_size, output, overwrite=overwrite)
     typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens")
 
@@ -58,27 +60,35 @@ def train_tokenizer_command(
     epilog="Example: mega data convert-tokenizer llama-2/tokenizer.model --input corpus/*.jsonl --output tok/",
 )
 def convert_tokenizer_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="*.model, *.tiktoken or tekken*.json.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="Tokenizer to convert: *.model (SentencePiece), *.tiktoken or tekken*.json (Mistral)."
+        ),
+    ],
     input: Input,
-    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Gets tokenizer.json and tokenizer_config.json.")],
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder for tokenizer.json and tokenizer_config.json.")
+    ],
     more: MoreInput = None,
     json_key: JsonKey = "text",
     pattern: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="For *.tiktoken: what cuts text before it is encoded.")
+        str | None,
+        typer.Option(metavar="REGEX", help="Regular expression that splits text before encoding; for *.tiktoken."),
     ] = None,
     special_token: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TOKEN",
-            help="For *.tiktoken: a token that comes after those of the file; repeated. The first ends a text.",
+            help="Special token to append to the vocabulary, e.g. '<|endoftext|>'; for *.tiktoken. The first is the end token. Repeatable.",
         ),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert a tokenizer of SentencePiece, tiktoken or Mistral (tekken) to tokenizer.json.
+    """Convert a SentencePiece, tiktoken or Mistral (tekken) tokenizer to tokenizer.json.
 
-    The format's own library and the converted tokenizer both encode the first four million characters of the input;
-    nothing is written unless all tokens agree.
+    The original library and the converted tokenizer both encode the first four million characters of the input. The
+    result is written only if all tokens agree.
     """
     from mega_data.reading.source_readers import iterate_texts
     from mega_data.tokenizer_conversion import convert_tokenizer as run
@@ -91,33 +101,43 @@ def convert_tokenizer_command(
         special_tokens=special_token or (),
         overwrite=overwrite,
     )
-    typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens, ended by {tokenizer.eos_token or 'none that is named'}")
+    typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens, end token {tokenizer.eos_token or 'not defined'}")
 
 
 @app.command("clean", epilog="Example: mega data clean --input corpus/*.jsonl --config clean.yaml --output clean/")
 def clean_command(
     input: Input,
-    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Gets kept/, dropped/, changed/ and summary.json.")],
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder for kept/, dropped/, changed/ and summary.json.")
+    ],
     more: MoreInput = None,
-    config: Annotated[Path | None, typer.Option(help="YAML with the rules; each is on where its key is.")] = None,
-    changes: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="On top of it.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with the rules; a rule is active if its key is present.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. length.min=200. Repeatable."),
+    ] = None,
     json_key: JsonKey = "text",
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="the usable cores")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Worker processes.", show_default="the usable cores")
+    ] = None,
     on_bad_line: Annotated[
-        Literal["error", "skip"], typer.Option(help="Stop, or put bad lines with what is dropped and go on.")
+        Literal["error", "skip"],
+        typer.Option(help="On a line that cannot be read: stop (error), or write it to dropped/ and continue (skip)."),
     ] = "error",
     overwrite: Overwrite = False,
 ) -> None:
-    """Clean text before it is tokenized: filters of length, language, quality and repetition, personal data,
+    """Clean text before tokenization: filter by length, language, quality and repetition; remove personal data and
     duplicates.
 
-    What is read is named as for `mega data preprocess`. Documents that stay are written as JSON lines, with all that
-    stood beside their text; those that go, beside them, with rule and reason; summary.json counts both, with samples.
+    Inputs are named as for `mega data preprocess`. Kept documents are written to kept/ as JSON lines with all keys of the
+    input record, dropped documents to dropped/ with the rule and the reason; summary.json has counts and samples.
 
-    Rules, in the order they are asked: length, language, gopher_quality, gopher_repetition, c4, pii, decontaminate,
-    filter (module:function of your own), duplicates (exact, minhash).
+    Rules, in the order of evaluation: length, language, gopher_quality, gopher_repetition, c4, pii, decontaminate,
+    filter (your own module:function), duplicates (exact, minhash).
 
-    A run that was ended goes on where it was when it is started again.
+    After an interruption, the same command resumes.
     """
     from mega_common.strict_config import apply_overrides, load_yaml_mapping
     from mega_data.cleaning.clean_config import CleanConfig
@@ -134,20 +154,20 @@ def clean_command(
         on_bad_line=on_bad_line,
         overwrite=overwrite,
     )
-    typer.echo("\n".join(_cleaned(output, summary)))
+    typer.echo("\n".join(_format_cleaning_summary(output, summary)))
 
 
-def _cleaned(output: Path, summary: dict[str, Any]) -> list[str]:
+def _format_cleaning_summary(output: Path, summary: dict[str, Any]) -> list[str]:
     read, kept = summary["read"], summary["kept"]
     share = kept["bytes"] / max(1, read["bytes"])
     lines = [
-        f"{output}: {kept['documents']:,} of {read['documents']:,} documents stay,"
+        f"{output}: {kept['documents']:,} of {read['documents']:,} documents kept,"
         f" {format_number(kept['bytes'])}B of {format_number(read['bytes'])}B of text ({share:.1%})"
     ]
     for name, rule in summary["rules"].items():
         if rule["dropped"]["documents"]:
-            why = sorted(rule["why"].items(), key=lambda item: -item[1])[:3]
-            reasons = ", ".join(f"{reason} {count:,}" for reason, count in why)
+            frequent = sorted(rule["why"].items(), key=lambda item: -item[1])[:3]
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in frequent)
             lines.append(f"  {name:<18} {rule['dropped']['documents']:>10,} dropped: {reasons}")
         if rule["changed"]["documents"]:
             found = ", ".join(f"{count:,} {kind}" for kind, count in rule["found"].items())
@@ -159,29 +179,29 @@ def _cleaned(output: Path, summary: dict[str, Any]) -> list[str]:
 def inspect_command(
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX")],
     tokenizer: TokenizerPath = None,
-    samples: Annotated[int, typer.Option(min=0, help="Sequences to show the begin of.")] = 3,
+    samples: Annotated[int, typer.Option(min=0, help="Sequences whose first tokens are printed.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show counts, lengths, the most frequent tokens and decoded samples of a data set."""
+    """Print counts, lengths, the most frequent tokens and decoded samples of a data set."""
     from mega_data.reports.inspect_dataset import inspect_dataset as run
     from mega_data.tokenizer import Tokenizer
 
     found = run(prefix, Tokenizer(tokenizer) if tokenizer else None, samples=samples)
-    typer.echo(json.dumps(_plain(found), indent=1) if as_json else "\n".join(_report(found)))
+    typer.echo(json.dumps(_inspection_to_json(found), indent=1) if as_json else "\n".join(_format_inspection(found)))
 
 
-def _plain(found: DatasetInspection) -> dict[str, Any]:
+def _inspection_to_json(found: DatasetInspection) -> dict[str, Any]:
     return {**asdict(found), "info": found.info.model_dump() if found.info else None}
 
 
-def _report(found: DatasetInspection) -> list[str]:
+def _format_inspection(found: DatasetInspection) -> list[str]:
     lines = [
         f"{found.prefix}: {found.documents:,} documents, {found.sequences:,} sequences, {found.tokens:,} tokens"
-        f" ({found.dtype}, {format_number(found.bytes)}B), {found.distinct_tokens:,} different ones"
+        f" ({found.dtype}, {format_number(found.bytes)}B), {found.distinct_tokens:,} distinct tokens"
     ]
     if found.info and found.info.tokenizer:
-        end = "ended by a token" if found.info.append_eod else "not ended by a token"
-        lines.append(f"made with {found.info.tokenizer.path}, each document {end}")
+        end = "with" if found.info.append_eod else "without"
+        lines.append(f"tokenizer {found.info.tokenizer.path}, documents {end} an end token")
     lines += ["", "lengths in tokens: " + ", ".join(f"{name} {value:,}" for name, value in found.lengths.items())]
     widest = max(found.histogram.values(), default=1)
     for low, count in found.histogram.items():
@@ -208,30 +228,33 @@ app.command("retrieve", epilog=RETRIEVE_EXAMPLES)(retrieve_command)
 @app.command("report", epilog="Example: mega data report data/wiki data/code clean/ --output report.html")
 def report_command(
     paths: Annotated[list[Path], typer.Argument(metavar="PREFIX|FOLDER...")],
-    output: Annotated[Path, typer.Option(help="The page; its JSON gets the same name.")] = Path("report.html"),
+    output: Annotated[
+        Path, typer.Option(help="HTML file to write, e.g. report.html; the same data are written to report.json.")
+    ] = Path("report.html"),
     tokenizer: TokenizerPath = None,
-    samples: Annotated[int, typer.Option(min=0, help="Sequences to show of each data set.")] = 4,
+    samples: Annotated[int, typer.Option(min=0, help="Sample sequences of each data set in the page.")] = 4,
 ) -> None:
-    """Write a page about data sets: lengths, tokens per byte, languages, duplicates, repetition, samples.
+    """Write an HTML page about data sets: lengths, tokens per byte, languages, duplicates, repetition, samples.
 
-    Of a folder that `mega data clean` wrote: what was dropped and why. The page is one file that asks for no other, and
-    REPORT.json beside it has all that it shows.
+    For an output folder of `mega data clean`, the page shows dropped documents by reason. The page is self-contained.
     """
     from mega_data.reports.html_report import write_html_report as run
     from mega_data.tokenizer import Tokenizer
 
     if output.suffix.lower() not in (".html", ".htm"):
-        raise DataError(f"{output}: the page is HTML", hint=f"--output {output}.html")
+        raise DataError(
+            f"--output {output}: the file name must end in .html", hint=f"--output {output.with_suffix('.html')}"
+        )
     run(paths, output, tokenizer=Tokenizer(tokenizer) if tokenizer else None, samples=samples)
-    typer.echo(f"{output}: written, and {output.with_suffix('.json')}")
+    typer.echo(f"wrote {output} and {output.with_suffix('.json')}")
 
 
 @app.command("merge", epilog="Example: mega data merge data/wiki data/code --output data/all")
 def merge_command(
     prefixes: Annotated[list[Path], typer.Argument(metavar="PREFIX...")],
-    output: Annotated[Path, typer.Option(metavar="PREFIX")],
+    output: Annotated[Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.info.")],
     mixed: Annotated[
-        bool, typer.Option("--mixed", help="Merge data sets of different tokenizers or end tokens too.")
+        bool, typer.Option("--mixed", help="Allow data sets with different tokenizers or end tokens.")
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -246,15 +269,15 @@ def merge_command(
 def shuffle_command(
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX")],
     output: Annotated[Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.info.")],
-    seed: Annotated[int, typer.Option(min=0, help="What draws the order.")] = 1234,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the order.")] = 1234,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a data set with its documents in a random order given by a seed.
+    """Write a copy of a data set with its documents in random order.
 
-    For data larger than memory: it needs room on disk for the data twice, beside the output, while it runs.
+    Works for data larger than memory, and needs disk space for two temporary copies of the data next to the output.
 
-    A run shuffles documents as it reads them (data.order: shuffled). On disks that are slow to seek it is faster to
-    shuffle once, and to read the result from begin to end with data.order: stable.
+    Training shuffles documents when it reads them (data.order: shuffled). On disks with slow random access it is faster
+    to shuffle once with this command and to read sequentially with data.order: stable.
     """
     from mega_data.token_files.shuffle_documents import shuffle_documents as run
 
@@ -266,7 +289,7 @@ def shuffle_command(
 def verify_command(
     prefixes: Annotated[list[Path], typer.Argument(metavar="PREFIX...")], tokenizer: TokenizerPath = None
 ) -> None:
-    """Check structure, checksums and token ids of data sets, and that they belong to a tokenizer."""
+    """Check the structure, checksums and token ids of data sets, and with --tokenizer that it made them."""
     from mega_data.token_files.verify_dataset import verify_dataset as run
     from mega_data.tokenizer import Tokenizer
 
@@ -278,6 +301,6 @@ def verify_command(
         except MegaError as error:
             wrong.append(str(error))
         else:
-            typer.echo(f"{prefix}: whole" + ("" if info else ", as far as can be told without its .info"))
+            typer.echo(f"{prefix}: ok" + ("" if info else " (no .info file: checksums and tokenizer are not checked)"))
     if wrong:
         raise DataError("\n".join(wrong))

@@ -7,27 +7,35 @@ from typing import Annotated, Literal
 
 import typer
 
-# An option of click takes one value, and a shell expands a glob to many: `--input a b c` reads a as the option's and
-# the others as arguments, which are inputs as well.
+# A click option takes one value, but a shell expands a glob to several: of `--input a b c`, a is the value of the option,
+# and b and c are positional arguments, which are inputs as well.
 Input = Annotated[
     list[str],
     typer.Option(
         "--input",
         "-i",
         metavar="FILE|GLOB|FOLDER|URL|hf:NAME|-...",
-        help="What to read; several, or repeated; - is stdin.",
+        help="Input: files, globs, folders, URLs or hf:NAME, e.g. --input corpus/*.jsonl; - is standard input. Repeatable.",
     ),
 ]
-MoreInput = Annotated[list[str] | None, typer.Argument(metavar="[INPUT]...", help="More inputs.", show_default=False)]
-JsonKey = Annotated[
-    str, typer.Option(help="The key or column that holds the text; a.b is b in the object or struct a.")
+MoreInput = Annotated[
+    list[str] | None, typer.Argument(metavar="[INPUT]...", help="Further inputs, as for --input.", show_default=False)
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")]
+JsonKey = Annotated[
+    str, typer.Option(help="Key or column of the text, e.g. content; a.b for the key b in the object a.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 TokenizerPath = Annotated[Path | None, typer.Option("--tokenizer", help="Folder with tokenizer.json, or that file.")]
 ParseSpecialTokens = Annotated[
     bool,
-    typer.Option("--parse-special-tokens", help="Take <|endoftext|> and its like in a text for the tokens."),
+    typer.Option(
+        "--parse-special-tokens",
+        help="Encode <|endoftext|> and other special tokens that occur in a text as these tokens, not as text.",
+    ),
 ]
 OnBadLine = Annotated[
-    Literal["error", "skip"], typer.Option(help="Stop, or put bad lines into PREFIX.quarantine.jsonl and go on.")
+    Literal["error", "skip"],
+    typer.Option(
+        help="On a line that cannot be read: stop (error), or write it to PREFIX.quarantine.jsonl and continue (skip)."
+    ),
 ]

@@ -13,6 +13,7 @@ from mega_common.errors import ConfigError
 if TYPE_CHECKING:
     from mega_common.vision_config import VisionConfig
     from mega_data.chat.chat_preparation import ChatOptions
+    from mega_data.images.image_preprocessing import ImageOptions
 
 CHAT = "Conversations"
 
@@ -21,83 +22,103 @@ def preprocess_command(
     input: Input,
     tokenizer: Annotated[Path, typer.Option(help="Folder with tokenizer.json, or that file.")],
     output: Annotated[
-        Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.info; a URL, too.")
+        Path,
+        typer.Option(
+            metavar="PREFIX",
+            help="Writes PREFIX.bin, PREFIX.idx and PREFIX.info, e.g. data/wiki or s3://bucket/wiki.",
+        ),
     ],
     more: MoreInput = None,
     json_key: JsonKey = "text",
-    append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the end token.")] = False,
+    append_eod: Annotated[
+        bool, typer.Option("--append-eod", help="Append the end-of-document token to each document.")
+    ] = False,
     parse_special_tokens: ParseSpecialTokens = False,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Encoding threads, or parts made at once.", show_default="the usable cores"),
+        typer.Option(
+            min=1,
+            help="Encoding threads; with --engine processes, parallel processes.",
+            show_default="the usable cores",
+        ),
     ] = None,
     on_bad_line: OnBadLine = "error",
     overwrite: Overwrite = False,
     split_sentences: Annotated[
-        bool, typer.Option("--split-sentences", help="Make each sentence a sequence, as BERT's data has it.")
+        bool, typer.Option("--split-sentences", help="Store each sentence as a sequence, for BERT.")
     ] = False,
     language: Annotated[
-        str | None, typer.Option(help="Of the text, by whose rules sentences end.", show_default="en")
+        str | None,
+        typer.Option(help="Language whose rules split sentences, e.g. de; with --split-sentences.", show_default="en"),
     ] = None,
     kind: Annotated[
         Literal["text", "conversations", "pairs"],
         typer.Option(
-            help="What a document is: a text, a conversation, or a chosen and a rejected one.", rich_help_panel=CHAT
+            help="Type of a record: a text, a conversation, or a preference pair (chosen and rejected answer).",
+            rich_help_panel=CHAT,
         ),
     ] = "text",
     loss_on: Annotated[
         Literal["answers", "last", "all"] | None,
         typer.Option(
-            help="What of a conversation is learned: each answer, the last, or all of it.",
+            help="Turns that contribute to the loss: all assistant turns (answers), the last one, or everything.",
             rich_help_panel=CHAT,
             show_default="answers",
         ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens to keep of a conversation, from its begin.", rich_help_panel=CHAT)
+        int | None,
+        typer.Option(min=2, help="Truncate conversations to this many tokens, e.g. 4096.", rich_help_panel=CHAT),
     ] = None,
     chat_template: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="A chat template in Jinja, in place of the tokenizer's.", rich_help_panel=CHAT
-        ),
+        typer.Option(metavar="FILE", help="Jinja chat template that replaces the tokenizer's.", rich_help_panel=CHAT),
     ] = None,
     template_option: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE", help="What the template is given, as YAML; may be repeated.", rich_help_panel=CHAT
+            metavar="KEY=VALUE",
+            help="Variable for the chat template, e.g. enable_thinking=false. Repeatable.",
+            rich_help_panel=CHAT,
         ),
     ] = None,
     turn_weights: Annotated[
         bool,
         typer.Option(
             "--turn-weights",
-            help="Answers may weigh other than 0 or 1: multiples of 0.01 up to 2.55.",
+            help="Read a loss weight per assistant turn from the records: 0 to 2.55 in steps of 0.01.",
             rich_help_panel=CHAT,
         ),
     ] = False,
     images: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Conversations about images, whose paths begin here.", rich_help_panel=CHAT
+            metavar="FOLDER",
+            help="Records are conversations about images; image paths are relative to this folder.",
+            rich_help_panel=CHAT,
         ),
     ] = None,
     image_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Features of an image: 576 of LLaVA 1.5.", rich_help_panel=CHAT, show_default="576"),
+        typer.Option(
+            min=1,
+            help="Tokens per image, e.g. 576 for LLaVA 1.5, 256 for Gemma 3.",
+            rich_help_panel=CHAT,
+            show_default="576",
+        ),
     ] = None,
     image_model: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="A model, which says how many features an image has, by its size where that is cut in tiles (LLaVA-NeXT).",
+            help="Model folder whose image settings give the tokens per image, also for tiled images (LLaVA-NeXT).",
             rich_help_panel=CHAT,
         ),
     ] = None,
     image_token: Annotated[
         str | None,
         typer.Option(
-            help="What stands for an image in a text.",
+            help="Placeholder token of an image in the encoded text.",
             rich_help_panel=CHAT,
             show_default="<image>, or the model's token",
         ),
@@ -105,96 +126,107 @@ def preprocess_command(
     image_text: Annotated[
         str | None,
         typer.Option(
-            help="What <image> becomes in a text: the token, and what a model wants around it.",
+            help="Text that replaces <image>: the placeholder token with the markers that the model expects.",
             rich_help_panel=CHAT,
-            show_default="the token, and around it what --image-model wants",
+            show_default="the token with the markers of --image-model",
         ),
     ] = None,
     shard: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="Read only the I-th (from 1) of N shares of the input, as one of N jobs."),
+        typer.Option(
+            metavar="I/N",
+            help="Process only part I of N, e.g. 3/16, as one of N independent jobs; the last job joins the parts.",
+        ),
     ] = None,
     engine: Annotated[
         Literal["threads", "processes", "ray"],
-        typer.Option(help="Threads of one process; or parts, by processes of this machine or on a Ray cluster."),
+        typer.Option(help="Run in threads of one process, in processes on this machine, or on a Ray cluster."),
     ] = "threads",
     shards: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of parts, with an engine that makes parts.", show_default="one for 256 MiB"),
+        typer.Option(min=1, help="Number of parts with --engine processes or ray.", show_default="one per 256 MiB"),
     ] = None,
     encoder: Annotated[
         Literal["auto", "tokenizers", "fastokens"],
-        typer.Option(help="The library that encodes; auto takes fastokens where it is installed and agrees."),
+        typer.Option(help="Tokenizer library; auto uses fastokens if it is installed and gives the same tokens."),
     ] = "auto",
 ) -> None:
     """Tokenize text or conversations into a data set for training.
 
-    By its name, whatever its case, a file is read as JSON lines (.jsonl, .ndjson), JSON (.json: lines, an array, objects
-    over many lines), CSV with a header (.csv, .tsv) or Parquet (.parquet). Any other is JSON lines, JSON or Parquet if
-    its begin says so, and else text, a document a file; so is a .json in a folder. gzip, bzip2, xz and zstd are unpacked.
-    HuggingFace data sets are hf:NAME, with :CONFIG and @SPLIT after it where needed. A URL that fsspec knows, such as
-    s3://bucket/folder/*.jsonl, names objects as a path names files.
+    Input formats, by file name: JSON lines (.jsonl, .ndjson), JSON (.json: lines, an array, or objects over several
+    lines), CSV with a header (.csv, .tsv), Parquet (.parquet). The format of any other file, and of .json files in a
+    folder, is detected from its content; files in no known format are plain text, one document per file. gzip, bzip2, xz
+    and zstd are decompressed. HuggingFace data sets are hf:NAME, hf:NAME:CONFIG or hf:NAME@SPLIT. URLs of object stores
+    are supported, e.g. s3://bucket/folder/*.jsonl.
 
-    A folder is its files but hidden ones, README and licences beside data files, other splits than train, links to
-    folders, data sets of mega's own and what is no UTF-8 text: what is left out is named at the end.
+    From a folder, all files are read except hidden files, README and license files next to data files, splits other than
+    train, symbolic links to folders, token data sets and files that are not UTF-8 text. Skipped files are listed at the
+    end.
 
     Conversations are records with messages (OpenAI), conversations (ShareGPT), prompt with completion or response, or
-    instruction with output (Alpaca); pairs have chosen and rejected, or completion and label (KTO); all may have tools.
-    The tokenizer's chat template renders them. Its {% generation %} blocks mark the answers; without these, an answer is
-    what it adds to the text before it. Records whose messages or tools the template does not render are refused.
+    instruction with output (Alpaca). Preference pairs have chosen and rejected, or completion and label (KTO). All may
+    have tools. The tokenizer's chat template renders them. Its {% generation %} blocks mark assistant turns; without
+    them, an assistant turn is the text that its message adds. Records that the template does not render completely are
+    rejected.
 
-    With --images they are about images, in LLaVA's form: image (or images) beside conversations or messages, and <image>
-    in the text where it belongs. Input may also be shards of webdataset (.tar): an image and, by the same name, a record
-    (.json) or its caption (.txt); or tables with the images in them. Where images lie is written, to PREFIX.images. For
-    Gemma 3: --image-tokens 256 --image-token '<image_soft_token>' --image-text
-    $'\\n\\n<start_of_image><image_soft_token><end_of_image>\\n\\n'. For LLaVA-NeXT, whose images have features by their sizes:
-    --image-model FOLDER.
+    With --images, records are in LLaVA's format: image (or images) next to conversations or messages, and <image> in the
+    text. Input may also be webdataset shards (.tar: an image and a .json record or a .txt caption of the same name), or
+    tables that contain the images. PREFIX.images stores the locations of the images. For Gemma 3: --image-tokens 256
+    --image-token '<image_soft_token>' --image-text $'\\n\\n<start_of_image><image_soft_token><end_of_image>\\n\\n'. For
+    LLaVA-NeXT, whose tokens per image depend on its size: --image-model FOLDER.
 
-    A run that was ended goes on where it was when it is started again. Files for an object store are made in
-    ~/.cache/mega, and are gone there when they are in the store.
+    After an interruption, the same command resumes. Output for an object store is built in ~/.cache/mega and removed
+    from there after the upload.
 
-    With --shard, N jobs on any machines that see the same files make a part each, PREFIX.shard-I-of-N, and whichever is
-    last joins them to the data set that one run would have made. A part is begun after a share of the input's bytes: at
-    a line of JSON lines, at a row group of Parquet, at a file of any other kind or packed.
+    With --shard, each of N jobs, on any machines with access to the same files, writes a part PREFIX.shard-I-of-N; the
+    last job joins the parts into the data set that a single job would write. Parts are split by input bytes: at lines of
+    JSON lines, at row groups of Parquet, and between files for other formats and compressed files.
 
-    --engine processes makes parts on this machine, for when it has more cores than one process keeps busy (some 16);
-    --engine ray on the Ray cluster of RAY_ADDRESS, whose machines see the same files. A part that cannot be made is told
-    at the end, when the others are made; the same command then makes only what is missing.
+    --engine processes makes the parts on this machine, for more than about 16 cores; --engine ray makes them on the Ray
+    cluster at RAY_ADDRESS. Failed parts are reported when all others are complete; re-running the command makes only the
+    missing parts.
 
-    The package fastokens encodes the same tokens many times as fast. It is compared with tokenizers on the begin of the
-    corpus and a two-hundredth of the rest; at the first difference the work begins again without it.
+    The package fastokens gives the same tokens several times faster. Its output is compared with the tokenizers library
+    on the first documents and on 0.5 % of the rest; at the first difference the job restarts without it.
     """
     from mega_data.preprocessing.preprocess_corpus import preprocess_corpus as run
     from mega_data.preprocessing.sharding import InputShard
     from mega_data.token_files.remote_copies import restore_url
 
     if shard is not None and engine != "threads":
-        raise ConfigError("--shard and --engine: one job makes one part, an engine makes all", hint="give one of them")
+        raise ConfigError(
+            f"--shard conflicts with --engine {engine}: --shard makes one part, the engine makes all of them",
+            hint="leave out one of them",
+        )
     if shards is not None and engine == "threads":
         raise ConfigError(
-            "--shards: threads make no parts", hint="--engine processes, or --shard I/N for one of N jobs"
+            "--shards requires --engine processes or --engine ray, found --engine threads",
+            hint="add --engine processes; for one of N independent jobs use --shard I/N",
         )
     if language is not None and not split_sentences:
-        raise ConfigError("--language: says where sentences end", hint="give --split-sentences too")
+        raise ConfigError(f"--language {language} requires --split-sentences", hint="add --split-sentences")
     chat = _chat_options(kind, loss_on, max_length, chat_template, template_option, turn_weights)
     if chat is not None and (append_eod or parse_special_tokens or split_sentences or json_key != "text"):
         raise ConfigError(
-            f"--kind {kind}: takes no --append-eod, --parse-special-tokens, --split-sentences or --json-key",
-            hint="a conversation ends as its template says, and is read from a whole record",
+            f"--kind {kind} conflicts with --append-eod, --parse-special-tokens, --split-sentences and --json-key",
+            hint="leave them out: the chat template ends a conversation, which is read from the whole record",
         )
-    if images is None and (image_tokens or image_token or image_text or image_model):
-        told = "--image-tokens, --image-model, --image-token and --image-text: are about images"
-        raise ConfigError(told, hint="give --images too")
-    if images is not None:
+    image_options = _image_options(images, image_tokens, image_model, image_token, image_text)
+    if image_options is not None:
         if chat is None or chat.kind != "conversations" or shard is not None or engine != "threads":
-            raise ConfigError("--images: is for --kind conversations, made by one process", hint="--kind conversations")
-        from mega_data.images.image_preprocessing import ImageOptions, preprocess_image_chats
+            raise ConfigError(
+                "--images requires --kind conversations, without --shard and --engine", hint="--kind conversations"
+            )
+        from mega_data.images.image_preprocessing import preprocess_image_chats
 
-        vision = None if image_model is None else _read_image_processing(image_model, image_tokens)
-        features = vision.tokens_per_image if vision else image_tokens or 576
-        options = ImageOptions(images, features, image_token or "", image_text or "", vision)
         info = preprocess_image_chats(
-            [*input, *(more or [])], tokenizer, output, chat, options, on_bad_line=on_bad_line, overwrite=overwrite
+            [*input, *(more or [])],
+            tokenizer,
+            output,
+            chat,
+            image_options,
+            on_bad_line=on_bad_line,
+            overwrite=overwrite,
         )
         typer.echo(f"{output}: {info.documents:,} conversations, {info.tokens:,} tokens")
         return
@@ -215,8 +247,30 @@ def preprocess_command(
         encoder=encoder,
         sentences=(language or "en") if split_sentences else None,
     )
-    made = restore_url(output) + (f", part {info.shard.number} of {info.shard.of}" if info.shard else "")
-    typer.echo(f"{made}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
+    name = restore_url(output) + (f", part {info.shard.number} of {info.shard.of}" if info.shard else "")
+    typer.echo(f"{name}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
+
+
+def _image_options(
+    images: Path | None,
+    image_tokens: int | None,
+    image_model: Path | None,
+    image_token: str | None,
+    image_text: str | None,
+) -> ImageOptions | None:
+    """Return the options of conversations about images, or None without --images."""
+    if images is None:
+        if image_tokens or image_token or image_text or image_model:
+            raise ConfigError(
+                "--image-tokens, --image-model, --image-token and --image-text require --images",
+                hint="add --images FOLDER",
+            )
+        return None
+    from mega_data.images.image_preprocessing import ImageOptions
+
+    vision = None if image_model is None else _read_image_processing(image_model, image_tokens)
+    features = vision.tokens_per_image if vision else image_tokens or 576
+    return ImageOptions(images, features, image_token or "", image_text or "", vision)
 
 
 def _read_image_processing(folder: Path, image_tokens: int | None) -> VisionConfig:
@@ -224,10 +278,15 @@ def _read_image_processing(folder: Path, image_tokens: int | None) -> VisionConf
     from mega_ckpt.source import read_model_config
 
     if image_tokens is not None:
-        raise ConfigError("--image-tokens: --image-model says it", hint="leave one of both out")
+        raise ConfigError(
+            "--image-tokens conflicts with --image-model, which sets the tokens per image", hint="leave out one of them"
+        )
     vision = read_model_config(str(folder)).vision
     if vision is None:
-        raise ConfigError(f"--image-model {folder}: sees no images", hint="a model with a section `vision`")
+        raise ConfigError(
+            f"--image-model requires a vision-language model, but {folder} has no vision encoder",
+            hint="leave it out and set --image-tokens, e.g. 576",
+        )
     return vision
 
 
@@ -246,15 +305,18 @@ def _chat_options(
     if kind == "text":
         if loss_on or max_length or chat_template or template_option or turn_weights:
             raise ConfigError(
-                "--loss-on, --max-length, --chat-template, --template-option and --turn-weights are for conversations",
-                hint="say --kind conversations or --kind pairs",
+                "--loss-on, --max-length, --chat-template, --template-option and --turn-weights require conversations",
+                hint="add --kind conversations or --kind pairs",
             )
         return None
     options = {}
-    for one in template_option or []:
-        key, equals, value = one.partition("=")
+    for option in template_option or []:
+        key, equals, value = option.partition("=")
         if not key or not equals:
-            raise ConfigError(f"--template-option {one}: not of the form KEY=VALUE", hint="enable_thinking=false")
+            raise ConfigError(
+                f"--template-option must have the form KEY=VALUE, found {option!r}",
+                hint="--template-option enable_thinking=false",
+            )
         options[key] = parse_yaml_text(value, f"--template-option {key}", BoundedYamlLoader)
     return ChatOptions(
         kind=kind,

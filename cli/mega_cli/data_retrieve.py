@@ -31,43 +31,48 @@ EXAMPLES = """Examples:
 
 
 def retrieve_command(
-    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The data set that a run is to read.")],
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="Data set that the training will read.")],
     encoder: Annotated[
         str,
-        typer.Option(metavar="FOLDER", help="What embeds chunks: a model as mega embed takes it, with its tokenizer."),
+        typer.Option(
+            metavar="FOLDER", help="Encoder that embeds the chunks: a model with its tokenizer, as for mega embed."
+        ),
     ],
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Gets neighbors.npy and info.json.", show_default="PREFIX.neighbors"),
+        typer.Option(metavar="FOLDER", help="Folder for neighbors.npy and info.json.", show_default="PREFIX.neighbors"),
     ] = None,
     database: Annotated[
         Path | None,
-        typer.Option(metavar="PREFIX", help="Where neighbours are found.", show_default="the data set itself"),
+        typer.Option(metavar="PREFIX", help="Data set to search for neighbours.", show_default="the data set itself"),
     ] = None,
     split: Annotated[
         str | None,
         typer.Option(
             metavar="NUMBERS",
-            help="data.split of the run: in the database only what train has of it is found.",
-            show_default="969,30,1, as a run's; with --database all",
+            help="data.split of the run; only the train part of the database is searched.",
+            show_default="969,30,1 as in run.yaml; with --database: everything",
         ),
     ] = None,
-    neighbors: Annotated[int, typer.Option("--neighbors", "-k", min=1, help="Neighbours of a chunk.")] = 2,
-    chunk_length: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 64,
+    neighbors: Annotated[int, typer.Option("--neighbors", "-k", min=1, help="Neighbours per chunk.")] = 2,
+    chunk_length: Annotated[int, typer.Option(min=1, help="Tokens per chunk.")] = 64,
     index: Annotated[
         str | None,
         typer.Option(
-            help="What faiss's index factory is to build.", show_default="by size: Flat, IVF...,Flat, IVF...,PQ..."
+            help="faiss index factory string, e.g. IVF4096,PQ64.",
+            show_default="by size: Flat, IVF...,Flat, IVF...,PQ...",
         ),
     ] = None,
-    probes: Annotated[int, typer.Option(min=1, help="Lists of an IVF index that are looked at for each chunk.")] = 32,
+    probes: Annotated[
+        int, typer.Option(min=1, help="Inverted lists to search per chunk (nprobe of an IVF index).")
+    ] = 32,
     pooling: Annotated[
         PoolingOption | None,
         typer.Option(
-            help="How hidden states become one vector; default: as a sentence-transformers folder says, or mean."
+            help="Pooling of hidden states into one vector; default: as set in a sentence-transformers folder, else mean."
         ),
     ] = None,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are computed together.")] = 8192,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per batch of the encoder.")] = 8192,
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerPath = None,
@@ -75,9 +80,10 @@ def retrieve_command(
 ) -> None:
     """Find, for each chunk of a data set, the nearest chunks of other documents, for a run with data.kind: retro.
 
-    Chunks begin with their document. Their text is embedded by the encoder, and faiss finds the nearest by Euclidean distance.
-    Of a chunk's own document, of copies of it and of what holds its continuation none is taken. A run that was ended goes on
-    where it was when it is started again. TOKENIZER is that of the data set, where it is no longer where its .info says.
+    Documents are cut into chunks from their start. The encoder embeds the text of each chunk, and faiss finds the nearest
+    chunks by Euclidean distance. The chunk's own document, copies of it and texts that contain its continuation are
+    excluded. After an interruption, the same command resumes. --tokenizer is the tokenizer of the data set; it is only
+    needed if the path in PREFIX.info no longer exists.
     """
     from mega_data.data_config import DataConfig
     from mega_data.reports.inspect_dataset import load_original_tokenizer
@@ -96,7 +102,8 @@ def retrieve_command(
     words = named or load_original_tokenizer(info)
     if words is None:
         raise DataError(
-            f"{prefix}: its tokenizer is not known, so its text is not", hint="--tokenizer names its folder"
+            f"{prefix}: the data set cannot be decoded, because {prefix}.info is missing or names a tokenizer that is not there",
+            hint="--tokenizer FOLDER gives the tokenizer that made the data set",
         )
     found = run(
         prefix,
@@ -115,9 +122,7 @@ def retrieve_command(
 def _lazy_encoder(
     folder: str, pooling: PoolingOption | None, batch_tokens: int, precision: EvalPrecision, device: str
 ) -> ChunkEncoder:
-    """Return a function that embeds texts. It loads the model at the first call, and not at all if every chunk was
-    embedded before.
-    """
+    """Return a function that embeds texts; it loads the model at its first call, so not if all embeddings are cached."""
     from functools import cache
 
     from mega_data.retrieval.retrieve_neighbors import ChunkEncoder
@@ -136,5 +141,5 @@ def _lazy_encoder(
 
     local = Path(folder)
     paths = sorted(path for path in ([local] if local.is_file() else local.rglob("*")) if path.is_file())
-    states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return ChunkEncoder(folder, repr((folder, states, pooling and pooling.value, precision.value)), embed_texts)
+    stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return ChunkEncoder(folder, repr((folder, stamps, pooling and pooling.value, precision.value)), embed_texts)

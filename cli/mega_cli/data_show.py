@@ -23,18 +23,23 @@ SHADES = {True: ("black on green", "black on bright_green"), False: ("default", 
 
 
 def show_command(
-    prefix: Annotated[Path | None, typer.Argument(metavar="PREFIX", help="A data set.", show_default=False)] = None,
+    prefix: Annotated[
+        Path | None, typer.Argument(metavar="PREFIX", help="Data set to show.", show_default=False)
+    ] = None,
     sample: Annotated[
-        int, typer.Option(min=0, help="Which document of the data set, or which sample of the run; from 0.")
+        int, typer.Option(min=0, help="Number of the document in the data set, or of the sample in the run; from 0.")
     ] = 0,
-    run: Annotated[Path | None, typer.Option(help="Show what this run.yaml trains on, in place of a data set.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Show a training sample of this run.yaml instead of a document.")
+    ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder with tokenizer.json, or that file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the tokens of a document, or of a run's sample as the model gets it, and which of them count in the loss.
+    """Print the tokens of a document, or of a training sample as the model receives it, with their loss mask.
 
-    Tokens are told apart by shades, those that count stand on green; before each stretch of them stand the positions and
-    the weight in the loss. In a sample each document is by itself. Tokens that are no whole character go by their name.
+    Adjacent tokens have alternating shades; tokens with loss have a green background. Each line has the positions and the
+    loss weight of its tokens. A sample is printed document by document. Tokens that are not whole characters are printed
+    by their name in the vocabulary.
     """
     from rich.console import Console
 
@@ -42,7 +47,8 @@ def show_command(
 
     if (prefix is None) == (run is None):
         raise ConfigError(
-            "mega data show takes a PREFIX or --run, one of them", hint="mega data show data/chat --sample 7"
+            f"mega data show requires PREFIX or --run, but {'both are' if run else 'neither is'} given",
+            hint="mega data show data/chat --sample 7, or mega data show --run run.yaml",
         )
     named = Tokenizer(tokenizer) if tokenizer else None
     parts = _of_run(run, sample, named) if run else _of_data_set(prefix, sample, named) if prefix else []
@@ -101,7 +107,7 @@ def _load_run_config(run: Path) -> RunConfig:
         return RunConfig.parse(raw, source=str(run))
     try:
         return RunConfig.model_validate(raw)
-    except ValidationError:  # which `parse` tells
+    except ValidationError:  # `parse` reports it with hints
         return RunConfig.parse(raw, source=str(run))
 
 

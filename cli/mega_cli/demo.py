@@ -1,6 +1,6 @@
 """`mega demo`: the whole workflow on this machine, without network, with the Python standard library as corpus.
 
-It writes a workflow and a run.yaml like a user's own, runs them with `mega run`, and tells what came of it.
+It writes a workflow and a run.yaml as a user would, runs them with `mega run`, and prints the results.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ EXAMPLES = """Examples:
   mega demo --output /tmp/demo --nproc 2
 """
 VOCABULARY, STEPS, SEQUENCE = 8192, 240, 256
-HELD_OUT_EVERY = 50  # of this many files one is kept out of training, to score on
+HELD_OUT_EVERY = 50  # one file of this many is held out for evaluation
 HELD_OUT_BYTES = 150_000
 PROMPT = "def read_file(path):\n"
 
 RUN = """\
-# A small Llama on the Python standard library. Every setting: mega train run.yaml --check
+# A small Llama on the Python standard library. All settings: mega train run.yaml --check
 model: {{preset: tiny-10m, vocab_size: {vocabulary}}}
 data: {{train: data/train, valid: data/held-out, seq_length: {sequence}, tokenizer: tokenizer}}
 batch: {{micro: 4, global: 16}}
@@ -43,8 +43,8 @@ log: {{every: 5}}
 output: run
 """
 WORKFLOW = """\
-# Text -> tokenizer -> tokens -> half of the training -> the other half -> HuggingFace folder -> score.
-# mega run workflow.yaml does what is not done yet; mega run workflow.yaml --status tells.
+# Text -> tokenizer -> tokens -> first half of the training -> second half -> HuggingFace folder -> score.
+# mega run workflow.yaml runs the stages that are not done yet; add --status to list them.
 stages:
   tokenizer:
     run: data train-tokenizer
@@ -88,15 +88,15 @@ stages:
 
 
 def demo_command(
-    output: Annotated[Path, typer.Option(help="Folder for everything that is made.")] = Path("demo"),
+    output: Annotated[Path, typer.Option(help="Folder for all files.")] = Path("demo"),
     nproc: Annotated[
-        int, typer.Option(min=1, help="Ranks that train the first half; the second half goes on with one.")
+        int, typer.Option(min=1, help="Ranks for the first half of the training; the second half resumes with one.")
     ] = 1,
-    steps: Annotated[int, typer.Option(min=4, help="Steps of training; fewer for a quick look.")] = STEPS,
+    steps: Annotated[int, typer.Option(min=4, help="Training steps; fewer for a quick test.")] = STEPS,
 ) -> None:
-    """Run text to tokens to a trained model to a HuggingFace folder to a score, in a few minutes, without network.
+    """Run the whole workflow in a few minutes without network: tokenize, train, convert to HuggingFace, evaluate.
 
-    What was made is kept: run it again to see it skip what is done, or to go on after an interruption.
+    All files are kept. Re-running the command skips finished stages, and resumes after an interruption.
     """
     begun = time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
@@ -109,23 +109,23 @@ def demo_command(
     _run_mega("run", str(output / "workflow.yaml"))
     print(f"\n{PROMPT}", end="", flush=True)
     _run_mega("generate", str(output / "hf"), "--prompt", PROMPT, "--max-new-tokens", "60", "--temperature", "0.7")
-    _print_step(output, nproc, steps, time.monotonic() - begun)
+    _print_results(output, nproc, steps, time.monotonic() - begun)
 
 
 def _write_corpus(output: Path) -> None:
-    """Write the interpreter's own library as JSON lines; one file in fifty is held out."""
+    """Write the Python standard library as JSON lines; hold out one file in fifty."""
     if (output / "held-out.jsonl").exists():
         return
     held_out_bytes = 0
     with open(output / "train.jsonl", "w") as train, open(output / "held-out.jsonl.tmp", "w") as held_out:
-        for number, text in enumerate(_library()):
-            away = number % HELD_OUT_EVERY == 0 and held_out_bytes < HELD_OUT_BYTES
-            held_out_bytes += away * len(text)
-            (held_out if away else train).write(json.dumps({"text": text}) + "\n")
+        for number, text in enumerate(_read_standard_library()):
+            is_held_out = number % HELD_OUT_EVERY == 0 and held_out_bytes < HELD_OUT_BYTES
+            held_out_bytes += is_held_out * len(text)
+            (held_out if is_held_out else train).write(json.dumps({"text": text}) + "\n")
     (output / "held-out.jsonl.tmp").rename(output / "held-out.jsonl")
 
 
-def _library() -> Iterator[str]:
+def _read_standard_library() -> Iterator[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         if not {"site-packages", "__pycache__"} & set(path.relative_to(root).parts):
@@ -135,7 +135,7 @@ def _library() -> Iterator[str]:
 
 
 def _write_workflow(output: Path, nproc: int, steps: int) -> None:
-    """Write the workflow and its run.yaml. A run of another length has other learning rates, so it starts anew."""
+    """Write the workflow and its run.yaml. Another number of steps changes the learning rates, so the run starts over."""
     numbers = {
         "vocabulary": VOCABULARY,
         "sequence": SEQUENCE,
@@ -168,7 +168,7 @@ def _run_mega(*arguments: str) -> None:
         raise typer.Exit(status)
 
 
-def _print_step(output: Path, nproc: int, steps: int, seconds: float) -> None:
+def _print_results(output: Path, nproc: int, steps: int, seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -177,16 +177,16 @@ def _print_step(output: Path, nproc: int, steps: int, seconds: float) -> None:
     score = json.loads((output / "score.json").read_text())
     baseline = _unigram_perplexity(output)
     table = Table(title=f"mega demo: {seconds / 60:.1f} minutes", title_justify="left")
-    for column in ("what", "where", "how much"):
+    for column in ("result", "path", "value"):
         table.add_column(column)
     corpus = sum((output / name).stat().st_size for name in ("train.jsonl", "held-out.jsonl"))
     table.add_row("text", f"{output}/train.jsonl", f"{format_number(corpus)}B of Python source")
     table.add_row(
         "tokens", f"{output}/data/train.bin, .idx", f"{format_number((output / 'data/train.bin').stat().st_size / 2)}"
     )
-    how = f"{steps} steps, resumed once after {steps // 2}"
-    table.add_row("training run", f"{output}/run/", how + (f" ({nproc} ranks, then 1)" if nproc > 1 else ""))
-    table.add_row("HuggingFace folder", f"{output}/hf/", "transformers loads it")
+    length = f"{steps} steps, resumed once after {steps // 2}"
+    table.add_row("training run", f"{output}/run/", length + (f" ({nproc} ranks, then 1)" if nproc > 1 else ""))
+    table.add_row("HuggingFace folder", f"{output}/hf/", "loads in transformers")
     table.add_row(
         "held-out perplexity", f"{output}/score.json", f"{score['perplexity']:.1f} (unigram baseline {baseline:.0f})"
     )

@@ -53,46 +53,56 @@ def embed_command(
     model: Model,
     texts: Annotated[
         Path,
-        typer.Argument(help="Plain text with a text a line; or JSON lines, JSON, CSV, Parquet with a text a record."),
+        typer.Argument(
+            help="Input file: plain text with one text per line; or JSON lines, JSON, CSV or Parquet with one text per record."
+        ),
     ],
     output: Annotated[
         Path,
-        typer.Option(help="A .npy file, or a .safetensors file with the tensor `embeddings`: fp32 [texts, width]."),
+        typer.Option(help="Output file: .npy, or .safetensors with the tensor `embeddings`; fp32 [texts, width]."),
     ],
     pooling: Annotated[
         PoolingOption | None,
         typer.Option(
-            help="How hidden states become one vector; default: as a sentence-transformers folder says, or mean."
+            help="Pooling of hidden states into one vector; default: as set in a sentence-transformers folder, else mean."
         ),
     ] = None,
     normalize: Annotated[
         bool | None,
-        typer.Option("--normalize/--no-normalize", help="Vectors of length 1; default: as the folder says, or not."),
+        typer.Option(
+            "--normalize/--no-normalize", help="Scale vectors to length 1; default: as set in the folder, else not."
+        ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Text put in front of each text.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prefix for each text, e.g. 'query: '.")] = None,
     prompt_name: Annotated[
         str | None,
-        typer.Option(help="Prompt of the folder's config_sentence_transformers.json; default: its own default."),
+        typer.Option(
+            help="Name of a prompt in the folder's config_sentence_transformers.json, e.g. query; default: the default set there."
+        ),
     ] = None,
-    text_key: Annotated[str, typer.Option(help="Of records: the key of the text.")] = "text",
-    id_key: Annotated[str, typer.Option(help="Of records: the key of what names a text; else its number.")] = "id",
+    text_key: Annotated[str, typer.Option(help="Key of the text in a record.")] = "text",
+    id_key: Annotated[
+        str, typer.Option(help="Key of the id in a record; records without it get their line number.")
+    ] = "id",
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens after which a text is cut; default: all the model can.")
+        int | None, typer.Option(min=1, help="Truncate texts to this many tokens; default: the model's maximum.")
     ] = None,
     batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of texts of about one length that are computed together.")
+        int, typer.Option(min=1, help="Tokens per batch; texts of similar length share a batch.")
     ] = 8192,
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Compute a vector of each text, for search and comparison, from the last hidden states of an encoder or decoder.
+    """Compute an embedding of each text, for search and comparison, from the last hidden states of an encoder or decoder.
 
-    A folder of sentence-transformers is followed: its pooling, projection, normalisation, prompts and length. A file
-    NAME.ids.jsonl next to OUTPUT names the texts in the order of the vectors.
+    The settings of a sentence-transformers folder apply: pooling, projection, normalisation, prompts and maximum length.
+    The file NAME.ids.jsonl next to OUTPUT has the ids of the texts in the order of the vectors.
     """
     if output.suffix not in (".npy", ".safetensors"):
-        raise ConfigError(f"--output {output}: is neither .npy nor .safetensors")
+        raise ConfigError(
+            f"--output must end in .npy or .safetensors, found {output}", hint=f"--output {output.with_suffix('.npy')}"
+        )
     ids, read = _read_texts(texts, text_key, id_key)
     from mega_eval.model_loading import PRECISIONS, select_device
     from mega_eval.text_embedding import load_text_embedder
@@ -107,10 +117,10 @@ def embed_command(
     )
     if max_length is not None:
         embedder = replace(embedder, settings=replace(embedder.settings, max_length=max_length))
-    before = embedder.settings.select_prompt(prompt_name) if prompt is None else prompt
-    vectors = embedder.embed_texts(read, prompt=before, batch_tokens=batch_tokens)
+    prefix = embedder.settings.select_prompt(prompt_name) if prompt is None else prompt
+    vectors = embedder.embed_texts(read, prompt=prefix, batch_tokens=batch_tokens)
     _write_vectors(output, vectors, ids)
-    logger.info("%s: %d vectors of %d numbers; %s names them", output, *vectors.shape, _ids_file(output).name)
+    logger.info("%s: %d vectors of width %d; their ids are in %s", output, *vectors.shape, _ids_file(output).name)
 
 
 def _read_texts(file: Path, text_key: str, id_key: str) -> tuple[list[Any], list[str]]:
@@ -125,16 +135,17 @@ def _read_texts(file: Path, text_key: str, id_key: str) -> tuple[list[Any], list
     for source in find_corpus_sources([file], text_key):
         for item in read_documents(source, text_key, on_kind=kinds.append, whole=True):
             if isinstance(item, RejectedItem):
-                raise DataError(f"{item.file}:{item.line}: {item.reason}", hint="--text-key names the key of the text")
+                raise DataError(
+                    f"{item.file}:{item.line}: {item.reason}", hint="--text-key KEY sets the key of the text"
+                )
             own = item.text.splitlines() if kinds[-1] == "text" else [item.text]
             for number, text in enumerate(own, item.line):
                 if not text.strip():
-                    hint = "leave such out, for a vector stands for a text"
-                    raise DataError(f"{item.file}:{number}: there is no text", hint=hint)
+                    raise DataError(f"{item.file}:{number}: the text is empty", hint="remove empty lines and records")
                 ids.append((item.record or {}).get(id_key, number))
                 texts.append(text)
     if not texts:
-        raise DataError(f"{file}: has no text")
+        raise DataError(f"{file}: the file has no texts")
     return ids, texts
 
 

@@ -1,4 +1,4 @@
-"""`mega eval` and `mega generate`: scores of a model, and text from it."""
+"""`mega eval` and `mega generate`: score a model, and generate text."""
 
 from __future__ import annotations
 
@@ -52,13 +52,8 @@ GENERATE_EXAMPLES = """Examples:
     mega generate out/llava --image cat.png --prompt "USER: <image> What is it? ASSISTANT:"
 """
 LONGEST_DEFAULT = 4096  # tokens
-OF_DATA = (
-    "check_tokenizer",
-    "json_file",
-    "mask_share",
-    "per_sample",
-)  # options of `mega eval` that go with --data, and with --tasks
-OF_TASKS = (
+DATA_OPTIONS = ("check_tokenizer", "json_file", "mask_share", "per_sample")  # of `mega eval`, with --data only
+TASK_OPTIONS = (
     "include_path", "num_fewshot", "limit", "apply_chat_template", "log_samples", "output", "cache", "offline", "nproc",
     "tp", "ep", "pp",
 )  # fmt: skip
@@ -76,31 +71,40 @@ class EvalPrecision(StrEnum):
 Model = Annotated[
     str,
     typer.Argument(
-        help="A mega checkpoint, a run folder (its newest checkpoint), a HuggingFace folder or a GGUF file; or its URL."
+        help="Model: a mega checkpoint, a run folder (latest checkpoint), a HuggingFace folder or a GGUF file; path or URL."
     ),
 ]
-PrecisionOption = Annotated[EvalPrecision, typer.Option(help="What weights and activations are computed in.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+PrecisionOption = Annotated[EvalPrecision, typer.Option(help="Dtype of weights and activations.")]
+Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")]
 TokenizerOption = Annotated[
-    Path | None, typer.Option("--tokenizer", help="The model's tokenizer; default: the one beside its weights.")
+    Path | None,
+    typer.Option(
+        "--tokenizer", help="Folder with tokenizer.json, or that file; default: the tokenizer in the model's folder."
+    ),
 ]
 DraftOption = Annotated[
     str | None,
     typer.Option(
         "--draft",
-        help="Guess tokens, which changes no text: ngrams repeats the text, mtp asks the model's own layers for further tokens, "
-        "none does not; or a smaller model's folder.",
+        help="Speculative decoding (the output stays the same): ngrams drafts from repetitions in the text, mtp uses the "
+        "model's MTP layers, a folder is a smaller draft model; none turns it off.",
         show_default="ngrams on a CPU, in fp32 and fp64",
     ),
 ]
 
-Temperature = Annotated[float | None, typer.Option(min=0, help="0 takes the likeliest token each time.")]
-TopK = Annotated[int | None, typer.Option(min=1, help="Draw from so many likeliest tokens only.")]
+Temperature = Annotated[float | None, typer.Option(min=0, help="Sampling temperature, e.g. 0.7; 0 is greedy decoding.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens only, e.g. 50.")]
 TopP = Annotated[
-    float | None, typer.Option(help="Draw from the fewest tokens with this probability together; above 0, up to 1.")
+    float | None,
+    typer.Option(
+        help="Nucleus sampling: sample from the smallest set of tokens with this total probability, e.g. 0.95; above 0, up to 1."
+    ),
 ]
 MinP = Annotated[
-    float | None, typer.Option(help="Draw from tokens with this share of the likeliest's probability; from 0 to 1.")
+    float | None,
+    typer.Option(
+        help="Sample only from tokens with at least this fraction of the highest probability, e.g. 0.1; 0 to 1."
+    ),
 ]
 
 
@@ -108,84 +112,94 @@ def eval_command(
     ctx: typer.Context,
     model: Model,
     data: Annotated[
-        Path | None, typer.Option(help="The held-out data set: PREFIX of PREFIX.bin and PREFIX.idx.")
+        Path | None,
+        typer.Option(metavar="PREFIX", help="Held-out data set, e.g. data/held-out for data/held-out.bin and .idx."),
     ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Tasks of lm-evaluation-harness instead: names, groups, patterns as 'mmlu_*', or YAML files.",
+            help="Tasks of lm-evaluation-harness: names, groups, patterns such as 'mmlu_*', or YAML files; e.g. hellaswag,arc_easy.",
         ),
     ] = None,
     seq_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens the model sees at once; default: all it can, with --data up to 4096."),
+        typer.Option(min=1, help="Context length in tokens; default: the model's maximum, with --data at most 4096."),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences computed together on a GPU; prompts continued together anywhere.")
+        int, typer.Option(min=1, help="Sequences per batch on a GPU; prompts per batch on any device.")
     ] = 8,
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
     check_tokenizer: Annotated[
-        bool, typer.Option(help="Insist that the data set was made with the model's tokenizer.")
+        bool, typer.Option(help="Require that the data set was made with the model's tokenizer.")
     ] = True,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="--data: write the result to this file as JSON; - for standard output."),
+        typer.Option("--json", help="With --data: JSON file for the result; - for standard output."),
     ] = None,
     per_sample: Annotated[
-        Path | None, typer.Option(help="--data: write each sequence's loss to this file, JSON lines.")
+        Path | None, typer.Option(help="With --data: JSON lines file for the loss of each sequence.")
     ] = None,
     mask_share: Annotated[
         float | None,
         typer.Option(
             min=0,
             max=0.5,
-            help="--data, of an encoder: tokens of a sequence that are hidden together, each token once; 0: one "
-            "at a time, for pseudo-perplexity. Of an encoder-decoder: tokens that are hidden, in spans.",
+            help="With --data, encoder: share of tokens masked per pass, so that each token is masked once; 0 masks one "
+            "at a time, for pseudo-perplexity. Encoder-decoder: share of tokens in corrupted spans.",
             show_default="0.15",
         ),
     ] = None,
-    include_path: Annotated[Path | None, typer.Option(help="--tasks: a folder with tasks of your own.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="With --tasks: folder with your own task files.")] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="--tasks: solved examples before each question; default: the task's own.")
+        int | None,
+        typer.Option(min=0, help="With --tasks: solved examples before each question; default: as the task sets."),
     ] = None,
     limit: Annotated[
-        float | None, typer.Option(help="--tasks: so many samples of each; below 1, such a share of them.")
+        float | None,
+        typer.Option(help="With --tasks: samples per task, e.g. 100; below 1 a fraction of them, e.g. 0.1."),
     ] = None,
     apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="--tasks: ask each question as a message of a chat.")
+        bool, typer.Option("--apply-chat-template", help="With --tasks: format each question as a chat message.")
     ] = False,
     log_samples: Annotated[
-        bool, typer.Option("--log-samples", help="--tasks: keep each sample in the results, for `mega compare`.")
+        bool, typer.Option("--log-samples", help="With --tasks: keep each sample in the results, for `mega compare`.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="--tasks: write the results to this file, in the harness's own JSON.")
+        Path | None, typer.Option(help="With --tasks: JSON file for the results, in the format of the harness.")
     ] = None,
     cache: Annotated[
         Path | None,
-        typer.Option(help="--tasks: a folder that keeps answers; the same command goes on where it was ended."),
+        typer.Option(help="With --tasks: folder that caches answers; after an interruption, the same command resumes."),
     ] = None,
     offline: Annotated[
-        bool, typer.Option("--offline", help="--tasks: ask the hub for nothing; data are in its cache or in files.")
+        bool,
+        typer.Option(
+            "--offline", help="With --tasks: do not use the network; data sets must be in the hub's cache or in files."
+        ),
     ] = False,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, help="--tasks: ranks to start here; what --tp, --ep and --pp leave shares the samples."),
+        typer.Option(
+            min=1,
+            help="With --tasks: ranks to start on this machine, e.g. 8; samples are distributed over the copies of the model.",
+        ),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="--tasks: ranks that share each weight.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="--tasks: ranks that share the experts.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="With --tasks: tensor-parallel ranks.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="With --tasks: expert-parallel ranks.")] = 1,
     pp: Annotated[
-        int, typer.Option(min=1, help="--tasks: ranks that share the layers, for a model that one device cannot hold.")
+        int,
+        typer.Option(min=1, help="With --tasks: pipeline-parallel ranks, for a model that does not fit on one device."),
     ] = 1,
 ) -> None:
     """Score a model on held-out tokens (--data: loss, perplexity, bits per byte) or on downstream tasks (--tasks).
 
-    With --data every token but the first is predicted once, in sequences that follow one another; an encoder guesses each
-    token once, hidden with others (--mask-share), and an encoder-decoder tells hidden spans, as in its pre-training. With --per-sample, two
-    models or two forms of one can be compared sequence by sequence; with --log-samples `mega compare` does that for tasks.
-    Of a reward model --data with preference pairs tells how often the chosen answer has the larger score.
+    With --data, a decoder predicts every token except the first once, in consecutive sequences; an encoder predicts each
+    token once while it is masked (--mask-share), and an encoder-decoder predicts corrupted spans. A reward model reports
+    how often the chosen answer of a preference pair has the higher score. To compare two models, use --per-sample with
+    --data, or --log-samples and `mega compare` with --tasks.
     """
     _check_option_use(ctx, data, tasks)
     if tasks is not None:
@@ -213,18 +227,18 @@ def eval_command(
         kinds=("decoder", "encoder", "encoder-decoder", "reward model"),
     )
     length = seq_length or min(loaded.config.max_position, LONGEST_DEFAULT)
-    hides = loaded.config.encoder is not None or not loaded.config.causal
-    if not hides and mask_share is not None:
-        raise ConfigError("--mask-share is of encoders, and the model is a decoder", hint="leave it out")
+    masked = loaded.config.encoder is not None or not loaded.config.causal
+    if not masked and mask_share is not None:
+        raise ConfigError(f"--mask-share requires an encoder, but {model} is a decoder", hint="leave out --mask-share")
     result: DatasetScore | PreferenceAccuracy
     if loaded.config.score:
         from mega_eval.dataset_scores import evaluate_preferences
 
         result = evaluate_preferences(loaded, data)
-    elif not hides:
-        theirs = _find_model_tokenizer(model, tokenizer) if check_tokenizer else None
+    elif not masked:
+        expected = _find_model_tokenizer(model, tokenizer) if check_tokenizer else None
         result = evaluate_perplexity(
-            loaded, data, length, batch_size=batch_size, tokenizer=theirs, per_sample=per_sample
+            loaded, data, length, batch_size=batch_size, tokenizer=expected, per_sample=per_sample
         )
     else:
         share = SHARE if mask_share is None else mask_share
@@ -242,97 +256,110 @@ def eval_command(
 
 
 def _check_option_use(ctx: typer.Context, data: Path | None, tasks: str | None) -> None:
-    """Refuse options of --data with --tasks, and the reverse."""
+    """Reject options of --tasks with --data, and options of --data with --tasks."""
     if (data is None) == (tasks is None):
         raise ConfigError(
-            "neither --data nor --tasks is given"
+            "mega eval requires --data or --tasks"
             if data is None
-            else "--data and --tasks are given, and one is run at a time",
+            else "--data conflicts with --tasks: one is run at a time",
             hint="--data PREFIX scores tokens, --tasks NAME,... runs tasks; see mega eval --help",
         )
-    mine, theirs = ("--data", OF_TASKS) if tasks is None else ("--tasks", OF_DATA)
-    for name in theirs:
+    mode, other, misplaced = (
+        ("--data", "--tasks", TASK_OPTIONS) if tasks is None else ("--tasks", "--data", DATA_OPTIONS)
+    )
+    for name in misplaced:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = "json" if name == "json_file" else name.replace("_", "-")
-            other = "--tasks" if mine == "--data" else "--data"
-            raise ConfigError(f"--{option} is for {other}, and {mine} is given")
+            raise ConfigError(f"--{option} requires {other}, found {mode}", hint=f"leave out --{option}")
 
 
-def _load_model_tokenizer(model: str, named: Path | None) -> Tokenizer:
+def _load_model_tokenizer(model: str, given: Path | None) -> Tokenizer:
     """Return the model's tokenizer."""
     from mega_data.tokenizer import Tokenizer
     from mega_eval.model_loading import load_tokenizer
 
-    return load_tokenizer(model) if named is None else Tokenizer(named)
+    return load_tokenizer(model) if given is None else Tokenizer(given)
 
 
-def _find_model_tokenizer(model: str, named: Path | None) -> Tokenizer | None:
+def _find_model_tokenizer(model: str, given: Path | None) -> Tokenizer | None:
     """Return the model's tokenizer to compare the data with, or None for weights without one."""
     try:
-        return _load_model_tokenizer(model, named)
+        return _load_model_tokenizer(model, given)
     except CheckpointError as error:
-        logger.warning("%s; only the vocabulary's size is checked", error.message)
+        logger.warning("%s; only the vocabulary size is compared with the data", error.message)
         return None
 
 
 def generate_command(
     model: Model,
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue. Repeatable.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue, e.g. 'Once upon a time'. Repeatable.")
+    ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(help="A file with one prompt, or .jsonl with a key 'prompt' in each line; - for standard input."),
+        typer.Option(
+            help="Text file with one prompt, or .jsonl file with the key 'prompt' in each line; - for standard input."
+        ),
     ] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(help="An image for each placeholder of the prompt, in order. Repeatable.", metavar="FILE"),
+        typer.Option(
+            help="Image file for each <image> placeholder of the prompt, in order. Repeatable.", metavar="FILE"
+        ),
     ] = None,
     adapter: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="An adapter of low rank beside MODEL: a run's, or a folder of PEFT's."),
+        typer.Option(
+            metavar="FOLDER", help="LoRA adapter to apply to MODEL: a run that trained one, or a PEFT folder."
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add to each prompt.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate per prompt.")] = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: tokens of the prompt or the text become less likely.")
+        float | None,
+        typer.Option(help="Above 1 makes tokens of the prompt and the generated text less likely, e.g. 1.1."),
     ] = None,
     presence_penalty: Annotated[
-        float | None, typer.Option(help="Taken from the score of a token that was generated before.")
+        float | None,
+        typer.Option(help="Subtracted from the logit of every token that was already generated, e.g. 0.5."),
     ] = None,
     frequency_penalty: Annotated[
-        float | None, typer.Option(help="The same for each time that it was generated before.")
+        float | None,
+        typer.Option(help="Subtracted from a token's logit for each time it was already generated, e.g. 0.2."),
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws; the same seed gives the same text.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text. Repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     grammar: Annotated[
-        Path | None, typer.Option(help="A file with a JSON schema, or a Lark grammar, that the text has to obey.")
+        Path | None, typer.Option(help="File with a JSON schema or a Lark grammar that the output must match.")
     ] = None,
     draft: DraftOption = None,
     logprobs: Annotated[
-        int | None, typer.Option(min=0, help="With --json: each token's log-probability, and so many alternatives.")
+        int | None,
+        typer.Option(min=0, help="With --json: log-probability of each token, and this many alternatives, e.g. 5."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts continued together.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 8,
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help='A JSON line {"prompt", "text", "tokens", "finish"} for each prompt.')
+        bool, typer.Option("--json", help='Print a JSON line {"prompt", "text", "tokens", "finish"} per prompt.')
     ] = False,
 ) -> None:
-    """Continue prompts. A single one is printed while it is generated; standard output has the continuation only.
+    """Continue prompts. A single continuation is printed while it is generated; the prompt itself is not printed.
 
-    How tokens are drawn is what the model's generation_config.json says, as far as no option says otherwise.
-    A setting of that file which is not supported (beams, stop strings, ...) is named in a warning.
+    Sampling settings come from the options, else from the model's generation_config.json. Settings of that file that are
+    not supported (beams, stop strings, ...) are listed in a warning.
     """
-    prompts, rule = _read_prompts(prompt or [], prompt_file), None if grammar is None else _text_of(grammar)
+    prompts, rule = _read_prompts(prompt or [], prompt_file), None if grammar is None else _read_text(grammar)
     if image and len(prompts) > 1:
-        raise ConfigError(f"--image: is for one prompt, and there are {len(prompts)}", hint="one --prompt")
-    pictures = [_content_of(path) for path in image or []]
+        raise ConfigError(f"--image requires one prompt, found {len(prompts)}", hint="give one --prompt")
+    images = [_read_bytes(path) for path in image or []]
     if logprobs is not None and not as_json:
-        raise ConfigError("--logprobs: only JSON tells them", hint="add --json")
+        raise ConfigError("--logprobs requires --json", hint="add --json")
     given = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
         "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
@@ -351,23 +378,22 @@ def generate_command(
     )
     own = {name: value for name, value in loaded.settings.items() if name not in settings}
     if own:
-        told = ", ".join(f"{name} {value}" for name, value in own.items())
-        logger.info("%s: from its generation_config.json: %s", model, told)
+        logger.info("%s: from its generation_config.json: %s", model, ", ".join(f"{k} {v}" for k, v in own.items()))
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ()), "grammar": rule, **settings}
     from mega_eval.image_prompts import ImagePrompt
 
-    asking = [ImagePrompt(prompts[0], pictures)] if pictures else prompts
+    inputs = [ImagePrompt(prompts[0], images)] if images else prompts
     if len(prompts) == 1 and not as_json:
-        for text in loaded.stream(asking[0], **options):
+        for text in loaded.stream(inputs[0], **options):
             print(text, end="", flush=True)
         print()
         return
-    found = loaded.generate(asking, batch_size=batch_size, logprobs=logprobs, **options)
-    for asked, completion in zip(prompts, found, strict=True):
-        print(_line(asked, completion) if as_json else f"--- {asked}\n{completion.text}")
+    found = loaded.generate(inputs, batch_size=batch_size, logprobs=logprobs, **options)
+    for text, completion in zip(prompts, found, strict=True):
+        print(_format_json_line(text, completion) if as_json else f"--- {text}\n{completion.text}")
 
 
-def _line(prompt: str, completion: Completion) -> str:
+def _format_json_line(prompt: str, completion: Completion) -> str:
     line = {"prompt": prompt, "text": completion.text, "tokens": completion.tokens, "finish": completion.finish}
     if completion.scored:
         line["logprobs"] = [{"logprob": one.logprob, "top": one.top} for one in completion.scored]
@@ -381,27 +407,28 @@ def _read_prompts(given: list[str], file: Path | None) -> list[str]:
     if file is None and not given:
         if sys.stdin.isatty():
             raise DataError(
-                "there is no prompt", hint='give --prompt "some text", --prompt-file FILE or standard input'
+                "mega generate requires a prompt",
+                hint='give --prompt "some text", --prompt-file FILE or standard input',
             )
         file = Path("-")
     if file is None:
         return given
-    text = _text_of(file)
+    text = _read_text(file)
     if file.suffix != ".jsonl":
         return [*given, text.removesuffix("\n")]
     if not text.strip():
-        raise DataError(f"{file}: holds no prompts", hint='each line is {"prompt": "some text"}')
-    return given + [_prompt_of(line, f"{file}: line {number}") for number, line in enumerate(text.splitlines(), 1)]
+        raise DataError(f"{file}: the file has no prompts", hint='each line must be {"prompt": "some text"}')
+    return given + [_parse_prompt(line, f"{file}: line {number}") for number, line in enumerate(text.splitlines(), 1)]
 
 
-def _content_of(file: Path) -> bytes:
+def _read_bytes(file: Path) -> bytes:
     try:
         return read_file_start(file)
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({explain_read_error(error)})") from None
 
 
-def _text_of(file: Path) -> str:
+def _read_text(file: Path) -> str:
     if file != Path("-"):
         return read_utf8_text(file, DataError)
     try:
@@ -410,13 +437,16 @@ def _text_of(file: Path) -> str:
         raise DataError(f"standard input: cannot be read ({explain_read_error(error)})") from None
 
 
-def _prompt_of(line: str, where: str) -> str:
+def _parse_prompt(line: str, where: str) -> str:
     try:
         raw = parse_json_text(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({error})") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("prompt"), str):
-        raise DataError(f"{where}: no text under the key 'prompt'")
+        keys = ", ".join(map(repr, raw)) if isinstance(raw, dict) else "no JSON object"
+        raise DataError(
+            f"{where}: requires a text under the key 'prompt', found {keys}", hint='{"prompt": "Once upon a time"}'
+        )
     if not raw["prompt"].isascii() and any("\ud800" <= letter <= "\udfff" for letter in raw["prompt"]):
-        raise DataError(f"{where}: the prompt holds half of a pair of surrogates, which is not a character")
+        raise DataError(f"{where}: the prompt contains an unpaired surrogate, which is not a character")
     return str(raw["prompt"])

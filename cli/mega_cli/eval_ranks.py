@@ -1,4 +1,4 @@
-"""Ranks that share a model for evaluation or serving: started here, or joined as one of them."""
+"""Ranks that share a model for evaluation or serving."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from mega_common.errors import ConfigError
 
 if TYPE_CHECKING:
     from mega_eval.multi_rank_inference import ReplicaLayout
-    from mega_trainer.launch.local_ranks import RankInfo
+    from mega_trainer.distributed.rank_info import RankInfo
 
 
 @contextmanager
 def join_model_ranks(sharing: ReplicaLayout, nproc: int | None, device: str, wait_seconds: float) -> Iterator[RankInfo]:
-    """Return this process's place among the ranks that share copies of a model; they wait `wait_seconds` for the first.
+    """Join the ranks that share copies of a model, and yield this process's rank; rank 0 may take `wait_seconds`.
 
-    Where it is no rank yet and several are asked for, it starts this very command on them, and ends with them.
+    If this process is not a rank and several are needed, it starts the same command on them and exits with their status.
 
     Raises:
-        ConfigError: when their number is none for whole copies.
+        ConfigError: if their number does not divide into whole copies of the model.
     """
     from mega_common.progress_logging import configure_logging
-    from mega_trainer.launch.local_ranks import RankInfo, join_process_group, rank_from_environment
+    from mega_trainer.distributed.rank_info import RankInfo
+    from mega_trainer.launch.local_ranks import join_process_group, rank_from_environment
 
     ranks = rank_from_environment(os.environ)
     count = ranks.world_size if ranks else nproc or sharing.ranks_per_copy
     if count % sharing.ranks_per_copy or sharing.ranks_per_stage % min(sharing.tp, sharing.ep):
         raise ConfigError(
-            f"{count} ranks cannot be shared out by tp {sharing.tp}, ep {sharing.ep} and pp {sharing.pp}",
-            hint="pp times the larger of tp and ep divides the number of ranks, and the smaller of these the larger",
+            f"{count} ranks do not fit the layout tp {sharing.tp}, ep {sharing.ep}, pp {sharing.pp}",
+            hint="pp * max(tp, ep) must divide the number of ranks, and min(tp, ep) must divide max(tp, ep)",
         )
     if ranks is None and count > 1:
         raise typer.Exit(_start_ranks(count))
@@ -49,7 +50,7 @@ def join_model_ranks(sharing: ReplicaLayout, nproc: int | None, device: str, wai
 
 
 def _start_ranks(count: int) -> int:
-    """Start this command on several ranks; their logs are kept if it fails."""
+    """Start this command on several ranks; their logs are kept if one fails."""
     from mega_trainer.launch.local_ranks import run_local_ranks
 
     folder = Path(tempfile.mkdtemp(prefix="mega-eval-"))

@@ -1,4 +1,4 @@
-"""`mega eval --tasks`: downstream tasks, on one rank or several."""
+"""`mega eval --tasks`: downstream tasks on one or several ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from mega_eval.harness_tasks import TaskOptions
     from mega_eval.multi_rank_inference import ModelReplicas, ReplicaLayout
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # what the libraries of the hub look at
-WAIT_SECONDS = 24 * 3600.0  # that ranks wait for the first, which may fetch data
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # environment variables of the hub libraries
+WAIT_SECONDS = 24 * 3600.0  # timeout of ranks that wait for rank 0, which may download data
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class TaskEvalOptions:
 
 
 def import_harness(*, offline: bool) -> None:
-    """Import lm-evaluation-harness, which reads from the environment if it may use the hub.
+    """Import lm-evaluation-harness; its hub libraries read from the environment if they may use the network.
 
     Raises:
-        MissingPackageError: where it is not installed.
+        MissingPackageError: if it is not installed.
     """
     if offline:
         os.environ.update(OFFLINE)
@@ -43,7 +43,7 @@ def import_harness(*, offline: bool) -> None:
         import lm_eval  # noqa: F401
     except ImportError:
         raise MissingPackageError(
-            "--tasks needs lm-evaluation-harness, which is not installed",
+            "--tasks requires lm-evaluation-harness, which is not installed",
             hint="in the root of the repository: pip install 'packages/eval[tasks]'",
         ) from None
 
@@ -51,7 +51,7 @@ def import_harness(*, offline: bool) -> None:
 def evaluate_tasks(
     names: list[str], asked: TaskEvalOptions, options: TaskOptions, sharing: ReplicaLayout, nproc: int | None
 ) -> None:
-    """Run tasks in this process if it is a rank or needs no others; else start `nproc` ranks."""
+    """Run tasks in this process if it is a rank or the only one, else start `nproc` ranks."""
     from mega_cli.eval_ranks import join_model_ranks
 
     with join_model_ranks(sharing, nproc, asked.device, WAIT_SECONDS) as ranks:
@@ -68,14 +68,14 @@ def _lead(
     from mega_eval.harness_tasks import find_harness_tasks, format_results_table, run_harness_tasks, write_task_results
     from mega_eval.model_loading import find_end_tokens
 
-    manager = find_harness_tasks(names, options.include_path)  # a mistake is told before the model is loaded
+    manager = find_harness_tasks(names, options.include_path)  # reports unknown names before the model is loaded
     replicas = _load(asked, sharing, 0, world_size)
     words = replicas.prompts.tokenizer
     length = asked.seq_length or replicas.model.config.max_position
     template = _template(asked) if options.apply_chat_template else None
     model = HarnessModel(replicas, find_end_tokens(asked.model, words), template, length)
-    told = {"model_args": {"model": asked.model, "precision": asked.precision, "max_length": length}}
-    results = run_harness_tasks(model, names, options, told, manager)
+    run_info = {"model_args": {"model": asked.model, "precision": asked.precision, "max_length": length}}
+    results = run_harness_tasks(model, names, options, run_info, manager)
     replicas.stop_followers()
     if asked.output is not None:
         write_task_results(asked.output, results)
@@ -88,7 +88,7 @@ def _template(asked: TaskEvalOptions) -> ChatTemplate:
     try:
         return load_chat_template(asked.model, asked.tokenizer)
     except DataError as error:
-        hint = "put one beside the tokenizer, as chat_template.jinja, or leave out --apply-chat-template"
+        hint = "put chat_template.jinja into the tokenizer's folder, or leave out --apply-chat-template"
         raise DataError(error.message, hint=hint) from None
 
 

@@ -15,7 +15,7 @@ from mega_common.atomic_files import compute_file_sha256
 from mega_common.progress_logging import ProgressBar
 from mega_common.strict_config import StrictConfig
 
-# Each package with all that it stands on.
+# Each package with the packages that it imports.
 STACKS = {
     "mega_common": ("mega_common",),
     "mega_data": ("mega_common", "mega_data"),
@@ -25,10 +25,10 @@ STACKS = {
 }
 COMMAND_PACKAGES = {"data": "mega_data", "ckpt": "mega_ckpt", "train": "mega_trainer"}
 
-# A file changed twice within one tick of the file system's clock keeps its time stamp; a digest is remembered only
-# for a file that had been at rest this long when it was read. Seconds.
-AT_REST = 2.0
-SHOW_PROGRESS = 1 << 29  # bytes: below this, reading takes less time than looking at a bar
+# A file that is changed twice within one tick of the file system's clock keeps its time stamp, so a digest is only
+# recorded for a file that was unchanged for this many seconds.
+UNCHANGED_SECONDS = 2.0
+SHOW_PROGRESS = 1 << 29  # bytes: below this, reading takes less than two seconds
 
 
 class FileRecord(StrictConfig):
@@ -40,9 +40,9 @@ class FileRecord(StrictConfig):
 
 
 class FileDigests:
-    """Content digests of files named relative to `base`. Pass `records` to a later run as `known`.
+    """Content digests of files with paths relative to `base`. Pass `records` to a later run as `known`.
 
-    A file whose size and modification time are exactly those of a known record is not read again.
+    A file with the size and modification time of a known record is not read again.
     """
 
     def __init__(self, base: Path, known: Mapping[str, FileRecord]) -> None:
@@ -51,7 +51,7 @@ class FileDigests:
         self.records: dict[str, FileRecord] = {}
 
     def digest_patterns(self, patterns: Iterable[str]) -> dict[str, str]:
-        """Return the digest of every file that the paths, folders and glob patterns match, by file name, sorted."""
+        """Return the digests of all files that the paths, folders and glob patterns match, sorted by file name."""
         names = sorted(set(expand_patterns(self.base, patterns)))
         unknown = [name for name in names if not self._is_known(name)]
         size = sum((self.base / name).stat().st_size for name in unknown)
@@ -75,16 +75,14 @@ class FileDigests:
         sha256 = compute_file_sha256(path, advance=advance)
         record = FileRecord(size=before.st_size, mtime_ns=before.st_mtime_ns, sha256=sha256)
         self.known[name] = record
-        if time.time() - before.st_mtime > AT_REST:
+        if time.time() - before.st_mtime > UNCHANGED_SECONDS:
             self.records[name] = record
 
 
 def expand_patterns(base: Path, patterns: Iterable[str]) -> Iterator[str]:
-    """Return every file that the patterns match: files, all files below folders, and globs; names as `relative_name`
-    gives them.
-    """
+    """Yield all files that the patterns match: files, all files in folders, and globs; names as by `relative_name`."""
     for pattern in patterns:
-        exists = os.path.exists(base / pattern)  # unlike Path.exists, it bears what cannot be a name, such as long text
+        exists = os.path.exists(base / pattern)  # Path.exists raises for text that is too long for a name
         for found in [pattern] if exists else glob.glob(pattern, root_dir=base, recursive=True):
             if (base / found).is_dir():
                 for folder, _, names in os.walk(base / found, followlinks=True):
@@ -95,10 +93,10 @@ def expand_patterns(base: Path, patterns: Iterable[str]) -> Iterator[str]:
 
 
 def relative_name(base: Path, path: str) -> str:
-    """Return one spelling of a path: relative to `base`, unless it was given as an absolute path to another place."""
-    whole = Path(os.path.normpath(base / path))
-    elsewhere = os.path.isabs(path) and not whole.is_relative_to(base)
-    return str(whole) if elsewhere else os.path.relpath(whole, base)
+    """Return a canonical path: relative to `base`, or absolute if it was given as an absolute path outside of `base`."""
+    absolute = Path(os.path.normpath(base / path))
+    is_outside = os.path.isabs(path) and not absolute.is_relative_to(base)
+    return str(absolute) if is_outside else os.path.relpath(absolute, base)
 
 
 def code_digest(command: str) -> str:

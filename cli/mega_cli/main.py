@@ -1,7 +1,7 @@
-"""The `mega` command: all subcommands, and the one place that turns errors into messages and exit statuses.
+"""The `mega` command: the tree of subcommands, and the conversion of errors to messages and exit statuses.
 
-A command's module is imported here, so it keeps heavy imports (torch, and every package but `mega_common`) inside its
-functions: `mega --help` has to answer at once.
+Modules of commands import torch and all packages except `mega_common` inside their functions, so that `mega --help`
+starts fast.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _root(
-    debug: Annotated[bool, typer.Option("--debug", help="Log more, and show tracebacks of errors.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Log more, and print tracebacks of errors.")] = False,
     _: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -72,12 +72,12 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 2 user error, 1 internal error, 75 interrupted and saved, 130 interrupted."""
     given = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in given
-    # Wherever it stands, --debug is an option of the root command.
+    # --debug is an option of the root command, and is accepted at any position.
     ordered = ["--debug"] * debug + [arg for arg in given if arg != "--debug"]
     app = build_typer_app()
     status = run_and_report_errors(lambda: app(ordered, prog_name="mega"), debug=debug)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A rank, and all is written: threads of torch that still wait for others may abort a process that ends as usual.
+        # A rank exits without interpreter shutdown: torch threads that still wait for other ranks could abort it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -90,21 +90,21 @@ def run_and_report_errors(call: Callable[[], object], *, debug: bool = False) ->
         status = _exit_status(call)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has gone (`mega ... | head`); what is still buffered must not raise at exit.
+        # The reader of standard output has exited (`mega ... | head`); buffered output must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         status = INTERRUPTED
     except TrainingInterrupted as end:
-        logger.info("%s", end)  # no error, and told once however many ranks there are
+        logger.info("%s", end)  # not an error; the log shows it once for all ranks
         return end.exit_status
-    except Exception as error:  # noqa: BLE001 - the one place where nothing may pass
+    except Exception as error:  # noqa: BLE001 - every error becomes a message
         if debug:
             traceback.print_exc()
         message, status = _describe_error(error)
         print(message, file=sys.stderr)
         if convert_full_disk_error(error):
-            # Standard output may be what is full; what is still buffered must not raise at exit.
+            # Standard output may be on the full disk; buffered output must not raise at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if status == INTERRUPTED:
         print("interrupted", file=sys.stderr)
@@ -132,18 +132,20 @@ def _describe_error(error: Exception) -> tuple[str, int]:
         return f"error: {full}", full.exit_status
     if isinstance(error, OSError) and error.filename:
         return f"error: {describe_disk_error(error)[0]}", 1
-    what = f"{type(error).__name__}: {error}".removesuffix(": ")
-    what = "\n  ".join([what, *getattr(error, "__notes__", ())])
-    return f"internal error: {what}\nrun again with --debug for the traceback", 1
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    text = "\n  ".join([text, *getattr(error, "__notes__", ())])
+    return f"internal error: {text}\nrun again with --debug for the traceback", 1
 
 
 def _missing_package(name: str) -> MissingPackageError:
-    """Return the folder of the repository that provides a missing module, if it is one of ours."""
+    """Return the error for a missing module, with the command that installs it if it is a package of mega."""
     if name in STACKS:
-        what = f"this command needs {name.replace('_', '-')}, which is not installed"
         folder = name.replace("mega_", "packages/")
-        return MissingPackageError(what, hint=f"in the root of the repository: pip install {folder}")
-    return MissingPackageError(f"this command needs the Python package {name!r}, which is not installed")
+        return MissingPackageError(
+            f"this command requires the package {name.replace('_', '-')}, which is not installed",
+            hint=f"in the root of the repository: pip install {folder}",
+        )
+    return MissingPackageError(f"this command requires the Python package {name!r}, which is not installed")
 
 
 if __name__ == "__main__":

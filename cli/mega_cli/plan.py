@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
 
-PICTURED = 16  # layouts of a search in a page
+HTML_LAYOUTS = 16  # layouts of a search in the HTML page
 EXAMPLES = """Examples:
 
   mega plan run.yaml --ranks 64
@@ -31,95 +31,103 @@ EXAMPLES = """Examples:
 """
 
 
-_COUNTED = {
-    "exact": "(products of matrices, of attention what is not masked)", "megatron": "as Megatron counts",
-    "full": "as NeMo (all of attention)", "palm": "by PaLM's rule (6 N + 12 L H Q S)",
+_FLOPS_CONVENTIONS = {
+    "exact": "(GEMMs, and the unmasked part of attention)", "megatron": "by Megatron's formula",
+    "full": "by NeMo's formula (full attention)", "palm": "by PaLM's formula (6 N + 12 L H Q S)",
 }  # fmt: skip
 
 
 def plan_command(
     run: Annotated[
-        Path, typer.Argument(help="The run's configuration, run.yaml; or a model alone, its folder or config.json.")
+        Path,
+        typer.Argument(help="Configuration of the run, e.g. run.yaml; or only a model: its folder or config.json."),
     ],
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the whole job. Default: what the layout needs at least.")
+        int | None, typer.Option(min=1, help="Ranks of the whole job, e.g. 64. Default: the minimum of the layout.")
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=value. Repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. --set parallel.tp=8. Repeatable."),
     ] = None,
-    draw: Annotated[Path | None, typer.Option(help="Draw the pipeline's schedule into this SVG file.")] = None,
+    draw: Annotated[
+        Path | None, typer.Option(help="Draw the pipeline schedule to this SVG file, e.g. schedule.svg.")
+    ] = None,
     machine: Annotated[
         str | None,
         typer.Option(
-            help="Predict the time of a step on this machine: a name such as h100, a100-40-ethernet, or a YAML file."
+            help="Predict the step time on this machine: a name, e.g. h100-ib or a100-40-ethernet, or a YAML file."
         ),
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="With --machine: hours, and cost where it has a price, to so many tokens: 300B, 15T."),
+        typer.Option(
+            help="With --machine: also predict hours, and the cost if the machine has a price, for this number of tokens, e.g. 300B or 15T."
+        ),
     ] = None,
     search: Annotated[
         bool,
         typer.Option(
             "--search",
-            help="With --machine: the fastest layouts that fit, and the first of them as sections of a run.yaml.",
+            help="With --machine: search for the fastest layouts that fit in memory; print the best one as sections of a run.yaml.",
         ),
     ] = False,
     write: Annotated[
         Path | None,
-        typer.Option(help="With --search: write the run in the fastest layout into this new file.", show_default=False),
+        typer.Option(
+            help="With --search: write a run.yaml with the fastest layout to this new file.", show_default=False
+        ),
     ] = None,
     precision: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --search: look at this precision too, which changes what is computed: fp8. Repeatable."
+            help="With --search: also search layouts in this precision, e.g. fp8 (this changes the numerics). Repeatable."
         ),
     ] = None,
     fit: Annotated[
         Path | None,
         typer.Option(
             metavar="METRICS",
-            help="With --machine: print it as this metrics.jsonl of the run, on so many --ranks, measured it.",
+            help="With --machine: calibrate the machine with the metrics.jsonl of this run on --ranks ranks, and print it as YAML.",
         ),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write all of it into this file, as a page that needs no other; with --search that too."),
+        typer.Option(help="Write the plan, with --search also the layouts, to this self-contained HTML file."),
     ] = None,
     like: Annotated[
         str | None,
-        typer.Option(help="Memory as another trainer keeps things: megatron, nanotron or fsdp2 (torchtitan)."),
+        typer.Option(help="Predict the memory of another trainer: megatron, nanotron or fsdp2 (torchtitan)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show parameters, memory of each pipeline rank, FLOPs of a step, and the pipeline bubble beside the closed
-    formula.
+    """Predict parameters, memory per pipeline rank, FLOPs per step and the pipeline bubble of a run, without a GPU.
 
-    With --machine also the predicted time of a step, where it goes, and which change would gain most.
+    With --machine also the step time, its parts, and the changes of the layout that would make it faster.
     """
     from mega_common.errors import ConfigError
-    from mega_trainer.config.parallel_layout import minimum_ranks
     from mega_trainer.config.run_config import load_plan_config
 
     if machine is None and (tokens is not None or search or fit is not None):
         given = "--search" if search else "--fit" if fit is not None else "--tokens"
         raise ConfigError(
-            f"{given} predicts times, which depend on the machine", hint=f"add --machine, as in {given} --machine h100"
+            f"{given} requires --machine, because times depend on the machine",
+            hint="add --machine, e.g. --machine h100",
         )
     if precision and not search:
         raise ConfigError(
-            f"--precision {precision[0]}: is for what --search looks at",
-            hint=f"add --search, or --set precision={precision[0]}",
+            f"--precision {precision[0]} requires --search",
+            hint=f"add --search; to plan the run in this precision, use --set precision={precision[0]}",
         )
-    if write is not None and (not search or write.exists()):
-        rule = "is there already" if search else "is for the layout that --search finds"
-        raise ConfigError(f"--write {write}: {rule}", hint="a new file's name" if search else "add --search")
+    if write is not None and not search:
+        raise ConfigError(f"--write {write} requires --search", hint="add --search")
+    if write is not None and write.exists():
+        raise ConfigError(f"--write {write}: the file exists already", hint="choose a new file name")
     config = load_plan_config(run, set_ or [])
-    ranks = ranks or minimum_ranks(config)
+    ranks = ranks or config.parallel_rules.minimum_ranks
     if machine is not None and search:
         from mega_cli.plan_prediction import SHOWN, describe_layouts, search_layouts, write_layout_yaml
 
-        layouts = search_layouts(config, ranks, machine, SHOWN if html is None else PICTURED, precision or [])
+        layouts = search_layouts(config, ranks, machine, SHOWN if html is None else HTML_LAYOUTS, precision or [])
         if html is not None:
             from mega_cli.plan_prediction import write_search_html
 
@@ -130,27 +138,27 @@ def plan_command(
         return
     config.check_world_size(ranks)
     if machine is not None and fit is not None:
-        from mega_cli.plan_prediction import fit_machine as fit_machine
+        from mega_cli.plan_prediction import fit_machine
 
         print(fit_machine(config, ranks, machine, fit))
         return
-    told = describe_plan(config, ranks, draw)
+    plan = describe_plan(config, ranks, draw)
     if like is not None:
-        told |= {"like": like, "memory_bytes": _memory_like(config, ranks, like)}
+        plan |= {"like": like, "memory_bytes": _memory_like(config, ranks, like)}
     if machine is not None:
         from mega_cli.plan_prediction import predict_run
 
-        told["time"] = predict_run(config, ranks, machine, tokens, told["memory_bytes"])
+        plan["time"] = predict_run(config, ranks, machine, tokens, plan["memory_bytes"])
     if html is not None:
         from mega_cli.plan_prediction import write_plan_html
 
-        write_plan_html(html, run, config, ranks, told)
-    print(json.dumps(told, indent=1) if as_json else _table(told))
+        write_plan_html(html, run, config, ranks, plan)
+    print(json.dumps(plan, indent=1) if as_json else _format_plan(plan))
 
 
 def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str, Any]:
-    """Return the plan as --json prints it, without times; its schedule is drawn into `draw`."""
-    from mega_trainer.pipeline.schedule_svg import draw_schedule_svg as drawing
+    """Return the plan as --json prints it, without times; draw its schedule to the SVG file `draw`."""
+    from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
     from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate_schedule
     from mega_trainer.plan.flops import CONVENTIONS, count_parameters_by_layer, published_flops
     from mega_trainer.plan.layer_flops import image_flops
@@ -166,13 +174,12 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
     if draw is not None:
         check_operation_count(micro, parallel.pp * parallel.virtual_stages, "--draw")
         schedule = make_schedule(parallel.schedule, **shape)
-        draw.write_text(drawing(schedule, simulate_schedule(schedule)), encoding="utf-8")
+        draw.write_text(draw_schedule_svg(schedule, simulate_schedule(schedule)), encoding="utf-8")
     tokens = config.batch.global_ * config.tokens_per_sample
     flops = {
         kind: published_flops(config.model, config.data.seq_length, kind, config.sequence_lengths[1])
         for kind in CONVENTIONS
     }
-    seen = config.model, tuple(config.train.freeze), config.lora
     growing = [{"global": size, "steps": steps} for size, steps in config.batch.growth_plateaus()]
     return {
         "parameters": count_parameters_by_layer(config.model).total,
@@ -189,7 +196,11 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
         "tokens_per_step": tokens,
         "flops_per_step": tokens * flops["exact"],
         "flops_per_token": flops,
-        **({"flops_per_image": sum(image_flops(*seen).values())} if config.model.vision else {}),
+        **(
+            {"flops_per_image": sum(image_flops(config.model, tuple(config.train.freeze), config.lora).values())}
+            if config.model.vision
+            else {}
+        ),
         "memory_bytes": predict_memory(config.model, make_run_shape(config, ranks)),
         "microbatches_in_flight": peak_activations(filled),
         "bubble": bubble,
@@ -205,48 +216,48 @@ def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int
 
     known = next((name for name in TRAINERS if name == like), None)
     if known is None:
-        raise ConfigError(f"--like {like}: no trainer whose memory is known", hint=f"one of {', '.join(TRAINERS)}")
+        raise ConfigError(
+            f"--like must be one of {', '.join(TRAINERS)}, found {like!r}", hint=f"--like {next(iter(TRAINERS))}"
+        )
     return predict_other_trainer_memory(config.model, make_run_shape(config, ranks), known)
 
 
-def _format_rampup(told: dict[str, Any]) -> list[str]:
-    """Return the line of a batch size ramp-up; the other lines are for the full batch."""
-    growing = told.get("rampup", [])
+def _format_rampup(plan: dict[str, Any]) -> list[str]:
+    """Return the line about a batch size ramp-up; all other lines are about the full batch."""
+    growing = plan.get("rampup", [])
     steps = sum(plateau["steps"] for plateau in growing)
-    return [f"batch ramp-up    from {growing[0]['global']} samples, in {steps} steps"] if growing else []
+    return [f"batch ramp-up    from {growing[0]['global']} samples, over {steps} steps"] if growing else []
 
 
-def _table(told: dict[str, Any]) -> str:
+def _format_plan(plan: dict[str, Any]) -> str:
     from mega_common.progress_logging import format_number
 
-    formula = told["bubble_by_formula"]
-    degrees = ", ".join(f"{name} {size}" for name, size in told["ranks"].items() if name != "world")
+    formula = plan["bubble_by_formula"]
+    degrees = ", ".join(f"{name} {size}" for name, size in plan["ranks"].items() if name != "world")
     lines = [
-        f"parameters       {format_number(told['parameters'])}",
-        f"ranks            {told['ranks']['world']} ({degrees})",
-        f"a step           {format_number(told['tokens_per_step'])} tokens in {told['microbatches']} micro-batches a rank, "
-        f"{format_number(told['flops_per_step'])}FLOP",
-        "a token          "
-        + ", ".join(f"{format_number(told['flops_per_token'][kind])}FLOP {how}" for kind, how in _COUNTED.items()),
-        *(
-            [f"an image         {format_number(told['flops_per_image'])}FLOP besides"]
-            if "flops_per_image" in told
-            else []
+        f"parameters       {format_number(plan['parameters'])}",
+        f"ranks            {plan['ranks']['world']} ({degrees})",
+        f"per step         {format_number(plan['tokens_per_step'])} tokens in {plan['microbatches']} micro-batches per rank, "
+        f"{format_number(plan['flops_per_step'])}FLOP",
+        "per token        "
+        + ", ".join(
+            f"{format_number(plan['flops_per_token'][kind])}FLOP {how}" for kind, how in _FLOPS_CONVENTIONS.items()
         ),
-        *_format_rampup(told),
-        f"pipeline bubble  {100 * told['bubble']:.1f} %"
+        *([f"per image        {format_number(plan['flops_per_image'])}FLOP more"] if "flops_per_image" in plan else []),
+        *_format_rampup(plan),
+        f"pipeline bubble  {100 * plan['bubble']:.1f} %"
         + ("" if formula is None else f" (formula {100 * formula:.1f} %)"),
-        f"estimated bytes a rank{' as ' + told['like'] + ' keeps them' if 'like' in told else ''}, by pipeline rank:",
+        f"estimated memory{' of ' + plan['like'] if 'like' in plan else ''} by pipeline rank:",
     ]
-    large = max(sum(kinds.values()) for kinds in told["memory_bytes"]) >= 2**30
+    large = max(sum(kinds.values()) for kinds in plan["memory_bytes"]) >= 2**30
     scale, unit = (2**30, "GiB") if large else (2**20, "MiB")
-    for rank, (kinds, flight) in enumerate(zip(told["memory_bytes"], told["microbatches_in_flight"], strict=True)):
+    for rank, (kinds, flight) in enumerate(zip(plan["memory_bytes"], plan["microbatches_in_flight"], strict=True)):
         parts = ", ".join(f"{kind} {size / scale:.2f}" for kind, size in kinds.items())
         lines.append(f"  {rank}: {sum(kinds.values()) / scale:.2f} {unit} = {parts}; {flight} activations in flight")
-    if "time" in told:
+    if "time" in plan:
         from mega_cli.plan_prediction import format_prediction
 
-        lines += format_prediction(told["time"])
-    if told["drawing"]:
-        lines.append(f"drawn into {told['drawing']}")
+        lines += format_prediction(plan["time"])
+    if plan["drawing"]:
+        lines.append(f"schedule drawn to {plan['drawing']}")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from mega_common.progress_logging import format_number, logger
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
+    from mega_trainer.pages.plan_page import SearchedLayout
     from mega_trainer.plan.layout_search import PlannedLayout
 
 SHOWN = 8  # layouts that are printed
@@ -27,7 +28,7 @@ def predict_run(
     """Return the prediction of a run on a machine; times in seconds, memory in bytes, as --json prints it.
 
     Raises:
-        ConfigError: for a machine that is not known, or a number of tokens that is none.
+        ConfigError: for an unknown machine, or an invalid number of tokens.
     """
     from mega_trainer.plan.flops import model_flops, palm_flops
     from mega_trainer.plan.layout_search import find_faster_changes, make_planned_run
@@ -35,12 +36,12 @@ def predict_run(
 
     machine = load_machine(name)
     wanted = None if tokens is None else _parse_token_count(tokens)
-    plan = make_planned_run(config, ranks, machine)
-    step, other = plan.predict_step_time(), plan.trained.extra_flops(config.model, plan.count)
+    planned = make_planned_run(config, ranks, machine)
+    step, other = planned.predict_step_time(), planned.trained.extra_flops(config.model, planned.count)
     rate = config.batch.global_ * config.tokens_per_sample / step.seconds
-    kind = "bf16" if config.precision == "fp8" else config.precision  # MFU is told of what peers tell it of
+    kind = "bf16" if config.precision == "fp8" else config.precision  # the convention of other trainers for fp8
     length, peak = config.data.seq_length, machine.get_peak_flops(kind)
-    told: dict[str, Any] = {
+    prediction: dict[str, Any] = {
         "machine": name,
         "seconds_per_step": step.seconds,
         "tokens_per_second_per_gpu": rate / ranks,
@@ -53,10 +54,10 @@ def predict_run(
     }
     if wanted is not None:
         hours = wanted / rate / 3600
-        told |= {"tokens": wanted, "hours": hours}
+        prediction |= {"tokens": wanted, "hours": hours}
         if machine.price is not None:
-            told["cost"] = hours * ranks * machine.price
-    told["faster"] = [
+            prediction["cost"] = hours * ranks * machine.price
+    prediction["faster"] = [
         {
             "settings": _layout_overrides(layout, config),
             "gain": 1 - layout.time.seconds / step.seconds,
@@ -64,28 +65,28 @@ def predict_run(
         }
         for layout in find_faster_changes(config, ranks, machine)
     ]
-    return told
+    return prediction
 
 
-def format_prediction(told: Mapping[str, Any]) -> list[str]:
+def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
     """Return the prediction as lines."""
-    seconds = told["seconds_per_step"]
-    parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in told["seconds"].items())
-    limit = told["memory_limit_bytes"] / 2**30
+    seconds = prediction["seconds_per_step"]
+    parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in prediction["seconds"].items())
+    limit = prediction["memory_limit_bytes"] / 2**30
     lines = [
-        f"on {told['machine']}, predicted:",
-        f"  a step         {seconds:.3f} s, {told['tokens_per_second_per_gpu']:,.0f} tokens a second and GPU",
-        f"  MFU            {100 * told['mfu_causal']:.1f} % (what is not masked), {100 * told['mfu_palm']:.1f} % "
-        f"(6 N + 12 L H Q S, as PaLM counts) of the {told['peak_of']} peak",
-        f"  time goes to   {parts}",
-        f"  memory         {'fits' if told['fits'] else 'does not fit'} {limit:.1f} GiB, what CUDA and the allocator's slack leave",
+        f"on {prediction['machine']}, predicted:",
+        f"  step time      {seconds:.3f} s, {prediction['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
+        f"  MFU            {100 * prediction['mfu_causal']:.1f} % (unmasked attention), {100 * prediction['mfu_palm']:.1f} % "
+        f"(PaLM's formula, 6 N + 12 L H Q S) of the {prediction['peak_of']} peak",
+        f"  time by part   {parts}",
+        f"  memory         {'fits' if prediction['fits'] else 'does not fit'} {limit:.1f} GiB, after CUDA and the allocator's overhead",
     ]
-    if "hours" in told:
-        cost = f", costs {told['cost']:,.0f}" if "cost" in told else ""
+    if "hours" in prediction:
+        cost = f", costs {prediction['cost']:,.0f}" if "cost" in prediction else ""
         lines.append(
-            f"  {format_number(told['tokens'])} tokens   {told['hours']:,.1f} hours, {told['hours'] / 24:,.1f} days{cost}"
+            f"  {format_number(prediction['tokens'])} tokens   {prediction['hours']:,.1f} hours, {prediction['hours'] / 24:,.1f} days{cost}"
         )
-    for change in told["faster"]:
+    for change in prediction["faster"]:
         settings = " ".join(f"--set {setting}" for setting in change["settings"])
         lines.append(f"  {100 * change['gain']:.1f} % faster: {settings} ({change['memory_bytes'] / 2**30:.1f} GiB)")
     return lines
@@ -94,11 +95,10 @@ def format_prediction(told: Mapping[str, Any]) -> list[str]:
 def search_layouts(
     config: RunConfig, ranks: int, name: str, keep: int = SHOWN, precisions: Sequence[str] = ()
 ) -> list[PlannedLayout]:
-    """Return the fastest layouts that fit, at most `keep`, the best first, also in other `precisions`; the search
-    reports its progress.
+    """Return up to `keep` layouts that fit in memory, the fastest first, also in other `precisions`; print progress.
 
     Raises:
-        ConfigError: for a machine or a precision that is not known, or when no layout fits.
+        ConfigError: for an unknown machine or precision, or if no layout fits.
     """
     from mega_trainer.plan.layout_search import find_best_layouts
     from mega_trainer.plan.machine import load_machine
@@ -106,7 +106,9 @@ def search_layouts(
     machine = load_machine(name)
     for precision in precisions:
         if precision == "fp8" and not machine.supports_precision(precision):
-            raise ConfigError(f"--precision fp8: {machine.gpu} has no products in fp8", hint="h100 and later have them")
+            raise ConfigError(
+                f"--precision fp8 is not supported by the GPU {machine.gpu}", hint="use --machine h100 or a later GPU"
+            )
     shown = [time.monotonic()]
 
     def report_progress(text: str) -> None:
@@ -120,7 +122,7 @@ def search_layouts(
 def describe_layouts(
     config: RunConfig, ranks: int, name: str, layouts: Sequence[PlannedLayout], *, as_json: bool
 ) -> str:
-    """Return layouts as comments of a YAML text of the first one, or as JSON."""
+    """Return layouts as YAML of the first one with the others as comments, or as JSON."""
     from mega_trainer.plan.layout_search import explain_layout_time, format_layout, layout_to_yaml
 
     best, tokens = layouts[0], config.batch.global_ * config.tokens_per_sample
@@ -138,7 +140,9 @@ def describe_layouts(
             for layout in layouts
         ]  # fmt: skip
         return json.dumps(rows, indent=1)
-    lines = [f"# {ranks} ranks on {name}, predicted; seconds a step, tokens a second and GPU, GiB of the fullest rank"]
+    lines = [
+        f"# {ranks} ranks on {name}, predicted: seconds per step, tokens/s/GPU, GiB of the rank with the most memory"
+    ]
     for layout in layouts:
         lines.append(
             f"# {layout.time.seconds:.3f} s  {tokens / layout.time.seconds / ranks:,.0f}  {layout.memory / 2**30:.1f} GiB  "
@@ -148,10 +152,10 @@ def describe_layouts(
 
 
 def fit_machine(config: RunConfig, ranks: int, name: str, metrics: Path) -> str:
-    """Return the machine as a run measured it, as a YAML text with the measurements as comments.
+    """Return the machine calibrated with the metrics of a run, as YAML with predicted and measured times as comments.
 
     Raises:
-        ConfigError: for a machine that is not known, metrics that tell nothing, or a run that was faster than can be.
+        ConfigError: for an unknown machine, metrics without times, or a run that was faster than the machine's peak.
     """
     import yaml
 
@@ -161,14 +165,18 @@ def fit_machine(config: RunConfig, ranks: int, name: str, metrics: Path) -> str:
 
     machine, measured = load_machine(name), read_measured_times(metrics)
     before = make_planned_run(config, ranks, machine)
-    own = calibrate_machine(before, machine, measured)
-    lines = [f"# {name}, as {metrics} measured it on {ranks} rank(s)"]
-    lines += [f"# {line}" for line in compare_predictions(before, make_planned_run(config, ranks, own), measured)]
-    return "\n".join([*lines, yaml.safe_dump(own.model_dump(mode="json", exclude_none=True), sort_keys=False).rstrip()])
+    calibrated = calibrate_machine(before, machine, measured)
+    lines = [f"# {name}, calibrated with {metrics} on {ranks} rank(s)"]
+    lines += [
+        f"# {line}" for line in compare_predictions(before, make_planned_run(config, ranks, calibrated), measured)
+    ]
+    return "\n".join(
+        [*lines, yaml.safe_dump(calibrated.model_dump(mode="json", exclude_none=True), sort_keys=False).rstrip()]
+    )
 
 
 def write_layout_yaml(config: RunConfig, layout: PlannedLayout, path: Path) -> None:
-    """Write a run.yaml with every setting of that run, in that layout."""
+    """Write a run.yaml with all settings of the run in this layout."""
     import yaml
 
     from mega_common.atomic_files import open_atomic_file
@@ -185,8 +193,8 @@ def _layout_overrides(layout: PlannedLayout, config: RunConfig) -> list[str]:
     for path, value in layout.settings.items():
         section, _, key = path.partition(".")
         if value is not None or getattr(getattr(config, section), key) is not None:
-            told = value["kind"] if isinstance(value, dict) else json.dumps(value).strip('"')
-            changed.append(f"{path}={told}")
+            text = value["kind"] if isinstance(value, dict) else json.dumps(value).strip('"')
+            changed.append(f"{path}={text}")
     return changed
 
 
@@ -202,23 +210,19 @@ def _parse_token_count(text: str) -> float:
     except ValueError:
         number = 0.0
     if number <= 0:
-        raise ConfigError(f"--tokens {text}: no number of tokens", hint="such as 300B or 15T")
+        raise ConfigError(
+            f"--tokens must be a number with K, M, B or T, found {text!r}", hint="--tokens 300B or --tokens 15T"
+        )
     return number
 
 
-if TYPE_CHECKING:
-    from mega_trainer.config.run_config import RunConfig
-    from mega_trainer.pages.plan_page import SearchedLayout
-    from mega_trainer.plan.layout_search import PlannedLayout
-
-
 def write_plan_html(
-    html: Path, run: Path, config: RunConfig, ranks: int, told: dict[str, Any], found: Sequence[SearchedLayout] = ()
+    html: Path, run: Path, config: RunConfig, ranks: int, plan: dict[str, Any], found: Sequence[SearchedLayout] = ()
 ) -> None:
-    """Write the page of a plan in the form that `mega plan --json` prints.
+    """Write the HTML page of a plan, given as `mega plan --json` prints it.
 
     Raises:
-        ConfigError: when the file cannot be written.
+        ConfigError: if the file cannot be written.
     """
     from mega_trainer.pages.page_elements import write_html_page
     from mega_trainer.pages.plan_page import PipelineShape, render_plan_page
@@ -228,17 +232,17 @@ def write_plan_html(
     from mega_trainer.plan.memory_prediction import predict_peak_memory
 
     shape, costs = make_run_shape(config, ranks), None
-    if "time" in told:
-        timed = make_planned_run(config, ranks, load_machine(told["time"]["machine"]))
+    if "time" in plan:
+        timed = make_planned_run(config, ranks, load_machine(plan["time"]["machine"]))
         costs = timed.make_stage_costs(timed.compute_stage_work())
     message = shape.micro_batch * (shape.seq_length // shape.cp) * config.model.hidden_size * shape.weight_bytes
     text = render_plan_page(
-        f"Plan of {run}", told, [rank.moment for rank in predict_peak_memory(config.model, shape)],
+        f"Plan of {run}", plan, [rank.moment for rank in predict_peak_memory(config.model, shape)],
         PipelineShape(shape.schedule, shape.pp, shape.virtual_stages, shape.microbatches),
         message // (shape.tp if shape.sp else 1), costs, found,
     )  # fmt: skip
     write_html_page(html, text, "--html")
-    logger.info("the page is %s", html)
+    logger.info("wrote %s", html)
 
 
 def write_search_html(
@@ -250,10 +254,10 @@ def write_search_html(
     tokens: str | None,
     layouts: Sequence[PlannedLayout],
 ) -> None:
-    """Write the page of these layouts, and of the plan of the first.
+    """Write the HTML page of the layouts of a search, and of the plan of the first.
 
     Raises:
-        ConfigError: when the file cannot be written.
+        ConfigError: if the file cannot be written.
     """
     from mega_cli.plan import describe_plan
     from mega_trainer.pages.plan_page import SearchedLayout
@@ -272,6 +276,6 @@ def write_search_html(
         for layout in layouts
     ]
     chosen = apply_settings(config, best.settings)
-    told = describe_plan(chosen, ranks)
-    told["time"] = predict_run(chosen, ranks, machine, tokens, told["memory_bytes"])
-    write_plan_html(html, run, chosen, ranks, told, found)
+    plan = describe_plan(chosen, ranks)
+    plan["time"] = predict_run(chosen, ranks, machine, tokens, plan["memory_bytes"])
+    write_plan_html(html, run, chosen, ranks, plan, found)

@@ -16,15 +16,15 @@ StartTraining = Callable[["RunConfig", Path, int | None], int]
 
 
 def replay_step(config: RunConfig, step: int, nproc: int | None, start: StartTraining) -> int:
-    """Run the steps up to `step` again, from the newest checkpoint before it. Returns the exit status."""
+    """Re-run the steps up to `step` from the latest checkpoint before it. Returns the exit status."""
     from mega_trainer.job.step_replay import make_replay_run
 
     again, checkpoint = make_replay_run(config, step)
-    return _made(again, checkpoint, Path(config.output), nproc, start)
+    return _run_and_compare(again, checkpoint, Path(config.output), nproc, start)
 
 
 def reproduce_step(checkpoint: str, overrides: list[str], nproc: int | None, start: StartTraining) -> int:
-    """Run the step after a checkpoint again, with the settings saved in it. Returns the exit status."""
+    """Re-run the step after a checkpoint with the settings saved in it. Returns the exit status."""
     from mega_ckpt.store import parse_location
     from mega_trainer.job.step_replay import make_reproduction_run
 
@@ -32,44 +32,44 @@ def reproduce_step(checkpoint: str, overrides: list[str], nproc: int | None, sta
     again = make_reproduction_run(found, overrides)
     run = found.parent.parent
     recorded = run if isinstance(run, Path) and (run / "metrics.jsonl").exists() else Path(again.output).parent
-    return _made(again, found, recorded, nproc, start)
+    return _run_and_compare(again, found, recorded, nproc, start)
 
 
-def _made(
+def _run_and_compare(
     again: RunConfig, checkpoint: Location | None, recorded: Path, nproc: int | None, start: StartTraining
 ) -> int:
     from mega_ckpt.store import Checkpoint
     from mega_trainer.job.step_replay import compare_steps, read_recorded_steps, write_replay_yaml
 
-    leads, saved = os.environ.get("RANK", "0") == "0", {}
+    is_first_rank, saved = os.environ.get("RANK", "0") == "0", {}
     if checkpoint is not None:
         saved = dict(Checkpoint.open_folder(checkpoint).manifest.provenance)
     nproc = nproc or saved.get("ranks")  # type: ignore[assignment]
-    if leads:
+    if is_first_rank:
         print(f"from {checkpoint or 'the first step'}")
-        for line in _differences(again, checkpoint, saved, nproc) if checkpoint else ():
+        for line in _find_differences(again, checkpoint, saved, nproc) if checkpoint else ():
             print(line)
         path = write_replay_yaml(again)
     else:
         path = Path(again.output) / "replay.yaml"
     if status := start(again, path, nproc):
         return status
-    if not leads:
+    if not is_first_rank:
         return 0
     found = list(compare_steps(read_recorded_steps(recorded), read_recorded_steps(Path(again.output))))
     print("\n".join(line for line, _ in found))
     return 0 if all(same for _, same in found) else DIFFERENT
 
 
-def _differences(again: RunConfig, checkpoint: Location, saved: Mapping[str, Any], nproc: int | None) -> list[str]:
-    """Return what differs from the time of the save, before anything is trained; the run itself reports settings."""
+def _find_differences(again: RunConfig, checkpoint: Location, saved: Mapping[str, Any], nproc: int | None) -> list[str]:
+    """Return the differences in environment and data since the save; the run itself logs differences in settings."""
     from mega_trainer.data.data_check import find_run_tokenizer
     from mega_trainer.job.step_replay import collect_provenance, diff_settings
     from mega_trainer.run.build_components import load_datasets
     from mega_trainer.run.train_state import inherit_data_order, read_saved_state
 
     if "data" not in saved:
-        return ["differs: unknown, as it does not tell what it was made with"]
+        return ["differs: unknown, because the checkpoint has no record of its environment"]
     ranks = int(os.environ.get("WORLD_SIZE") or nproc or again.minimum_world_size)
     tokenizer = find_run_tokenizer(again.data, again.model.vocab_size)
     data = load_datasets(inherit_data_order(again, read_saved_state(checkpoint)), tokenizer)[0].fingerprint

@@ -1,4 +1,4 @@
-"""`mega report`: runs as a page."""
+"""`mega report`: an HTML page about training runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ def report_command(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN [RUN…]", help="Folders of runs: what run.yaml calls `output`. They may be running."
+            metavar="RUN [RUN…]",
+            help="Output folders of runs (`output` in run.yaml), e.g. runs/llama3-8b. The runs may still be training.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Write one page on a run, or on several side by side: losses, speed, memory, where time went, starts, settings.
+    """Write an HTML page about one run, or about several side by side: losses, speed, memory, time per phase, restarts,
+    settings.
 
-    The page is one file that needs no other and no network. What a run has not logged is left out.
+    The page is self-contained and works offline. Values that a run has not logged are left out.
     """
     from mega_common.progress_logging import ProgressBar
     from mega_trainer.pages.page_elements import write_html_page

@@ -1,4 +1,4 @@
-"""`mega serve` and `mega chat`: a model behind OpenAI's API, and in the terminal."""
+"""`mega serve` and `mega chat`: serve a model with OpenAI's API, and chat in the terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mega_eval.inference_engine import InferenceEngine
     from mega_eval.multi_rank_inference import ReplicaLayout
     from mega_eval.server.embeddings_api import ServedEmbedder
-    from mega_trainer.launch.local_ranks import RankInfo
+    from mega_trainer.distributed.rank_info import RankInfo
     from mega_trainer.model.decoder import Decoder
     from mega_trainer.parallel.lora_layers import AdapterSelection
 
@@ -67,77 +67,89 @@ CHAT_EXAMPLES = """Examples:
     printf 'What is the capital of France?\\nAnd of Italy?\\n' | mega chat out/hf
 """
 LONGEST_DEFAULT = 8192  # tokens
-FOREVER = 3600.0 * 24 * 365 * 10  # seconds that ranks wait for a request
+FOREVER = 3600.0 * 24 * 365 * 10  # seconds: timeout of ranks that wait for a request
 KEY_VARIABLE = "MEGA_API_KEY"
 
 ChatTemplateOption = Annotated[
-    Path | None, typer.Option(help="A chat template, in Jinja; default: the one beside the tokenizer.")
+    Path | None, typer.Option(help="Jinja chat template; default: the template in the tokenizer's folder.")
 ]
 MaxLength = Annotated[
     int | None,
-    typer.Option(min=2, help="Tokens of a prompt and its answer together; default: all the model can, up to 8192."),
+    typer.Option(
+        min=2, help="Context length in tokens (prompt and answer); default: the model's maximum, at most 8192."
+    ),
 ]
 
 
 def serve_command(
     model: Model,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Any but this machine's own wants an API key.")
+        str, typer.Option(help="Address to bind to. Addresses other than this machine's own require an API key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; default: MODEL as given.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free port.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="Model name in the API, e.g. llama3-8b; default: MODEL as given.")
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=FOLDER",
-            help="An adapter of low rank, a run's or a folder of PEFT's: clients choose it by NAME as their model. Repeatable.",
+            help="LoRA adapter, from a run or a PEFT folder; clients select it with NAME as the model. Repeatable.",
         ),
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar=KEY_VARIABLE, help="Clients have to bring it. Others on this machine can read options."),
+        typer.Option(
+            envvar=KEY_VARIABLE,
+            help="API key that clients must send. Other users of this machine can read command lines: prefer --api-key-file.",
+        ),
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="A file with the API key.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the API key.")] = None,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ORIGIN",
-            help="Origin of web pages that may call the server (CORS), such as https://chat.example; * is any. Repeatable.",
+            help="Origin of web pages that may call the server (CORS), e.g. https://chat.example; * allows all. Repeatable.",
         ),
     ] = None,
     max_length: MaxLength = None,
     cache_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of all requests that are kept in memory; default: twice --max-length."),
+        typer.Option(min=1, help="KV cache size in tokens, for all requests together; default: 2 * --max-length."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts continued at the same time.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Maximum number of sequences per batch.")] = 32,
     max_requests: Annotated[
         int,
-        typer.Option(min=1, help="Requests, and texts of all requests, that run or wait; more are refused with 429."),
+        typer.Option(
+            min=1,
+            help="Maximum number of running and waiting requests, and of their sequences; more are rejected with 429.",
+        ),
     ] = 256,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 2**20,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one request.")] = 600,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs after SIGTERM or Ctrl-C.")] = 30,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks to start here that share each weight.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Ranks that share the experts.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Ranks that share the layers.")] = 1,
+    max_body: Annotated[int, typer.Option(min=1, help="Maximum size of a request in bytes.")] = 2**20,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Timeout of a request in seconds.")] = 600,
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds to finish running requests after SIGTERM or Ctrl-C.")
+    ] = 30,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks to start on this machine.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel ranks.")] = 1,
     draft: DraftOption = None,
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
     chat_template: ChatTemplateOption = None,
 ) -> None:
-    """Serve a model by OpenAI's API, with a page to try it at /.
+    """Serve a model with OpenAI's API, and a web page for chats at /.
 
-    For evaluation, for trying and for light use: one copy of the model. For heavy serving give the folder
-    that `mega ckpt convert MODEL OUT --to hf` writes to vLLM or SGLang, which load it as it is.
+    It runs one copy of the model, for evaluation and light use. For heavy load, convert the model with
+    `mega ckpt convert MODEL OUT --to hf` and serve the folder OUT with vLLM or SGLang, which load it unchanged.
 
     Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/models, /tokenize, /detokenize,
     /tokenizer_info, /health, /version, /metrics.
     """
     key = _read_api_key(api_key, api_key_file)
     adapters = _parse_adapters(adapter or [], name or model)
-    _need_server()
+    _check_server_packages()
     from mega_cli.eval_ranks import join_model_ranks
     from mega_eval.multi_rank_inference import BroadcastingEngine, ReplicaLayout, follow_engine_calls
     from mega_eval.server.engine_driver import EngineDriver
@@ -149,7 +161,8 @@ def serve_command(
     sharing = ReplicaLayout(tp, ep, pp)
     if sharing.ranks_per_copy > 1 and draft not in (None, "ngrams", "none"):
         raise ConfigError(
-            f"--draft {draft}: guesses on one rank alone", hint="--draft ngrams, or no --tp, --ep and --pp"
+            f"--draft {draft} is not supported on several ranks (--tp, --ep, --pp)",
+            hint="use --draft ngrams, or leave out --tp, --ep and --pp",
         )
     with join_model_ranks(sharing, sharing.ranks_per_copy, device, FOREVER) as ranks:
         listener = bind_server_socket(host, port, key) if ranks.rank == 0 else None
@@ -158,7 +171,7 @@ def serve_command(
         )
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)  # the first rank ends, when what runs is finished
+                signal.signal(number, signal.SIG_IGN)  # rank 0 stops the others after the running requests
             follow_engine_calls(found.engine)
             return
         service = ModelService(
@@ -190,16 +203,16 @@ def serve_command(
 
 def chat_command(
     model: Model,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 1024,
+    system: Annotated[str | None, typer.Option(help="System prompt, e.g. 'Answer in one sentence.'")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 1024,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: tokens of the conversation become less likely.")
+        float | None, typer.Option(help="Above 1 makes tokens of the conversation less likely, e.g. 1.1.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws; the same seed gives the same answers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     max_length: MaxLength = None,
     draft: DraftOption = None,
     precision: PrecisionOption = EvalPrecision.FP32,
@@ -207,10 +220,10 @@ def chat_command(
     tokenizer: TokenizerOption = None,
     chat_template: ChatTemplateOption = None,
 ) -> None:
-    """Chat with a model. /reset clears the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer.
+    """Chat with a model. /reset clears the conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer.
 
-    Piped standard input is one turn a line; nothing but the answers goes to standard output. How tokens are drawn is
-    what the model's generation_config.json says, as far as no option says otherwise.
+    Piped standard input has one user turn per line; standard output has the answers only. Sampling settings come from
+    the options, else from the model's generation_config.json.
     """
     from mega_eval.chat_session import ChatSession, load_chat_template
     from mega_eval.sampling import Sampling
@@ -228,7 +241,7 @@ def chat_command(
     chat = ChatSession(
         found.engine, found.tokenizer, template, sampling, found.ends, max_new_tokens, found.max_length, system=system
     )
-    _talk(chat)
+    _run_chat(chat)
 
 
 @dataclass(frozen=True)
@@ -263,61 +276,64 @@ def _load(
     from mega_eval.multi_rank_inference import BroadcastingEngine, build_replica_groups
     from mega_trainer.parallel.lora_layers import AdapterSelection
 
-    groups, leads = None, False
+    groups = None
     if sharing is not None and ranks is not None and ranks.world_size > 1:
-        groups, leads = (
-            build_replica_groups(read_model_config(model), ranks.rank, ranks.world_size, sharing),
-            ranks.rank == 0,
-        )
+        groups = build_replica_groups(read_model_config(model), ranks.rank, ranks.world_size, sharing)
+    broadcasts = groups is not None and ranks is not None and ranks.rank == 0
     loaded = LanguageModel.load(
         model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, groups=groups, adapters=adapters
     )
-    config, words = loaded.model.config, loaded.tokenizer
+    config, vocabulary = loaded.model.config, loaded.tokenizer
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
-    room = cache_tokens or 2 * longest
-    engine = (BroadcastingEngine if leads else InferenceEngine)(
-        loaded.model, words, cache_tokens=room, batch_size=batch_size,
-        drafter=make_drafter(loaded.draft, loaded.model, words, room, batch_size), adapters=loaded.adapters,
+    cached = cache_tokens or 2 * longest
+    engine = (BroadcastingEngine if broadcasts else InferenceEngine)(
+        loaded.model, vocabulary, cache_tokens=cached, batch_size=batch_size,
+        drafter=make_drafter(loaded.draft, loaded.model, vocabulary, cached, batch_size), adapters=loaded.adapters,
     )  # fmt: skip
-    embeds = sharing is not None and groups is None and config.encoder is None
-    embedder = _embedder(model, loaded.model, words, loaded.adapters or AdapterSelection([])) if embeds else None
-    return _LoadedModel(engine, words, loaded.ends, longest, config.vocab_size, embedder)
+    embedder = None
+    if sharing is not None and groups is None and config.encoder is None:
+        embedder = _make_embedder(model, loaded.model, vocabulary, loaded.adapters or AdapterSelection([]))
+    return _LoadedModel(engine, vocabulary, loaded.ends, longest, config.vocab_size, embedder)
 
 
-def _embedder(folder: str, model: Decoder, tokenizer: Tokenizer, adapters: AdapterSelection) -> ServedEmbedder | str:
-    """Return the embedder of a model, or why its folder's embeddings are not supported."""
+def _make_embedder(
+    folder: str, model: Decoder, tokenizer: Tokenizer, adapters: AdapterSelection
+) -> ServedEmbedder | str:
+    """Return the embedder of a model, or the reason why embeddings of its folder are not supported."""
     from mega_eval.server.embeddings_api import make_served_embedder
 
     try:
         return make_served_embedder(folder, model, tokenizer, adapters)
     except MegaError as error:
-        logger.warning("/v1/embeddings is refused: %s", error.message)
+        logger.warning("/v1/embeddings is not available: %s", error.message)
         return f"embeddings of this model are not supported: {error.message}"
 
 
-def _parse_adapters(given: Sequence[str], model: str) -> dict[str, str]:
-    """Return folders of adapters by their names."""
+def _parse_adapters(options: Sequence[str], model: str) -> dict[str, str]:
+    """Return the folders of adapters by name."""
     found: dict[str, str] = {}
-    for one in given:
-        name, _, folder = one.partition("=")
+    for option in options:
+        name, _, folder = option.partition("=")
         if not name or not folder:
-            raise ConfigError(f"--adapter {one}: is no NAME=FOLDER", hint=f"such as --adapter mine={folder or one}")
+            raise ConfigError(
+                f"--adapter must have the form NAME=FOLDER, found {option!r}", hint=f"--adapter mine={folder or option}"
+            )
         if name in found or name == model:
-            raise ConfigError(f"--adapter {one}: there is a model {name!r} already", hint="give it another NAME")
+            raise ConfigError(f"--adapter {option}: the name {name!r} is used twice", hint="choose another NAME")
         found[name] = folder
     return found
 
 
 def _default_sampling(model: str) -> dict[str, Any]:
-    """Return the sampling settings of the model's generation_config.json, reported in one line."""
+    """Return the sampling settings of the model's generation_config.json, and log them."""
     from mega_eval.model_loading import load_sampling_settings
     from mega_eval.sampling import Sampling
 
     own = load_sampling_settings(model)
     if own:
         Sampling.parse(own, source=f"{model}: generation_config.json")
-        told = ", ".join(f"{name} {value}" for name, value in own.items())
-        logger.info("%s: unless told otherwise, by its generation_config.json: %s", model, told)
+        settings = ", ".join(f"{name} {value}" for name, value in own.items())
+        logger.info("%s: default sampling of its generation_config.json: %s", model, settings)
     return own
 
 
@@ -327,24 +343,26 @@ def _read_api_key(given: str | None, file: Path | None) -> str | None:
         given = read_utf8_text(file, ConfigError).strip()
     if given is not None and not re.fullmatch(r"[\x21-\x7e]{8,}", given):
         where = str(file) if file else f"--api-key or {KEY_VARIABLE}"
-        hint = "openssl rand -hex 32 makes a good one"
-        raise ConfigError(f"{where}: an API key is at least 8 printable characters of ASCII without spaces", hint=hint)
+        hint = "openssl rand -hex 32 prints a good key"
+        raise ConfigError(
+            f"{where}: the API key must be at least 8 printable ASCII characters without spaces", hint=hint
+        )
     return given
 
 
-def _need_server() -> None:
+def _check_server_packages() -> None:
     from importlib.util import find_spec
 
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise MissingPackageError(
-            f"mega serve needs {' and '.join(missing)}, which are not installed",
+            f"mega serve requires {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed",
             hint="in the root of the repository: pip install 'packages/eval[serve]'",
         )
 
 
 def _find_template(model: str, tokenizer: Path | None, file: Path | None) -> ChatTemplate | None:
-    """Return the chat template, or None for a base model unless a file was named."""
+    """Return the chat template, or None for a model without one; a given file must be valid."""
     from mega_eval.chat_session import load_chat_template
 
     try:
@@ -352,35 +370,35 @@ def _find_template(model: str, tokenizer: Path | None, file: Path | None) -> Cha
     except (DataError, MissingPackageError) as error:
         if file is not None:
             raise
-        logger.warning("%s; /v1/chat/completions is refused", error.message)
+        logger.warning("%s; /v1/chat/completions is not available", error.message)
         return None
 
 
-def _talk(chat: ChatSession) -> None:
+def _run_chat(chat: ChatSession) -> None:
     terminal = sys.stdin.isatty()
     if terminal:
-        import readline  # noqa: F401 - its import gives input() a line that can be edited
+        import readline  # noqa: F401 - its import makes input() an editable line
 
-        _note("/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer")
+        _print_note("/reset clears the conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer")
     for turn in _read_turns(terminal):
         if turn == "/quit":
             return
         if turn == "/reset":
             chat.messages.clear()
-            _note("the conversation is forgotten")
+            _print_note("conversation cleared")
             continue
         if turn.startswith("/") and terminal and " " not in turn:
-            _note(f"{turn}: no such command; there are /reset and /quit")
+            _print_note(f"{turn}: unknown command; the commands are /reset and /quit")
             continue
         _answer(chat, turn)
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
 def _read_turns(terminal: bool) -> Iterator[str]:
-    """Yield what a person types, line by line, until the end of the input, without empty lines."""
+    """Yield the non-empty lines of standard input until its end."""
     while True:
         try:
             line = input("> " if terminal else "")
@@ -391,42 +409,42 @@ def _read_turns(terminal: bool) -> Iterator[str]:
         except KeyboardInterrupt:
             if not terminal:
                 raise
-            _note("\n/quit or Ctrl-D ends")
+            _print_note("\n/quit or Ctrl-D exits")
             continue
         if line.strip():
             yield line.strip()
 
 
 def _answer(chat: ChatSession, turn: str) -> None:
-    remembered = len(chat.messages)
+    previous = len(chat.messages)
     try:
         with _catch_interrupt(chat) as stopped:
             for text in chat.stream_answer(turn, stopped):
                 print(text, end="", flush=True)
             print()
     except MegaError as error:
-        _note(f"error: {error}")
+        _print_note(f"error: {error}")
         return
-    if len(chat.messages) < remembered + 2:
-        _note(f"the conversation is longer than the model's {chat.max_length} tokens: its begin is forgotten")
+    if len(chat.messages) < previous + 2:
+        _print_note(f"the conversation exceeds the context of {chat.max_length} tokens: its first turns are dropped")
 
 
 @contextlib.contextmanager
 def _catch_interrupt(chat: ChatSession) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed; pressed again, it ends the program as usual.
+    """Yield a function that returns True after Ctrl-C; a second Ctrl-C exits the program.
 
-    Before the engine has the turn, such as in a chat template that does not end, Ctrl-C raises an error instead.
+    While the engine has no request, such as during a chat template that does not terminate, Ctrl-C raises an error.
     """
     pressed = False
 
-    def note(_: int, __: FrameType | None) -> None:
+    def handle_interrupt(_: int, __: FrameType | None) -> None:
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, before)
         if not chat.engine.num_waiting and not chat.engine.num_running:
-            raise DataError("the turn is given up: Ctrl-C was pressed before the answer began")
+            raise DataError("Ctrl-C was pressed before the answer began; the turn is cancelled")
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, handle_interrupt)
     try:
         yield lambda: pressed
     finally:

@@ -12,7 +12,7 @@ from mega_common.strict_config import apply_overrides, load_yaml_mapping
 
 FlatSettings = dict[str, Any]
 
-# What a trained model does not depend on, but for rounding; and what of that it does depend on.
+# Settings without effect on the trained model except rounding, and exceptions from them.
 WITHOUT_EFFECT = (
     "parallel", "recompute", "offload", "profile", "batch.micro", "optimizer.offload", "data.cache", "device", "timeout_seconds", "log",
     "debug", "train", "checkpoint",
@@ -29,15 +29,14 @@ class StageVerdict:
 
 
 def stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
-    """Return every setting of the run.yaml that a stage is given, with its `--set` options applied, or None without
-    one.
+    """Return all settings of a stage's run.yaml with its `--set` options applied, or None if it has no run.yaml.
 
     Raises:
-        ConfigError: with everything that is wrong with it.
+        ConfigError: with all problems.
     """
     if stage.run_config_path is None:
         return None
-    from mega_trainer.config.run_config import (  # here: a workflow of other commands needs no trainer
+    from mega_trainer.config.run_config import (  # here: workflows of other commands do not need the trainer
         RunConfig,
         resolve_run_config,
     )
@@ -51,15 +50,15 @@ def stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
 
 
 def referenced_files(settings: FlatSettings) -> list[str]:
-    """Return what a run reads beside its run.yaml: token data sets, a tokenizer, weights or a checkpoint to start from."""
+    """Return the files that a run.yaml names: token data sets, the tokenizer, and initial weights or checkpoint."""
     from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files  # here, as above
 
     data = settings["data"]
-    sets = [Path(source["path"]) for split in ("train", "valid", "test") for source in data[split] or ()]
+    prefixes = [Path(source["path"]) for split in ("train", "valid", "test") for source in data[split] or ()]
     read = [
         str(path)
-        for one in sets
-        for path in (get_bin_path(one), get_idx_path(one), *list_companion_files(one).values())
+        for prefix in prefixes
+        for path in (get_bin_path(prefix), get_idx_path(prefix), *list_companion_files(prefix).values())
     ]
     others = (data["tokenizer"], settings["init_from"], settings["checkpoint"]["load"])
     return read + [name for name in others if name]
@@ -68,37 +67,39 @@ def referenced_files(settings: FlatSettings) -> list[str]:
 def judge_settings_change(
     stage: WorkflowStage, before: FlatSettings | None, now: FlatSettings | None, *, done: bool
 ) -> StageVerdict | None:
-    """Return the effect of changed settings on the work of a stage, or None if there is none.
+    """Return the effect of changed settings on a stage, or None if they have none.
 
-    Training goes on from its checkpoints under other settings while it has steps to do, unless as another model.
-    What was trained to its end under other settings is not the model that is asked for.
+    A training with remaining steps resumes from its checkpoints with the new settings, unless `model` changed. A finished
+    training with other settings starts over.
     """
     changed = {
-        path: values for path, values in changed_settings(before or {}, now or {}).items() if _matters(stage, path)
+        path: values
+        for path, values in changed_settings(before or {}, now or {}).items()
+        if _affects_result(stage, path)
     }
     if not changed:
         return None
-    told = ", ".join(f"{path}: {old!r} -> {new!r}" for path, (old, new) in list(changed.items())[:3])
+    reason = ", ".join(f"{path}: {old!r} -> {new!r}" for path, (old, new) in list(changed.items())[:3])
     others = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
     another_model = any(path.split(".")[0] == "model" for path in changed)
     old_steps, new_steps = changed.get("train.steps", (0, 0))
-    goes_on = stage.run == "train" and not another_model and (not done or new_steps > old_steps)
-    return StageVerdict(told + others, start_over=not goes_on)
+    resumes = stage.run == "train" and not another_model and (not done or new_steps > old_steps)
+    return StageVerdict(reason + others, start_over=not resumes)
 
 
-def _matters(stage: WorkflowStage, path: str) -> bool:
-    free = any(f"{path}.".startswith(f"{section}.") for section in WITHOUT_EFFECT)
-    return stage.run != "train" or path in DECISIVE or not free
+def _affects_result(stage: WorkflowStage, path: str) -> bool:
+    without_effect = any(f"{path}.".startswith(f"{section}.") for section in WITHOUT_EFFECT)
+    return stage.run != "train" or path in DECISIVE or not without_effect
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, by path: their old and new value, None for a missing one."""
-    old, new = _flat(before), _flat(now)
+    """Return the old and new value of each setting that differs, by path; None for a missing value."""
+    old, new = _flatten(before), _flatten(now)
     paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
     return {path: (old.get(path), new.get(path)) for path in paths}
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {path: value}
-    return {p: v for key, item in value.items() for p, v in _flat(item, f"{path}.{key}".strip(".")).items()}
+    return {p: v for key, item in value.items() for p, v in _flatten(item, f"{path}.{key}".strip(".")).items()}

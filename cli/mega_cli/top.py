@@ -1,4 +1,4 @@
-"""`mega top`: a run as it goes, in the terminal."""
+"""`mega top`: live view of a training run in the terminal."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ EXAMPLES = """Examples:
 
 
 def top_command(
-    run: Annotated[Path, typer.Argument(help="The run's folder: what run.yaml calls `output`.")],
-    once: Annotated[bool, typer.Option("--once", help="Print it as it is now, and end.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 2.0,
+    run: Annotated[Path, typer.Argument(help="Output folder of the run (`output` in run.yaml), e.g. runs/llama3-8b.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the current state once and exit.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 2.0,
 ) -> None:
-    """Show a live run: step, losses, speed, phases of a step, goodput, the last checkpoint, time left. Ctrl-C ends only
-    the view.
+    """Show the progress of a run: step, losses, speed, time per phase, goodput, last checkpoint, time left.
 
-    It reads what the run writes, and can run on any machine that sees the folder.
+    It reads the run's log files, so it works on any machine that can read the folder. Ctrl-C stops only the view.
     """
     import time
     from contextlib import suppress
@@ -34,14 +33,14 @@ def top_command(
     from mega_trainer.pages.run_log import RunLog
     from mega_trainer.pages.terminal_view import TAIL, render_run_view
 
-    def current_time() -> RenderableType:
+    def render_view() -> RenderableType:
         return render_run_view(RunLog.read_folder(run, tail=TAIL), time.time())
 
     console = Console()
     if once or not console.is_terminal:
-        console.print(current_time())
+        console.print(render_view())
         return
-    with suppress(KeyboardInterrupt), Live(current_time(), console=console, screen=True, auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), Live(render_view(), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(every)
-            live.update(current_time(), refresh=True)
+            live.update(render_view(), refresh=True)

@@ -1,4 +1,4 @@
-"""`mega train`: check the run, start its ranks if it is not one of them, train."""
+"""`mega train`: check the configuration, start the ranks unless this process is one, and train."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
-    from mega_trainer.run.training_loop import TaskScorer
+    from mega_trainer.run.training_context import TaskScorer
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -47,54 +47,54 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RUN]",
-        help="The run's configuration, run.yaml. With --from-megatron-args: the script's own arguments, after `--`.",
+        help="Configuration file, e.g. run.yaml. With --from-megatron-args: arguments of the script, after `--`.",
         show_default=False,
     ),
 ]
 LaunchScript = Annotated[
     Path | None,
-    typer.Option(help="Translate this launch script of Megatron-LM into a run.yaml, print it, and stop."),
+    typer.Option(help="Translate this Megatron-LM launch script to a run.yaml, print it and exit, e.g. pretrain.sh."),
 ]
 DeepSpeedConfig = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Translate this ds_config.json of DeepSpeed, on --nproc ranks, into a run.yaml, print it, and stop.",
+        help="Translate this DeepSpeed ds_config.json to a run.yaml for --nproc ranks, print it and exit.",
     ),
 ]
 HfArgs = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="The same of HuggingFace's TrainingArguments as JSON, and of what Axolotl, TRL, LLaMA-Factory and Accelerate have as YAML.",
+        help="Translate HuggingFace TrainingArguments (JSON), or a YAML config of Axolotl, TRL, LLaMA-Factory or Accelerate, to a run.yaml, print it and exit.",
     ),
 ]
 Define = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE",
-        help="With --from-megatron-args: a variable of the script, whatever it sets it to itself. Repeatable.",
+        help="With --from-megatron-args: override a shell variable of the script, e.g. GPUS_PER_NODE=8. Repeatable.",
     ),
 ]
 Strict = Annotated[
     bool,
-    typer.Option("--strict", help="With --from-megatron-args: refuse flags and values that Megatron-LM has not."),
+    typer.Option("--strict", help="With --from-megatron-args: reject flags and values unknown to Megatron-LM."),
 ]
 Replay = Annotated[
     int | None,
     typer.Option(
         min=1,
         metavar="STEP",
-        help="Make this step again, from the newest checkpoint before it, and tell bit by bit what differs from "
-        "metrics.jsonl; the run itself stays as it is. Status 1 when something differs.",
+        help="Re-run this step from the latest checkpoint before it, and compare it bitwise with metrics.jsonl, e.g. 1200. "
+        "The run's own files are not changed. Exit status 1 if something differs.",
     ),
 ]
 Reproduce = Annotated[
     str | None,
     typer.Option(
         metavar="CHECKPOINT",
-        help="Make the step after this checkpoint again, by the settings saved in it, and compare it likewise; what differs "
-        "in versions, commit, machine and data is told first.",
+        help="Re-run the step after this checkpoint with the settings saved in it, and compare it bitwise with "
+        "metrics.jsonl; differences in versions, commit, machine and data are printed first.",
     ),
 ]
 
@@ -102,36 +102,42 @@ Reproduce = Annotated[
 def train_command(
     words: Words = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=value. Repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. --set batch.micro=2. Repeatable."),
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks to start here. Default: one a GPU; on CPU as many as the layout asks for."),
+        typer.Option(
+            min=1, help="Ranks to start on this machine. Default: one per GPU; on CPU the minimum of the layout."
+        ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Check configuration and data, print what they come to, and stop.")
+        bool,
+        typer.Option("--check", help="Check configuration and data, print all settings, and exit without training."),
     ] = False,
     find_micro_batch: Annotated[
         bool,
         typer.Option(
             "--find-micro-batch",
-            help="Find the largest batch.micro that fits this machine, by training a few steps with some; print it, and stop.",
+            help="Find the largest batch.micro that fits in memory, by training a few steps with several sizes; print it and exit.",
         ),
     ] = False,
     replay: Replay = None,
     reproduce: Reproduce = None,
-    data: Annotated[bool, typer.Option(help="With --check: look at the data, too.")] = True,
+    data: Annotated[bool, typer.Option(help="With --check: also check the data.")] = True,
     from_megatron_args: LaunchScript = None,
     from_deepspeed: DeepSpeedConfig = None,
     from_hf_args: HfArgs = None,
     define: Define = None,
     strict: Strict = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run.yaml, for editors.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of run.yaml, for editors, and exit.")
+    ] = False,
 ) -> None:
-    """Train a model as run.yaml says. The same command resumes from the newest checkpoint of its output folder.
+    """Train the model that run.yaml describes. Re-running the command resumes from the latest checkpoint.
 
-    Exit status: 0 all steps are done; 75 asked to end before that (SIGTERM, SIGINT, SIGHUP, SIGUSR1), saved, and the same
-    command goes on; 2 a mistake in what it was given; 1 a failure; 130 ended at once by a second Ctrl-C.
+    Exit status: 0 all steps are done; 75 stopped early by a signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1), saved and
+    resumable; 2 user error; 1 internal error; 130 stopped by a second Ctrl-C without saving.
     """
     import json
 
@@ -146,25 +152,29 @@ def train_command(
         print(json.dumps(build_json_schema(RunConfig), indent=1))
         return
     if from_megatron_args is not None:
-        print(_translated(from_megatron_args, define or [], words or [], strict=strict), end="")
+        print(_translate_megatron_script(from_megatron_args, define or [], words or [], strict=strict), end="")
         return
     if from_deepspeed is not None or from_hf_args is not None:
-        print(_moved_in(from_deepspeed, from_hf_args, nproc), end="")
+        print(_translate_other_config(from_deepspeed, from_hf_args, nproc), end="")
         return
     if define or strict:
         raise ConfigError(
-            f"{'--define' if define else '--strict'} is for --from-megatron-args",
-            hint="a setting of run.yaml is overridden by --set",
+            f"{'--define' if define else '--strict'} requires --from-megatron-args",
+            hint="to override a setting of run.yaml, use --set KEY=VALUE",
         )
     from mega_cli import replay as again
 
     if reproduce is not None:
         if words or replay is not None:
-            raise ConfigError("--reproduce takes its settings from the checkpoint", hint="--set changes some of them")
+            other = "--replay" if replay is not None else f"a run.yaml ({words[0] if words else ''})"
+            raise ConfigError(
+                f"--reproduce conflicts with {other}: the settings are read from the checkpoint",
+                hint="leave it out; use --set KEY=VALUE to override a setting",
+            )
         raise typer.Exit(again.reproduce_step(reproduce, set_ or [], nproc, _train_or_start_ranks))
     run = _only_run(words or [])
     overrides: Sequence[str] = set_ or []
-    config = load_run_config(run, overrides, warn_unread=check)  # a run that starts tells by itself, once
+    config = load_run_config(run, overrides, warn_unread=check)  # a training run logs these warnings itself
     if nproc is not None:
         config, overrides = _resolve_layout(config, run, overrides, nproc)
         config.check_world_size(nproc)
@@ -186,29 +196,29 @@ def train_command(
 
 
 def _resolve_layout(
-    config: RunConfig, run: Path, overrides: Sequence[str], ranks: int, *, tells: bool = True
+    config: RunConfig, run: Path, overrides: Sequence[str], ranks: int, *, log: bool = True
 ) -> tuple[RunConfig, Sequence[str]]:
-    """Return the run with its overrides, and with the layout chosen for that number of ranks if it has none."""
+    """Return the configuration and its overrides; without `parallel`, a layout is chosen for the number of ranks."""
     from mega_ckpt.checkpoint import Checkpoint
     from mega_trainer.config.run_config import load_run_config
     from mega_trainer.distributed.device import detect_machine
     from mega_trainer.plan.automatic_layout import choose_layout
-    from mega_trainer.plan.layout_search import format_overrides as as_overrides
+    from mega_trainer.plan.layout_search import format_overrides
     from mega_trainer.run.train_state import find_start_checkpoint
 
     if ranks == 1 or "parallel" in config.model_fields_set or (machine := detect_machine(config)) is None:
         return config, overrides
     checkpoint = find_start_checkpoint(config)
     saved = None if checkpoint is None else Checkpoint.open_folder(checkpoint).trainer_state.get("settings")
-    settings, told = choose_layout(config, ranks, machine, saved)
-    if tells:
-        typer.echo(told, err=True)
-    chosen = [*overrides, *as_overrides(settings)]
+    settings, summary = choose_layout(config, ranks, machine, saved)
+    if log:
+        typer.echo(summary, err=True)
+    chosen = [*overrides, *format_overrides(settings)]
     return load_run_config(run, chosen), chosen
 
 
 def _find_micro_batch(config: RunConfig, run: Path, overrides: Sequence[str], nproc: int | None) -> str:
-    """Print the command that trains with the largest micro-batch that fits."""
+    """Return the command that trains with the largest micro-batch that fits in memory."""
     import sys
 
     from mega_common.progress_logging import configure_logging
@@ -225,9 +235,7 @@ def _find_micro_batch(config: RunConfig, run: Path, overrides: Sequence[str], np
 
 
 def _describe_kernels(config: RunConfig) -> str:
-    """Return the back ends that a run on this machine would use, and why; or why it would not run here, as on a login
-    node.
-    """
+    """Return the kernel backends of a run on this machine and the reasons, or why it cannot run here (a login node)."""
     from mega_common.errors import ConfigError
     from mega_trainer.distributed.device import select_rank_device
     from mega_trainer.run.build_components import choose_kernels
@@ -235,39 +243,38 @@ def _describe_kernels(config: RunConfig) -> str:
     try:
         return str(choose_kernels(config, select_rank_device(config.device, 0)))
     except ConfigError as error:
-        return f"not on this machine: {error}"
+        return f"kernels: this machine cannot run it: {error}"
 
 
 def _only_run(words: list[str]) -> Path:
     from mega_common.errors import ConfigError
 
     if not words:
-        raise ConfigError("no run.yaml given", hint="mega train run.yaml; see mega train --help")
+        raise ConfigError("mega train requires a run.yaml", hint="mega train run.yaml; see mega train --help")
     if len(words) > 1:
-        raise ConfigError(f"one run.yaml is trained at a time, and {words[1]} is given too", hint="mega train run.yaml")
+        extra = f"--set {words[1]} overrides a setting" if "=" in words[1] else f"mega train {words[0]}"
+        raise ConfigError(f"mega train requires one run.yaml, found {len(words)}: {', '.join(words)}", hint=extra)
     return Path(words[0])
 
 
-def _translated(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
+def _translate_megatron_script(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
     from mega_cli.megatron_args import render_run_yaml, translate_script
     from mega_common.bounded_parsing import LARGEST_SETTINGS, explain_read_error, read_file_start
     from mega_common.errors import ConfigError
 
     try:
-        text = read_file_start(script, LARGEST_SETTINGS).decode(
-            "utf-8", errors="replace"
-        )  # comments are in any encoding
+        text = read_file_start(script, LARGEST_SETTINGS).decode("utf-8", errors="replace")  # comments: any encoding
     except OSError as error:
         raise ConfigError(f"{script}: cannot be read ({explain_read_error(error)})") from None
-    variables = dict(_definition(text) for text in define)
+    variables = dict(_parse_definition(text) for text in define)
     return render_run_yaml(translate_script(text, path=script, define=variables, arguments=arguments, strict=strict))
 
 
 def _check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
-    """Check that the files, folders and names which a run refers to exist.
+    """Check that the files, folders and names that run.yaml refers to exist.
 
     Raises:
-        ConfigError: with all that are missing.
+        ConfigError: with all missing ones.
     """
     from mega_common.strict_config import raise_config_error
     from mega_trainer.run.input_check import find_input_problems
@@ -277,7 +284,7 @@ def _check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
 
 
 def _check_patterns(config: RunConfig, run: Path) -> None:
-    """Refuse patterns of tensors or modules that match nothing in the model, which would train something else."""
+    """Reject patterns of tensors or modules that match nothing in the model."""
     from mega_common.strict_config import raise_config_error
     from mega_trainer.run.input_check import find_pattern_problems
 
@@ -285,30 +292,32 @@ def _check_patterns(config: RunConfig, run: Path) -> None:
         raise_config_error(found, str(run))
 
 
-def _moved_in(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:
+def _translate_other_config(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:
     from mega_cli import moving_in
     from mega_cli.megatron_args import render_run_yaml
     from mega_common.errors import ConfigError
 
     if deepspeed is not None and hf_args is not None:
-        raise ConfigError("--from-deepspeed and --from-hf-args are translated one at a time")
+        raise ConfigError(
+            "--from-deepspeed conflicts with --from-hf-args", hint="translate one of them; each prints a run.yaml"
+        )
     if deepspeed is not None:
         return render_run_yaml(moving_in.translate_deepspeed(deepspeed, ranks))
     assert hf_args is not None
     return render_run_yaml(moving_in.translate_hf_args(hf_args, ranks))
 
 
-def _definition(text: str) -> tuple[str, str]:
+def _parse_definition(text: str) -> tuple[str, str]:
     from mega_common.errors import ConfigError
 
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise ConfigError(f"--define {text}: not of the form NAME=VALUE", hint="as in --define GPUS_PER_NODE=8")
+        raise ConfigError(f"--define must have the form NAME=VALUE, found {text!r}", hint="--define GPUS_PER_NODE=8")
     return name, value
 
 
 def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[str] = ()) -> int:
-    """Train in this process if it is a rank of a job or needs no others; else start the ranks. Returns the status."""
+    """Train in this process if it is a rank or the only one, else start the ranks. Returns the exit status."""
     import os
     import sys
 
@@ -319,8 +328,8 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
     for name, value in library_settings(config).items():
         os.environ.setdefault(name, value)
     from mega_common.progress_logging import configure_logging
+    from mega_trainer.distributed.rank_info import RankInfo
     from mega_trainer.launch.local_ranks import (
-        RankInfo,
         default_rank_count,
         join_process_group,
         rank_from_environment,
@@ -340,17 +349,19 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
             command = [sys.executable, "-m", "mega_cli.main", "train", str(run), *options]
             return run_local_ranks(command, count, Path(config.output))
         ranks = RankInfo()
-    config, _ = _resolve_layout(config, run, overrides, ranks.world_size, tells=ranks.rank == 0)
+    config, _ = _resolve_layout(config, run, overrides, ranks.world_size, log=ranks.rank == 0)
     configure_logging(rank=ranks.rank, world_size=ranks.world_size)
     if ranks.rank == 0:
         warn_unsafe_restarts(os.environ)
     from mega_trainer.run.training_run import run_training as train
 
     try:
-        config.check_world_size(ranks.world_size)  # who may be fewer than before, since a machine is lost
+        config.check_world_size(
+            ranks.world_size
+        )  # torchrun may have restarted with fewer ranks, after the loss of a machine
         with join_process_group(ranks, config.device, config.timeout_seconds) as store:
             train(config, ranks, store, _build_task_scorer(config))
-    except TrainingTerminated as error:  # by torchrun itself, which ends, or goes on with more ranks
+    except TrainingTerminated as error:  # by torchrun, which exits or restarts with more ranks
         write_exit_status_note(os.environ, error.exit_status)
         raise
     except (TrainingInterrupted, ConfigError, DataError, NumericalError) as error:
@@ -360,7 +371,7 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
 
 
 def _build_task_scorer(config: RunConfig) -> TaskScorer | None:
-    """Return a function that runs the tasks of `eval`, or None if there are none."""
+    """Return the scorer that runs the tasks of `eval.tasks`, or None without tasks."""
     if not config.eval.tasks:
         return None
     from mega_cli.eval_tasks import import_harness
@@ -372,10 +383,9 @@ def _build_task_scorer(config: RunConfig) -> TaskScorer | None:
 
 
 def _follow_launcher_death() -> None:
-    """Have Linux send a rank SIGTERM when its launcher (torchrun or ours) dies, so that it saves and ends instead of
-    being orphaned.
+    """Have Linux send this rank SIGTERM when its launcher dies, so that it saves and exits instead of being orphaned.
 
-    To be called before torch is imported, which takes long enough for a launcher to die meanwhile.
+    Call it before torch is imported: the import takes long enough for the launcher to die meanwhile.
     """
     import ctypes
     import os

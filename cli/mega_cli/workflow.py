@@ -1,4 +1,4 @@
-"""`mega run`: a chain of mega commands that runs only what is not done yet, and resumes where it stopped."""
+"""`mega run`: run a workflow of mega commands, skip finished stages, and resume after a failure."""
 
 from __future__ import annotations
 
@@ -41,54 +41,71 @@ def run_command(
     context: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(help="The workflow, a YAML file; its paths are relative to its folder.", show_default=False),
+        typer.Argument(
+            help="Workflow file, e.g. workflow.yaml; its paths are relative to its folder.", show_default=False
+        ),
     ] = None,
-    status: Annotated[bool, typer.Option("--status", help="Tell of each stage whether it would run and why.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands that would run.")] = False,
-    until: Annotated[str | None, typer.Option(help="Run this stage and what it needs, no others.")] = None,
-    force: Annotated[list[str] | None, typer.Option(help="Run this stage again, from nothing. Repeatable.")] = None,
+    status: Annotated[
+        bool, typer.Option("--status", help="Print for each stage if it would run and why, and exit.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands that would run, and exit.")] = False,
+    until: Annotated[str | None, typer.Option(help="Run only this stage and the stages it needs, e.g. train.")] = None,
+    force: Annotated[
+        list[str] | None, typer.Option(help="Re-run this stage from the start, e.g. eval. Repeatable.")
+    ] = None,
     override: Annotated[
-        list[str] | None, typer.Option("--set", help="Put a.b=value on top of the file. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a setting of the file, e.g. stages.tokens.with.workers=8. Repeatable.",
+        ),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read every file again, also those of unchanged size and time.")
+        bool,
+        typer.Option(
+            "--verify",
+            help="Compute the digests of all files again, including files of unchanged size and modification time.",
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --status: JSON.")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a workflow, for editors.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --status: print JSON.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of a workflow, for editors, and exit.")
+    ] = False,
 ) -> None:
     """Run the stages of a workflow: finished and unchanged stages are skipped, a failed one is resumed.
 
-    A stage is up to date when its command, the content of all it reads, the code, and what it made are what they were.
+    A stage is up to date if its command, its inputs, the code and its outputs have not changed since it finished.
     """
     if schema:
         print(json.dumps(build_json_schema(WorkflowConfig), indent=1))
         return
     if file is None:
-        raise ConfigError("no workflow given", hint="mega run workflow.yaml; see mega run --help")
+        raise ConfigError("mega run requires a workflow file", hint="mega run workflow.yaml; see mega run --help")
     root = context.find_root().command
     forced = set(force or ())
     workflow = load_workflow(file, override or [], root, names={*forced, *([until] if until else [])})
     base = file.parent.resolve()
     state, order = base / f"{file.stem}.state.json", workflow.ordered_stages(until)
     if status or dry_run:
-        told = forecast_stages(WorkflowRunner(workflow, base, state, verify=verify), order, forced)
-        _show(told, as_json=as_json, commands=dry_run)
+        forecasts = forecast_stages(WorkflowRunner(workflow, base, state, verify=verify), order, forced)
+        _print_forecasts(forecasts, as_json=as_json, commands=dry_run)
         return
     with hold_workflow_lock(base / f".{file.name}.lock") as lock:
-        ended = run_workflow_stages(WorkflowRunner(workflow, base, state, verify=verify), order, forced, lock)
-    raise typer.Exit(ended)
+        status_code = run_workflow_stages(WorkflowRunner(workflow, base, state, verify=verify), order, forced, lock)
+    raise typer.Exit(status_code)
 
 
 def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collection[str] = ()) -> WorkflowConfig:
-    """Read and check a workflow, its commands against those of `root`, and the stages that an option names.
+    """Read and check a workflow, its commands against those of `root`, and the stage names given as options.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: with all problems.
     """
     workflow = WorkflowConfig.parse(apply_overrides(load_yaml_mapping(file), overrides), source=str(file))
     found = [problem for name, stage in workflow.stages.items() for problem in command_problems(name, stage, root)]
     found += [
-        ConfigProblem(name, "no such stage", hint=suggest_nearest(name, workflow.stages))
+        ConfigProblem(name, "the workflow has no such stage", hint=suggest_nearest(name, workflow.stages))
         for name in sorted(set(names) - workflow.stages.keys())
     ]
     if found:
@@ -107,35 +124,35 @@ class StageForecast:
 
 
 def forecast_stages(runner: WorkflowRunner, order: list[str], forced: set[str]) -> list[StageForecast]:
-    """Return what each stage would do now. A stage that needs an unfinished one can only be judged after that."""
-    told: list[StageForecast] = []
+    """Return the forecast of each stage. A stage that needs an unfinished one can only be judged after that one ran."""
+    forecasts: list[StageForecast] = []
     for name in order:
         stage = runner.workflow.stages[name]
-        waits = [other.name for other in told if other.name in stage.needs and other.run is not False]
+        waits = [other.name for other in forecasts if other.name in stage.needs and other.run is not False]
         if waits and name not in forced:
             run, why = None, f"depends on {', '.join(waits)}"
         else:
             verdict = runner.judge_stage(name, force=name in forced)
             run, why = verdict is not None, verdict.reason if verdict else "up to date"
-        told.append(StageForecast(name, run, why, shlex.join(["mega", *stage.command_arguments])))
-    return told
+        forecasts.append(StageForecast(name, run, why, shlex.join(["mega", *stage.command_arguments])))
+    return forecasts
 
 
-def _show(told: list[StageForecast], *, as_json: bool, commands: bool) -> None:
+def _print_forecasts(forecasts: list[StageForecast], *, as_json: bool, commands: bool) -> None:
     if as_json:
-        print(json.dumps({stage.name: {"run": stage.run, "why": stage.why} for stage in told}, indent=1))
+        print(json.dumps({stage.name: {"run": stage.run, "why": stage.why} for stage in forecasts}, indent=1))
     elif commands:
-        for stage in told:
+        for stage in forecasts:
             if stage.run is not False:
                 print(f"# {stage.name}: {stage.why}\n{stage.command}")
     else:
-        width = max(len(stage.name) for stage in told)
-        for stage in told:
+        width = max(len(stage.name) for stage in forecasts)
+        for stage in forecasts:
             print(f"{stage.name:{width}}  " + (f"would run: {stage.why}" if stage.run else stage.why))
 
 
 def run_workflow_stages(runner: WorkflowRunner, order: list[str], forced: set[str], lock: int) -> int:
-    """Run the stages that must run, up to the first that fails, and return its exit status, or 0."""
+    """Run the stages that must run, up to the first failure, and return its exit status, else 0."""
     for name in order:
         verdict = runner.judge_stage(name, force=name in forced)
         if verdict is None:

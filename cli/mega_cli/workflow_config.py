@@ -24,9 +24,9 @@ RUN_COMMANDS = ("train", "plan", "launch slurm", "launch kubernetes")  # their f
 class WorkflowStage(StrictConfig):
     """One `mega` command with its inputs and outputs. Paths are relative to the workflow file's folder.
 
-    Arguments and option values that name existing files, folders or token data sets are inputs without being listed;
-    so are the outputs of the stages in `needs`. A run.yaml counts by what it says, as settings; of a training, what it in
-    turn names (data sets, tokenizer, weights to start from) is input too.
+    Arguments and option values that name existing files, folders or token data sets are inputs automatically, as are the
+    outputs of the stages in `needs`. A run.yaml is compared by its settings, not by its text; the files that it names for
+    a training (data sets, tokenizer, initial weights) are inputs too.
     """
 
     run: str = Field(description="the mega command, as in 'data preprocess'")
@@ -34,11 +34,14 @@ class WorkflowStage(StrictConfig):
     options: dict[str, OptionScalar | list[OptionScalar]] = Field(
         {}, alias="with", description="its options by long name; true and false are flags, a list repeats the option"
     )
-    needs: list[str] = Field([], description="stages that come first")
-    inputs: list[str] = Field([], description="further files, folders or globs whose content decides about a new run")
-    outputs: list[str] = Field(min_length=1, description="files, folders or globs that the stage makes")
+    needs: list[str] = Field([], description="stages that must be done before this one")
+    inputs: list[str] = Field(
+        [], description="further files, folders or globs; the stage runs again when their content changes"
+    )
+    outputs: list[str] = Field(min_length=1, description="files, folders or globs that the stage writes")
     on_change: Literal["start-over", "continue"] = Field(
-        "start-over", description="when a finished stage must run again: set its outputs aside first, or run on them"
+        "start-over",
+        description="when a finished stage must run again: move its outputs away first (start-over), or keep them (continue)",
     )
 
     @property
@@ -48,13 +51,11 @@ class WorkflowStage(StrictConfig):
 
     @property
     def run_identity(self) -> list[str]:
-        """Return the part of the command that determines a new run besides a run.yaml's settings, which are compared by
-        value.
-        """
+        """Return the part of the command whose change requires a new run; settings of a run.yaml are compared by value."""
         if self.run_config_path is None:
             return self.command_arguments
-        told_by_settings = {"set"} | ({"nproc"} if self.run == "train" else set())
-        return self._words({k: v for k, v in self.options.items() if k not in told_by_settings}, self.args[1:])
+        compared_by_value = {"set"} | ({"nproc"} if self.run == "train" else set())
+        return self._words({k: v for k, v in self.options.items() if k not in compared_by_value}, self.args[1:])
 
     @property
     def run_config_path(self) -> str | None:
@@ -78,9 +79,7 @@ class WorkflowStage(StrictConfig):
         return words + [str(arg) for arg in args]
 
     def readable_arguments(self) -> Iterator[str]:
-        """Return every argument and option value that may name files: a path, a glob, or the prefix of a token data
-        set.
-        """
+        """Return all arguments and option values that may name files: paths, globs or prefixes of token data sets."""
         for value in (*self.args, *self.options.values()):
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, str):
@@ -92,12 +91,12 @@ class WorkflowStage(StrictConfig):
 
     def existing_inputs(self, base: Path, paths: Iterable[str]) -> list[str]:
         """Return those of `paths` that exist and are not outputs of this stage."""
-        own = [base / output for output in self.outputs]
-        there = [path for path in paths if any(expand_patterns(base, [path]))]
+        outputs = [base / output for output in self.outputs]
+        existing = [path for path in paths if any(expand_patterns(base, [path]))]
         return [
             path
-            for path in there
-            if not any(is_inside_folder(base / path, output) or is_inside_folder(output, base / path) for output in own)
+            for path in existing
+            if not any(is_inside_folder(base / path, out) or is_inside_folder(out, base / path) for out in outputs)
         ]
 
 
@@ -107,36 +106,43 @@ class WorkflowConfig(StrictConfig):
     stages: dict[str, WorkflowStage] = Field(min_length=1)
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Names, needs, cycles, and stages that read or overwrite what another makes."""
+        """Yield problems of names, needs and cycles, and stages that read or overwrite outputs of another stage."""
         for name, stage in self.stages.items():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-                yield ConfigProblem(f"stages.{name}", "a name has letters, digits, - and _ only")
+                yield ConfigProblem(f"stages.{name}", "the name of a stage may only contain letters, digits, - and _")
             for need in stage.needs:
                 if need not in self.stages:
                     yield ConfigProblem(
-                        f"stages.{name}.needs", "no such stage", need, suggest_nearest(need, self.stages)
+                        f"stages.{name}.needs",
+                        "the workflow has no such stage",
+                        need,
+                        suggest_nearest(need, self.stages),
                     )
         try:
             graphlib.TopologicalSorter({name: stage.needs for name, stage in self.stages.items()}).prepare()
         except graphlib.CycleError as error:
-            yield ConfigProblem("stages", "these need each other in a circle: " + " -> ".join(reversed(error.args[1])))
+            yield ConfigProblem(
+                "stages", "the stages need each other in a cycle: " + " -> ".join(reversed(error.args[1]))
+            )
             return
         yield from self._path_problems()
 
     def _path_problems(self) -> Iterator[ConfigProblem]:
-        made = [(maker, path) for maker, stage in self.stages.items() for path in stage.outputs]
+        outputs = [(maker, path) for maker, stage in self.stages.items() for path in stage.outputs]
         for name, stage in self.stages.items():
             earlier = self.ordered_stages(name)
-            for maker, output in made:
+            for maker, output in outputs:
                 if maker not in earlier and any(
                     is_inside_folder(path, output) for path in (*stage.inputs, *stage.readable_arguments())
                 ):
                     yield ConfigProblem(
-                        f"stages.{name}", f"reads {output}, which {maker!r} makes", hint=f"needs: [{maker}]"
+                        f"stages.{name}", f"reads {output}, an output of stage {maker!r}", hint=f"needs: [{maker}]"
                     )
                 for path in stage.outputs:
                     if maker != name and is_inside_folder(path, output):
-                        yield ConfigProblem(f"stages.{name}.outputs", f"lies in what {maker!r} makes, {output}", path)
+                        yield ConfigProblem(
+                            f"stages.{name}.outputs", f"is inside {output}, an output of stage {maker!r}", path
+                        )
 
     def ordered_stages(self, until: str | None = None) -> list[str]:
         """Return all stages, or `until` and what it needs, each after the stages it needs, otherwise as in the file."""
@@ -153,7 +159,7 @@ class WorkflowConfig(StrictConfig):
 
 
 def is_inside_folder(path: str | Path, folder: str | Path) -> bool:
-    """Return whether `path` is `folder` or lies in it, by their names."""
+    """Return True if `path` is `folder` or inside it, by their names."""
     return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
 
 
@@ -163,12 +169,14 @@ def command_problems(name: str, stage: WorkflowStage, root: TyperGroup) -> Itera
     for word in stage.run.split():
         known = node.commands if isinstance(node, TyperGroup) else {}
         if word not in known:
-            yield ConfigProblem(f"stages.{name}.run", f"no command {word!r}", stage.run, suggest_nearest(word, known))
+            yield ConfigProblem(
+                f"stages.{name}.run", f"mega has no command {word!r}", stage.run, suggest_nearest(word, known)
+            )
             return
         node = known[word]
     if isinstance(node, TyperGroup):
         yield ConfigProblem(
-            f"stages.{name}.run", "not a whole command", stage.run, f"one of {', '.join(node.commands)}"
+            f"stages.{name}.run", "requires a subcommand", stage.run, f"one of {', '.join(node.commands)}"
         )
         return
     options = {option for param in node.params for option in (*param.opts, *param.secondary_opts)}
@@ -182,7 +190,7 @@ def command_problems(name: str, stage: WorkflowStage, root: TyperGroup) -> Itera
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint: the known name nearest to a mistyped one, or all of them."""
+    """Return a hint with the known name nearest to a mistyped one, or with all known names."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"

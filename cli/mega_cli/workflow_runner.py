@@ -1,7 +1,7 @@
-"""Execution of workflow stages: which must run and why, running one, and the state that outlives the process.
+"""Execution of workflow stages: judging which must run, running them, and saving the state.
 
-The state is a readable JSON file, replaced atomically at every change. It keeps of each stage what its last attempt ran
-with (command, settings, code, input files) and what came out, files as content digests.
+The state is a JSON file, replaced atomically at every change. For each stage it has the command, settings, code, inputs
+and outputs of the last attempt; files are recorded by content digest.
 """
 
 from __future__ import annotations
@@ -29,24 +29,22 @@ from mega_common.errors import MegaError
 from mega_common.progress_logging import logger
 from mega_common.strict_config import StrictConfig
 
-# -P: a file of the user's beside the workflow must not be imported in place of a library.
+# -P: Python must not import files next to the workflow instead of libraries.
 MEGA = (sys.executable, "-P", "-m", "mega_cli.main")
 
-REFUSING = ("data", "ckpt")  # commands that write over nothing, not even over what they finished before a kill
+NO_OVERWRITE = ("data", "ckpt")  # commands that do not overwrite outputs, not even those of an attempt that was killed
 RUN_FILES = {"checkpoints", "assets", "metrics.jsonl", "run.yaml", "logs", "tensorboard", "wandb", ".lock"}
 
 
 class WorkflowError(MegaError):
-    """Workflow that cannot continue: an input is missing, a stage did not write its outputs, or another run holds the
-    lock.
-    """
+    """Workflow that cannot continue: missing input, missing output of a stage, or a lock held by another run."""
 
 
 class StageAttempt(StrictConfig):
     """Last attempt at a stage. `inputs` and `outputs` map file names to SHA-256; times in seconds.
 
-    `command` is the stage's `identity`; `settings` is all that its run.yaml says, where it has one, and `named` the files
-    that a training finds there; None: of a version that did not keep them.
+    `command` is the stage's `run_identity`, `settings` are all settings of its run.yaml, and `named` are the files that
+    the run.yaml of a training names. None: saved by a version without that record.
     """
 
     status: Literal["running", "done", "failed", "interrupted"]
@@ -70,9 +68,9 @@ class WorkflowState(StrictConfig):
 
 
 class WorkflowRunner:
-    """Runs the stages of one workflow in `base`, the folder that its paths are relative to.
+    """Executor of the stages of one workflow; `base` is the folder that its paths are relative to.
 
-    With `verify`, no file is taken for unchanged by its size and time.
+    With `verify`, files of unchanged size and modification time are read again too.
     """
 
     def __init__(
@@ -98,12 +96,12 @@ class WorkflowRunner:
     def judge_stage(self, name: str, *, force: bool = False) -> StageVerdict | None:
         """Return why a stage must run when all stages that it needs are done, or None if it is up to date.
 
-        What was left behind is set aside when it is wrong: made from other inputs or settings, or damaged. Otherwise a
-        stage goes on with it by its command's own means.
+        With `start_over`, existing outputs are invalid (made from other inputs or settings, or damaged) and are moved
+        away first. Otherwise the command of the stage resumes from them.
 
         Raises:
-            WorkflowError: when one of its declared inputs is not there.
-            ConfigError: when its run.yaml cannot be used.
+            WorkflowError: if one of its declared inputs is missing.
+            ConfigError: if its run.yaml is invalid.
         """
         stage, last = self.workflow.stages[name], self.attempts.get(name)
         if force:
@@ -112,17 +110,17 @@ class WorkflowRunner:
             return StageVerdict("never run", start_over=False)
         changed = self._find_change(name, last)
         if last.status != "done":
-            what = {"running": "was killed", "failed": f"failed with status {last.exit_status}"}
-            reason = what.get(last.status, "was interrupted")
-            blocked = last.status != "failed" and stage.command_arguments[0] in REFUSING
-            wrong = changed is not None and changed.start_over
-            return StageVerdict(f"{reason}, {changed.reason}" if changed else reason, start_over=wrong or blocked)
+            reasons = {"running": "was killed", "failed": f"failed with status {last.exit_status}"}
+            reason = reasons.get(last.status, "was interrupted")
+            blocked = last.status != "failed" and stage.command_arguments[0] in NO_OVERWRITE
+            invalid = changed is not None and changed.start_over
+            return StageVerdict(f"{reason}, {changed.reason}" if changed else reason, start_over=invalid or blocked)
         if changed is None and code_digest(stage.command_arguments[0]) != last.code:
             return StageVerdict("the code changed", start_over=stage.run != "train")
         return changed or self._find_damage(stage, last)
 
     def _find_change(self, name: str, last: StageAttempt) -> StageVerdict | None:
-        """Return what differs from the last attempt, and whether that invalidates its outputs."""
+        """Return a difference to the last attempt, and if it invalidates the outputs; None without one."""
         stage = self.workflow.stages[name]
         if stage.run_identity != last.command:
             return StageVerdict("its command changed", start_over=True)
@@ -135,7 +133,7 @@ class WorkflowRunner:
         return judge_settings_change(stage, last.settings, self._settings(name), done=last.status == "done")
 
     def _find_damage(self, stage: WorkflowStage, last: StageAttempt) -> StageVerdict | None:
-        """Return what happened to the outputs. Training recreates missing ones, and may have been continued by hand."""
+        """Return the damage to the outputs, if any. Training recreates missing files, and may have been continued by hand."""
         now = self.digests.digest_patterns(stage.outputs)
         if stage.run != "train":
             reason = describe_difference("output", last.outputs, now)
@@ -145,12 +143,15 @@ class WorkflowRunner:
         return StageVerdict(reason, start_over=damaged) if reason else None
 
     def digest_inputs(self, stage: WorkflowStage) -> dict[str, str]:
-        """Return the digests of everything that a stage reads."""
+        """Return the digests of all files that a stage reads."""
         for pattern in stage.inputs:
             if not any(expand_patterns(self.base, [pattern])):
-                raise WorkflowError(f"{self.base / pattern}: a stage reads this, but there is no such file")
-        made = [output for need in stage.needs for output in self.workflow.stages[need].outputs]
-        return self.digests.digest_patterns([*stage.inputs, *stage.existing_read_arguments(self.base), *made])
+                raise WorkflowError(
+                    f"{self.base / pattern}: the input of a stage does not exist",
+                    hint="correct `inputs` in the workflow, or add the stage that writes it to `needs`",
+                )
+        needed = [output for need in stage.needs for output in self.workflow.stages[need].outputs]
+        return self.digests.digest_patterns([*stage.inputs, *stage.existing_read_arguments(self.base), *needed])
 
     def digest_referenced(self, name: str) -> dict[str, str]:
         """Return the digests of files that the run.yaml of a training refers to, if they are local."""
@@ -162,7 +163,7 @@ class WorkflowRunner:
         """Run a stage and return the exit status to end with: 0 when it is done.
 
         Raises:
-            WorkflowError: when the command ended well but an output is missing.
+            WorkflowError: if the command succeeded but an output is missing.
         """
         stage = self.workflow.stages[name]
         if verdict.start_over and stage.on_change == "start-over":
@@ -178,7 +179,7 @@ class WorkflowRunner:
         ended = {"seconds": round(time.monotonic() - start, 3), "exit_status": status}
         if stopped_by is not None or status == os.EX_TEMPFAIL:
             self._record(name, fresh.model_copy(update={"status": "interrupted", **ended}))
-            logger.info("%s: interrupted; run the workflow again to go on", name)
+            logger.info("%s: interrupted; run the workflow again to resume", name)
             return status if stopped_by is None else 128 + stopped_by
         missing = [output for output in stage.outputs if not any(expand_patterns(self.base, [output]))]
         if status == 0 and not missing:
@@ -187,8 +188,11 @@ class WorkflowRunner:
             return 0
         self._record(name, fresh.model_copy(update={"status": "failed", **ended}))
         if status == 0:
-            raise WorkflowError(f"stage {name!r} ended with status 0 but did not make {', '.join(missing)}")
-        logger.error("%s: failed with status %d; run the workflow again to take it up", name, status)
+            raise WorkflowError(
+                f"stage {name!r} succeeded, but did not write its output {', '.join(missing)}",
+                hint="correct `outputs` of the stage in the workflow",
+            )
+        logger.error("%s: failed with status %d; after a fix, run the workflow again to resume", name, status)
         return status
 
     def _record(self, name: str, attempt: StageAttempt) -> None:
@@ -196,10 +200,10 @@ class WorkflowRunner:
         self.save_state()
 
     def _set_aside(self, name: str) -> None:
-        """Move away the outputs of the stage: it starts from nothing, and nothing is lost.
+        """Rename the outputs of the stage, so that it starts over without loss of data.
 
         Raises:
-            MegaError: when another process trains in the folder of its run, or its checkpoints cannot be renamed.
+            MegaError: if another process trains in the folder of its run, or its checkpoints cannot be renamed.
         """
         run = self._new_run_settings(name)
         paths = [*(resumable_files(run, self.base) if run else ()), *self._stage_outputs(name)]
@@ -209,7 +213,7 @@ class WorkflowRunner:
                 move_aside(path)
 
     def _stage_outputs(self, name: str) -> Iterator[Path]:
-        """Return the outputs of a stage; with each file of a token data set that whole set."""
+        """Yield the outputs of a stage; for a file of a token data set, all files of the set."""
         for pattern in self.workflow.stages[name].outputs:
             for path in [self.base / pattern] if (self.base / pattern).exists() else self.base.glob(pattern):
                 yield path
@@ -217,11 +221,11 @@ class WorkflowRunner:
                     yield from data_set_files(path.with_suffix(""))
 
     def _new_run_settings(self, name: str) -> FlatSettings | None:
-        """Return the settings of the run that a stage begins, or None if it continues a run of an earlier stage."""
+        """Return the settings of the run that a stage starts, or None if it continues the run of an earlier stage."""
         folders = {other: self._trained_in(other) for other in self.workflow.ordered_stages(name)}
         folder, now = folders.pop(name), self._settings(name)
-        begins = now is not None and now["output"] == folder and folder not in folders.values()
-        return now if begins else None
+        starts_run = now is not None and now["output"] == folder and folder not in folders.values()
+        return now if starts_run else None
 
     def _trained_in(self, name: str) -> str | None:
         last = self.attempts.get(name)
@@ -238,15 +242,14 @@ def move_aside(path: Path) -> None:
     while (old := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
     path.rename(old)
-    logger.info("%s: set aside as %s", path, old.name)
+    logger.info("%s: moved to %s", path, old.name)
 
 
 def resumable_files(settings: FlatSettings, base: Path) -> Iterator[Path]:
-    """Return the files that a new run would resume from or overwrite: the whole folder of the old one, if nothing else
-    is in it.
+    """Yield the files that a new run would resume from or overwrite: the whole run folder, if it has no other files.
 
     Raises:
-        WorkflowError: when the checkpoints are where nothing can be renamed.
+        WorkflowError: if the checkpoints are in an object store, which cannot rename.
     """
     folder, kept = base / settings["output"], settings["checkpoint"]["path"]
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
@@ -254,7 +257,10 @@ def resumable_files(settings: FlatSettings, base: Path) -> Iterator[Path]:
         [folder] if names <= RUN_FILES else [folder / part for part in ("checkpoints", "assets", "metrics.jsonl")]
     )
     if kept is not None and "://" in kept:
-        raise WorkflowError(f"{kept}: checkpoints there cannot be set aside", hint="give another checkpoint.path")
+        raise WorkflowError(
+            f"{kept}: the checkpoints of the earlier run cannot be moved away in an object store",
+            hint="choose another checkpoint.path",
+        )
     if kept is not None:
         yield base / kept
 
@@ -272,7 +278,7 @@ def load_workflow_state(path: Path) -> WorkflowState:
     """Return the state as it was saved, or an empty one.
 
     Raises:
-        WorkflowError: when the file is not a state.
+        WorkflowError: if the file is not a valid state.
     """
     if not path.exists():
         return WorkflowState()
@@ -280,12 +286,12 @@ def load_workflow_state(path: Path) -> WorkflowState:
         return WorkflowState.parse(parse_json_text(path.read_bytes()), source=str(path))
     except (ValueError, MegaError) as error:
         raise WorkflowError(
-            f"{path}: not the state of a workflow ({error})", hint="move it away: every stage will run again"
+            f"{path}: invalid state file of a workflow ({error})", hint="delete or move it; then all stages run again"
         ) from None
 
 
 def describe_difference(what: str, before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """Return the first file that differs and how, and the number of others."""
+    """Return the first difference between two sets of files, with the number of others; None if they are equal."""
     found = [f"{what} {name} is new" for name in now if name not in before]
     found += [f"{what} {name} is gone" for name in before if name not in now]
     found += [f"{what} {name} changed" for name in now if name in before and now[name] != before[name]]
@@ -294,22 +300,22 @@ def describe_difference(what: str, before: Mapping[str, str], now: Mapping[str, 
 
 
 def hold_workflow_lock(path: Path) -> contextlib.AbstractContextManager[int]:
-    """Hold the lock file of a workflow, and yield its descriptor, which each stage inherits.
+    """Hold the lock file of a workflow, and yield its descriptor, which the processes of stages inherit.
 
     Raises:
-        WorkflowError: when another process holds it, naming it.
+        WorkflowError: if another process holds it.
     """
-    told = "this workflow is being run already, by {}, or by a stage of it"
-    hint = f"the lock is {path}; it ends with its holder"
-    return lock_file_exclusively(path, lambda holder: WorkflowError(told.format(holder), hint=hint))
+    message = "the workflow is already running: {} or one of its stages holds the lock"
+    hint = f"wait until it exits, or stop it; the lock file is {path}"
+    return lock_file_exclusively(path, lambda holder: WorkflowError(message.format(holder), hint=hint))
 
 
 def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int, int | None]:
-    """Run a stage's process and return its exit status, and the signal that stopped the workflow meanwhile if any.
+    """Run a stage's process; return its exit status, and the signal that stopped the workflow, if any.
 
-    The child has a process group of its own, so each signal reaches it once, from here, and as it would have without a
-    workflow: what a terminal sends goes to the group, a SIGTERM to the one process. It also inherits the lock: should
-    this process be killed, nobody starts the same stage beside a child that still writes.
+    The child has its own process group and receives each signal once, forwarded from here: signals of a terminal go to
+    the group, SIGTERM to the process. The child inherits the lock: if this process is killed, no other process can start
+    the same stage while the child still writes.
     """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -322,7 +328,7 @@ def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int,
         received.append(number)
         forward_signal(number)
 
-    with _handling(handle_signal):
+    with _handle_signals(handle_signal):
         child = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, process_group=0, pass_fds=[lock])
         for number in received:
             forward_signal(number)
@@ -331,7 +337,7 @@ def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int,
 
 
 @contextlib.contextmanager
-def _handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+def _handle_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, handler) for number in numbers}
     try:

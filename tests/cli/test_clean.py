@@ -29,7 +29,7 @@ def test_it_tells_what_went_and_why(corpus: Path) -> None:
     status, told = clean(*given, "--config", corpus / "clean.yaml")
     assert status == 0
     assert told.splitlines() == [
-        f"{corpus / 'out'}: 2 of 4 documents stay, 29B of 51B of text (56.9%)",
+        f"{corpus / 'out'}: 2 of 4 documents kept, 29B of 51B of text (56.9%)",
         "  length                      1 dropped: words below 2 1",
         "  pii                         1 changed: 1 email",
         "  exact                       1 dropped: duplicate 1",

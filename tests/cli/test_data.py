@@ -94,7 +94,7 @@ def test_inspect_merge_verify(corpus: Path, tokenizer: Path) -> None:
     found = json.loads(data("inspect", corpus / "ab", "--json", "--samples", 1)[1])
     assert (found["documents"], found["info"]["append_eod"], len(found["samples"])) == (2, False, 1)
     names = [corpus / name for name in ("a", "b", "ab")]
-    assert data("verify", *names, "--tokenizer", tokenizer)[1].splitlines() == [f"{name}: whole" for name in names]
+    assert data("verify", *names, "--tokenizer", tokenizer)[1].splitlines() == [f"{name}: ok" for name in names]
 
 
 def test_verify_tells_of_every_data_set(corpus: Path, tokenizer: Path) -> None:
@@ -123,7 +123,7 @@ def test_sentences_are_sequences(corpus: Path, tokenizer: Path) -> None:
     assert data("preprocess", *options, "--split-sentences", "--language", "de")[0] == 0
     found = inspect_dataset(corpus / "d")
     assert (found.documents, found.sequences) == (1, 3)
-    with pytest.raises(ConfigError, match="--language: says where sentences end"):
+    with pytest.raises(ConfigError, match="--language de requires --split-sentences"):
         data("preprocess", *options, "--language", "de")
-    with pytest.raises(ConfigError, match=r"takes no .*--split-sentences"):
+    with pytest.raises(ConfigError, match=r"conflicts with .*--split-sentences"):
         data("preprocess", *options, "--split-sentences", "--kind", "conversations")

@@ -110,7 +110,7 @@ def test_without_its_tokenizer_numbers_are_shown(folder: Path, tmp_path: Path) -
 
 def test_what_is_refused(folder: Path) -> None:
     for args in ((), (folder / "chat", "--run", folder / "run.yaml")):
-        with pytest.raises(ConfigError, match="takes a PREFIX or --run"):
+        with pytest.raises(ConfigError, match="requires PREFIX or --run"):
             data("show", *args)
     with pytest.raises(DataError, match=r"no document 3; its 3 are numbered from 0"):
         data("show", folder / "chat", "--sample", 3)
@@ -176,7 +176,7 @@ def test_spans_of_a_run_and_what_tells_them(words: Path) -> None:
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(folder: Path, wrong: str) -> None:
     args = ("--input", folder / "chat.jsonl", "--tokenizer", folder / "tok", "--output", folder / "x")
-    with pytest.raises(ConfigError, match=r"for conversations|takes no --append-eod|KEY=VALUE"):
+    with pytest.raises(ConfigError, match=r"require conversations|conflicts with --append-eod|KEY=VALUE"):
         data("preprocess", *args, *wrong.split())
 
 

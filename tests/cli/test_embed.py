@@ -59,11 +59,11 @@ def test_mistakes_are_told_with_file_and_line(folder: Path, tmp_path: Path) -> N
     bad = tmp_path / "bad.jsonl"
     for content, told in (
         ('{"text": "w1"}\n{"words": 1}\n', "bad.jsonl:2: "), ("{", "bad.jsonl:1: "), ("", "has no text"),
-        ('{"text": " "}\n', "bad.jsonl:1: there is no text"),
+        ('{"text": " "}\n', "bad.jsonl:1: the text is empty"),
     ):  # fmt: skip
         bad.write_text(content)
         assert told in str(mega("embed", folder, bad, *out, fails=DataError).exception)
-    assert "neither .npy" in str(mega("embed", folder, bad, "--output", "v.txt", fails=ConfigError).exception)
+    assert "must end in .npy" in str(mega("embed", folder, bad, "--output", "v.txt", fails=ConfigError).exception)
     assert not (tmp_path / "v.npy").exists()
 
 

@@ -267,7 +267,7 @@ def test_a_run_that_cannot_be_is_refused(
 
 def test_a_model_that_is_elsewhere_is_not_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert launch(tmp_path, "slurm", "--nodes", "2", config=CONFIG | {"model": {"from": "/cluster/hf"}})
-    assert "/cluster/hf is not on this machine" in caplog.text
+    assert "/cluster/hf does not exist on this machine" in caplog.text
 
 
 LINE_ENDS = ("\n", "\r", "\x0b", "\x0c", "\x00", "\x1b", "\x7f", "\x85", "\u2028", "\u2029")

@@ -50,9 +50,9 @@ stages:
   three: {run: launch slurm, inputs: [x/z], outputs: [w]}
 """,
     )
-    assert "stages.one.needs = 'tow': no such stage -> did you mean 'two'?" in said
-    assert "stages.one.outputs = 'x/y': lies in what 'two' makes, x" in said
-    assert "stages.three: reads x, which 'two' makes -> needs: [two]" in said
+    assert "stages.one.needs = 'tow': the workflow has no such stage -> did you mean 'two'?" in said
+    assert "stages.one.outputs = 'x/y': is inside x, an output of stage 'two'" in said
+    assert "stages.three: reads x, an output of stage 'two' -> needs: [two]" in said
     assert "3 problems" in said
 
 
@@ -67,10 +67,10 @@ stages:
 """,
         names=("thre",),
     )
-    assert "stages.one.run = 'launch': not a whole command -> one of slurm, kubernetes" in said
-    assert "stages.two.run = 'lanch slurm': no command 'lanch' -> did you mean 'launch'?" in said
+    assert "stages.one.run = 'launch': requires a subcommand -> one of slurm, kubernetes" in said
+    assert "stages.two.run = 'lanch slurm': mega has no command 'lanch' -> did you mean 'launch'?" in said
     assert "stages.three.with.node: mega launch slurm has no such option -> did you mean 'nodes'?" in said
-    assert "thre: no such stage -> did you mean 'three'?" in said
+    assert "thre: the workflow has no such stage -> did you mean 'three'?" in said
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ stages:
         ("stages: {}", "stages"),
         (
             "stages: {a: {run: run, needs: [b], outputs: [x]}, b: {run: run, needs: [a], outputs: [y]}}",
-            "these need each other in a circle",
+            "the stages need each other in a cycle",
         ),
         ("stages: {a b: {run: run, outputs: [x]}}", "letters, digits"),
     ],

@@ -162,7 +162,7 @@ def test_a_command_that_writes_over_nothing_finds_nothing_in_its_way(flow: Flow,
 
 def test_a_missing_output_is_a_failure(flow: Flow) -> None:
     flow.raw["stages"]["first"]["run"] = "idle"
-    with pytest.raises(WorkflowError, match=r"'first' ended with status 0 but did not make b\.txt"):
+    with pytest.raises(WorkflowError, match=r"'first' succeeded, but did not write its output b\.txt"):
         flow.run()
     assert flow.state()["first"]["status"] == "failed"
 
@@ -224,20 +224,20 @@ def test_two_runs_at_once_are_refused(flow: Flow) -> None:
 DRIVER = """
 import sys
 from pathlib import Path
-from mega_cli.main import guarded
-from mega_cli.workflow_runner import Runner, locked
-from mega_cli.workflow import run_stages
-from mega_cli.workflow_config import Workflow
-from mega_common.strict_config import load_yaml
+from mega_cli.main import run_and_report_errors
+from mega_cli.workflow import run_workflow_stages
+from mega_cli.workflow_config import WorkflowConfig
+from mega_cli.workflow_runner import WorkflowRunner, hold_workflow_lock
+from mega_common.strict_config import load_yaml_mapping
 
 def work():
     base = Path.cwd()
-    workflow = Workflow.parse(load_yaml(base / "flow.yaml"))
-    with locked(base / "lock") as lock:
-        runner = Runner(workflow, base, base / "flow.state.json", program=(sys.executable, "program.py"))
-        sys.exit(run_stages(runner, workflow.order(), set(), lock))
+    workflow = WorkflowConfig.parse(load_yaml_mapping(base / "flow.yaml"))
+    with hold_workflow_lock(base / "lock") as lock:
+        runner = WorkflowRunner(workflow, base, base / "flow.state.json", program=(sys.executable, "program.py"))
+        sys.exit(run_workflow_stages(runner, workflow.ordered_stages(), set(), lock))
 
-sys.exit(guarded(work))
+sys.exit(run_and_report_errors(work))
 """
 
 
@@ -268,7 +268,7 @@ def test_a_stage_that_outlives_its_workflow_keeps_the_lock(flow: Flow) -> None:
     process = start_sleeper(flow, 1.5)
     process.kill()
     process.wait()
-    with pytest.raises(WorkflowError, match="is being run already"):
+    with pytest.raises(WorkflowError, match="is already running"):
         flow.run()
     deadline = time.monotonic() + 60
     while not (flow.base / "b.txt").exists() and time.monotonic() < deadline:

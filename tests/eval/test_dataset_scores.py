@@ -155,5 +155,5 @@ def test_loss_that_is_no_number_leaves_no_file(tmp_path: Path, folder: Path, dat
 
 def test_nothing_to_predict(tmp_path: Path, folder: Path):
     prefix = write_tokens(tmp_path / "one", np.array([1]))
-    with pytest.raises(DataError, match="fewer than two tokens"):
+    with pytest.raises(DataError, match="requires at least two tokens"):
         evaluate_perplexity(load_inference_model(folder), prefix, 8)

@@ -1,4 +1,4 @@
-"""`mega launch`: batch scripts and manifests that train or tokenize on a cluster. Nothing is submitted."""
+"""`mega launch`: write batch scripts and manifests that train or tokenize on a cluster, without submitting them."""
 
 from mega_cli.launch.command import app
 

@@ -16,13 +16,13 @@ from mega_common.errors import ConfigError
 from mega_common.strict_config import load_yaml_mapping
 
 COMMAND = "data preprocess"
-NOTICE_SECONDS = 60  # before the time limit: how far a part came is noted every few seconds
+NOTICE_SECONDS = 60  # signal before the time limit; progress of a part is saved every few seconds
 CONTAINER = "data"
 
 
 @dataclass(frozen=True)
 class ArrayJobPlan:
-    """`count` jobs that run `words`, a command of mega, in `folder`."""
+    """Array of `count` jobs that run `words`, a mega command, in `folder`."""
 
     words: Sequence[str]
     count: int
@@ -39,15 +39,15 @@ def plan_array_job(workflow: Path, name: str, count: int) -> ArrayJobPlan:
     """Return the array job of stage `name` of a workflow.
 
     Raises:
-        ConfigError: when there is no such stage, or it does something else.
+        ConfigError: if the workflow has no such stage, or it runs another command.
     """
     stages = WorkflowConfig.parse(load_yaml_mapping(workflow), source=str(workflow)).stages
     if name not in stages:
-        raise ConfigError(f"{workflow}: no stage {name!r}", hint=suggest_nearest(name, stages))
+        raise ConfigError(f"{workflow}: the workflow has no stage {name!r}", hint=suggest_nearest(name, stages))
     if stages[name].run != COMMAND:
         raise ConfigError(
-            f"{workflow}: stage {name!r} runs 'mega {stages[name].run}', which is not made in parts",
-            hint=f"a stage that runs '{COMMAND}' is; a run.yaml is launched without --stage",
+            f"{workflow}: --stage requires a stage that runs 'mega {COMMAND}', but {name!r} runs 'mega {stages[name].run}'",
+            hint="to launch a training, give its run.yaml without --stage",
         )
     return ArrayJobPlan(stages[name].command_arguments, count, workflow.parent)
 
@@ -102,13 +102,13 @@ def indexed_job_manifest(parts: ArrayJobPlan, job: str, image: str, volume: str,
         "containers": [container],
         "volumes": [{"name": "workspace", "persistentVolumeClaim": {"claimName": volume}}],
     }
-    mistake = {"containerName": CONTAINER, "operator": "In", "values": [2]}
+    user_error = {"containerName": CONTAINER, "operator": "In", "values": [2]}
     spec: dict[str, Any] = {
         "completionMode": "Indexed", "completions": parts.count, "parallelism": parts.count,
         "backoffLimitPerIndex": 10,
         "podFailurePolicy": {"rules": [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            {"action": "FailIndex", "onExitCodes": mistake},
+            {"action": "FailIndex", "onExitCodes": user_error},
         ]},
         "template": {"metadata": {"labels": {"app": job}}, "spec": pod},
     }  # fmt: skip

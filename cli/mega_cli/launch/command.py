@@ -1,4 +1,4 @@
-"""Commands of `mega launch`, and the check of the run before a script is written."""
+"""Commands of `mega launch`; they check the run before they write a script."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
 from mega_common.strict_config import apply_overrides, load_yaml_mapping
 
-app = typer.Typer(no_args_is_help=True, help="Write the batch script or manifest that runs a training on a cluster.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Write a Slurm script or Kubernetes manifest that trains or tokenizes on a cluster. Nothing is submitted.",
+)
 
-Run = Annotated[Path, typer.Argument(help="The run's configuration, as for 'mega train'; with --stage a workflow.")]
-Nodes = Annotated[int, typer.Option(min=1, help="Number of machines; with --stage, of jobs that make a part each.")]
-Stage = Annotated[
-    str | None, typer.Option(help="Tokenize instead: the stage of a workflow that runs 'data preprocess', in parts.")
+Run = Annotated[Path, typer.Argument(help="Configuration file, e.g. run.yaml; with --stage a workflow file.")]
+Nodes = Annotated[
+    int, typer.Option(min=1, help="Number of machines, e.g. 4; with --stage, number of jobs that tokenize a part each.")
 ]
-Gpus = Annotated[int, typer.Option(min=1, help="GPUs, and so ranks, on each machine.")]
-Output = Annotated[Path | None, typer.Option(help="Write to this file rather than to standard output.")]
-Name = Annotated[str | None, typer.Option(help="Name of the job; default: the configuration file's.")]
+Stage = Annotated[
+    str | None, typer.Option(help="Tokenize in parts instead of training: name of a stage that runs 'data preprocess'.")
+]
+Gpus = Annotated[int, typer.Option(min=1, help="GPUs (and ranks) per machine.")]
+Output = Annotated[Path | None, typer.Option(help="File to write, e.g. job.sh; default: standard output.")]
+Name = Annotated[str | None, typer.Option(help="Job name, e.g. llama-8b; default: name of the configuration file.")]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: a.b=value. Repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. --set batch.micro=2. Repeatable."),
 ]
 
 
@@ -41,35 +47,46 @@ def slurm_command(
     name: Name = None,
     set_: Set = None,
     stage: Stage = None,
-    time: Annotated[str, typer.Option(help="Time limit of one job; it queues itself again until done.")] = "24:00:00",
-    partition: Annotated[str | None, typer.Option(help="Partition to ask for.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
+    time: Annotated[
+        str,
+        typer.Option(help="Time limit of a job, e.g. 1-12:00:00; the job requeues itself until the training is done."),
+    ] = "24:00:00",
+    partition: Annotated[str | None, typer.Option(help="Slurm partition, e.g. gpu.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
     cpus_per_task: Annotated[
-        int | None, typer.Option(min=1, help="CPU cores on each machine.", show_default="4 a GPU; with --stage 8")
+        int | None, typer.Option(min=1, help="CPU cores per machine.", show_default="4 per GPU; with --stage 8")
     ] = None,
     mem: Annotated[
         str | None,
-        typer.Option(help="Memory on each machine, as in 500G; 0 is all.", show_default="the cluster's; exclusive: 0"),
+        typer.Option(
+            help="Memory per machine, e.g. 500G; 0 is all.", show_default="the cluster's default; with --exclusive 0"
+        ),
     ] = None,
-    exclusive: Annotated[bool, typer.Option("--exclusive", help="Ask for whole machines.")] = False,
+    exclusive: Annotated[bool, typer.Option("--exclusive", help="Allocate whole machines.")] = False,
     prologue: Annotated[
         list[str] | None,
-        typer.Option(help="A line of bash before training on each machine, as in 'module load cuda'. Repeatable."),
+        typer.Option(help="Bash command to run first on each machine, e.g. 'module load cuda'. Repeatable."),
     ] = None,
     container: Annotated[
-        str | None, typer.Option(help="Image to train in: a .sif file by apptainer, anything else by pyxis.")
+        str | None, typer.Option(help="Container image: a .sif file is run with apptainer, any other name with pyxis.")
     ] = None,
     mount: Annotated[
-        list[str] | None, typer.Option(help="FROM:TO, to be seen in the container beside this folder. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="FROM:TO",
+            help="Mount a path in the container, e.g. /data:/data. The current folder is mounted always. Repeatable.",
+        ),
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(help="Interpreter with mega.", show_default="this one; with prologue or container python3"),
+        typer.Option(
+            help="Python interpreter with mega.", show_default="this one; with --prologue or --container python3"
+        ),
     ] = None,
 ) -> None:
-    """Write a Slurm batch script: ranks on each node, a save before the time limit, and requeueing.
+    """Write a Slurm batch script that trains on several machines, saves before the time limit, and requeues itself.
 
-    With --stage an array: each job makes a part of a data set, and whichever is last joins them.
+    With --stage, write an array job: each job tokenizes a part of a data set, and the last one joins the parts.
 
     Examples:
 
@@ -93,13 +110,13 @@ def slurm_command(
         machines = {"nodes": nodes, "ntasks-per-node": 1, "gpus-per-node": gpus_per_node}
     else:
         machines = {"ntasks": 1}
-    asked = {
+    options = {
         "job-name": name or to_dns_label(stage or run.stem), **machines,
         "cpus-per-task": cpus_per_task or (8 if stage else 4 * gpus_per_node),
         "mem": mem or ("0" if exclusive else None), "time": time, "partition": partition, "account": account,
     }  # fmt: skip
     plan = SlurmJobPlan(
-        options={key: str(value) for key, value in asked.items() if value is not None},
+        options={key: str(value) for key, value in options.items() if value is not None},
         flags=["exclusive"] if exclusive else [],
         prologue=prologue or [],
         container=ContainerImage(container, mount or []) if container else None,
@@ -122,25 +139,24 @@ def kubernetes_command(
     name: Name = None,
     set_: Set = None,
     stage: Stage = None,
-    cpus: Annotated[int, typer.Option(min=1, help="CPU cores of each pod, with --stage.")] = 8,
-    image: Annotated[str, typer.Option(help="Container image with the trainer.")] = "mega-trainer:latest",
-    volume: Annotated[
-        str, typer.Option(help="PersistentVolumeClaim with the data; it is mounted at /workspace.")
-    ] = "mega",
-    shared_memory: Annotated[str, typer.Option(help="Size of /dev/shm in each pod.")] = "16Gi",
+    cpus: Annotated[int, typer.Option(min=1, help="With --stage: CPU cores per pod.")] = 8,
+    image: Annotated[
+        str, typer.Option(help="Container image with mega, e.g. registry.example/mega-trainer:1.")
+    ] = "mega-trainer:latest",
+    volume: Annotated[str, typer.Option(help="PersistentVolumeClaim with the data; mounted at /workspace.")] = "mega",
+    shared_memory: Annotated[str, typer.Option(help="Size of /dev/shm per pod.")] = "16Gi",
     jobset: Annotated[
         bool,
         typer.Option(
             "--jobset",
-            help="A JobSet, whose operator must be there: all pods begin anew where they were replaced too often.",
+            help="Write a JobSet (requires the JobSet operator), which restarts all pods after too many replacements.",
         ),
     ] = False,
 ) -> None:
-    """Write a Kubernetes manifest: an Indexed Job with a pod for each machine, and the Service through which they meet.
+    """Write a Kubernetes manifest that trains on several machines: an Indexed Job with one pod per machine and a Service.
 
-    The configuration travels in a ConfigMap; relative paths in it are relative to the volume. No operator is needed but for
-    --jobset.
-    With --stage a pod makes each part of a data set, and whichever is last joins them.
+    The configuration is stored in a ConfigMap; its relative paths are relative to the volume. No operator is required,
+    except for --jobset. With --stage, each pod tokenizes a part of a data set, and the last one joins the parts.
 
     Examples:
 
@@ -166,10 +182,10 @@ def kubernetes_command(
 
 
 def check_script_values(run: Path, overrides: list[str] | None) -> None:
-    """Check the values that every script contains.
+    """Check the values that all scripts contain.
 
     Raises:
-        ConfigError: when one has a control character.
+        ConfigError: if one has a control character.
     """
     check_option_value("run", str(run), PATH)
     check_option_values("set", overrides or [], TEXT)
@@ -179,19 +195,19 @@ def check_launched_run(run: Path, overrides: list[str], ranks: int) -> None:
     """Check the run for that number of ranks. Data is not checked: it need not be on this machine.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: with all problems.
     """
     from mega_trainer.config.run_config import load_run_config
 
     model = apply_overrides(load_yaml_mapping(run), overrides).get("model")
     if isinstance(model, dict) and "from" in model and not Path(str(model["from"])).exists():
-        logger.warning("model.from = %s is not on this machine: the run is not checked", model["from"])
+        logger.warning("model.from = %s does not exist on this machine, so the run is not checked", model["from"])
         return
     load_run_config(run, overrides).check_world_size(ranks)
 
 
 def to_dns_label(text: str) -> str:
-    """Return `text` as a name that Kubernetes accepts for a Service and, with a number appended, for a pod."""
+    """Return `text` as a valid Kubernetes name of a Service and, with a number appended, of a pod."""
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     label = label if label[:1].isalpha() else f"run-{label}"
     return label[:40].strip("-")

@@ -13,7 +13,7 @@ import yaml
 from mega_cli.launch.torchrun_agent import ENVIRONMENT, RESTARTS, SAVE_SECONDS, torchrun_agent_command
 from mega_cli.launch.value_grammars import escape_kubernetes_references
 
-PORT = 29500  # each pod has an address of its own
+PORT = 29500  # each pod has its own address
 GROUP = 10001  # of the user in mega's images
 CONTAINER = "trainer"
 NODES = "nodes"  # of a JobSet
@@ -21,7 +21,7 @@ NODES = "nodes"  # of a JobSet
 
 @dataclass(frozen=True)
 class PodPlan:
-    """Job of `nodes` pods with `gpus` ranks each; `overrides` are the `--set` options of the training."""
+    """Job of `nodes` pods with `gpus` ranks each; `overrides` are the `--set` options of `mega train`."""
 
     job: str
     nodes: int
@@ -39,17 +39,17 @@ class PodPlan:
 
 
 def run_manifests(plan: PodPlan, config: str) -> str:
-    """Return all objects as YAML documents; `config` is the text of run.yaml. A JobSet makes the Service itself."""
+    """Return all objects as YAML documents; `config` is the text of run.yaml. A JobSet creates its own Service."""
     metadata = {"name": plan.job, "labels": {"app": plan.job}}
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": config}}
     if plan.jobset:
         return dump_documents([config_map, _job_set(plan, metadata)])
-    # The pods look for each other before any of them is ready.
-    meeting = {
+    # Pods resolve the address of the first pod before any of them is ready.
+    service_spec = {
         "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": plan.job},
         "ports": [{"name": "rendezvous", "port": PORT}],
     }  # fmt: skip
-    service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": meeting}
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service_spec}
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": _job_spec(plan)}
     return dump_documents([config_map, service, job])
 
@@ -80,10 +80,10 @@ def _job_spec(plan: PodPlan) -> dict[str, Any]:
         "completionMode": "Indexed", "completions": plan.nodes, "parallelism": plan.nodes,
         "backoffLimit": 10 * plan.nodes,
         "podFailurePolicy": {"rules": [
-            # Saved before the end, or moved by the cluster: no failure, a pod comes in its place and goes on.
+            # Saved and exited, or evicted by the cluster: not a failure, a replacement pod resumes.
             {"action": "Ignore", "onExitCodes": _codes(os.EX_TEMPFAIL, 128 + signal.SIGTERM)},
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            # A mistake in what it was given will not mend itself.
+            # Exit status 2 is a user error: a restart cannot help.
             {"action": "FailJob", "onExitCodes": _codes(2)},
         ]},
         "template": {"metadata": {"labels": {"app": plan.job}}, "spec": _pod_spec(plan)},
@@ -92,9 +92,9 @@ def _job_spec(plan: PodPlan) -> dict[str, Any]:
 
 def _job_set(plan: PodPlan, metadata: dict[str, Any]) -> dict[str, Any]:
     """Return a JobSet, which restarts all pods when pods were replaced too often, but not after a user error."""
-    mistake = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    user_error = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     spec = {
-        "failurePolicy": {"maxRestarts": RESTARTS, "rules": [mistake]},
+        "failurePolicy": {"maxRestarts": RESTARTS, "rules": [user_error]},
         "network": {"enableDNSHostnames": True, "subdomain": plan.job, "publishNotReadyAddresses": True},
         "replicatedJobs": [{"name": NODES, "replicas": 1, "template": {"spec": _job_spec(plan)}}],
     }  # fmt: skip
@@ -130,7 +130,7 @@ def _pod_spec(plan: PodPlan) -> dict[str, Any]:
         **({} if plan.jobset else {"subdomain": plan.job}),
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": SAVE_SECONDS,
-        # A new volume belongs to root, and the image's user is another.
+        # A new volume belongs to root, but the container runs as another user.
         "securityContext": {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [container],
         "volumes": [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mega_cli.launch.torchrun_agent import ENVIRONMENT, SAVE_SECONDS, torchrun_agent_command
 
-# Shell that waits for $step, and asks it to end when USR1 tells that the time limit is near; what follows is in that `if`.
+# Shell code that waits for $step, and sends it TERM when USR1 announces the time limit; the caller closes the `if`.
 WAIT = """limit=
 on_time_limit() {
   limit=near
@@ -19,7 +19,7 @@ trap on_time_limit USR1
 
 status=0
 wait "$step" || status=$?
-if [[ $limit ]]; then # the signal ended that `wait`
+if [[ $limit ]]; then # the signal interrupted `wait`
   status=0
   wait "$step" || status=$?
 """
@@ -27,13 +27,13 @@ if [[ $limit ]]; then # the signal ended that `wait`
 
 @dataclass(frozen=True)
 class ContainerImage:
-    """Image to train in, and its mounts besides the folder that the job was submitted from."""
+    """Container image, and its mounts in addition to the folder that the job was submitted from."""
 
     image: str
     mounts: Sequence[str]
 
     def wrap_command(self) -> tuple[list[str], list[str]]:
-        """Return options for srun, and words before the command, as shell code to be expanded."""
+        """Return options of srun and words before the command, as shell code to be expanded."""
         if Path(self.image).suffix == ".sif":
             bound = [f"--bind={shlex.quote(mount)}" for mount in self.mounts]
             return [], ["apptainer", "exec", "--nv", '--bind="$PWD"', '--pwd="$PWD"', *bound, shlex.quote(self.image)]
@@ -44,7 +44,7 @@ class ContainerImage:
 
 @dataclass(frozen=True)
 class SlurmJobPlan:
-    """Options of sbatch without `--`, and commands around the training on each machine."""
+    """Options of sbatch without `--`, and the commands to run on each machine."""
 
     options: Mapping[str, str]
     flags: Sequence[str]
@@ -54,7 +54,7 @@ class SlurmJobPlan:
 
 
 def slurm_batch_script(plan: SlurmJobPlan, nodes: int, gpus: int, train: Sequence[str]) -> str:
-    """Return the batch script. Its own signal is USR1, so that `scancel` (TERM) ends a job without requeueing it."""
+    """Return the batch script. Its time limit signal is USR1, so that `scancel` (TERM) ends a job without requeueing it."""
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]
     agent = torchrun_agent_command(
@@ -62,7 +62,7 @@ def slurm_batch_script(plan: SlurmJobPlan, nodes: int, gpus: int, train: Sequenc
     )  # fmt: skip
     task = "\n".join(["", *plan.prologue, agent, ""])
     options, before = plan.container.wrap_command() if plan.container else ([], [])
-    # srun: a task gets one core unless told; when one machine has ended, the others have time to save.
+    # srun gives a task one core by default; when one machine exits, the others get time to save.
     step = ['srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', f"--kill-on-bad-exit=0 --wait={SAVE_SECONDS}", *options]
     step += [" ".join([*before, "bash", "-c", shlex.quote(task)])]
     return f"""#!/bin/bash
@@ -73,7 +73,7 @@ def slurm_batch_script(plan: SlurmJobPlan, nodes: int, gpus: int, train: Sequenc
 #SBATCH --signal=B:USR1@{SAVE_SECONDS}
 set -euo pipefail
 
-# Where the machines meet. Jobs that share a machine have ports of their own.
+# Rendezvous address. Jobs that share a machine use different ports.
 read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RENDEZVOUS="$first:$((10000 + SLURM_JOB_ID % 20000))"
 export {" ".join(f"{key}={value}" for key, value in ENVIRONMENT.items())}
@@ -84,9 +84,9 @@ step=$!
 # Shortly before the time limit, let the ranks save.
 {WAIT}fi
 
-# 75 is saved before the end: queue this job again, to go on from there.
+# 75: saved before the end. Requeue this job to resume.
 if ((status == 75)) || [[ $limit && $status != 0 ]]; then
-  echo "interrupted, with status $status: queueing again"
+  echo "interrupted with status $status: requeueing"
   scontrol requeue "$SLURM_JOB_ID"
   exit 0
 fi

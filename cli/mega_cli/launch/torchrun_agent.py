@@ -1,19 +1,19 @@
-"""The command that runs on each machine: torchrun's agent, which meets those of the other machines."""
+"""Command of the torchrun agent that runs on each machine."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
 
-SAVE_SECONDS = 120  # between the notice that a job will end and its end
-MEET_SECONDS = 600  # that machines wait for each other: an image may have to be fetched, a name to become known
+SAVE_SECONDS = 120  # between the signal before the end of a job and its end
+RENDEZVOUS_SECONDS = 600  # timeout of machines that wait for others, which may still pull an image
 
-RESTARTS = 10  # of the ranks, after one of them has failed
+RESTARTS = 10  # restarts of the ranks after a failure
 
 ENVIRONMENT = {
-    # How long the agent lets its ranks save after a signal, in seconds.
+    # Seconds that the agent gives its ranks to save after a signal.
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_SECONDS - 10),
-    # Ranks that are started again must not find what those before them left in the agents' own store.
+    # Restarted ranks must not read stale keys of the earlier ranks in the agents' store.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
@@ -24,18 +24,17 @@ def torchrun_agent_command(
     """Return the shell command, with line breaks, that starts the torchrun agent of one machine.
 
     Args:
-        python: the interpreter that has mega.
-        nodes, gpus: machines, and ranks on each.
-        endpoint, job: where the machines meet, and as what; shell, to be expanded.
-        index: name of the variable that numbers the machines; the first one hosts the meeting, whoever the others
-            believe it to be.
+        python: the interpreter with mega.
+        nodes, gpus: number of machines, and ranks per machine.
+        endpoint, job: address and id of the rendezvous; shell code to be expanded.
+        index: name of the environment variable with the machine's number; machine 0 hosts the rendezvous.
         train: arguments of `mega train`.
     """
     lines = [
         f"exec {shlex.quote(python)} -m mega_trainer.launch.elastic",
         f"--nnodes={nodes} --nproc-per-node={gpus} --max-restarts={RESTARTS}",
         f'--rdzv-backend=c10d --rdzv-endpoint="{endpoint}" --rdzv-id="{job}"',
-        f'--rdzv-conf="is_host=$(({index} == 0)),read_timeout={MEET_SECONDS},join_timeout={MEET_SECONDS}"',
+        f'--rdzv-conf="is_host=$(({index} == 0)),read_timeout={RENDEZVOUS_SECONDS},join_timeout={RENDEZVOUS_SECONDS}"',
         f"-m mega_cli.main train {shlex.join(train)}",
     ]
     return " \\\n  ".join(lines)

@@ -1,6 +1,6 @@
-"""Grammars of the values that go into batch scripts and manifests.
+"""Grammars of option values in batch scripts and manifests.
 
-A line break in a `#SBATCH` line would begin a command of its own; and what a cluster refuses is better refused here.
+A line break in a `#SBATCH` line would start a new command; other values that a cluster rejects are rejected here first.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PATH = ValueGrammar(
 SLURM = {
     "name": ValueGrammar(r"\w[\w .,:=@+-]*", "a job name of letters, digits, spaces and . , : = @ + - _", "llama-8b", 200),
     "time": ValueGrammar(
-        r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", "a time limit of Slurm", "1-12:00:00", 32
+        r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", "a Slurm time limit", "1-12:00:00", 32
     ),
-    "partition": ValueGrammar(r"[\w.@+][\w.@+-]*(,[\w.@+][\w.@+-]*)*", "names of partitions, with commas between", "gpu"),
+    "partition": ValueGrammar(r"[\w.@+][\w.@+-]*(,[\w.@+][\w.@+-]*)*", "comma-separated partition names", "gpu"),
     "account": ValueGrammar(r"[\w.@+][\w.@+-]*", "the name of an account", "team-a", 200),
     "mem": ValueGrammar(r"[0-9]+([KMGTkmgt][Bb]?)?", "an amount of memory", "500G", 32),
     "prologue": ValueGrammar(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]*", "one line of bash", "module load cuda", 1 << 16),
     "container": PATH,
-    "mount": ValueGrammar(r"[^-\x00-\x1f\x7f-\x9f\u2028\u2029,:][^\x00-\x1f\x7f-\x9f\u2028\u2029,:]*(:[^\x00-\x1f\x7f-\x9f\u2028\u2029,:]+){1,2}", "FROM:TO, without commas", "/data:/data"),
+    "mount": ValueGrammar(r"[^-\x00-\x1f\x7f-\x9f\u2028\u2029,:][^\x00-\x1f\x7f-\x9f\u2028\u2029,:]*(:[^\x00-\x1f\x7f-\x9f\u2028\u2029,:]+){1,2}", "FROM:TO without commas", "/data:/data"),
     "python": PATH,
 }  # fmt: skip
 KUBERNETES = {
@@ -52,7 +52,7 @@ KUBERNETES = {
         "the name of an image", "registry.example/mega-trainer:1", 512,
     ),
     "volume": ValueGrammar(rf"{_DNS}(\.{_DNS})*", "the name of a PersistentVolumeClaim (DNS-1123 subdomain)", "mega", 253),
-    "shared-memory": ValueGrammar(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2})?", "a quantity of Kubernetes", "16Gi", 32),
+    "shared-memory": ValueGrammar(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2})?", "a Kubernetes quantity", "16Gi", 32),
 }  # fmt: skip
 
 
@@ -60,19 +60,22 @@ def check_option_value(option: str, value: str | None, grammar: ValueGrammar) ->
     """Check the value of an option; None, an option that is not given, passes.
 
     Raises:
-        ConfigError: when it does not follow the grammar.
+        ConfigError: if it does not match the grammar.
     """
     if value is not None and not (len(value) <= grammar.max_length and re.fullmatch(grammar.pattern, value)):
         shown = ascii(value if len(value) <= 80 else f"{value[:80]}...")
         limit = f" of at most {grammar.max_length} characters" if len(value) > grammar.max_length else ""
-        raise ConfigError(f"--{option} must be {grammar.name}{limit}, found {shown}", hint=f"as in {grammar.example}")
+        raise ConfigError(
+            f"--{option} must be {grammar.name}{limit}, found {shown}",
+            hint=f"example: {grammar.example}",
+        )
 
 
 def check_option_values(option: str, values: Iterable[str], grammar: ValueGrammar) -> None:
     """Check every value of a repeatable option.
 
     Raises:
-        ConfigError: when one does not follow the grammar.
+        ConfigError: if one does not match the grammar.
     """
     for value in values:
         check_option_value(option, value, grammar)

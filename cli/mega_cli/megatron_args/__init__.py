@@ -1,16 +1,17 @@
 """Translation of Megatron-LM launch scripts into run.yaml. Imports no torch.
 
-    translation = translate(Path("pretrain.sh").read_text())
-    print(to_yaml(translation))
+    translation = translate_script(Path("pretrain.sh").read_text())
+    print(render_run_yaml(translation))
 
-`launch` finds the training command of a script. For that `script` follows it statement by statement (with `loops`,
-`assignments`, `commands` and `conditions`; `merge` where nobody knows which way it goes), over the tree that tree-sitter
-makes of it (`syntax`), and `expand` its words (with `globs`, `arithmetic`, and `output` for what small commands print).
-What only a running shell knows stays in a `shell.ShellWord` as a mark.
+`training_command` finds the training command of a script. `script_reader` interprets the script statement by statement
+over its tree-sitter syntax tree (`syntax_tree`), with `control_flow`, `assignments`, `shell_commands` and `conditions`;
+`branch_values` merges the variables of branches whose condition is unknown. `word_expansion` expands words, with
+`shell_patterns`, `arithmetic`, and `command_output` for the output of small commands. Values that only a running shell
+has stay in a `shell_words.ShellWord` as a mark.
 
-`parse` reads the arguments of the command, and `model` (with `experts` and `patterns`), `data`, `stages`, `training` and
-`schedule` turn them into the sections of a run. `flags.csv` is the table of Megatron-LM's flags, `forks.csv` that of what
-its forks add, and `handling.yaml` tells what becomes of those that no key comes from.
+`parse_arguments` parses the arguments of the command, and the modules `*_section`, `training_sections`, `hybrid_layers`,
+`pipeline_layout` and `bert_and_t5` write the sections of run.yaml. `flags.csv` is the table of Megatron-LM's flags,
+`forks.csv` the table of flags added by forks, and `handling.yaml` has the notes on flags without a key in run.yaml.
 """
 
 from mega_cli.megatron_args.render_yaml import render_run_yaml

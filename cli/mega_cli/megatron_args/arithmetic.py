@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-# The tree of tree-sitter-bash is of no use here: it binds `-a + b` as `-(a + b)` and `a = b = c` from the left.
+# Not parsed by tree-sitter-bash, which binds `-a + b` as `-(a + b)` and `a = b = c` from the left.
 TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+#\w+|\d\w*)|(?P<name>[A-Za-z_]\w*(?:\[[^]]*\])?)"
     r"|(?P<sign><<=|>>=|\*\*|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+*/%<>=!~&^|?:(),]))",
@@ -50,7 +50,7 @@ class VariableScope(Protocol):
 
 
 def evaluate_arithmetic(expression: str, scope: VariableScope | None = None, depth: int = 0) -> int | None:
-    """Return the value of an expression, or None if it has none here: an unset variable, a division by zero, text."""
+    """Return the value of an expression, or None for an unset variable, a division by zero or other text."""
     try:
         value = _ArithmeticParser(expression, scope, depth).value()
     except (ValueError, ZeroDivisionError, KeyError, OverflowError, RecursionError):
@@ -63,14 +63,14 @@ class _ArithmeticParser:
 
     def __init__(self, expression: str, scope: VariableScope | None, depth: int) -> None:
         if depth > DEPTH:
-            raise ValueError("a variable that names itself")
+            raise ValueError("a variable refers to itself")
         self.scope, self.depth, self.skipping = scope, depth, False
         self.tokens: deque[tuple[str, str]] = deque()
         at, end = 0, len(expression.rstrip())
         while at < end:
             match = TOKEN.match(expression, at)
             if not match or not match.lastgroup:
-                raise ValueError(f"no arithmetic: {expression}")
+                raise ValueError(f"not an arithmetic expression: {expression}")
             self.tokens.append((match.lastgroup, match[match.lastgroup]))
             at = match.end()
 
@@ -146,9 +146,9 @@ class _ArithmeticParser:
             return self._assign(name, sign, lambda: self._binary(2))
         if sign := self._take_operator("++", "--"):
             return self._assign(name, sign[0] + "=", lambda: 1) + (1 if sign == "--" else -1)
-        return self._of(name, self.scope.read_number(name) if self.scope else None)
+        return self._evaluate_variable(name, self.scope.read_number(name) if self.scope else None)
 
-    def _of(self, name: str, text: str | None) -> int:
+    def _evaluate_variable(self, name: str, text: str | None) -> int:
         if self.skipping:
             return 0
         value = None if text is None else evaluate_arithmetic(text, self.scope, self.depth + 1)
@@ -165,7 +165,7 @@ class _ArithmeticParser:
         try:
             value = operand()
             if sign != "=":
-                value = int(BINARY[sign[:-1]][1](self._of(name, old), value))
+                value = int(BINARY[sign[:-1]][1](self._evaluate_variable(name, old), value))
         except Exception:
             self.scope.assign_number(name, None)
             raise
@@ -205,7 +205,7 @@ def _items(node: ast.expr) -> list[int]:
 
 def _repeated(items: list[int], count: int) -> list[int]:
     if len(items) * count > LONGEST:
-        raise ValueError("longer than any model")
+        raise ValueError("the list has too many layers")
     return items * count
 
 

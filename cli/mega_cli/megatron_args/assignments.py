@@ -45,7 +45,7 @@ def assign_variable(reader: ScriptReader, node: Node) -> KnownTruth:
     else:
         kept = {} if single and not appended else old
         awaited = _is_missing_argument(words, text)
-        # An argument of the script is better known by the variable that it is given to.
+        # A missing argument of the script is reported by the name of the variable that it is assigned to.
         word = ShellWord(unknown_mark(name) if awaited and single else text, words.line_number(node))
         words.set_variable(name, _ordered_elements(words, name, {**kept, key: word}))
         words.awaited |= {name} if awaited else set()
@@ -104,7 +104,7 @@ def unset_variables(reader: ScriptReader, node: Node) -> KnownTruth:
     words, names, end = reader.words, list[str](), -1
     for child in node.named_children:
         text = words.expand_text(child)
-        if child.start_byte == end:  # an index that is not quoted is a node of its own
+        if child.start_byte == end:  # an unquoted index is a separate node
             text = names.pop() + text
         names.append(text)
         end = child.end_byte

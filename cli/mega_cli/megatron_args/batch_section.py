@@ -51,9 +51,9 @@ def _write_stepwise_batch(draft: RunDraft) -> None:
     if not sizes:
         rule = 'must be "0:SIZE TOKENS:SIZE ...", each threshold above the one before'
     elif both:
-        rule = f"must not be given beside --{both.replace('_', '-')}"
+        rule = f"conflicts with --{both.replace('_', '-')}"
     elif max(size for _, size in sizes) > sizes[-1][1]:
-        rule = "is not supported where a batch becomes smaller in the course of the run"
+        rule = "is not supported with a batch that becomes smaller during the run"
     if rule:
         draft.add_problem(STEPWISE, rule)
     draft.set_key("batch.global", None if rule else sizes[-1][1], STEPWISE, "global_batch_size")
@@ -83,7 +83,7 @@ def _parse_suffixed_number(text: str) -> int:
 
 
 def _batch_size(draft: RunDraft, key: str, path: str, dest: str) -> None:
-    """Return the batch size of the flags, by which data are read, else that of DeepSpeed's file."""
+    """Write a batch size: the flags' value, by which Megatron reads data, else the value of DeepSpeed's file."""
     filed, given = draft.deepspeed_file.get_integer(path), draft[dest]
     if filed is not None and (dest not in draft or draft.is_unknown(dest)):
         return draft.set_key_from_file(key, path, filed, dest, flags=filed)
@@ -102,7 +102,7 @@ def write_train_section(draft: RunDraft) -> None:
     every = draft["eval_interval"] if evaluates else 0
     put("train.eval_every", every, "eval_interval", *([] if evaluates else ["eval_iters"]))
     if evaluates and draft["eval_iters"] == -1:
-        text = "validation on all of its data is missing; train.eval_steps has its default"
+        text = "validation on the whole data set is not supported; train.eval_steps has its default"
         draft.add_note("no equivalent", text, "eval_iters")
     elif evaluates:
         put("train.eval_steps", draft["eval_iters"], "eval_iters")
@@ -143,7 +143,7 @@ def samples_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) 
 
 
 def describe_length(draft: RunDraft, *dests: str, steps: bool = True) -> str:
-    """Return the formula of a length given in samples or tokens, for a script that leaves a part open."""
+    """Return the formula of a length given in samples or tokens, for values that the script does not set."""
     for dest in dests:
         given = draft.arguments.given.get(dest)
         if given is not None and given.values:

@@ -39,13 +39,13 @@ def write_t5_section(draft: RunDraft) -> None:
     put, tied = draft.set_key, not draft["untie_embeddings_and_output_weights"]
     flags = ("encoder_num_layers", "decoder_num_layers")
     put("model.encoder.num_layers", draft["encoder_num_layers"] or draft["num_layers"], "num_layers", *flags)
-    put("model.encoder.head_bias", tied, because="Megatron's T5 has one where the embedding is the output matrix")
+    put("model.encoder.head_bias", tied, because="Megatron's T5 has one with tied embeddings")
     if draft["position_embedding_type"] == "relative":
         put("model.relative.buckets", draft["relative_attention_num_buckets"], "relative_attention_num_buckets")
         put("model.relative.max_distance", draft["relative_attention_max_distance"], "relative_attention_max_distance")
-    put("data.kind", "t5", because="what pretrain_t5.py reads")
+    put("data.kind", "t5", because="the data of pretrain_t5.py")
     put("data.t5.decoder_seq_length", draft["decoder_seq_length"], "decoder_seq_length")
     put("data.t5.mask_probability", draft["mask_prob"], "mask_prob")
     put("data.t5.short_probability", draft["short_seq_prob"], "short_seq_prob")
-    text = "the tokenizer's folder has to have the sentinels, <extra_id_0> and on; Megatron adds so many to its vocabulary file's"
+    text = "the tokenizer must have the sentinels <extra_id_0>, <extra_id_1>, ...; Megatron adds this number of them itself"
     draft.add_note("changes meaning", text, "vocab_extra_ids")

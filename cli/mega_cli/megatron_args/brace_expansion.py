@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from mega_cli.megatron_args.shell_words import WORD, WordPiece
 
 RANGE = re.compile(r"(-?\d{1,18}|[A-Za-z])\.\.(-?\d{1,18}|[A-Za-z])(?:\.\.(-?\d{1,18}))?", re.ASCII)
-HELD = 0xE100  # from here on, characters of the private use area stand for the pieces that no brace counts in
-MOST_HELD = 0xF8FF - HELD
+FIRST_PLACEHOLDER = 0xE100  # private use characters from here on replace pieces that are not plain text
+MAX_PLACEHOLDERS = 0xF8FF - FIRST_PLACEHOLDER
 
 
 @dataclass
@@ -36,21 +36,21 @@ class _BraceGroup:
 def expand_braces(pieces: Sequence[WordPiece | None], spend: Callable[[int], None]) -> list[list[WordPiece | None]]:
     """Return the words that the plain text `a{b,c}{1..3}` of a word expands to.
 
-    `spend` is called with the characters of all of them before they are made.
+    `spend` is called with their total number of characters before they are created.
     """
     if not any(piece and piece.kind == "plain" and "{" in piece.text for piece in pieces):
         return [list(pieces)]
-    held = [piece for piece in pieces if piece is None or piece.kind != "plain"]
-    if len(held) > MOST_HELD:
+    opaque = [piece for piece in pieces if piece is None or piece.kind != "plain"]
+    if len(opaque) > MAX_PLACEHOLDERS:
         return [list(pieces)]
-    numbers = iter(range(len(held)))
-    text = "".join(p.text if p and p.kind == "plain" else chr(HELD + next(numbers)) for p in pieces)
+    numbers = iter(range(len(opaque)))
+    text = "".join(p.text if p and p.kind == "plain" else chr(FIRST_PLACEHOLDER + next(numbers)) for p in pieces)
     line = next(piece.line for piece in pieces if piece)
 
     def join_parts(word: str) -> Iterator[WordPiece | None]:
-        for part in re.split(f"([{chr(HELD)}-{chr(HELD + len(held))}])", word):
-            if len(part) == 1 and HELD <= ord(part) < HELD + len(held):
-                yield held[ord(part) - HELD]
+        for part in re.split(f"([{chr(FIRST_PLACEHOLDER)}-{chr(FIRST_PLACEHOLDER + len(opaque))}])", word):
+            if len(part) == 1 and 0 <= ord(part) - FIRST_PLACEHOLDER < len(opaque):
+                yield opaque[ord(part) - FIRST_PLACEHOLDER]
             elif part:
                 yield WordPiece(part, "plain", line)
 
@@ -58,7 +58,7 @@ def expand_braces(pieces: Sequence[WordPiece | None], spend: Callable[[int], Non
     count, characters = _count_expansion(parts)
     if count == 1:
         return [list(join_parts(text))]
-    spend(characters + count * (WORD + sum(len(piece.text) for piece in held if piece)))
+    spend(characters + count * (WORD + sum(len(piece.text) for piece in opaque if piece)))
     return [list(join_parts(word)) for word in _words(parts)]
 
 
@@ -77,7 +77,7 @@ def _parse_braces(text: str) -> list[str | _BraceGroup]:
             _close(group, text[group.opening + 1 : match.start()], opened[-1].choices[-1] if opened else found)
         else:
             into.append(token)
-    for group in opened:  # without a partner, from the outermost to the innermost
+    for group in opened:  # without a closing brace, outermost first
         found += group.literal_parts()
     return found
 

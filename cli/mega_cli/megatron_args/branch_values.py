@@ -1,4 +1,4 @@
-"""What a variable holds after ways of a script of which nobody knows which one it goes."""
+"""Values of a variable after branches of a script of which the taken one is unknown."""
 
 from __future__ import annotations
 

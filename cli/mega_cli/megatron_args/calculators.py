@@ -25,7 +25,7 @@ def simulate_expr(arguments: Sequence[str], _: str | None) -> str | None:
     text = " ".join(arguments)
     if any(not re.fullmatch(r"[-+*/%()]|-?\d+", argument) for argument in arguments):
         return None
-    return f"{_evaluated(text, _Decimals(0))}\n"
+    return f"{_evaluate_expression(text, _Decimals(0))}\n"
 
 
 def simulate_bc(arguments: Sequence[str], entered: str | None) -> str | None:
@@ -37,12 +37,12 @@ def simulate_bc(arguments: Sequence[str], entered: str | None) -> str | None:
         if assigned := re.fullmatch(r"\s*scale\s*=\s*(\d\d?)\s*", statement):
             scale = int(assigned[1])
         else:
-            printed += _shown_by_bc(_evaluated(statement, _Decimals(scale))) + "\n"
+            printed += _format_as_bc(_evaluate_expression(statement, _Decimals(scale))) + "\n"
     return printed
 
 
-def _shown_by_bc(value: Number) -> str:
-    """Return a number with its own count of digits, without the zero before the point."""
+def _format_as_bc(value: Number) -> str:
+    """Format a number as bc prints it: with all its digits, and without a zero before the point."""
     text = re.sub(r"^(-?)0\.", r"\1.", f"{value:f}")
     if len(text) > LINE:
         raise ValueError("bc breaks long lines")
@@ -71,14 +71,14 @@ def simulate_seq(arguments: Sequence[str], _: str | None) -> str | None:
 
 
 def evaluate_awk(expression: str) -> str:
-    """Return an expression of numbers as `print` of awk shows its value.
+    """Return the value of a numeric expression as `print` of awk formats it.
 
     Raises:
-        ValueError: when it is not such an expression.
+        ValueError: if it is not a numeric expression.
     """
-    value = float(_evaluated(expression, _Floats()))
-    if not math.isfinite(value) or abs(value) >= 2**31:  # beyond it implementations of awk differ
-        raise ValueError("a large number")
+    value = float(_evaluate_expression(expression, _Floats()))
+    if not math.isfinite(value) or abs(value) >= 2**31:  # awk implementations differ above it
+        raise ValueError("the number is too large")
     return str(int(value)) if value.is_integer() else f"{value:.6g}"
 
 
@@ -95,17 +95,17 @@ class _Decimals:
         left, right = Decimal(left), Decimal(right)
         digits = max(_digits(left), _digits(right))
         if operation in (ast.Add, ast.Sub):
-            return _cut((operator.add if operation is ast.Add else operator.sub)(left, right), digits)
+            return _truncate((operator.add if operation is ast.Add else operator.sub)(left, right), digits)
         if operation is ast.Mult:
-            return _cut(left * right, min(_digits(left) + _digits(right), max(self._scale, digits)))
+            return _truncate(left * right, min(_digits(left) + _digits(right), max(self._scale, digits)))
         if operation is ast.Div:
-            return _cut(left / right, self._scale)
+            return _truncate(left / right, self._scale)
         whole = not self._scale and not digits
         if operation is ast.Mod and whole:
-            return left - _cut(left / right, 0) * right
+            return left - _truncate(left / right, 0) * right
         if operation is ast.Pow and whole and 0 <= right <= LARGEST_EXPONENT:
             return left**right
-        raise ValueError("bc calculates this in another way")
+        raise ValueError("an operation of bc that is not simulated")
 
 
 class _Floats:
@@ -127,41 +127,41 @@ def _digits(value: Decimal) -> int:
     return max(0, -int(value.as_tuple().exponent))
 
 
-def _cut(value: Decimal, digits: int) -> Decimal:
-    """Return a number with so many digits after the point, the others cut off."""
+def _truncate(value: Decimal, digits: int) -> Decimal:
+    """Truncate a number to `digits` digits after the point."""
     return value.quantize(Decimal(1).scaleb(-digits), rounding=ROUND_DOWN)
 
 
-def _evaluated(text: str, arithmetic: _Decimals | _Floats) -> Number:
+def _evaluate_expression(text: str, arithmetic: _Decimals | _Floats) -> Number:
     """Return the value of an expression.
 
     Raises:
-        ValueError: when it has more than numbers, the signs + - * / % ^ ( ) and `int(...)`, or divides by zero.
+        ValueError: if it has other tokens than numbers, + - * / % ^ ( ) and `int(...)`, or divides by zero.
     """
     powers = "^" in text
     if len(text) > LONGEST_EXPRESSION or re.search(r"\*\*|//|_", text) or (powers and re.search(r"-|\^.*\^", text)):
-        raise ValueError("not an expression that is followed")
+        raise ValueError("an expression that is not simulated")
     source = re.sub(r"(?<![\d.])0+(?=\d)", "", text.strip()).replace("^", "**")
     try:
         with localcontext(prec=PRECISION):
-            return _value(ast.parse(source, mode="eval").body, source, arithmetic)
+            return _evaluate_node(ast.parse(source, mode="eval").body, source, arithmetic)
     except (SyntaxError, ArithmeticError, RecursionError, MemoryError):
         raise ValueError("not an expression of numbers") from None
 
 
-def _value(node: ast.expr, source: str, arithmetic: _Decimals | _Floats) -> Number:
+def _evaluate_node(node: ast.expr, source: str, arithmetic: _Decimals | _Floats) -> Number:
     match node:
         case ast.Constant(value=int() | float()):
             text = ast.get_source_segment(source, node) or ""
             if not re.fullmatch(r"\d+\.?\d*|\.\d+", text):
-                raise ValueError("not a number in decimal digits")
+                raise ValueError("not a decimal number")
             return arithmetic.parse_number(text)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand, source, arithmetic)
+            return -_evaluate_node(operand, source, arithmetic)
         case ast.BinOp(left=left, op=operation, right=right):
             return arithmetic.apply_operator(
-                type(operation), _value(left, source, arithmetic), _value(right, source, arithmetic)
+                type(operation), _evaluate_node(left, source, arithmetic), _evaluate_node(right, source, arithmetic)
             )
         case ast.Call(func=ast.Name(id="int"), args=[argument]) if isinstance(arithmetic, _Floats):
-            return float(math.trunc(_value(argument, source, arithmetic)))
+            return float(math.trunc(_evaluate_node(argument, source, arithmetic)))
     raise ValueError("not an expression of numbers")

@@ -1,4 +1,4 @@
-"""Output of small commands as far as their arguments and input determine it: `echo`, `basename`, `expr` and others."""
+"""Simulation of small commands whose output depends only on arguments and input: `echo`, `basename`, `expr`, ..."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def _echo_output(arguments: Arguments, _: str | None) -> str:
     text = " ".join(arguments[options:])
     letters = "".join(arguments[:options])
     if letters.rfind("e") > letters.rfind("E"):
-        text = _escaped(text, "abcefrvxuU01234567")
+        text = _resolve_escapes(text, "abcefrvxuU01234567")
     return text if "n" in letters else text + "\n"
 
 
-def _escaped(text: str, others: str) -> str:
-    """Return a text with its escapes of line ends, tabulators and backslashes resolved.
+def _resolve_escapes(text: str, others: str) -> str:
+    """Return a text with the escapes of newlines, tabs and backslashes resolved.
 
     Raises:
-        ValueError: when it has one of the `others`.
+        ValueError: if it has one of the escapes `others`.
     """
     if any(letter in others for letter in ESCAPED.findall(text)):
-        raise ValueError("an escape that is not followed")
+        raise ValueError("an escape that is not simulated")
     return ESCAPED.sub(lambda match: {"n": "\n", "t": "\t", "\\": "\\"}.get(match[1], match[0]), text)
 
 
@@ -65,30 +65,30 @@ def _printf_output(arguments: Arguments, _: str | None) -> str | None:
     arguments = arguments[1:] if arguments[0] == "--" else arguments
     if arguments[0].startswith("-"):
         return None
-    form, values = _escaped(arguments[0], "abcefrvxuU01234567\"'?"), list(arguments[1:])
-    holders = re.findall(r"%[-+ #0-9.*']*[a-zA-Z%]?", form)
-    if any(not re.fullmatch(r"%s|%d|%%|%0?\d\d?d|%\.\df", holder) for holder in holders):
+    form, values = _resolve_escapes(arguments[0], "abcefrvxuU01234567\"'?"), list(arguments[1:])
+    specifiers = re.findall(r"%[-+ #0-9.*']*[a-zA-Z%]?", form)
+    if any(not re.fullmatch(r"%s|%d|%%|%0?\d\d?d|%\.\df", specifier) for specifier in specifiers):
         return None
-    width, made = sum(holder != "%%" for holder in holders), ""
+    width, output = sum(specifier != "%%" for specifier in specifiers), ""
     if len(form) * (1 + len(values)) > LONGEST_OUTPUT:
-        raise ValueError("a long output")
+        raise ValueError("the output is too long")
     while True:
         row = iter(values[:width])
-        made += re.sub(r"%[0-9.]*[sdf%]", lambda match, row=row: _formatted(match[0], row), form)  # type: ignore[misc]
+        output += re.sub(r"%[0-9.]*[sdf%]", lambda match, row=row: _format_value(match[0], row), form)  # type: ignore[misc]
         values = values[width:]
         if not values or not width:
-            return made
+            return output
 
 
-def _formatted(holder: str, values: object) -> str:
-    if holder == "%%":
+def _format_value(specifier: str, values: object) -> str:
+    if specifier == "%%":
         return "%"
     text = str(next(values, ""))  # type: ignore[call-overload]
-    if holder[-1] == "s":
+    if specifier[-1] == "s":
         return text
-    if not re.fullmatch(r"-?(0|[1-9]\d{0,14})" + (r"(\.\d{1,9})?" if holder[-1] == "f" else ""), text or "0"):
-        raise ValueError("not a number in decimal digits")
-    return holder % (float(text or 0) if holder[-1] == "f" else int(text or 0))
+    if not re.fullmatch(r"-?(0|[1-9]\d{0,14})" + (r"(\.\d{1,9})?" if specifier[-1] == "f" else ""), text or "0"):
+        raise ValueError("not a decimal number")
+    return specifier % (float(text or 0) if specifier[-1] == "f" else int(text or 0))
 
 
 def _basename_output(arguments: Arguments, _: str | None) -> str | None:

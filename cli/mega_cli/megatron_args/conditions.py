@@ -11,7 +11,7 @@ from mega_cli.megatron_args.linear_regex import search_extended_regex
 from mega_cli.megatron_args.shell_patterns import matches_pattern
 from mega_cli.megatron_args.shell_words import MARK, is_unset_parameter
 
-KnownTruth = bool | None  # None: not known
+KnownTruth = bool | None  # None: unknown
 
 NUMERIC: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
@@ -46,10 +46,10 @@ def or_known(left: KnownTruth, right: KnownTruth) -> KnownTruth:
 
 
 class ConditionEvaluator:
-    """Evaluates a condition from its words.
+    """Evaluator of a condition given as words.
 
-    `value` tells what a word is worth in a comparison: its text, empty if it is but a variable that is not set, None
-    where that is not known. `number` is that of arithmetic.
+    `value` returns the text of a word in a comparison: empty for an unset variable, None if unknown. `number` evaluates
+    arithmetic.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mega_cli.megatron_args.script_reader import ScriptReader
 
-ROUNDS = 256  # of a loop
+ROUNDS = 256  # most iterations of a loop
 
 
 def follow_for_loop(reader: ScriptReader, node: Node) -> KnownTruth:
@@ -40,13 +40,16 @@ def follow_for_loop(reader: ScriptReader, node: Node) -> KnownTruth:
 
     if any(MARK.fullmatch(word.text) for word in values):
         reader.follow_all_branches(
-            node, f"${name} of this loop has a value", lambda: _once(reader, name, body, node), lambda: None
+            node,
+            f"${name} of this loop has a value",
+            lambda: _follow_unknown_iteration(reader, name, body, node),
+            lambda: None,
         )
         return True
     return _follow_iterations(reader, node, begin_iteration, lambda: reader.follow_statement(body))
 
 
-def _once(reader: ScriptReader, name: str, body: Node, node: Node) -> None:
+def _follow_unknown_iteration(reader: ScriptReader, name: str, body: Node, node: Node) -> None:
     reader.words.set_text_variable(name, unknown_mark("{" + name + "}"), reader.words.line_number(node))
     reader.follow_statement(body)
 
@@ -99,26 +102,20 @@ def _follow_iterations(
             if leave.args[0] != "continue":
                 raise
         if node.type == "while_statement" and reader.words.variables == before:
-            return True  # it would go on like this for ever
+            return True  # the loop would not terminate
     else:
         holds = None
     if holds is None:
-        reader.follow_all_branches(node, "this loop goes on", follow, lambda: None)
+        reader.follow_all_branches(node, "this loop continues", follow, lambda: None)
     return True
-
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
-
-    from mega_cli.megatron_args.script_reader import ScriptReader
 
 
 def follow_if_statement(reader: ScriptReader, node: Node) -> KnownTruth:
     """Follow `if ...; then ...; elif ...; else ...; fi`; every branch if the condition is unknown."""
-    return _arms(reader, node, list(if_branches(node)))
+    return _follow_branches(reader, node, list(if_branches(node)))
 
 
-def _arms(reader: ScriptReader, node: Node, found: Sequence[tuple[list[Node], list[Node]]]) -> KnownTruth:
+def _follow_branches(reader: ScriptReader, node: Node, found: Sequence[tuple[list[Node], list[Node]]]) -> KnownTruth:
     for number, (condition, body) in enumerate(found):
         holds = reader.follow_block(condition)
         if holds:
@@ -126,7 +123,10 @@ def _arms(reader: ScriptReader, node: Node, found: Sequence[tuple[list[Node], li
         if holds is None:
             rest = found[number + 1 :]
             reader.follow_all_branches(
-                node, "this `if` holds", partial(reader.follow_block, body), partial(_arms, reader, node, rest)
+                node,
+                "this `if` holds",
+                partial(reader.follow_block, body),
+                partial(_follow_branches, reader, node, rest),
             )
             return None
     return True
@@ -136,22 +136,25 @@ def follow_case_statement(reader: ScriptReader, node: Node) -> KnownTruth:
     """Follow `case ... in pattern) ...;; esac`; every branch if the value is unknown."""
     value = node.child_by_field_name("value")
     text = reader.words.expand_text(value) if value else ""
-    return _items(reader, node, text, [child for child in node.children if child.type == "case_item"])
+    return _follow_case_items(reader, node, text, [child for child in node.children if child.type == "case_item"])
 
 
-def _items(reader: ScriptReader, node: Node, text: str, items: Sequence[Node]) -> KnownTruth:
-    worth = reader.comparison_text(text, node)
+def _follow_case_items(reader: ScriptReader, node: Node, text: str, items: Sequence[Node]) -> KnownTruth:
+    value = reader.comparison_text(text, node)
     for number, item in enumerate(items):
         patterns, body = _case_patterns(reader, item)
-        found = [None if worth is None and p != "*" else matches_pattern(worth or "", p) for p in patterns]
+        found = [None if value is None and p != "*" else matches_pattern(value or "", p) for p in patterns]
         holds: KnownTruth = True if True in found else None if None in found else False
         if holds:
             reader.follow_block(body)
             through = any(child.type == ";&" for child in item.children) and number + 1 < len(items)
             return reader.follow_block(_case_patterns(reader, items[number + 1])[1]) if through else True
         if holds is None:
-            follow, go_on = partial(reader.follow_block, body), partial(_items, reader, node, text, items[number + 1 :])
-            reader.follow_all_branches(node, f"{show_marks(text)} is {show_marks(patterns[0])}", follow, go_on)
+            follow, skip = (
+                partial(reader.follow_block, body),
+                partial(_follow_case_items, reader, node, text, items[number + 1 :]),
+            )
+            reader.follow_all_branches(node, f"{show_marks(text)} is {show_marks(patterns[0])}", follow, skip)
             return None
     return True
 

@@ -27,7 +27,7 @@ def write_data_section(draft: RunDraft) -> None:
         _write_split(draft)
     length = draft["seq_length"] if "seq_length" in draft else draft["encoder_seq_length"]
     put("data.seq_length", length, "seq_length", "encoder_seq_length")
-    put("data.order", "megatron", because="the samples in Megatron's order")
+    put("data.order", "megatron", because="samples in Megatron's order")
     _tokenizer(draft)
     _fim(draft)
     if draft["dataloader_type"] == "single":
@@ -53,7 +53,7 @@ def _write_split(draft: RunDraft) -> None:
         taken = ", ".join(numbers)
         draft.add_note(
             "changes meaning",
-            f"Megatron takes the shares {taken} out of it, without signs, letters and exponents",
+            f"Megatron reads the numbers {taken} from it, and ignores signs, letters and exponents",
             "split",
         )
     return None
@@ -62,13 +62,13 @@ def _write_split(draft: RunDraft) -> None:
 def _fim(draft: RunDraft) -> None:
     names = [f"fim_{name}_token" for name in ("prefix", "middle", "suffix")]
     if not draft["fim_data"]:
-        draft.add_note("not needed", "without --fim-data no text is rearranged", "fim_rate", "fim_spm_rate", *names)
+        draft.add_note("not needed", "has no effect without --fim-data", "fim_rate", "fim_spm_rate", *names)
         return
     draft.set_key("data.kind", "fim", "fim_data")
     draft.set_key("data.fim.rate", draft["fim_rate"], "fim_rate")
     draft.set_key("data.fim.spm_rate", draft["fim_spm_rate"], "fim_spm_rate")
     draft.set_key("data.fim.tokens", [draft[name] for name in names], *names)
-    text = "which documents are rearranged, and where they are cut, is drawn anew: Megatron's draws follow what was read before"
+    text = "mega draws other documents and cut positions for FIM; Megatron's draws depend on the reading order"
     draft.add_note("changes meaning", text, "fim_data")
 
 
@@ -86,7 +86,7 @@ def _sources(draft: RunDraft, key: str, dest: str) -> None:
         sources = [{"path": sources[0]["path"]}]
     elif sources and "weight" not in sources[0]:
         sources = [{**source, "weight": 1.0} for source in sources]
-        text = "without weights Megatron takes every data set whole; the weights of run.yaml are to be their sizes"
+        text = "without weights Megatron reads every data set once; set the weights in run.yaml to the sizes of the data sets"
         draft.add_note("changes meaning", text, dest, key=key)
     draft.set_key(key, sources or None, dest)
 
@@ -104,10 +104,12 @@ def _tokenizer(draft: RunDraft) -> None:
     if kind == "HuggingFaceTokenizer" and path:
         draft.set_key("data.tokenizer", path, "tokenizer_model", "tokenizer_type")
         draft.add_note(
-            "translated", "data.tokenizer, which is to be a local folder with tokenizer.json", "tokenizer_model"
+            "translated", "data.tokenizer, which must be a local folder with tokenizer.json", "tokenizer_model"
         )
     elif kind == "NullTokenizer":
-        draft.add_note("not needed", "without a tokenizer is the default", "tokenizer_type")
+        draft.add_note("not needed", "data.tokenizer is not required", "tokenizer_type")
     else:
-        text = "mega reads tokenizer.json alone; where it has to know the end of a document, give one's folder as data.tokenizer"
+        text = (
+            "mega only reads tokenizer.json; if the end-of-document token is required, set data.tokenizer to its folder"
+        )
         draft.add_note("changes meaning", text, "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")

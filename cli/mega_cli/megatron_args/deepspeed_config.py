@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration file, `--deepspeed-config`, which applies to its engine besides the script's flags."""
+"""DeepSpeed's configuration file, `--deepspeed-config`, which configures its engine in addition to the script's flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mega_cli.megatron_args.shell_words import MARK
 from mega_common.bounded_parsing import parse_json_text
 
-# Sections that say nothing of the numbers, or are read here; the script makes its optimizer and schedule itself.
+# Sections without effect on the numerics, or read here; optimizer and schedule are made by the script itself.
 KNOWN = frozenset(
     {"fp16", "bf16", "bfloat16", "zero_optimization", "optimizer", "scheduler", "activation_checkpointing", "aio",
      "flops_profiler", "tensorboard", "wandb", "comet", "csv_monitor", "comms_logger", "nebula", "checkpoint"}
@@ -18,28 +18,28 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True)
 class DeepSpeedConfigFile:
-    """Values of the file; an empty `name` means that there is no file.
+    """Values of DeepSpeed's configuration file; `name` is empty without a file.
 
     Attributes:
-        name: as the script gives it.
-        values: what is in it; null is what the script does not set.
+        name: path as given in the script.
+        values: content of the file; None for values that the script does not set.
     """
 
     name: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def get_number(self, path: str) -> float | None:
-        """Return a number by its dotted path, or None if the file has none or says `auto`."""
+        """Return the number at a dotted path, or None if it is missing or `auto`."""
         value = self._at(path)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def get_integer(self, path: str) -> int | None:
-        """Return an integer by its dotted path, or None if the file has none or says `auto`."""
+        """Return the integer at a dotted path, or None if it is missing or `auto`."""
         value = self.get_number(path)
         return int(value) if value is not None and value == int(value) else None
 
     def is_section_enabled(self, section: str) -> bool:
-        """Return whether a section is enabled."""
+        """Return True if a section is enabled."""
         return self._at(f"{section}.enabled") is True
 
     @property

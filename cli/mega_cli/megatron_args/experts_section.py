@@ -1,6 +1,6 @@
 """The `model.moe:` section: experts, their router and load balancing.
 
-Megatron-DeepSpeed has other experts than Megatron-LM: in every second layer, one for each token, and a capacity.
+Defaults of Megatron-DeepSpeed differ from Megatron-LM: experts in every second layer, top_k 1, and a capacity.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def write_experts_section(draft: RunDraft, width: int | None) -> None:
         "model.moe.num_experts",
         counts.pop() if len(counts) == 1 else None,
         "num_experts",
-        ask="one number for all layers",
+        ask="mega requires one number for all layers",
     )
     top: int | None = 1 if draft.is_megatron_deepspeed and "moe_router_topk" not in draft else draft["moe_router_topk"]
-    put("model.moe.top_k", top, "moe_router_topk", because="" if "moe_router_topk" in draft else _default(draft))
-    why = "" if "moe_ffn_hidden_size" in draft else "Megatron's default: that of the model"
+    put("model.moe.top_k", top, "moe_router_topk", because="" if "moe_router_topk" in draft else _default_origin(draft))
+    why = "" if "moe_ffn_hidden_size" in draft else "Megatron's default: the model's ffn_hidden_size"
     own = draft.get_setting("moe_ffn_hidden_size", width)
     put("model.moe.ffn_hidden_size", own, "moe_ffn_hidden_size", because=why)
     if draft.is_megatron_deepspeed:
@@ -51,7 +51,7 @@ def write_experts_section(draft: RunDraft, width: int | None) -> None:
     return None
 
 
-def _default(draft: RunDraft) -> str:
+def _default_origin(draft: RunDraft) -> str:
     return "Megatron-DeepSpeed's default" if draft.is_megatron_deepspeed else DEFAULT
 
 
@@ -69,16 +69,20 @@ def _deepspeed(draft: RunDraft, top: int | None) -> None:
         "model.moe.aux_loss",
         loss[0] if loss else None,
         BALANCING[1],
-        because="" if BALANCING[1] in draft else _default(draft),
+        because="" if BALANCING[1] in draft else _default_origin(draft),
     )
     put("model.moe.aux_loss_scope", "batch", because="as DeepSpeed does, of each rank's micro-batch")
     if not draft["disable_moe_token_dropping"]:
         put("model.moe.capacity_factor", draft["moe_train_capacity_factor"], "moe_train_capacity_factor")
-        text = "mega drops what comes last in each sequence, DeepSpeed what chance says in a rank's micro-batch"
+        text = "mega drops the last tokens of each sequence, DeepSpeed random tokens of a rank's micro-batch"
         draft.add_note("changes meaning", text, *[name for name in ("moe_train_capacity_factor",) if name in draft])
-    draft.add_note("no equivalent", "an expert beside a layer's own feed-forward block is missing", "mlp_type")
+    draft.add_note(
+        "no equivalent",
+        "an expert in addition to a dense feed-forward block (residual MoE) is not supported",
+        "mlp_type",
+    )
     if draft["mlp_type"] == "standard":
-        draft.add_note("not needed", "this is the only kind here", "mlp_type")
+        draft.add_note("not needed", "this is the only kind in mega", "mlp_type")
 
 
 def _sinkhorn(draft: RunDraft, top: int | None) -> None:
@@ -117,7 +121,7 @@ def _layers(draft: RunDraft) -> None:
     """Write the MoE layers; Megatron's MTP layers have the kind of the last layer."""
     key, dest = "model.moe.layers", "moe_layer_freq"
     if has_hybrid_layers(draft):
-        return draft.add_note("not needed", "the pattern of layers says it", dest)
+        return draft.add_note("not needed", "the hybrid layer pattern sets it", dest)
     kinds = select_layers(draft, key, dest, lambda layer, n: layer % n == 0)
     if kinds is not None and all(kinds):
         draft.add_note("translated", f"experts in all layers, the default of {key}", dest)
@@ -131,14 +135,14 @@ def _scores(draft: RunDraft) -> None:
     """Write the score function: a softmax over the chosen experts equals a normalised one over all."""
     put, score, before = draft.set_key, draft["moe_router_score_function"], draft["moe_router_pre_softmax"]
     if score not in ("softmax", "sigmoid"):
-        put("model.moe.score", None, "moe_router_score_function", ask=f"scores by {score} are missing")
+        put("model.moe.score", None, "moe_router_score_function", ask=f"the score function {score} is not supported")
     elif score == "softmax":
         put("model.moe.score", "softmax", "moe_router_score_function")
         put("model.moe.normalize", not before, "moe_router_pre_softmax")
     else:
         put("model.moe.score", "sigmoid", "moe_router_score_function")
         put("model.moe.normalize", draft["moe_router_topk"] != 1, because="as Megatron's sigmoid scores with top_k > 1")
-        draft.add_note("not needed", "it has no effect on other scores than softmax", "moe_router_pre_softmax")
+        draft.add_note("not needed", "it only has an effect with softmax scores", "moe_router_pre_softmax")
     put("model.moe.router_bias", draft["add_bias_linear"], "add_bias_linear")
     if draft.is_enabled("moe_router_topk_scaling_factor"):
         put("model.moe.scaling", draft["moe_router_topk_scaling_factor"], "moe_router_topk_scaling_factor")
@@ -156,13 +160,15 @@ def _groups(draft: RunDraft) -> None:
         return
     counted = draft["moe_router_topk"] // top
     draft.set_key(
-        "model.moe.group_score", "max" if counted == 1 else "top2", because="the best top_k / top_groups of a group"
+        "model.moe.group_score",
+        "max" if counted == 1 else "top2",
+        because="the best top_k / top_groups experts of a group",
     )
     if counted not in (1, 2):
-        text = f"Megatron's score of a group is the sum of its best {counted} experts; mega's of its best one or two"
+        text = f"Megatron's group score is the sum of the best {counted} experts; mega supports the best one or two"
         draft.add_note("no equivalent", text, flags[1])
     elif counted == 2 and draft["moe_router_score_function"] == "softmax" and not draft["moe_router_pre_softmax"]:
-        text = "Megatron adds up logits where the softmax comes after the choice; mega adds up probabilities"
+        text = "with the softmax after the top-k, Megatron sums logits; mega sums probabilities"
         draft.add_note("changes meaning", text, flags[1])
 
 
@@ -185,8 +191,8 @@ def _balance(draft: RunDraft) -> None:
         if differences := _differences(draft, kind):
             draft.add_note("changes meaning", "; ".join(differences), BALANCING[0], BALANCING[1])
     if others:
-        missing = f"balancing by {' and '.join(others)} is missing"
-        draft.add_note("no equivalent", missing + (f" beside {kind}" if kind else ""), BALANCING[0])
+        missing = f"load balancing by {' and '.join(others)} is not supported"
+        draft.add_note("no equivalent", missing + (f" in addition to {kind}" if kind else ""), BALANCING[0])
     return None
 
 
@@ -194,15 +200,15 @@ def _differences(draft: RunDraft, kind: str) -> list[str]:
     """Note where the same loss is computed differently."""
     found = []
     if kind == "aux_loss":
-        found.append("mega counts a micro-batch of all data ranks together, Megatron that of each data rank")
+        found.append("mega balances a micro-batch over all data ranks, Megatron over each data rank")
     if draft["moe_router_enable_expert_bias"] or draft["moe_router_group_topk"]:
-        found.append("mega counts the experts that are chosen, Megatron those of the highest scores")
+        found.append("mega counts the selected experts, Megatron the experts with the highest scores")
     return found
 
 
 def _capacity(draft: RunDraft, dest: str) -> None:
     draft.set_key("model.moe.capacity_factor", draft[dest], dest)
     policy = draft["moe_token_drop_policy"]
-    dropped = "what has the lowest weights" if policy == "probs" else "what comes last"
-    text = f"mega drops what comes last in each sequence, in training alone; Megatron {dropped} in a rank's micro-batch"
+    dropped = "tokens with the lowest weights" if policy == "probs" else "the last tokens"
+    text = f"mega drops the last tokens of each sequence, only in training; Megatron {dropped} of a rank's micro-batch"
     draft.add_note("changes meaning", text, dest, "moe_token_drop_policy")

@@ -17,7 +17,7 @@ from mega_common.strict_config import ConfigProblem, raise_config_error
 SOURCE = "the launch script"
 PLACEHOLDER = re.compile(r"<[^<>]+>")
 TABLES = ("flags.csv", "forks.csv")
-# What a list is made of, an entry each: a slip of the pen must not take all memory.
+# Settings that become the length of a list; the limit keeps a typing error from exhausting memory.
 COUNTS = frozenset({"num_layers", "encoder_num_layers", "mtp_num_layers", "pipeline_model_parallel_size"})
 MOST = 100_000
 
@@ -27,15 +27,15 @@ class FlagSpec:
     """Flag of `pretrain_gpt.py`: a line of `flags.csv` (Megatron-LM's own) or `forks.csv` (added by forks).
 
     Attributes:
-        name, aliases: its spellings.
-        dest: the setting it gives.
-        takes: how many values: `1`, `3`, `+`, `*`; or `on`, `off`, `switch` for a flag without one (`switch` is on
-            as `--x` and off as `--no-x`).
-        type: of its values: `int`, `float`, `str`.
-        default: what the setting is without the flag, as text; empty for none.
-        choices: what its values may be, each with Megatron-LM's word for it; empty for anything.
-        means: the flags of Megatron-LM that say the same, `{}` for its value; empty for a flag with a setting of its own.
-        fork: whether Megatron-LM itself does not have it.
+        name, aliases: spellings.
+        dest: name of the setting.
+        takes: number of values: `1`, `3`, `+`, `*`; or `on`, `off`, `switch` for a flag without a value (`switch`: `--x`
+            is on, `--no-x` is off).
+        type: type of the values: `int`, `float`, `str`.
+        default: default value as text; empty without one.
+        choices: allowed values, each with Megatron-LM's spelling; empty if all values are allowed.
+        means: equivalent flags of Megatron-LM, with `{}` for the value; empty if the flag has its own setting.
+        fork: True if only a fork has the flag.
     """
 
     name: str
@@ -67,7 +67,7 @@ class FlagSpec:
         """Return a value as its type; a choice in Megatron-LM's spelling.
 
         Raises:
-            ValueError: when it is none.
+            ValueError: if the text is not of this type.
         """
         if self.type == "int":
             number = float(text) if "." in text or "e" in text.lower() else int(text)
@@ -86,7 +86,7 @@ class FlagSpec:
 
 
 def _fold_choice(word: str) -> str:
-    """Return a choice as it is looked up: forks differ in case and dashes."""
+    """Return the normalised form of a choice: forks differ in case and dashes."""
     return word.lower().replace("_", "-")
 
 
@@ -111,14 +111,14 @@ def _parse_choices(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GivenFlag:
-    """Flag as a command gives it.
+    """Flag of a command, with its values.
 
     Attributes:
-        flag: the table's entry that counts.
-        on: whether it switches its setting on, for a flag without values.
-        values: with marks for what the script does not set.
-        text: flag and values as they stand in the command.
-        line: where.
+        flag: entry of the table.
+        on: for a flag without values, True if it switches the setting on.
+        values: values, with marks for variables that the script does not set.
+        text: flag and values as written in the command.
+        line: line of the script.
     """
 
     flag: FlagSpec
@@ -143,12 +143,12 @@ class GivenFlag:
                 next(value for value in self.values if MARK.search(value) or PLACEHOLDER.search(value))
             )
         if len(self.values) < self.flag.min_values:
-            return f"{self.text} needs {self.flag.min_values} value{'s' if self.flag.min_values > 1 else ''}"
+            return f"{self.text} requires {self.flag.min_values} value{'s' if self.flag.min_values > 1 else ''}"
         return ""
 
     @property
     def why_invalid_value(self) -> str:
-        """Reason why Megatron-LM would not accept its value; empty if it would."""
+        """Reason why Megatron-LM rejects the value; empty if it accepts it."""
         words = set(self.flag.choices.values())
         if (
             not words
@@ -156,13 +156,13 @@ class GivenFlag:
             or all(str(self.flag.convert_value(value)) in words for value in self.values)
         ):
             return ""
-        return f"{self.text} is none of {', '.join(dict.fromkeys(self.flag.choices.values()))}"
+        return f"{self.text} must be one of {', '.join(dict.fromkeys(self.flag.choices.values()))}"
 
     def parsed_value(self) -> Any:
         """Value of the setting, or None if it cannot be known.
 
         Raises:
-            ValueError: when it is not of the flag's type.
+            ValueError: if it is not of the flag's type.
         """
         if not self.flag.type:
             return self.on
@@ -174,16 +174,16 @@ class GivenFlag:
 
 @dataclass
 class CommandSettings:
-    """Settings of a command: `settings[dest]` is the given value, or Megatron's default.
+    """Settings of a command; `settings[dest]` is the given value, or Megatron's default.
 
     Attributes:
-        strict: whether flags and values that Megatron-LM does not have are problems; else they are remarks.
-        given: by setting, the flag that counts, which is the last one.
-        others: flags in none of the tables, with their values and line.
-        unread: what is not set in the script and may hold flags.
-        respelled: the spellings with underscores where the tables have dashes.
-        problems: what cannot be understood; told together by `raise_problems`.
-        remarks: (line, sentence) for the user to know.
+        strict: report flags and values unknown to Megatron-LM as problems instead of remarks.
+        given: flag of each setting; the last one if it is repeated.
+        others: flags in none of the tables.
+        unread: unset variables of the script that may contain flags.
+        respelled: flags spelled with underscores instead of dashes.
+        problems: errors, raised together by `raise_problems`.
+        remarks: (line, sentence) of warnings.
     """
 
     flags: Mapping[str, FlagSpec]

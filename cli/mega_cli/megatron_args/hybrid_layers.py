@@ -1,4 +1,4 @@
-"""Layers of several kinds: patterns of Megatron's hybrids, and gated delta nets among transformer layers."""
+"""Hybrid models: layer patterns of Megatron, and gated delta nets between transformer layers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def select_layers(
 ) -> list[bool] | None:
     """Return for each layer whether it has the kind of `dest`; `every(layer, n)` interprets a number n.
 
-    The `further` layers behind the last are counted too. None where that cannot be told: a wrong pattern is refused, and
-    without a number of layers `key` is to be filled in.
+    The `further` layers after the last one are included. None if the kinds are unknown: an invalid pattern is a problem,
+    and without a number of layers `key` is left to be filled in.
     """
     if not draft[dest] or MARK.search(draft[dest]):
         draft.set_key(key, None, dest, ask=explain_unknown(draft[dest] or "a pattern of layers"))
@@ -72,7 +72,7 @@ def hybrid_pattern(draft: RunDraft) -> HybridLayerPattern | None:
         return None
     layers = draft["num_layers"]
     if pattern and layers and layers != len(pattern.letters):
-        draft.add_problem("num_layers", f"must be {len(pattern.letters)}, as many as the pattern has letters")
+        draft.add_problem("num_layers", f"must be {len(pattern.letters)}, the number of letters of the pattern")
     return pattern
 
 
@@ -85,7 +85,7 @@ def write_hybrid_section(draft: RunDraft) -> None:
     put("model.layers", pattern.layer_kind_names if pattern.mtp_letters else pattern.letters, *flags)
     draft.add_note("translated", "model.layers", "is_hybrid_model")
     if any(word in str(draft["spec"]) for word in ("mamba_stack_spec", "hybrid_stack_spec")):
-        draft.add_note("not needed", "layers of these kinds are the only ones here", "spec")
+        draft.add_note("not needed", "mega has only these kinds of layers", "spec")
     if pattern.mtp_letters and not draft["mtp_num_layers"]:
         put("model.mtp_layers", len(pattern.mtp_letters), *PATTERNS)
         put("model.mtp_loss", draft["mtp_loss_scaling_factor"], "mtp_loss_scaling_factor")
@@ -100,10 +100,12 @@ def _mamba(draft: RunDraft) -> None:
     found: dict[str, Any] = build_mamba_section({dest: draft[dest] for dest in (*MAMBA.values(), "hidden_size")})
     for name, dest in MAMBA.items():
         default = name == "num_heads" and dest not in draft
-        why = "Megatron's default: 2 x hidden_size / the width of a head" if default else ""
+        why = "Megatron's default: 2 x hidden_size / head_dim" if default else ""
         draft.set_key(f"model.mamba.{name}", found[name] or None, dest, because=why)
     draft.set_key("model.mamba.chunk_size", found["chunk_size"])
-    draft.set_key("model.mamba.norm_eps", NORM_EPS, because="that of Megatron's Mamba-2, whatever --norm-epsilon says")
+    draft.set_key(
+        "model.mamba.norm_eps", NORM_EPS, because="fixed in Megatron's Mamba-2, independent of --norm-epsilon"
+    )
 
 
 def _delta(draft: RunDraft) -> None:

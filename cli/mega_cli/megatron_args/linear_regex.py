@@ -38,7 +38,7 @@ def matching_prefix_length(pattern: str, text: str, *, longest: bool) -> int | N
     """Return the length of the prefix of a text that matches, -1 if none does, None if RE2 does not support the
     pattern.
 
-    The shortest prefix is found where the pattern repeats as little as it can (`*?`).
+    The shortest prefix is found if the pattern has lazy repetitions (`*?`).
     """
     try:
         found: LinearMatch | None = _compiled(pattern, longest=longest).match(text)
@@ -53,7 +53,7 @@ def substitute_longest(
     """Replace the longest first match, or every one, of those that are not empty; return None if RE2 does not support
     the pattern.
 
-    `spend` is called with the length of the result before that is made.
+    `spend` is called with the length of the result before it is created.
     """
     try:
         compiled = _compiled(pattern, longest=True)

@@ -51,10 +51,10 @@ def _sizes(draft: RunDraft) -> None:
     layers = count_t5_layers(draft) if is_t5_script(draft) else layers
     put("model.num_layers", layers, "num_layers", "encoder_num_layers", *(() if "num_layers" in draft else PATTERNS))
     put("model.hidden_size", draft["hidden_size"], "hidden_size")
-    ask = "by Megatron's default 4 x hidden_size, two thirds of that in 64s with --swiglu"
+    ask = "Megatron's default is 4 x hidden_size; with --swiglu 8/3 x hidden_size, rounded down to a multiple of 64"
     put("model.ffn_hidden_size", feed_forward_width(draft), "ffn_hidden_size", because=_default_width(draft), ask=ask)
     put("model.num_attention_heads", draft["num_attention_heads"], "num_attention_heads")
-    if not draft["multi_latent_attention"]:  # which has as many keys as queries, and sizes of its own
+    if not draft["multi_latent_attention"]:  # latent attention has as many keys as queries, and its own sizes
         _heads(draft)
     else:
         draft.add_note("not needed", "latent attention has a key for every query", "num_query_groups")
@@ -63,7 +63,7 @@ def _sizes(draft: RunDraft) -> None:
     if length in draft or kind in ("learned_absolute", None):
         put("model.max_position", draft[length], length)
     else:
-        put("model.max_position", draft["seq_length"], because="that of the sequences; these positions have no end")
+        put("model.max_position", draft["seq_length"], because="seq_length; positions of this kind are unlimited")
 
 
 def _heads(draft: RunDraft) -> None:
@@ -98,13 +98,13 @@ def _vocabulary(draft: RunDraft) -> None:
     elif kind != "GPT2BPETokenizer":
         draft.set_key(key, None, ask="the script does not say how many tokens the tokenizer has")
         draft.add_note(
-            "changes meaning", "so many more than the tokenizer has, in model.vocab_size", "extra_vocab_size"
+            "changes meaning", "is added to the tokenizer's size: include it in model.vocab_size", "extra_vocab_size"
         )
     elif _is_gpt2(file):
         why = "" if "tokenizer_type" in draft else "GPT-2's tokenizer, which is pretrain_gpt.py's default"
         draft.set_key(key, GPT2_TOKENS, "tokenizer_type", "vocab_file", because=why)
     else:
-        draft.set_key(key, None, "vocab_file", ask=f"as many as --vocab-file has, {GPT2_TOKENS} if it is GPT-2's")
+        draft.set_key(key, None, "vocab_file", ask=f"the number of tokens in --vocab-file, {GPT2_TOKENS} for GPT-2")
 
 
 def _is_gpt2(file: str) -> bool:
@@ -139,14 +139,14 @@ def _default_width(draft: RunDraft) -> str:
     if not draft["swiglu"]:
         return "Megatron's default: 4 x hidden_size"
     if "multiple_of" in draft:
-        return "8/3 of hidden_size by --hidden-dim-multiplier, in multiples of --multiple-of"
-    return "Megatron's default: 8/3 of hidden_size, in 64s"
+        return "8/3 x hidden_size x --hidden-dim-multiplier, rounded up to a multiple of --multiple-of"
+    return "Megatron's default: 8/3 x hidden_size, rounded down to a multiple of 64"
 
 
 def _parts(draft: RunDraft) -> None:
     put, biased = draft.set_key, has_linear_biases(draft)
     if not draft.uses_checkpoint_args:
-        draft.add_note("not needed", "a checkpoint in the run's own folder is of this model", "use_checkpoint_args")
+        draft.add_note("not needed", "a checkpoint in the run's own folder has the same model", "use_checkpoint_args")
     put("model.tie_embeddings", not draft["untie_embeddings_and_output_weights"], "untie_embeddings_and_output_weights")
     put("model.norm", NORMS.get(draft["normalization"]), "normalization")
     put("model.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon")
@@ -155,17 +155,17 @@ def _parts(draft: RunDraft) -> None:
     _activation(draft)
     latent = draft["multi_latent_attention"]
     if latent:
-        text = "mega's norms of latents multiply by their weight, without 1 +"
+        text = "mega's norms of latents multiply by weight, not by 1 + weight"
         draft.add_note("changes meaning", text, "layernorm_zero_centered_gamma")
     else:
         put("model.qkv_bias", biased or draft["add_qkv_bias"], *([] if biased else ["add_qkv_bias"]), "add_bias_linear")
-        draft.add_note("translated", "model.qkv_bias, which the other biases switch on already", "add_qkv_bias")
+        draft.add_note("translated", "model.qkv_bias, which --add-bias-linear switches on already", "add_qkv_bias")
     put("model.attention_out_bias", biased, "add_bias_linear")
     put("model.mlp_bias", biased, "add_bias_linear")
     if draft["qk_layernorm"] and not latent:
         put("model.qk_norm", True, "qk_layernorm")
         if draft["normalization"] == "LayerNorm":
-            text = "mega norms queries and keys by RMSNorm; Megatron would by LayerNorm, like everything else here"
+            text = "mega normalises queries and keys with RMSNorm, Megatron with LayerNorm"
             draft.add_note("changes meaning", text, "qk_layernorm")
     if draft["softmax_type"] in ("learnable", None) and not latent:
         put("model.attention_sinks", draft["softmax_type"] and True, "softmax_type")
@@ -183,10 +183,12 @@ def has_linear_biases(draft: RunDraft) -> bool:
 def _activation(draft: RunDraft) -> None:
     for other in MISSING:
         if draft[other]:
-            return draft.set_key("model.activation", None, other, ask=f"{other} is missing")
+            return draft.set_key("model.activation", None, other, ask=f"the activation {other} is not supported")
     if "glu_activation" in draft:
         kind = draft["glu_activation"]
-        return draft.set_key("model.activation", GLU.get(kind), "glu_activation", ask=f"{kind} is missing")
+        return draft.set_key(
+            "model.activation", GLU.get(kind), "glu_activation", ask=f"the activation {kind} is not supported"
+        )
     if draft["swiglu"]:
         return draft.set_key("model.activation", "swiglu", "swiglu")
     if draft["squared_relu"]:
@@ -209,7 +211,7 @@ def _quick_geglu(draft: RunDraft) -> None:
         draft.set_key("model.activation_limit", draft[limit], limit)
         return
     draft.set_key("model.activation", "geglu", "quick_geglu")
-    text = f"GELU by a sigmoid is there as GPT-OSS has it alone, with {GPT_OSS}; model.activation is the plain geglu"
+    text = f"quick GeGLU is only supported in the form of GPT-OSS, with {GPT_OSS}; model.activation is geglu"
     draft.add_note("no equivalent", text, "quick_geglu")
 
 
@@ -218,11 +220,11 @@ def _window(draft: RunDraft) -> None:
         return draft.set_key("model.sliding_window", None, "window_size", instead=show_marks(draft["window_size"]))
     sizes = [int(number) for number in re.findall(r"-?\d+", draft["window_size"])]
     if len(sizes) != 2 or sizes[0] < 0:
-        return draft.add_note("not needed", "this window is endless", "window_size")
+        return draft.add_note("not needed", "this window is unlimited", "window_size")
     draft.set_key("model.sliding_window", sizes[0] + 1, "window_size")
     if sizes[1] != 0:
         draft.add_note(
-            "no equivalent", "a window that looks ahead; model.sliding_window looks back only", "window_size"
+            "no equivalent", "a forward window is not supported; model.sliding_window is backward only", "window_size"
         )
     if "window_attn_skip_freq" in draft:
         _full_attention_layers(draft)
@@ -239,7 +241,7 @@ def _full_attention_layers(draft: RunDraft) -> None:
 
 
 def _position_kind(draft: RunDraft) -> str | None:
-    """Return the kind of --position-embedding-type; latent attention has rotary positions of its own."""
+    """Return the kind of --position-embedding-type; latent attention always has rotary positions."""
     kind: str | None = "rope" if draft["use_rotary_position_embeddings"] else draft["position_embedding_type"]
     return "rope" if kind == "none" and draft["multi_latent_attention"] else kind
 
@@ -248,11 +250,13 @@ def _position(draft: RunDraft) -> None:
     kind, latent = _position_kind(draft), draft["multi_latent_attention"]
     known = POSITIONS | ({"relative": "relative"} if is_t5_script(draft) else {})
     if draft["use_alibi_mask"]:
-        return draft.set_key("model.position", None, "use_alibi_mask", ask="ALiBi is missing")
+        return draft.set_key("model.position", None, "use_alibi_mask", ask="ALiBi is not supported")
     flags = ("use_rotary_position_embeddings", "position_embedding_type")
-    draft.set_key("model.position", known.get(kind or ""), *flags, ask=f"positions of kind {kind} are missing")
+    draft.set_key(
+        "model.position", known.get(kind or ""), *flags, ask=f"the position embedding {kind} is not supported"
+    )
     if kind == "mrope":
-        draft.add_note("no equivalent", "positions of kind mrope are missing, they are rope's", *flags)
+        draft.add_note("no equivalent", "mrope is not supported; model.position is rope", *flags)
     if kind in ("rope", "yarn", "mrope"):
         _rope(draft, yarn=draft["rope_type"] != "rope" if latent else kind == "yarn")
     return None
@@ -266,12 +270,14 @@ def _rope(draft: RunDraft, *, yarn: bool) -> None:
         return put("model.rope.scaling", None, "rope_type")
     if yarn:
         return _yarn(draft)
-    if draft["multi_latent_attention"]:  # which turns its own part of the head, all of it
+    if draft["multi_latent_attention"]:  # rotates its own part of the head, completely
         if draft.is_enabled("mscale_all_dim") and draft["rotary_scaling_factor"] != 1:
-            draft.add_note("no equivalent", "it scales scores without YaRN too, in Megatron alone", "mscale_all_dim")
+            draft.add_note(
+                "no equivalent", "without YaRN only Megatron scales attention scores by it", "mscale_all_dim"
+            )
         if draft["rotary_percent"] != 1 and not draft.is_unknown("rotary_percent"):
             draft.add_note(
-                "no equivalent", "latents that turn a part of their rotary dimensions are missing", "rotary_percent"
+                "no equivalent", "partial rotary dimensions are not supported with latent attention", "rotary_percent"
             )
         return None
     put("model.rope.fraction", draft["rotary_percent"], "rotary_percent")
@@ -293,7 +299,7 @@ def _yarn(draft: RunDraft) -> None:
     """Write YaRN, which rotates whole heads; latent attention ignores its flags."""
     put, original, whole = draft.set_key, "yarn_original_max_position_embeddings", "yarn_correction_range_round_to_int"
     if draft["multi_latent_attention"] and "rope_type" not in draft:
-        put("model.rope.scaling", "yarn", because="the default of Megatron's latent attention")
+        put("model.rope.scaling", "yarn", because="default of Megatron's latent attention")
     else:
         put("model.rope.scaling", "yarn", "rope_type", "position_embedding_type")
     put("model.rope.factor", draft["rotary_scaling_factor"], "rotary_scaling_factor")
@@ -311,7 +317,7 @@ def _yarn(draft: RunDraft) -> None:
         for name, factor in factors.items():
             put(f"model.rope.{name}", factor, name)
     elif factors != {"mscale": 1.0, "mscale_all_dim": 0.0}:
-        draft.add_note("no equivalent", "one of YaRN's two factors without the other is missing", *factors)
+        draft.add_note("no equivalent", "YaRN's mscale and mscale_all_dim are only supported together", *factors)
 
 
 def _latents(draft: RunDraft) -> None:
@@ -325,7 +331,7 @@ def _latents(draft: RunDraft) -> None:
     put("model.mla.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon", "qk_layernorm")
     put("model.rope.interleaved", True, because="as Megatron's latent attention always does")
     if not draft["qk_layernorm"]:
-        text = "Megatron norms latents with --qk-layernorm alone; mega always does"
+        text = "mega always normalises latents; Megatron does so only with --qk-layernorm"
         draft.add_note("changes meaning", text, "multi_latent_attention")
 
 

@@ -20,7 +20,7 @@ def parse_command_arguments(
     while at < len(words):
         word, at = words[at], at + 1
         if not word.text.startswith("--") or MARK.match(word.text, 2):
-            _stray(word, arguments)
+            _record_non_flag(word, arguments)
             continue
         spelling, equals, attached = word.text.partition("=")
         flag = spellings.get(spelling) or spellings.get(spelling.replace("_", "-"))
@@ -44,7 +44,7 @@ def parse_command_arguments(
 
 
 def _join_placeholders(words: Sequence[ShellWord]) -> list[ShellWord]:
-    """Return the words, with those of a placeholder such as `<path to data>` joined."""
+    """Return the words; the words of a placeholder such as `<path to data>` are joined."""
     found: list[ShellWord] = []
     for word in words:
         if found and found[-1].text.count("<") > found[-1].text.count(">") and not word.text.startswith("--"):
@@ -81,17 +81,17 @@ def _parse_unknown_flag(
     near = difflib.get_close_matches(spelling.replace("_", "-"), spellings, n=1, cutoff=0.85)
     hint = f"did you mean {near[0]}?" if near else ""
     if arguments.strict:
-        arguments.add_megatron_problem(line, show_marks(spelling), "is no flag of Megatron-LM's", hint)
+        arguments.add_megatron_problem(line, show_marks(spelling), "is not a flag of Megatron-LM", hint)
     else:
         flag = FlagSpec(spelling, (), hint, "*" if values else "on", "str" if values else "", "", {})
         arguments.others.append(GivenFlag(flag, True, tuple(values), _text(spelling, values), line))
 
 
-def _stray(word: ShellWord, arguments: CommandSettings) -> None:
+def _record_non_flag(word: ShellWord, arguments: CommandSettings) -> None:
     if MARK.search(word.text):
         arguments.unread.append(show_marks(word.text))
-        text = f"{show_marks(word.text)} is not known: flags that it may hold were not read"
+        text = f"the value of {show_marks(word.text)} is unknown: flags that it may contain were not read"
         arguments.remarks.append((word.line, text))
     else:
-        hint = 'if it belongs to the value before it, quote the array as well: "${ARGS[@]}"'
-        arguments.add_megatron_problem(word.line, show_marks(word.text), "stands where a flag should", hint)
+        hint = 'if it is part of the value before it, quote the array: "${ARGS[@]}"'
+        arguments.add_megatron_problem(word.line, show_marks(word.text), "is not a flag", hint)

@@ -53,8 +53,8 @@ def layers_per_stage(
 ) -> list[int]:
     """Return the number of layers of each of pp x virtual stages; stage s belongs to rank s % pp.
 
-    `first` and `last` are the layers of the first and the last rank, the rest of them even; or else all stages are even,
-    with the embedding and the loss counted as a layer each where asked.
+    `first` and `last` are the layers of the first and the last rank; the others are distributed evenly. Without them, all
+    stages are even, with `embedding` and `loss` counted as one layer each.
     """
     if first is None and last is None:
         counts = [(layers + embedding + loss) // (pp * virtual)] * (pp * virtual)
@@ -88,7 +88,7 @@ def _explicit(draft: RunDraft, pp: int, layers: int) -> None:
 
 
 def _group_stages(draft: RunDraft, layout: list[int], pp: int, layers: int, *flags: str) -> None:
-    """Return the stages of an explicit layout, as many as pipeline ranks or a multiple of them."""
+    """Write an explicit layout; its number of stages is a multiple of the pipeline ranks."""
     if len(layout) % pp == 0 and len(layout) > pp:
         draft.set_key("parallel.virtual_stages", len(layout) // pp, *flags)
     _put_layout(draft, layout, layers, *flags)
@@ -96,6 +96,10 @@ def _group_stages(draft: RunDraft, layout: list[int], pp: int, layers: int, *fla
 
 def _put_layout(draft: RunDraft, layout: list[int], layers: int, *flags: str) -> None:
     if min(layout) < 0 or 0 in layout[1:-1] or sum(layout) != layers:
-        draft.add_note("no equivalent", f"stages of {layout} layers; mega spreads the {layers} layers itself", *flags)
+        draft.add_note(
+            "no equivalent",
+            f"stages of {layout} layers are not supported; mega distributes the {layers} layers evenly",
+            *flags,
+        )
     else:
         draft.set_key("parallel.pipeline_layout", layout, *flags)

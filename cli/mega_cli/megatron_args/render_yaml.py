@@ -1,4 +1,4 @@
-"""A translation as the text of run.yaml: notes at the top, the flag of each key beside it."""
+"""Rendering of a translation as run.yaml: notes at the top, the flag of each key in a comment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mega_cli.megatron_args.run_draft import FlagNote, NoteKind
 from mega_cli.megatron_args.translate import ScriptTranslation
 
 HEADINGS: dict[NoteKind, str] = {
-    "open": "To look at before the first run:",
+    "open": "To check before the first run:",
     "no equivalent": "Without an equivalent in mega, left out:",
     "changes meaning": "Different in mega:",
     "not needed": "Not needed in mega:",
@@ -76,12 +76,12 @@ def _inline_yaml(value: Any) -> str:
 
 
 def _comment_text(text: str) -> str:
-    """Return a text for a comment, which must not end the line."""
+    """Return a text for a comment, without line breaks."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 class _QuotingDumper(yaml.SafeDumper):
-    """YAML dumper that quotes all but plain words: run.yaml is read as YAML 1.2, which has more numbers than PyYAML."""
+    """YAML dumper that quotes everything except plain words: run.yaml is read as YAML 1.2, which parses more numbers."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -18,7 +18,7 @@ from mega_cli.megatron_args.shell_words import MARK, show_marks
 
 NoteKind = Literal["translated", "not needed", "changes meaning", "no equivalent", "open"]
 DEFAULT = "Megatron's default"
-# Keys for which null means something: what is not known stands there as a text, which `mega train --check` refuses.
+# Keys for which null is a valid value: unknown values are written as text, which `mega train --check` rejects.
 OPTIONAL = frozenset({
     "model.layers", "model.moe.latent_size",
     "model.num_kv_heads", "model.head_dim", "model.sliding_window", "model.full_attention_layers",
@@ -29,13 +29,13 @@ OPTIONAL = frozenset({
     "fp8.format", "checkpoint.keep_every", "train.exit_after_minutes", "train.exit_interval",
 })  # fmt: skip
 
-# Words of flags in no table which say that these keys are not Megatron's defaults.
-TELLING = {
+# Unknown flags with these words may change these keys from Megatron's defaults.
+FLAG_HINTS = {
     "model.activation": re.compile(r"glu|gelu|relu|silu|swish|activation-f"),
     "model.norm": re.compile(r"rms-?norm|layernorm$|normalization|norm-type"),
     "model.position": re.compile(r"alibi|rotary|rope\b|position-embedding"),
 }
-# Keys of the model that no checkpoint of Megatron-LM gives.
+# Keys of the model that checkpoints of Megatron-LM do not contain.
 OF_THE_RUN = ("dropout", "init")
 
 
@@ -44,10 +44,10 @@ class FlagNote:
     """Note on the translation of a flag, or a general remark.
 
     Attributes:
-        kind: what of it mega has; `open` is what the user has to fill in or to look at.
+        kind: result of the translation; `open` must be filled in or checked by the user.
         text: one sentence or clause.
-        flag, line: the flag as given and its line in the script; none for notes of no single flag.
-        key: the key of run.yaml that it gives.
+        flag, line: the flag as given and its line in the script; None for general notes.
+        key: the key of run.yaml that the flag sets.
     """
 
     kind: NoteKind
@@ -58,15 +58,15 @@ class FlagNote:
 
 
 class RunDraft:
-    """Collects keys and notes while the arguments are processed.
+    """Keys and notes of a run.yaml, collected while the arguments are processed.
 
     Attributes:
         arguments: the settings of the command.
-        ranks: number of ranks, if the script says it.
-        program: name of the Python file that trains, if the script says it.
-        deepspeed_file: DeepSpeed's own file of settings, as far as it is there.
+        ranks: number of ranks, None if unknown.
+        program: name of the training program, empty if unknown.
+        deepspeed_file: DeepSpeed's configuration file, empty without one.
         run: the content of run.yaml so far.
-        origins: by dotted key, the flags that it comes from.
+        origins: flags that set each dotted key.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RunDraft:
         return dest in self.arguments
 
     def get_setting(self, dest: str, default: Any) -> Any:
-        """Return a setting as it is given, or `default`."""
+        """Return the given value of a setting, else `default`."""
         return self.arguments[dest] if dest in self.arguments.given else default
 
     def is_enabled(self, dest: str) -> bool:
@@ -109,7 +109,7 @@ class RunDraft:
 
     @property
     def uses_checkpoint_args(self) -> bool:
-        """True if the model is that of a checkpoint which the run itself did not save."""
+        """True if the model is defined by a checkpoint that the run itself did not save."""
         return bool(self["use_checkpoint_args"]) and self["load"] != self["save"]
 
     @property
@@ -124,8 +124,8 @@ class RunDraft:
     ) -> None:
         """Set a key to the values of the settings `dests`.
 
-        `None` is left for the user to fill in, who is told `ask`, or what is wrong with the settings; `instead` stands for
-        it where null would mean something.
+        `None` is left for the user to fill in, with the note `ask` or the problem with the settings; `instead` is written
+        for keys for which null is a valid value.
         """
         found = [given for dest in dests if (given := self.arguments.given.get(dest))]
         self.origins[key] = because or ", ".join(map(str, found)) or DEFAULT
@@ -150,16 +150,18 @@ class RunDraft:
         """Set a key to the value of DeepSpeed's file at `path`, which takes precedence over the flags' value."""
         self.set_key(key, value, *dests, because=f"{path} of {self.deepspeed_file.name}")
         if any(dest in self for dest in dests) and flags != value:
-            self.add_note("changes meaning", f"{path} of {self.deepspeed_file.name} counts, which is {value}", *dests)
+            self.add_note("changes meaning", f"{path} = {value} of {self.deepspeed_file.name} takes precedence", *dests)
 
     def _default_doubt(self, key: str) -> str:
         """Return why Megatron's default of a key may not apply."""
-        if key in TELLING:
+        if key in FLAG_HINTS:
             for given in self.arguments.others:
-                if TELLING[key].search(given.flag.name):
-                    return f"{given} may say it"
+                if FLAG_HINTS[key].search(given.flag.name):
+                    return f"{given} may set it"
         of_model = key.startswith("model.") and not any(word in key for word in OF_THE_RUN)
-        return "that of the checkpoint, for --use-checkpoint-args" if of_model and self.uses_checkpoint_args else ""
+        return (
+            "set by the checkpoint, because of --use-checkpoint-args" if of_model and self.uses_checkpoint_args else ""
+        )
 
     def _leave_open(self, key: str, found: Sequence[GivenFlag], ask: str) -> str:
         """Leave a key to be filled in, with the reason, which is returned."""
@@ -170,7 +172,7 @@ class RunDraft:
         return reason
 
     def add_note(self, kind: NoteKind, text: str, *dests: str, key: str | None = None) -> None:
-        """Add a note on those of the settings `dests` that are given, or a general one without any."""
+        """Add a note on the given settings of `dests`, or a general note without `dests`."""
         for given in filter(None, map(self.arguments.given.get, dests)):
             before = self._flags.get(given.flag.dest)
             note = FlagNote(kind, text, str(given), given.line, before.key if before else key)
@@ -206,16 +208,18 @@ def load_flag_handling() -> tuple[tuple[str, NoteKind, str], ...]:
 
 def _other(given: GivenFlag) -> FlagNote:
     hint = f" ({given.flag.dest})" if given.flag.dest else ""
-    text = f"no flag of Megatron-LM's; see whether it changes the model or the run{hint}"
+    text = f"is not a flag of Megatron-LM; check if it changes the model or the run{hint}"
     return FlagNote("open", text, str(given), given.line)
 
 
 def _handled(given: GivenFlag, handling: Iterable[tuple[str, NoteKind, str]]) -> FlagNote:
     found = ((kind, why) for pattern, kind, why in handling if fnmatchcase(given.flag.name, pattern))
-    kind, why = next(found, ("open", given.why_unknown_value or "what it changes here is not known"))
+    kind, why = next(
+        found, ("open", given.why_unknown_value or "is not translated; check if it changes the model or the run")
+    )
     note = FlagNote(kind, why, str(given), given.line)
     if kind == "no equivalent" and not given.why_unknown_value and given.parsed_value() == given.flag.default_value():
-        return replace(note, kind="not needed", text="this is what Megatron does without it")
+        return replace(note, kind="not needed", text="this is Megatron's default")
     return note
 
 

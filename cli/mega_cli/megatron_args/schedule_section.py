@@ -17,7 +17,7 @@ def write_schedule_section(draft: RunDraft) -> None:
     put, steps = draft.set_key, draft.run["train"]["steps"]
     name = SCHEDULES.get(draft["lr_decay_style"])
     if name == "wsd" and any(draft.get_setting(dest, None) == 0 for dest in COOLDOWN):
-        name = "constant"  # the part of it without a cooldown
+        name = "constant"  # WSD without a cooldown
     put("lr_schedule.name", name, "lr_decay_style", *(COOLDOWN if name == "constant" else ()))
     given = any(dest in draft for dest in DECAY)
     decay = _length_in_steps(draft, *DECAY) if given else steps
@@ -33,13 +33,13 @@ def write_schedule_section(draft: RunDraft) -> None:
         shape = draft["lr_wsd_decay_style"]
         put("lr_schedule.cooldown_shape", shape and shape.replace("_", "-"), "lr_wsd_decay_style")
     elif name == "inverse-sqrt" and decay and steps and steps > decay:
-        text = "Megatron falls to min_lr at the end of the decay, mega goes on along the root"
+        text = "after the decay Megatron drops to min_lr, mega continues the inverse square root"
         draft.add_note("changes meaning", text, "lr_decay_style")
 
 
 def _length(draft: RunDraft, key: str, steps: int | None, dests: tuple[str, ...]) -> None:
     formula = describe_length(draft, *dests)
-    ask = f"{formula}, which the script does not say" if formula else "not in the script"
+    ask = f"{formula}, which the script does not set" if formula else "not in the script"
     draft.set_key(f"lr_schedule.{key}", steps, *dests, ask=ask, instead=formula)
 
 
@@ -61,7 +61,7 @@ def _warmup_fraction(draft: RunDraft, share: float | None, decay: int | None) ->
     length = tokens_to_samples(draft, DECAY[2]) or draft[DECAY[1]] or draft["train_samples"]
     length = length or (decay and batch and decay * batch)
     if share is None or not length or not batch:
-        ask = f"{share} of the steps of the decay, which the script does not say"
+        ask = f"{share} of the decay steps, which the script does not set"
         return draft.set_key("lr_schedule.warmup_steps", None, "lr_warmup_fraction", ask=ask)
     samples = round(share * length)
     if samples % batch == 0 and RAMPUP not in draft and STEPWISE not in draft:

@@ -56,14 +56,14 @@ class ScriptResult:
     """Result of following a script.
 
     Attributes:
-        variables: what it leaves behind, by name and index.
-        commands: each command that would be started, in order, as its words; for what a launcher is given as a script,
-            the launcher's words stand before.
-        remarks: what could not be followed, as (line, sentence).
-        texts: the script itself, and scripts in it.
-        path: where it lies.
-        files: what it wrote to files, by their names.
-        budget: of the characters that following it may make.
+        variables: values at the end of the script, by name and index.
+        commands: words of each command that would be started, in order; commands of a script that is passed to a
+            launcher begin with the launcher's words.
+        remarks: (line, sentence) on parts that could not be interpreted.
+        texts: the script itself, and nested scripts.
+        path: path of the script.
+        files: content of the files that it writes, by name.
+        budget: limit of the characters that the interpretation may create.
     """
 
     variables: dict[str, VariableValue] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class ScriptResult:
         self.files[name] = before + text
 
     def read_file(self, name: str) -> str | None:
-        """Return a file that the script wrote, or that is beside it."""
+        """Return a file that the script wrote, or that is in its folder."""
         if (name := name.removeprefix("./")) in self.files:
             return self.files[name]
         relative = MARK.split(name)[-1].lstrip("/")
@@ -107,17 +107,20 @@ def follow_script(
 ) -> ScriptResult:
     """Follow a script.
 
-    Raises:
-        ConfigError: for what is nested too deeply.
-
     Args:
-        path: where it lies; files that it sources or starts are looked for beside it.
+        path: path of the script; files that it sources or starts are searched in its folder.
         environment: variables that are set before its first line.
-        define: variables that hold, whatever it assigns to them itself.
-        arguments: `$1` and on; None where they are not given.
+        define: variables that override assignments of the script.
+        arguments: `$1`, `$2`, ...; None if they are unknown.
+
+    Raises:
+        ConfigError: if it is nested too deeply, or too long.
     """
     if OPEN in text or CLOSE in text:
-        raise ConfigError("the launch script holds characters of Unicode's private use area; remove them")
+        raise ConfigError(
+            "the launch script contains characters of Unicode's private use area",
+            hint="remove U+E000 and U+E001 from it",
+        )
     reader = ScriptReader(ScriptResult(path=path))
     for name, value in {**(environment or {}), **(define or {})}.items():
         reader.words.set_text_variable(name, value, 0)
@@ -126,7 +129,9 @@ def follow_script(
     try:
         reader.read_source(text, 1, given, flat=False)
     except RecursionError:
-        raise ConfigError("the launch script is nested too deeply to be read", hint="is it a shell script?") from None
+        raise ConfigError(
+            "the launch script is nested too deeply to be read", hint="check that the file is a shell script"
+        ) from None
     if reader.steps > STEPS:
         reader.script.remarks.append((1, f"the script was followed for its first {STEPS} statements only"))
     reader.script.variables = reader.words.variables
@@ -134,12 +139,12 @@ def follow_script(
 
 
 class ScriptReader:
-    """Follows the statements of a syntax tree.
+    """Interpreter of the statements of a syntax tree.
 
     Attributes:
-        launcher: the words of the command that was given the script being read.
-        entered: what a command reads from its input; None where that is not known.
-        printed: what has been printed; an item is None where that is not known.
+        launcher: words of the command that runs the script being read.
+        entered: standard input of a command; None if unknown.
+        printed: printed texts; None for an unknown one.
     """
 
     def __init__(self, script: ScriptResult) -> None:
@@ -155,7 +160,7 @@ class ScriptReader:
     def read_source(
         self, text: str, line: int, arguments: list[ShellWord] | None = None, *, flat: bool = True
     ) -> KnownTruth:
-        """Read a script; `flat` is one on a line of the script, such as the text of `eval`."""
+        """Read a script; with `flat` all of its lines count as one line, as for the text of `eval`."""
         text = text.replace("\r\n", "\n")
         if len(text) > LARGEST_SCRIPT:
             raise ConfigError(f"the launch script is longer than {LARGEST_SCRIPT:,} characters")
@@ -165,7 +170,7 @@ class ScriptReader:
         try:
             with self.enter_level(), self.words.at_offset((line, flat), arguments):
                 for node in find_syntax_errors(root):
-                    self.add_remark(node, f"{node_text(node).strip()[:40]!r} makes no sense to the shell here")
+                    self.add_remark(node, f"{node_text(node).strip()[:40]!r} is not valid shell syntax here")
                 return self.follow_block(root.named_children)
         except ScriptExit:
             return None
@@ -198,7 +203,7 @@ class ScriptReader:
         return self.follow_block([child for child in node.named_children if child.type in STATEMENTS])
 
     def _follow_subshell(self, node: Node) -> KnownTruth:
-        """Follow `( ... )`, whose assignments do not outlive it."""
+        """Follow `( ... )`, whose assignments are local to it."""
         before = dict(self.words.variables)
         try:
             return self.follow_block(node.named_children)
@@ -228,7 +233,7 @@ class ScriptReader:
 
     def _joined(self, status: KnownTruth, left: Node, sign: str, right: Node) -> KnownTruth:
         if status is None and left.type not in ("test_command", "list", "compound_statement"):
-            status = None if ASKING.match(node_text(left)) else True  # commands do what they are asked to
+            status = None if ASKING.match(node_text(left)) else True  # commands are assumed to succeed
         if status is not None and status == (sign == "||"):
             return status
         if status is not None:
@@ -240,7 +245,7 @@ class ScriptReader:
         return (and_known if sign == "&&" else or_known)(status, found[0] if found else None)
 
     def _pipeline(self, node: Node) -> KnownTruth:
-        """Follow `a | b`, each in a shell of its own."""
+        """Follow `a | b`, each in its own shell."""
         before, status = (dict(self.words.variables), self.entered), None
         *first, last = node.named_children
         for stage in first:
@@ -263,13 +268,13 @@ class ScriptReader:
     def _negated(self, node: Node) -> KnownTruth:
         return negate_known(self.follow_statement(node.named_children[-1]))
 
-    def follow_all_branches(self, node: Node, what: str, *ways: Callable[[], object]) -> None:
+    def follow_all_branches(self, node: Node, condition: str, *branches: Callable[[], object]) -> None:
         """Follow each branch, because the taken one is unknown. Variables that differ afterwards are unknown."""
         before, ends = self.words.variables, list[dict[str, VariableValue]]()
-        for way in ways:
+        for follow_branch in branches:
             self.words.variables = dict(before)
             with suppress(ScriptExit):
-                way()
+                follow_branch()
             ends.append(self.words.variables)
         names = sorted({name for end in ends for name in end})
         self.words.variables = dict(ends[0])
@@ -280,7 +285,9 @@ class ScriptReader:
             )
         if differing:
             named = ", ".join(f"${name}" for name in differing[:6]) + (" and others" if len(differing) > 6 else "")
-            self.add_remark(node, f"it is not known whether {what}: what it says of {named} is left open")
+            self.add_remark(
+                node, f"it is unknown if {condition}: {named} {'is' if len(differing) == 1 else 'are'} left open"
+            )
 
     # Commands.
 

@@ -32,7 +32,7 @@ class ScriptExit(Exception):
 
 
 class NestedScript(NamedTuple):
-    """Script passed to a command: the command's other words, its text and its arguments."""
+    """Script that is passed to a command: the other words of the command, and the script's text and arguments."""
 
     launcher: list[ShellWord]
     text: str
@@ -55,14 +55,14 @@ def follow_command(reader: ScriptReader, words: list[ShellWord], node: Node) -> 
         reader.printed.append(output)
         return name != "false"
     reader.printed.append(None)
-    given = _find_nested_script(reader, words)
-    if given is None:
+    nested = _find_nested_script(reader, words)
+    if nested is None:
         reader.script.commands.append([*reader.launcher, *words])
         return None
     before = dict(reader.words.variables), reader.launcher, reader.entered
-    reader.launcher, reader.entered = [*reader.launcher, *given.launcher], None
+    reader.launcher, reader.entered = [*reader.launcher, *nested.launcher], None
     try:
-        return reader.read_source(given.text, words[0].line, given.arguments)
+        return reader.read_source(nested.text, words[0].line, nested.arguments)
     finally:
         reader.words.variables, reader.launcher, reader.entered = before
 
@@ -142,7 +142,7 @@ def _shift(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTru
 
 
 def _follow_exit(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
-    """Ignore `exit` in a branch: it is there for calls with missing arguments, such as this one."""
+    """Ignore `exit` in a branch, which handles missing arguments; elsewhere it ends the script."""
     name = words[0].text
     if name != "exit" or (node.parent is not None and node.parent.type == "program"):
         raise ScriptExit(name)
@@ -221,7 +221,7 @@ def _test(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTrut
 
 
 def _getopts(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
-    """Follow `getopts`; there are no options if the script has no arguments."""
+    """Follow `getopts`; a script without arguments has no options."""
     if not reader.words.positional:
         return False
     for name in (words[-1].text, "OPTARG"):
@@ -235,12 +235,6 @@ BUILTINS: dict[str, Builtin] = {
     "break": _follow_exit, "continue": _follow_exit, "read": _read, "mapfile": _mapfile, "readarray": _mapfile, "let": _let,
     "printf": _printf, "tee": _tee, "test": _test, "getopts": _getopts,
 }  # fmt: skip
-
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
-
-    from mega_cli.megatron_args.script_reader import ScriptReader
 
 
 def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:

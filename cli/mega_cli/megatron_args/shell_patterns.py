@@ -55,7 +55,7 @@ def pattern_to_regex(pattern: str, *, repeat: str = "*", backwards: bool = False
 
 
 def matches_pattern(text: str, pattern: str) -> bool | None:
-    """Return whether a text matches a pattern, or None if unknown."""
+    """Return True if a text matches a pattern, or None if unknown."""
     regex = pattern_to_regex(pattern)
     return None if regex is None or MARK.search(text + pattern) else matches_whole_text(regex, text)
 
@@ -81,7 +81,7 @@ def _trimmed(text: str, operator: str, pattern: str) -> str | None:
         return None if length is None or MARK.search(text) else text
     cut = len(text) - length if backwards else length
     removed, kept = (text[cut:], text[:cut]) if backwards else (text[:cut], text[cut:])
-    # What is not known may hold a shorter match, or a longer one.
+    # The unknown text may contain a shorter match, or a longer one.
     open_ = MARK.search(kept if longest else removed)
     return None if open_ or len(MARK.findall(kept)) != kept.count(OPEN) else kept
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mega_common.errors import ConfigError
 
-# What is not known stands in a text between these two characters of Unicode's private use area.
+# Unknown values are marked by their name between these two characters of Unicode's private use area.
 OPEN, CLOSE = "\ue000", "\ue001"
 MARK = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 
@@ -23,8 +23,8 @@ class ShellWord(NamedTuple):
 class WordPiece(NamedTuple):
     """Part of a word under expansion.
 
-    `kind` is `quoted`, or `plain` for text of the script, which braces and patterns count in, or `value` for what an
-    expansion gave, which blanks part. In a list of pieces, `None` ends a word.
+    `kind` is `quoted`, `plain` for text of the script, in which braces and patterns are expanded, or `value` for the
+    result of an expansion, which is split at blanks. In a list of pieces, `None` ends a word.
     """
 
     text: str
@@ -53,9 +53,9 @@ def explain_unknown(text: str) -> str:
     match = MARK.search(text)
     name = match[1] if match else ""
     if name.startswith("(("):
-        return f"{show_marks(text)} is computed from what the script does not set"
+        return f"{show_marks(text)} is computed from variables that the script does not set"
     if name.startswith(("(", "`")):
-        return f"{show_marks(text)} is what a command prints, and none is run here"
+        return f"{show_marks(text)} is the output of a command, and commands are not executed"
     if name[1:-1].isidentifier() and name.startswith("{"):
         return f"the value of {show_marks(text)} could not be followed through the script"
     return f"{show_marks(text)} is not set in the script"
@@ -70,7 +70,7 @@ def split_on_separators(text: str, separators: str = " \t\n") -> list[tuple[str,
     """Return the parts of a text between separators, ignoring those in marks, with empty parts for separators at either
     end.
 
-    With each part comes whether the separator before it ends a field that is empty, as all but blanks do.
+    The second value is True if the separator before the part ends an empty field, as all separators except blanks do.
     """
     if not separators:
         return [(text, False)]
@@ -84,10 +84,10 @@ def split_on_separators(text: str, separators: str = " \t\n") -> list[tuple[str,
     return list(zip(fields, [False, *(bool(one.strip(" \t\n")) for one in parts[1::2])], strict=True))
 
 
-WORK = 10_000_000  # characters that are made or read; launch scripts in use take up to some 100,000
-WORD = 16  # characters that a word costs besides its own
-EXPRESSION = 200  # characters that a variable in arithmetic costs, which is an expression itself
-PARSED = 10  # characters that a parsed one costs
+WORK = 10_000_000  # characters that are created or read; real launch scripts take up to about 100,000
+WORD = 16  # extra cost of a word in characters
+EXPRESSION = 200  # cost in characters of a variable in arithmetic, which is an expression itself
+PARSED = 10  # cost of a parsed character
 
 
 @dataclass
@@ -95,7 +95,7 @@ class WorkBudget:
     """Limit of the characters that a launch script may create and read, so that every script ends.
 
     Attributes:
-        left: characters that may still be made.
+        left: characters that may still be created.
     """
 
     left: int = WORK
@@ -104,11 +104,11 @@ class WorkBudget:
         """Subtract characters before they are created.
 
         Raises:
-            ConfigError: when none are left.
+            ConfigError: if none are left.
         """
         self.left -= characters
         if self.left < 0:
             raise ConfigError(
-                f"the launch script makes more than {WORK:,} characters of text and is not followed further",
-                hint="does a loop or an expansion in it not end? give the training command alone",
+                f"the launch script creates more than {WORK:,} characters of text",
+                hint="check its loops and expansions, or translate only its training command",
             )

@@ -33,9 +33,8 @@ def _parser() -> Parser:
 def parse_script(text: str) -> Node:
     """Return the syntax tree of a script.
 
-    Where the parser stumbles, it is helped over what people write that it does not know: `NAME=<path to data>`, which
-    a user was to fill in, `${x:$i}`, and `[ \\( ... ]`; over a line of several assignments, to which it takes the next
-    line, and a `$NAME` whose sign it takes for itself.
+    Known errors of the parser are corrected: placeholders such as `NAME=<path to data>`, `${x:$i}`, `[ \\( ... ]`, a line
+    of several assignments (which it joins with the next line), and a `$NAME` whose `$` it parses separately.
     """
     source = text.encode()
     root = _parser().parse(source).root_node
@@ -56,7 +55,7 @@ def parse_script(text: str) -> Node:
 
 
 def _known_misparses(node: Node, source: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Return known parser errors as (offset, length, equivalent text that is parsed rightly)."""
+    """Yield known parser errors as (offset, length, equivalent text that is parsed correctly)."""
     for child in node.children:
         yield from _known_misparses(child, source)
         following = child.next_sibling
@@ -80,7 +79,7 @@ def _known_misparses(node: Node, source: bytes) -> Iterator[tuple[int, int, byte
 
 
 def find_syntax_errors(node: Node) -> Iterator[Node]:
-    """Return the parts that the parser did not understand."""
+    """Yield the parts that the parser could not parse."""
     if node.type == "ERROR" or node.is_missing:
         yield node
     elif node.has_error:

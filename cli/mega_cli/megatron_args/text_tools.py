@@ -1,4 +1,4 @@
-"""Output of commands that change text: `tr`, `cut`, `sed`, `awk`, `wc` and others."""
+"""Simulation of commands that transform text: `tr`, `cut`, `sed`, `awk`, `wc`, ..."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mega_cli.megatron_args.shell_words import MARK
 
 Arguments = Sequence[str]
 LONGEST_OUTPUT = 1_000_000  # characters
-MOST_PARTS = 32  # ranges of a list of `cut`, and parts that `print` of awk writes
+MOST_PARTS = 32  # most ranges of `cut`, and most items of awk's `print`
 LONGEST_COMMAND = 1000  # characters of a program of `sed` or `awk`
 SUBSTITUTION = re.compile(
     r"s(?P<by>[^\w\s\\])(?P<start>\^?)(?P<old>(?:(?!(?P=by))(?:[\w ,:=/-]|\\[./]))+)(?P<end>\$?)(?P=by)"
@@ -37,7 +37,7 @@ def split_lines(text: str) -> list[str]:
     return text.removesuffix("\n").split("\n") if text else []
 
 
-def _joined(lines: Sequence[str]) -> str:
+def _join_lines(lines: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -52,7 +52,10 @@ def simulate_tr(arguments: Arguments, entered: str | None) -> str | None:
     given = {name.lstrip("-")[0].lower() for name, _ in options}
     if entered is None or not entered.isascii() or not 1 <= len(names) <= 2:
         return None
-    first, second = _characters(names[0]), _characters(names[1], translated=True) if len(names) > 1 else ""
+    first, second = (
+        _expand_character_set(names[0]),
+        _expand_character_set(names[1], translated=True) if len(names) > 1 else "",
+    )
     if "c" in given:
         first = "".join(one for one in ASCII if one not in first)
     if "d" in given:
@@ -66,10 +69,10 @@ def simulate_tr(arguments: Arguments, entered: str | None) -> str | None:
     return re.sub(f"([{re.escape(second or first)}])\\1+", r"\1", entered)
 
 
-def _characters(text: str, *, translated: bool = False) -> str:
+def _expand_character_set(text: str, *, translated: bool = False) -> str:
     """Return the characters of a set of `tr`."""
     if not text or not text.isascii() or re.search(r"\[=|\[.\*", text, re.DOTALL):
-        raise ValueError("not a set that is followed")
+        raise ValueError("a character set that is not simulated")
     found, at = "", 0
     while match := CHARACTER.match(text, at):
         at = match.end()
@@ -78,18 +81,18 @@ def _characters(text: str, *, translated: bool = False) -> str:
                 raise ValueError("tr does not translate to this class")
             found += CLASSES[match["named"]]
         elif match["one"]:
-            found += _unescaped(match["one"])
+            found += _unescape(match["one"])
         else:
-            first, last = _unescaped(match["first"]), _unescaped(match["last"])
+            first, last = _unescape(match["first"]), _unescape(match["last"])
             if first > last:
                 raise ValueError("a range in reverse order")
             found += "".join(map(chr, range(ord(first), ord(last) + 1)))
     if at < len(text):
-        raise ValueError("not a set that is followed")
+        raise ValueError("a character set that is not simulated")
     return found
 
 
-def _unescaped(character: str) -> str:
+def _unescape(character: str) -> str:
     return ESCAPES[character[1]] if len(character) > 1 else character
 
 
@@ -101,22 +104,22 @@ def simulate_cut(arguments: Arguments, entered: str | None) -> str | None:
     options = {name.lstrip("-")[0] if name != "--only-delimited" else "s": value for name, value in parsed}
     if entered is None or files or ("f" in options) == ("c" in options) or ("c" in options and not entered.isascii()):
         return None
-    chosen, delimiter = _positions(options.get("f") or options["c"]), options.get("d", "\t")
+    chosen, delimiter = _parse_ranges(options.get("f") or options["c"]), options.get("d", "\t")
     if "c" in options:
-        return _joined(["".join(_selected(list(line), chosen)) for line in split_lines(entered)])
+        return _join_lines(["".join(_select_parts(list(line), chosen)) for line in split_lines(entered)])
     if len(delimiter) != 1:
         return None
     rows = [line for line in split_lines(entered) if "s" not in options or delimiter in line]
-    return _joined(
-        [delimiter.join(_selected(row.split(delimiter), chosen)) if delimiter in row else row for row in rows]
+    return _join_lines(
+        [delimiter.join(_select_parts(row.split(delimiter), chosen)) if delimiter in row else row for row in rows]
     )
 
 
-def _positions(text: str) -> list[tuple[int, int | None]]:
+def _parse_ranges(text: str) -> list[tuple[int, int | None]]:
     """Return the ranges of a list such as `1,3-5,7-`."""
     found: list[tuple[int, int | None]] = []
     if text.count(",") >= MOST_PARTS:
-        raise ValueError("a long list")
+        raise ValueError("the list is too long")
     for part in text.split(","):
         match = re.fullmatch(r"(?=.*\d)(\d{0,6})(-?)(\d{0,6})", part)
         if not match:
@@ -128,7 +131,7 @@ def _positions(text: str) -> list[tuple[int, int | None]]:
     return found
 
 
-def _selected(parts: Sequence[str], chosen: Sequence[tuple[int, int | None]]) -> list[str]:
+def _select_parts(parts: Sequence[str], chosen: Sequence[tuple[int, int | None]]) -> list[str]:
     return [
         part
         for number, part in enumerate(parts, 1)
@@ -137,7 +140,7 @@ def _selected(parts: Sequence[str], chosen: Sequence[tuple[int, int | None]]) ->
 
 
 def simulate_sed(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of `sed` for `s/text/text/` of texts without special characters; the new one may be unknown."""
+    """Return the output of `sed s/old/new/` for a literal `old`; `new` may contain unknown values."""
     program = arguments[1:] if arguments[0] == "-e" else arguments
     command = SUBSTITUTION.fullmatch(program[0]) if len(program[0]) <= LONGEST_COMMAND else None
     if entered is None or not command or len(program) > 1:
@@ -170,7 +173,7 @@ def simulate_awk(arguments: Arguments, entered: str | None) -> str | None:
     if len(items) > MOST_PARTS or len(entered) * len(items) > LONGEST_OUTPUT:
         return None
     rows = [(line, _awk_fields(line, separator)) for line in split_lines(entered)]
-    return _joined(["".join(item(line, fields) for item in items) for line, fields in rows])
+    return _join_lines(["".join(item(line, fields) for item in items) for line, fields in rows])
 
 
 def _awk_fields(line: str, separator: str) -> list[str]:
@@ -183,7 +186,7 @@ AwkItem = Callable[[str, Sequence[str]], str]
 
 
 def _awk_items(text: str) -> list[AwkItem]:
-    """Return the functions that make the parts of a line that `print` writes."""
+    """Return functions for the items of awk's `print`; each returns the text of its item for a line."""
     items, at = list[AwkItem](), 0
     while match := AWK_ITEM.match(text, at):
         at = match.end()
@@ -197,7 +200,7 @@ def _awk_items(text: str) -> list[AwkItem]:
             constant = " " if match["comma"] else match["text"]
             items.append(lambda _, __, constant=constant: constant)  # type: ignore[misc]
     if at < len(text):
-        raise ValueError("not an expression of awk that is followed")
+        raise ValueError("an awk expression that is not simulated")
     return items
 
 

@@ -27,7 +27,7 @@ LAUNCHER = re.compile(
 )
 STARTING = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|srun|mpirun|mpiexec|deepspeed|accelerate|launch|exec|run|env)")
 SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)(?:=|[ \t]*)([^\s#]*)", re.MULTILINE)
-WordsAtLine = tuple[list[ShellWord], int]  # with where the Python file stands
+WordsAtLine = tuple[list[ShellWord], int]  # a command, and the index of its Python file
 LONG = {"-N": "--nodes", "-n": "--ntasks", "-np": "--ntasks", "--nnode": "--nnodes"}
 
 
@@ -36,11 +36,11 @@ class TrainingCommand:
     """Training command of a script.
 
     Attributes:
-        program: the Python file it starts, or nothing for a bare list of arguments.
+        program: the Python file it starts, or empty for a bare list of arguments.
         arguments: the words after it.
-        nodes, per_node: machines and ranks on each, where the script says so.
-        remarks: (line, sentence) for the user to know.
-        file: a file by its name that the script wrote or that lies beside it.
+        nodes, per_node: number of machines and ranks per machine, None if unknown.
+        remarks: (line, sentence) of warnings.
+        file: function that returns a file that the script wrote, or that is in its folder, by name.
     """
 
     program: str
@@ -62,12 +62,12 @@ def find_training_command(
     """Return the training command of a script, or of a bare list of arguments.
 
     Args:
-        path: where the script lies; files that it sources are read from beside it.
-        define: variables of the script, which hold whatever it assigns to them itself.
-        arguments: of the script: `$1` and on.
+        path: path of the script; files that it sources are read from its folder.
+        define: variables that override assignments of the script.
+        arguments: arguments of the script: `$1`, `$2`, ...
 
     Raises:
-        ConfigError: when there is none, or it trains another kind of model.
+        ConfigError: if there is none, or it trains an unsupported kind of model.
     """
     script = follow_script(
         text, path=path, environment=_slurm_variables(_batch_options(text)), define=define, arguments=arguments or None
@@ -85,7 +85,7 @@ def find_training_command(
     ]
     if not _is_training_program(command, at):
         remarks.append(
-            (command[at].line, f"{show_marks(command[at].text)} is not known to train; its arguments were read")
+            (command[at].line, f"{show_marks(command[at].text)} may not be a training program; its arguments were read")
         )
     nodes, per_node = _count_ranks(command[:at], batch)
     found = [*script.remarks, *dict.fromkeys(remarks)]
@@ -100,7 +100,8 @@ def _choose_command(commands: Sequence[WordsAtLine]) -> WordsAtLine:
     if not plain:
         command, at = commands[0]
         raise ConfigError(
-            f"line {command[at].line}: {_name(command[at])} trains a model that is no plain decoder, BERT or T5, which mega does not"
+            f"line {command[at].line}: {_name(command[at])} is not supported: it does not train a decoder, BERT or T5",
+            hint="supported programs are pretrain_gpt.py, pretrain_bert.py and pretrain_t5.py",
         )
     return next((found for found in plain if _is_training_program(*found)), plain[0])
 
@@ -131,21 +132,21 @@ def _nothing_trained(training: Sequence[WordsAtLine], script: ScriptResult) -> C
     ]
     if not training:
         return ConfigError(
-            "no training command in the launch script" + "".join(f"; {sentence}" for sentence in unread),
-            hint="expected a command such as `torchrun ... pretrain_gpt.py --num-layers ...`, or arguments alone",
+            "the launch script has no training command" + "".join(f"; {sentence}" for sentence in unread),
+            hint="give a script with a command such as `torchrun ... pretrain_gpt.py --num-layers ...`, or a file with its arguments",
         )
     command, at = training[0]
     marks = dict.fromkeys(show_marks(word.text) for word in command[at + 1 :] if MARK.fullmatch(word.text))
     return ConfigError(
-        f"line {command[at].line}: {show_marks(command[at].text)} is given no argument that sets a model, such as --num-layers"
+        f"line {command[at].line}: {show_marks(command[at].text)} requires flags that set a model, such as --num-layers"
         + "".join(f"; {sentence}" for sentence in unread)
-        + (f"; not known: {', '.join(marks)}" if marks else ""),
-        hint="give the script's variables by --define NAME=VALUE, and its own arguments after `--`",
+        + (f"; unknown: {', '.join(marks)}" if marks else ""),
+        hint="set variables of the script with --define NAME=VALUE, and give its arguments after `--`",
     )
 
 
 def _batch_options(*texts: str) -> dict[str, str]:
-    """Slurm's options in the head of scripts."""
+    """Return the `#SBATCH` options of scripts."""
     return {_long(key): value for text in texts for key, value in SBATCH.findall(text)}
 
 
@@ -166,10 +167,10 @@ def _program_index(command: Sequence[ShellWord]) -> int | None:
     words = [word.text for word in command[:model]]
     modules = [at for at in range(1, model) if words[at - 1] == "-m" and not words[at].startswith("torch.")]
     free = [at for at in range(1, model) if not words[at].startswith("-") and not words[at - 1].startswith("-")]
-    held = [at for at in free if not STARTING.fullmatch(words[at])] or [
+    candidates = [at for at in free if not STARTING.fullmatch(words[at])] or [
         at for at in range(1, model) if MARK.search(words[at])
     ]
-    following = [at for at in held if at + 1 not in held]  # the last of those that stand together
+    following = [at for at in candidates if at + 1 not in candidates]  # the last of adjacent words
     return next(iter(modules or following), None)
 
 
@@ -196,12 +197,12 @@ def _split_joined_arguments(words: Sequence[ShellWord]) -> list[ShellWord]:
 
 
 def _variable_arguments(script: ScriptResult) -> list[ShellWord]:
-    """Return the arguments that variables hold, without variables that others are made of."""
-    held = [words for words in _argument_arrays(script) if not _of_launcher(words)]
-    texts = [" ".join(word.text for word in words) for words in held]
+    """Return the arguments in variables, without variables that are contained in others."""
+    arrays = [words for words in _argument_arrays(script) if not _has_launcher_flags(words)]
+    texts = [" ".join(word.text for word in words) for words in arrays]
     return [
         word
-        for words, text in zip(held, texts, strict=True)
+        for words, text in zip(arrays, texts, strict=True)
         if not any(text in other and len(text) < len(other) for other in texts)
         for word in words
     ]
@@ -210,11 +211,11 @@ def _variable_arguments(script: ScriptResult) -> list[ShellWord]:
 def _launcher_arrays(script: ScriptResult) -> list[ShellWord]:
     return [
         ShellWord("torchrun", 0),
-        *(word for words in _argument_arrays(script) if _of_launcher(words) for word in words),
+        *(word for words in _argument_arrays(script) if _has_launcher_flags(words) for word in words),
     ]
 
 
-def _of_launcher(words: Sequence[ShellWord]) -> bool:
+def _has_launcher_flags(words: Sequence[ShellWord]) -> bool:
     return all(LAUNCHER.fullmatch(_long(w.text.partition("=")[0])) for w in words if w.text.startswith("--"))
 
 

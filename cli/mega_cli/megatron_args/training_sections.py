@@ -1,4 +1,4 @@
-"""Sections of run.yaml besides `model:`, `data:`, `batch:` and `lr_schedule:`."""
+"""Sections of run.yaml other than `model:`, `data:`, `batch:` and `lr_schedule:`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTEXT = {"p2p": "ring", "a2a": "alltoall", "all_gather": "allgather"}
 SCALES = ("loss_scale", "initial_loss_scale", "loss_scale_window", "min_loss_scale")
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
-# Megatron's names of what a layer recomputes by itself, and ours.
+# Modules of selective recompute: Megatron's name, mega's name.
 RECOMPUTED = {"layernorm": "norm", "moe_act": "activation", "mlp": "mlp", "moe": "moe"}
 
 
@@ -24,7 +24,7 @@ def write_parallel_section(draft: RunDraft) -> None:
     if tp != 1:
         put("parallel.sp", draft["sequence_parallel"], "sequence_parallel")
     else:
-        draft.add_note("not needed", "Megatron itself switches it off without tensor parallelism", "sequence_parallel")
+        draft.add_note("not needed", "Megatron switches it off without tensor parallelism", "sequence_parallel")
     put("parallel.pp", draft["pipeline_model_parallel_size"], "pipeline_model_parallel_size")
     write_pipeline_layout(draft)
     if draft["context_parallel_size"] != 1:
@@ -47,12 +47,12 @@ def _context(draft: RunDraft) -> None:
     ours = [CONTEXT.get(kind, "ring") for kind in kinds] or ["ring"]
     if draft.is_enabled("attention_dropout") and ours[0] != "alltoall":
         draft.set_key(
-            "parallel.cp_kind", "alltoall", "cp_comm_type", because="the one that goes with attention_dropout"
+            "parallel.cp_kind", "alltoall", "cp_comm_type", because="the kind that supports attention dropout"
         )
     else:
         draft.set_key("parallel.cp_kind", ours[0], "cp_comm_type")
     if len(kinds) != 1 or not set(kinds) <= CONTEXT.keys():
-        text = "mega has one of ring, allgather and alltoall for all layers, which give the same numbers"
+        text = "mega uses one of ring, allgather and alltoall for all layers; all give the same results"
         draft.add_note("no equivalent", text, "cp_comm_type")
 
 
@@ -92,7 +92,7 @@ def _deepspeed_zero(draft: RunDraft) -> None:
     if "zero_stage" in draft:
         return draft.set_key("parallel.zero", draft["zero_stage"], "zero_stage")
     return draft.set_key(
-        "parallel.zero", 1, because="DeepSpeed's settings say it, in a file of their own; mega's default"
+        "parallel.zero", 1, because="mega's default; the level is set in DeepSpeed's file, which was not read"
     )
 
 
@@ -101,7 +101,7 @@ def _copies(draft: RunDraft) -> None:
     ranks, flag = draft.ranks, "num_distributed_optimizer_instances"
     sizes = [draft[name] for name in (*COPY[:2], flag)]
     share = ranks // prod(sizes) if ranks and all(sizes) else None
-    ask = "follows from the number of ranks, which the script does not say"
+    ask = "depends on the number of ranks, which the script does not set"
     draft.set_key("parallel.zero3_shard", share, flag, ask=ask, instead="ranks of a copy")
 
 
@@ -115,7 +115,7 @@ def write_optimizer_section(draft: RunDraft) -> None:
     """Write the keys of `optimizer:`."""
     put, name = draft.set_key, draft["optimizer"]
     ours = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
-    put("optimizer.name", ours.get(name), "optimizer", ask=f"the optimizer {name} is missing")
+    put("optimizer.name", ours.get(name), "optimizer", ask=f"the optimizer {name} is not supported")
     put("optimizer.lr", draft["lr"], "lr")
     if "decoupled_lr" in draft:
         put("optimizer.decoupled_lr", draft["decoupled_lr"], "decoupled_lr")
@@ -143,8 +143,8 @@ def _clip(draft: RunDraft) -> None:
     draft.set_key("optimizer.clip_grad", clip, "clip_grad")
     if file.name and "gradient_clipping" not in file.values and clip:
         text = (
-            f"{file.name} has no gradient_clipping, without which DeepSpeed up to 0.19.2 does not clip, and from 0.19.3 on "
-            "clips at 1, whatever --clip-grad says; 0 or 1 does the same"
+            f"{file.name} does not set gradient_clipping, so DeepSpeed up to 0.19.2 does not clip, and from 0.19.3 on clips "
+            "at 1, independent of --clip-grad; set 0 or 1 for the same result"
         )
         draft.add_note("open", text, key="optimizer.clip_grad")
     return None
@@ -158,13 +158,13 @@ def _muon(draft: RunDraft) -> None:
     put("optimizer.muon.nesterov", draft["muon_nesterov"], "muon_nesterov")
     why = "Megatron's updates are 5 x --muon-extra-scale-factor times mega's"
     put("optimizer.muon.lr_factor", factor, "muon_extra_scale_factor", because=why)
-    why = "that of the optimizer, / lr_factor, which multiplies it too"
+    why = "weight_decay of the optimizer / lr_factor, which multiplies it too"
     own = None if decay is None or not factor else decay / factor
     put("optimizer.muon.weight_decay", own, because=why, instead="weight_decay / lr_factor")
     put("optimizer.muon.rounds", draft["muon_num_ns_steps"], "muon_num_ns_steps")
     if draft["muon_scale_mode"] != "spectral":
-        draft.add_note("no equivalent", "updates are scaled as by spectral", "muon_scale_mode")
-    text = "muon: mega orthogonalises gate and up projections apart, Megatron as one matrix"
+        draft.add_note("no equivalent", "mega scales updates as with `spectral`", "muon_scale_mode")
+    text = "muon: mega orthogonalises gate and up projections separately, Megatron as one matrix"
     draft.add_note("changes meaning", text)
 
 
@@ -175,8 +175,8 @@ def write_precision_section(draft: RunDraft) -> None:
         return
     kind: str | None = "bf16" if draft["bf16"] else "fp16" if draft["fp16"] else "fp32"
     if kind == "fp32" and draft.arguments.unread:
-        kind = None  # nobody trains in fp32 unasked
-    ask = f"{', '.join(draft.arguments.unread)} may hold --bf16 or --fp16"
+        kind = None  # fp32 is unlikely if flags are missing
+    ask = f"{', '.join(draft.arguments.unread)} may contain --bf16 or --fp16"
     file = draft.deepspeed_file
     filed = next((name for name in ("bf16", "bfloat16", "fp16") if file.is_section_enabled(name)), None)
     if filed is None:
@@ -191,23 +191,23 @@ def write_precision_section(draft: RunDraft) -> None:
 def _fp8(draft: RunDraft) -> None:
     draft.set_key("precision", "fp8", "fp8", "bf16")
     recipe, delayed = draft["fp8_recipe"], draft["fp8_recipe"] == "delayed"
-    ask = "a recipe of one's own; mega has tensorwise, rowwise, blockwise and mxfp8"
+    ask = "custom recipes are not supported; mega has tensorwise, rowwise, blockwise and mxfp8"
     draft.set_key(
         "fp8.recipe", "tensorwise" if delayed else None if recipe == "custom" else recipe, "fp8_recipe", ask=ask
     )
     if delayed:
-        text = "fp8.recipe is tensorwise, whose scales are by the numbers at hand, not by those of earlier steps"
+        text = "fp8.recipe is tensorwise, which scales by the current values instead of the history of earlier steps"
         draft.add_note("changes meaning", text, "fp8_recipe" if "fp8_recipe" in draft else "fp8")
     draft.set_key("fp8.format", draft["fp8"], "fp8")
     if draft["first_last_layers_bf16"]:
         for key, dest in (("first", "num_layers_at_start_in_bf16"), ("last", "num_layers_at_end_in_bf16")):
             draft.set_key(f"fp8.bf16_{key}", draft[dest], "first_last_layers_bf16", dest)
     if draft["fp16"]:
-        draft.add_note("changes meaning", "beside fp8 mega computes in bf16", "fp16")
+        draft.add_note("changes meaning", "with fp8, mega computes everything else in bf16", "fp16")
 
 
 def _loss_scale(draft: RunDraft) -> None:
-    put, tell = draft.set_key, draft.add_note
+    put, note = draft.set_key, draft.add_note
     if draft.is_megatron_deepspeed:
         return _deepspeed_scale(draft)
     dest = "loss_scale" if draft.is_enabled("loss_scale") else "initial_loss_scale"
@@ -216,20 +216,24 @@ def _loss_scale(draft: RunDraft) -> None:
     put("fp16.initial_scale", whole, dest)
     put("fp16.growth_interval", None if window is None else int(window), "loss_scale_window")
     put("fp16.min_scale", draft["min_loss_scale"], "min_loss_scale")
-    tell("changes meaning", "fp16.initial_scale is where it starts; it is always dynamic", "loss_scale")
+    note(
+        "changes meaning", "fp16.initial_scale is the initial value; mega's loss scale is always dynamic", "loss_scale"
+    )
     if whole and whole != scale and dest == "initial_loss_scale":
-        tell("changes meaning", "mega's scales are powers of two", dest)
+        note("changes meaning", "mega's scales are powers of two", dest)
     if draft["hysteresis"] != 1:
-        text = f"mega halves the loss scale at every overflow, Megatron spares {(draft['hysteresis'] or 2) - 1} before that"
+        text = (
+            f"mega halves the loss scale at every overflow, Megatron tolerates {(draft['hysteresis'] or 2) - 1} before"
+        )
         named = ["hysteresis"] if "hysteresis" in draft else []
-        tell("changes meaning", text if named else f"{text}, the default of --hysteresis", *named)
+        note("changes meaning", text if named else f"{text}, the default of --hysteresis", *named)
     return None
 
 
 def _deepspeed_scale(draft: RunDraft) -> None:
     """Write DeepSpeed's loss scale, which has its own defaults; 0 means dynamic."""
-    file, tell = draft.deepspeed_file, draft.add_note
-    tell("changes meaning", "DeepSpeed takes it from its own file of settings", *SCALES, "hysteresis")
+    file, note = draft.deepspeed_file, draft.add_note
+    note("changes meaning", "DeepSpeed takes it from its own file of settings", *SCALES, "hysteresis")
     if not file.is_section_enabled("fp16"):
         because = "DeepSpeed's default; fp16 in its own file of settings counts"
         return draft.set_key("fp16.initial_scale", 65_536.0, because=because)
@@ -237,13 +241,16 @@ def _deepspeed_scale(draft: RunDraft) -> None:
     scale, origin = (fixed, "loss_scale") if fixed else (2.0 ** (16 if power is None else power), "initial_scale_power")
     draft.set_key("fp16.initial_scale", 2.0 ** round(log2(scale)), because=f"fp16.{origin} of {file.name}")
     if fixed:
-        tell("changes meaning", f"fp16.loss_scale of {file.name} is where it starts; it is always dynamic")
+        note(
+            "changes meaning",
+            f"fp16.loss_scale of {file.name} is the initial value; mega's loss scale is always dynamic",
+        )
     for key, path, default in (("growth_interval", "loss_scale_window", 1000), ("min_scale", "min_loss_scale", 1)):
         value = file.get_number(f"fp16.{path}")
         draft.set_key(f"fp16.{key}", default if value is None else value, because=f"fp16.{path} of {file.name}")
     spared = (file.get_integer("fp16.hysteresis") or 2) - 1
     if spared:
-        tell("changes meaning", f"mega halves the loss scale at every overflow, DeepSpeed spares {spared} before that")
+        note("changes meaning", f"mega halves the loss scale at every overflow, DeepSpeed tolerates {spared} before")
     return None
 
 
@@ -255,7 +262,7 @@ def note_deepspeed_file(draft: RunDraft) -> None:
             "translated", "read: batch, precision, fp16, parallel.zero, optimizer.clip_grad", "deepspeed_config"
         )
     for name in file.untranslated_sections:
-        draft.add_note("no equivalent", f"{name} of {file.name}, which is on")
+        draft.add_note("no equivalent", f"{name} of {file.name} is enabled, but not supported")
 
 
 def write_recompute_section(draft: RunDraft) -> None:
@@ -288,10 +295,10 @@ def _recomputed_modules(draft: RunDraft) -> None:
     if modules or draft.is_unknown("recompute_modules"):
         draft.set_key("recompute.modules", modules or None, "recompute_modules")
     if kept := [name for name in asked if name not in RECOMPUTED]:
-        why = ", for fused attention keeps no scores" if kept == ["core_attn"] else ""
+        why = ", because fused attention does not store scores" if kept == ["core_attn"] else ""
         draft.add_note(
             "changes meaning",
-            f"mega does not recompute {', '.join(kept)}{why}; the numbers are the same",
+            f"mega does not recompute {', '.join(kept)}{why}; the results are the same",
             "recompute_modules",
         )
 
@@ -318,7 +325,7 @@ def write_checkpoint_section(draft: RunDraft) -> None:
             "changes meaning", f"checkpoint.resume, the default, finds mega's own checkpoints there; {convert}", "load"
         )
     elif load:
-        text = f"must be there and complete, else it is an error, where Megatron would start anew; {convert}"
+        text = f"mega requires a complete checkpoint there, where Megatron would start from scratch; {convert}"
         draft.add_note("changes meaning", text, "load")
     if draft["async_save"]:
         put("checkpoint.async", True, "async_save")

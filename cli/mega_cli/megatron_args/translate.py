@@ -1,4 +1,4 @@
-"""A Megatron-LM launch script as a run.yaml of mega."""
+"""Translation of a Megatron-LM launch script into a run.yaml."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class ScriptTranslation:
     """Translation of a launch script.
 
     Attributes:
-        run: the content of run.yaml. `None` stands where the script does not say what mega has to know.
-        notes: every flag of the command, and what else there is to know.
-        origins: by dotted key of `run`, the flags that it comes from.
-        launch: how the script starts the run, in words; empty if it does not say.
-        what: it was translated from.
+        run: the content of run.yaml, with None for required values that the script does not set.
+        notes: a note for every flag of the command, and general notes.
+        origins: flags that set each dotted key of `run`.
+        launch: description of the launch (nodes, ranks); empty if unknown.
+        what: description of the source.
     """
 
     run: dict[str, Any]
@@ -62,17 +62,16 @@ def translate_script(
 ) -> ScriptTranslation:
     """Translate a launch script, or a bare list of arguments, of Megatron-LM's `pretrain_gpt.py` or `pretrain_bert.py`.
 
-    Megatron's defaults are written out, for mega has others. Nothing of the script is executed.
+    Megatron's defaults are written out, because mega's differ. Nothing of the script is executed.
 
     Args:
-        path: where the script lies; files that it sources are read from beside it.
-        define: variables of the script, which hold whatever it assigns to them itself.
-        arguments: of the script: `$1` and on.
-        strict: refuse flags and values that Megatron-LM does not have.
+        path: path of the script; files that it sources are read from its folder.
+        define: variables that override assignments of the script.
+        arguments: arguments of the script: `$1`, `$2`, ...
+        strict: reject flags and values unknown to Megatron-LM.
 
     Raises:
-        ConfigError: for what cannot be understood (no training command, none that sets a model, values of a wrong type),
-            all of it at once, with line numbers.
+        ConfigError: with all problems and their line numbers: no training command, no model, values of a wrong type.
     """
     launch = find_training_command(script_text, path=path, define=define, arguments=arguments)
     _refuse_vision(launch)
@@ -80,9 +79,9 @@ def translate_script(
     given.raise_problems()
     if not any(dest in given for dest in SIZES):
         raise ConfigError(
-            f"{launch.program or 'the list of arguments'} is given no size of a model",
-            hint="expected flags such as --num-layers and --hidden-size; where the model is that of a checkpoint, convert it"
-            " with `mega ckpt convert` and write `model: {from: folder}`",
+            f"{launch.program or 'the list of arguments'} requires flags with the sizes of the model",
+            hint="add flags such as --num-layers and --hidden-size; if a checkpoint defines the model, convert it with"
+            " `mega ckpt convert` and write `model: {from: folder}`",
         )
     draft = RunDraft(given, launch.world_size, launch.program, _deepspeed_file(given, launch))
     for section in (
@@ -101,15 +100,13 @@ def translate_script(
 
 
 def _refuse_vision(launch: TrainingCommand) -> None:
-    """Refuse Megatron's multimodal example, which sizes vision encoder and projector in its own code instead of by
-    flags.
-    """
+    """Reject Megatron's multimodal example, which sets the sizes of vision encoder and projector in its code."""
     for text, line in launch.arguments:
         flag, _, value = text.partition("=")
         if flag in ("--vision-model-type", "--language-model-type"):
             raise ConfigError(
                 f"line {line}: {flag} {value}".rstrip()
-                + " is of Megatron's multimodal example, whose flags do not say what its model is",
+                + " belongs to Megatron's multimodal example, whose flags do not define its model",
                 hint="write `model: {from: folder}` for a HuggingFace folder of it, or a preset such as llava-1.5-7b, and"
                 " train.freeze for --freeze-LM and --freeze-ViT",
             )
@@ -131,26 +128,24 @@ def _note_differences(draft: RunDraft) -> None:
     if not draft["calculate_per_token_loss"]:
         add_difference(
             "loss: mega's gradient and log are means over tokens, as with --calculate-per-token-loss; Megatron's gradient is"
-            " a mean of each micro-batch's mean, which differs where masks leave uneven counts"
+            " the mean of each micro-batch's mean, which differs if loss masks leave different numbers of tokens"
         )
     add_difference(
-        "data.order: megatron draws the samples that Megatron draws, as long as steps, batch, split and seed stay as they are;"
-        " `stable` would keep them when a run is made longer"
+        "data.order: megatron gives Megatron's samples as long as steps, batch, split and seed are not changed; with"
+        " `stable` a run can be made longer"
     )
-    add_difference(
-        "initial weights: mega draws them by name, alike for every layout, so they are not those that Megatron draws"
-    )
-    add_difference("vocabulary: mega pads it in memory only, and what it pads takes no part in the softmax")
+    add_difference("initial weights: mega draws them by name, equal for every layout, so they differ from Megatron's")
+    add_difference("vocabulary: mega pads it in memory only, and the softmax ignores the padding")
     if draft["hidden_dropout"] or draft["attention_dropout"]:
-        add_difference("dropout: the same rates, other random numbers")
+        add_difference("dropout: same rates, different random numbers")
 
 
 def _launch(launch: TrainingCommand, draft: RunDraft) -> str:
     ranks, copies = launch.world_size, ranks_per_model(draft)
     if not launch.program or ranks is None:
-        return "the script does not say how many ranks there are" if launch.program else ""
+        return "the script does not set the number of ranks" if launch.program else ""
     if not copies:
         return f"{ranks} ranks"
     if ranks % copies:
-        return f"{ranks} ranks, which are not a multiple of tp x pp x cp = {copies}"
+        return f"{ranks} ranks, which is not a multiple of tp x pp x cp = {copies}"
     return f"{launch.nodes} x {launch.per_node} = {ranks} ranks, so dp = {ranks // copies}"

@@ -27,12 +27,12 @@ from mega_cli.megatron_args.shell_words import (
 )
 from mega_cli.megatron_args.syntax_tree import node_text, parse_script
 
-VariableValue = dict[str, ShellWord]  # by index or key; a plain variable is what lies at "0"
+VariableValue = dict[str, ShellWord]  # by index or key; a plain variable has the key "0"
 
-LONGEST = 1_000_000  # characters of a variable, lest a loop doubles it for ever
+LONGEST = 1_000_000  # characters of a variable, against loops that double it
 EXPANSIONS = frozenset({"simple_expansion", "expansion", "command_substitution", "arithmetic_expansion"})
 ESCAPED = {'"': re.compile(r'\\([$`"\\])|\\\n'), "<<": re.compile(r"\\([$`\\])|\\\n"), "": re.compile(r"\\(.)|\\\n")}
-STARRED = re.compile(r"\$(\*|\{\*|\{!?\w+\[\*\])")  # whose words are joined by IFS between quotes
+STARRED = re.compile(r"\$(\*|\{\*|\{!?\w+\[\*\])")  # words joined by IFS in double quotes
 NUMBERED = re.compile(f"{OPEN}#(\\d+){CLOSE}")
 ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\x1b", "a": "\a", "0": "\0"}
 
@@ -42,15 +42,15 @@ class WordExpander:
     """Variables of a script, and the expansion of words with them.
 
     Attributes:
-        variables: by name; a dictionary in it is replaced when it changes, so that a copy of this one is enough.
-        positional: `$1` and on; None where they are not known.
-        defined: variables that keep their value whatever the script assigns to them.
-        awaited: variables that hold an argument of the script that was not given.
-        associative: variables that are dictionaries.
-        substitute: the output of a command substitution; None for not known.
-        marks: names of marks in a text that was parsed, which stand there as numbers.
-        budget: of the characters that may still be made.
-        place: line of the script where the text under expansion begins, and whether all of it stands there.
+        variables: values by name; values are replaced, not mutated, so that a shallow copy is a snapshot.
+        positional: `$1`, `$2`, ...; None if unknown.
+        defined: variables that override assignments of the script.
+        awaited: variables that contain a missing argument of the script.
+        associative: names of associative arrays.
+        substitute: function that returns the output of a command substitution, None if unknown.
+        marks: names of marks in a parsed text, where they are encoded as numbers.
+        budget: limit of the characters that may still be created.
+        place: first line of the text under expansion in the script, and True if all of it counts as this line.
     """
 
     substitute: Callable[[Node], str | None]
@@ -69,7 +69,7 @@ class WordExpander:
         return first if flat else first + node.start_point[0]
 
     def encode_marks(self, text: str) -> str:
-        """Return a text to be parsed with its marks, which may hold any character, as numbers."""
+        """Return a text for the parser, with its marks, whose names may contain any character, encoded as numbers."""
         self.marks = [*self.marks, *MARK.findall(text)]
         numbers = iter(range(len(self.marks) - len(MARK.findall(text)), len(self.marks)))
         return MARK.sub(lambda _: f"{OPEN}#{next(numbers)}{CLOSE}", text)
@@ -131,12 +131,12 @@ class WordExpander:
     # Words.
 
     def expand_fields(self, *nodes: Node) -> list[ShellWord]:
-        """Return the words that one word of the script, made of adjacent nodes, expands to: none, one or many."""
+        """Return the words that a word of the script, given as adjacent nodes, expands to: none, one or several."""
         pieces = [piece for node in nodes for piece in self.expand_pieces(node)]
         return [word for part in expand_braces(pieces, self.budget.spend_characters) for word in self._split(part)]
 
     def expand_text(self, *nodes: Node) -> str:
-        """Return a word as one text, as in the value of an assignment, where `*` is joined as between quotes."""
+        """Return a word as one text, as in the value of an assignment; `*` is joined as in double quotes."""
         starred = any(STARRED.search(node_text(node)) for node in nodes)
         joint = self.field_separators[:1] if starred else " "
         return "".join(joint if piece is None else piece.text for node in nodes for piece in self.expand_pieces(node))
@@ -214,14 +214,14 @@ class WordExpander:
     def expand_mixed(self, node: Node, quote: str, start: int, end: int) -> Iterator[WordPiece | None]:
         """Return the pieces between two offsets of a node: expansions, quotes and text.
 
-        The text is what is left of the source, for the parser's own nodes leave out blanks.
+        Text is taken from the source between expansions, because the nodes of the parser omit blanks.
         """
         source = node.text or b""
         for child in node.children:
             first, last = child.start_byte - node.start_byte, child.end_byte - node.start_byte
             if first < start or last > end or not _needs_expansion(child):
                 continue
-            if child.type in EXPANSIONS:  # whose first token takes up the blanks before it
+            if child.type in EXPANSIONS:  # their first token includes the blanks before it
                 first += min(at for at in map((child.text or b"").find, (b"$", b"`")) if at >= 0)
             yield from self._unescape_text(source[start:first].decode(), quote, node)
             yield from self._expand_operand(child) if child.type == "regex" else self.expand_pieces(child, quote)
@@ -229,7 +229,7 @@ class WordExpander:
         yield from self._unescape_text(source[start:end].decode(), quote, node)
 
     def _expand_operand(self, node: Node) -> list[WordPiece | None]:
-        """Return the pattern in `${NAME%pattern}`, which the parser leaves whole, expansions included."""
+        """Return the pattern in `${NAME%pattern}`, which the parser does not parse."""
         value = parse_script("x=" + node_text(node)).named_children[0].child_by_field_name("value")
         return self.expand_pieces(value) if value else []
 
@@ -266,7 +266,7 @@ class WordExpander:
             values = self.expand_variable(source[1:], line)
         else:
             found = _ParameterExpansion(self, node, source, quote).expand_values()
-            if isinstance(found, tuple):  # a default, of which parts may be quoted
+            if isinstance(found, tuple):  # a default, which may have quoted parts
                 yield from (
                     piece and piece._replace(kind=kind if piece.kind == "plain" else piece.kind) for piece in found
                 )
@@ -329,7 +329,7 @@ class _ParameterExpansion:
             return self._length(values, whole)
         if not operator:
             return values
-        # A pattern counts as one between double quotes, too.
+        # A pattern is a pattern in double quotes too.
         quote = self.quote if operator.lstrip(":") in ("", "-", "=", "+", "?") else ""
         pieces = (
             list(self.words.expand_mixed(self.node, quote, operand, len(self.node.text or b"") - 1)) if operand else []

@@ -1,5 +1,6 @@
-"""Translation of other trainers' settings into a run.yaml, with every setting accounted for; Megatron scripts:
-`megatron_args`.
+"""Translation of settings of other trainers into a run.yaml, with a note for every setting.
+
+Launch scripts of Megatron-LM are translated by `megatron_args`.
 """
 
 from __future__ import annotations

@@ -38,15 +38,15 @@ def count_data_ranks(given: SettingsFile, ranks: int | None, split: ModelParalle
     """Return the number of data ranks, or None if the number of ranks is unknown.
 
     Raises:
-        ConfigError: when the ranks are no multiple of those that share a model.
+        ConfigError: if the ranks are not a multiple of the ranks per model.
     """
     if ranks is None:
         return None
     if ranks % split.ranks_per_model:
         shown = f"tp = {split.tp} x pp = {split.pp} x cp = {split.cp}"
         given.refuse_combination(
-            f"{ranks} ranks must be a multiple of {split.ranks_per_model}, the ranks that share a model ({shown})",
-            "give another number of ranks with --nproc",
+            f"the number of ranks must be a multiple of {split.ranks_per_model} ({shown}), found {ranks}",
+            "set a multiple of it with --nproc",
         )
     return ranks // split.ranks_per_model
 
@@ -57,12 +57,12 @@ def set_batch_sizes(given: SettingsFile, micro: int | None, rows: int | None, da
     Args:
         micro: rows of a rank in one forward pass.
         rows: rows of a data rank in one optimizer step.
-        data_ranks: ranks that read other rows; None where it is not known.
+        data_ranks: number of data-parallel ranks; None if unknown.
     """
     given.set_key("batch.micro", micro, "rows of a rank at once")
     if rows is None:
         return
     if data_ranks is None:
-        text = "is for one data rank: elsewhere it is multiplied by the number of data ranks; --nproc gives the ranks"
+        text = "is for one data rank; multiply it by the number of data ranks, or give the number of ranks with --nproc"
         given.add_note("open", text, "batch.global")
     given.set_key("batch.global", rows * (data_ranks or 1), "micro x accumulation x data ranks")

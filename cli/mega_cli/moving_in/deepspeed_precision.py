@@ -26,8 +26,8 @@ def set_deepspeed_precision(given: SettingsFile) -> None:
         _set_loss_scale(given)
     text = "main weights, moments and sums of gradients are kept in fp32"
     given.note_matching("changes meaning", text, "bf16.bf16_* bfloat16.bf16_* fp16.fp16_*")
-    given.note_matching("not needed", "every step checks its gradients", "bf16.check_grad_overflow")
-    given.note_matching("not needed", "gradients are summed as they come", "bf16.immediate_grad_update")
+    given.note_matching("not needed", "gradients are checked at every step", "bf16.check_grad_overflow")
+    given.note_matching("not needed", "gradients are accumulated during the backward", "bf16.immediate_grad_update")
     given.note_matching("not needed", "inputs have the precision of the model", "fp16.auto_cast")
 
 
@@ -36,16 +36,17 @@ def _put_autocast(given: SettingsFile) -> None:
     dtype = given.take_value("torch_autocast.dtype")
     precision = AUTOCAST.get(str(dtype).lower())
     if precision is None:
-        known = (
+        problem = (
             "torch_autocast.dtype must be bfloat16 or float16" if dtype is not None else "torch_autocast has no dtype"
         )
         given.leave_open(
-            "precision", f"{known}: torch's default on a GPU is float16 (fp16), DeepSpeed's documentation has bfloat16"
+            "precision",
+            f"{problem}; torch's default on a GPU is float16 (fp16), DeepSpeed's documentation says bfloat16",
         )
     given.set_key("precision", precision, "torch_autocast.dtype")
     modules = given.take_value(SAFE_MODULES)
     if modules is not None:
-        text = "layers that compute in low precision are chosen by mega; norms, softmax and losses are in fp32"
+        text = "mega selects the layers in low precision; norms, softmax and losses are in fp32"
         given.add_note("changes meaning", text, f"{SAFE_MODULES}: {modules}")
 
 
@@ -56,15 +57,15 @@ def _set_loss_scale(given: SettingsFile) -> None:
         if fixed < 0:
             given.refuse_value("fp16.loss_scale", "must be 0, for a dynamic loss scale, or positive")
         given.set_key("fp16.initial_scale", 2.0 ** round(log2(fixed)), "fp16.loss_scale")
-        text = "is where the loss scale starts, as the nearest power of two; it is always dynamic"
+        text = "is the initial loss scale, rounded to a power of two; mega's loss scale is always dynamic"
         given.add_note("changes meaning", text, f"fp16.loss_scale: {fixed:g}")
-        given.note_matching("not needed", "has no effect beside a fixed loss scale", "fp16.*")
+        given.note_matching("not needed", "has no effect with a fixed loss scale", "fp16.*")
         return
     power = given.take_number("fp16.initial_scale_power")
     given.set_key("fp16.initial_scale", None if power is None else 2.0**power, "fp16.initial_scale_power")
     given.copy_settings({"fp16.growth_interval": "fp16.loss_scale_window", "fp16.min_scale": "fp16.min_loss_scale"})
-    spared = (given.take_integer("fp16.hysteresis") or 2) - 1
-    if spared:
-        text = f"halves at every overflow, and DeepSpeed's spares {spared} before that (fp16.hysteresis)"
+    tolerated = (given.take_integer("fp16.hysteresis") or 2) - 1
+    if tolerated:
+        text = f"is halved at every overflow; DeepSpeed tolerates {tolerated} before (fp16.hysteresis)"
         given.add_note("changes meaning", text, "loss scale")
     given.note_matching("not needed", "every overflow halves the loss scale", "fp16.consecutive_hysteresis")

@@ -1,8 +1,8 @@
 """DeepSpeed's schedulers as `lr_schedule`. Facts: DeepSpeed 0.19 (runtime/lr_schedules.py, runtime/engine.py).
 
 The engine advances a scheduler after a step, and the scheduler counts from -1: step k of a run (from 0) has the rate of the
-scheduler's iteration k - 1, and step 0 has the lowest one. So the logarithmic warm-up of N steps is log(k) / log(N), a linear
-one begins a step late, and the linear decay of WarmupDecayLR ends a step after total_num_steps.
+scheduler's iteration k - 1, and step 0 has the lowest rate. So the logarithmic warm-up of N steps is log(k) / log(N), a
+linear warm-up starts one step late, and the linear decay of WarmupDecayLR ends one step after total_num_steps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def set_deepspeed_schedule(given: SettingsFile, lr: float | None) -> None:
     """Set `lr_schedule` to the curve of the file's scheduler, or leave it to be filled in.
 
     Args:
-        lr: the optimizer's learning rate; None where the file leaves it to a program.
+        lr: learning rate of the optimizer; None if the training program sets it.
     """
     name = given.take_value("scheduler.type")
     if name is None:
-        text = "stays as it is without a scheduler in the file; a scheduler that the program makes itself is not in the file"
+        text = "the file has no scheduler; if the training program creates one, write it here"
         given.add_note("open", text, "lr_schedule.name: constant")
         given.set_key("lr_schedule.name", "constant", "no scheduler")
         return
@@ -37,7 +37,7 @@ def set_deepspeed_schedule(given: SettingsFile, lr: float | None) -> None:
     auto = [f"{PARAMS}{key}" for key in keys if given.is_automatic(f"{PARAMS}{key}")]
     if name not in SCHEDULES or auto:
         reason = f"{', '.join(auto)}: auto" if auto else f"{name} has no equivalent among mega's schedules"
-        given.leave_open("lr_schedule.name", f"{reason}; write the schedule that the run is to have")
+        given.leave_open("lr_schedule.name", f"{reason}; write the schedule of the run")
         return
     _put_warmup(given)
     if name == "WarmupCosineLR":
@@ -75,14 +75,14 @@ def _put_cosine(given: SettingsFile, lr: float | None) -> None:
         "min_lr": given.take_number(f"{PARAMS}cos_min_ratio"),
     }
     if lr is None:
-        given.leave_open("lr_schedule.name", "its rates are shares of optimizer.lr, which is not in the file")
+        given.leave_open("lr_schedule.name", "its rates are fractions of optimizer.lr, which is not in the file")
         return
     given.set_key("lr_schedule.name", "cosine", "scheduler.type WarmupCosineLR")
     floor = COSINE_FLOOR if shares["min_lr"] is None else shares["min_lr"]
     given.set_key("lr_schedule.min_lr", lr * floor or None, "cos_min_ratio")
     if shares["warmup_init"]:
         given.set_key("lr_schedule.warmup_init", lr * shares["warmup_init"], "warmup_min_ratio")
-        text = "is the rate of the first step, too; DeepSpeed's first step has the rate 0"
+        text = "is also the rate of the first step; DeepSpeed's first step has the rate 0"
         given.add_note("changes meaning", text, "lr_schedule.warmup_init")
     _set_decay_end(given, late=0)
 
@@ -91,7 +91,7 @@ def _set_decay_end(given: SettingsFile, *, late: int) -> None:
     """Set the end of the decay, and of WarmupDecayLR (`late` = 1) its length: it begins a step after the warm-up."""
     total, warmup = given.take_integer(f"{PARAMS}total_num_steps"), given.current_value("lr_schedule.warmup_steps")
     if total is None or total <= warmup:
-        reason = "is not in the file" if total is None else f"= {total} is not past the warm-up of {warmup} steps"
+        reason = "is not in the file" if total is None else f"= {total} must be above the warm-up of {warmup} steps"
         given.leave_open("lr_schedule.decay_steps", f"scheduler.params.total_num_steps {reason}")
         return
     given.set_key("lr_schedule.decay_steps", total + late, "total_num_steps")

@@ -1,4 +1,4 @@
-"""Programs that read HuggingFace's names: detection of a file's program, and its defaults.
+"""Detection of the program that a file with HuggingFace's names belongs to, and its defaults.
 
 Facts: transformers 5.23 (training_args.py), TRL 1.16 (SFTConfig, DPOConfig, KTOConfig, RewardConfig, ModelConfig),
 Axolotl 0.18 (utils/schemas), LLaMA-Factory 0.9 (hparams), Accelerate 1.15 (`accelerate config`).
@@ -33,11 +33,11 @@ class ToolDefaults:
     """Program that reads such files, and its defaults.
 
     Attributes:
-        micro: rows of a rank at once; None where the file belongs to a program that has its own.
-        epochs: length of a run without max_steps.
-        lr: learning rate; None where the program requires one in the file.
+        micro: micro-batch size; None if the training program sets it.
+        epochs: epochs of a run without max_steps.
+        lr: learning rate; None if the file must have one.
         schedule: name of the scheduler.
-        seq_length: tokens of a sequence; None where it is the model's or mega's own default.
+        seq_length: tokens per sequence; None for the model's or mega's default.
     """
 
     program: Program
@@ -49,7 +49,7 @@ class ToolDefaults:
 
 
 def find_dialect(given: SettingsFile) -> ToolDefaults:
-    """Return the program that the file is for, by the names that only it has."""
+    """Return the program of the file, by keys that only this program has."""
     if given.has_key(*AXOLOTL):
         return ToolDefaults("Axolotl", micro=1, epochs=1.0, lr=None, schedule="cosine", seq_length=512)
     if given.has_key(*LLAMA_FACTORY):

@@ -24,7 +24,7 @@ DEFAULTS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 CHECKPOINTING = ("partition_activations", "cpu_checkpointing", "number_checkpoints")
 REASONS: Mapping[NoteKind, Reasons] = {
     "not needed": {
-        "sums of gradients always run beside the backward, in buckets": "zero_optimization.overlap_comm"
+        "gradient buckets are always reduced during the backward": "zero_optimization.overlap_comm"
         " zero_optimization.contiguous_gradients zero_optimization.reduce_scatter zero_optimization.*bucket_size"
         " zero_optimization.allgather_partitions zero_optimization.round_robin_gradients zero_optimization.sub_group_size"
         " zero_optimization.stage3_* zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
@@ -32,11 +32,11 @@ REASONS: Mapping[NoteKind, Reasons] = {
         "gradients are summed in fp32": "communication_data_type data_types.* prescale_gradients gradient_predivide_factor",
         "time and speed are in metrics.jsonl, and `mega report` draws them": "steps_per_print wall_clock_breakdown"
         " dump_state memory_breakdown flops_profiler.* comms_logger.*",
-        "is DeepSpeed's own": "zero_optimization.cpu_offload_* aio.* checkpoint.* compression_training.* elasticity.*",
+        "is specific to DeepSpeed": "zero_optimization.cpu_offload_* aio.* checkpoint.* compression_training.* elasticity.*",
     },
     "no equivalent": {
         "weights stay on the device; the optimizer can be kept in host memory": "zero_optimization.offload_param.*",
-        "host memory is the furthest": "zero_optimization.offload_optimizer.*",
+        "offload is supported to host memory only": "zero_optimization.offload_optimizer.*",
         "trackers are set by `log`": "tensorboard.* wandb.* csv_monitor.* comet.*",
         "gradients are not compressed": "zero_optimization.zero_quantized_* sparse_gradients sparse_attention.*",
     },
@@ -44,17 +44,16 @@ REASONS: Mapping[NoteKind, Reasons] = {
 
 
 def translate_deepspeed(path: Path, ranks: int | None = None) -> ScriptTranslation:
-    """Translate DeepSpeed's file of a run on a number of ranks; model, data and length, which it does not have, are
-    left open.
+    """Translate DeepSpeed's file of a run on `ranks` ranks; model, data and length, which it lacks, are left open.
 
     Raises:
-        ConfigError: when it is no such file, or its batch does not fit the ranks.
+        ConfigError: if it is not such a file, or its batch does not match the ranks.
     """
     given = SettingsFile(path, "a file of DeepSpeed's settings")
-    given.leave_open("model.from", "a folder of the hub or a checkpoint, which the program has loaded by itself")
-    given.leave_open("data.train", "a token data set, as `mega data preprocess` makes it")
-    given.add_note("open", "is in the program: mega's default is 1000", "train.steps")
-    _batch(given, ranks)
+    given.leave_open("model.from", "the folder of the model or checkpoint that the training program loads")
+    given.leave_open("data.train", "a token data set, written by `mega data preprocess`")
+    given.add_note("open", "is set by the training program; mega's default is 1000", "train.steps")
+    _set_batch(given, ranks)
     set_deepspeed_schedule(given, _set_optimizer(given))
     set_deepspeed_precision(given)
     stage = given.take_number("zero_optimization.stage")
@@ -66,18 +65,18 @@ def translate_deepspeed(path: Path, ranks: int | None = None) -> ScriptTranslati
     if given.take_value("gradient_clipping") is None and not given.is_automatic("gradient_clipping"):
         given.add_note(
             "open",
-            "is 0 where the file has none, as up to DeepSpeed 0.19.2; from 0.19.3 on it is 1",
+            "is not in the file: 0 up to DeepSpeed 0.19.2 (set here), 1 from 0.19.3 on",
             "gradient_clipping",
         )
     given.write_defaults({"optimizer.clip_grad": 0.0, "parallel.zero": 0}, "DeepSpeed's")
     return given.finish_run(REASONS, f"{ranks} ranks" if ranks else "")
 
 
-def _batch(given: SettingsFile, ranks: int | None) -> None:
+def _set_batch(given: SettingsFile, ranks: int | None) -> None:
     """Set `batch` and the layout.
 
-    DeepSpeed's train_batch_size counts the ranks that its configuration takes for data ranks: all but those of Ulysses and of
-    the pipeline. AutoTP's tensor ranks are among them, although they read the same rows.
+    DeepSpeed's train_batch_size counts all ranks except Ulysses and pipeline ranks as data ranks, including AutoTP's tensor
+    ranks, although these read the same rows.
     """
     tp, ulysses = (
         given.take_integer("tensor_parallel.autotp_size") or 1,
@@ -96,7 +95,7 @@ def _batch(given: SettingsFile, ranks: int | None) -> None:
         _set_global_batch(given, whole, micro, accumulation, split, data_ranks)
         return
     if micro is None:
-        given.add_note("open", "is in the program, as is batch.micro: mega's default is 1", "batch.global")
+        given.add_note("open", "is set by the training program, as is batch.micro; mega's default is 1", "batch.global")
     set_batch_sizes(given, micro, None if micro is None else micro * (accumulation or 1), data_ranks)
 
 
@@ -112,7 +111,7 @@ def _set_global_batch(
     if whole % split.tp:
         given.refuse_value("train_batch_size", f"must be a multiple of tensor_parallel.autotp_size = {split.tp}")
     if split.tp > 1:
-        text = f"counts tensor ranks, which read the same rows: a step has {whole // split.tp} different ones"
+        text = f"counts tensor ranks, which read the same rows: a step has {whole // split.tp} distinct rows"
         given.add_note("changes meaning", text, f"train_batch_size: {whole}")
     given.set_key("batch.global", whole // split.tp, "train_batch_size")
     if data_ranks is None:
@@ -123,7 +122,7 @@ def _set_global_batch(
     steps = accumulation or whole // (micro or 1) // counted
     if micro * steps * counted != whole:
         rule = f"must be micro x accumulation x data ranks = {micro} x {steps} x {counted}"
-        given.refuse_value("train_batch_size", rule, "give the number of ranks of that run with --nproc")
+        given.refuse_value("train_batch_size", rule, "set the number of ranks of that run with --nproc")
     given.set_key("batch.micro", micro, "train_micro_batch_size_per_gpu")
 
 
@@ -134,16 +133,16 @@ def _set_optimizer(given: SettingsFile) -> float | None:
         given.note_optimizer(name, "optimizer.type")
     if name is not None and str(name).lower() == "adam" and given.take_value(f"{PARAMS}adam_w_mode") is False:
         given.add_note(
-            "changes meaning", "weight decay is AdamW's, apart from the gradient", "optimizer.params.adam_w_mode"
+            "changes meaning", "weight decay is decoupled from the gradient (AdamW)", "optimizer.params.adam_w_mode"
         )
     given.copy_settings(
         {f"optimizer.{key}": f"{PARAMS}{key}" for key in DEFAULTS} | {"optimizer.clip_grad": "gradient_clipping"}
     )
     for key in DEFAULTS:
         if given.is_automatic(f"{PARAMS}{key}"):
-            given.leave_open(f"optimizer.{key}", f"optimizer.params.{key} is auto: HuggingFace's arguments decide it")
+            given.leave_open(f"optimizer.{key}", f"optimizer.params.{key} is auto: set by HuggingFace's arguments")
     if name is None:
-        given.add_note("open", "is in the program: mega's defaults stand here", "optimizer")
+        given.add_note("open", "is set by the training program; mega's defaults are used here", "optimizer")
     else:
         given.write_defaults({f"optimizer.{key}": value for key, value in DEFAULTS.items()}, "DeepSpeed's")
     set_optimizer_offload(given, "zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
@@ -156,7 +155,7 @@ def _account_for_adam(given: SettingsFile) -> None:
     """Note the settings of DeepSpeed's Adam that select its implementation, or another algorithm."""
     for key, plain in (("amsgrad", False), ("bias_correction", True)):
         if given.take_value(f"{PARAMS}{key}") is (not plain):
-            given.add_note("no equivalent", "AdamW stands here without it", f"{PARAMS}{key}: {not plain}")
-    text = "the implementation of AdamW is mega's own"
+            given.add_note("no equivalent", "AdamW is used without it", f"{PARAMS}{key}: {not plain}")
+    text = "mega has its own implementation of AdamW"
     patterns = ("adam_w_mode", "torch_adam", "fused", "foreach", "set_grad_none", "fp32_optimizer_states", "capturable")
     given.note_matching("not needed", text, " ".join(f"{PARAMS}{key}" for key in patterns))

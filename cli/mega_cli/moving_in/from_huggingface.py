@@ -36,14 +36,14 @@ DEFAULTS = {
     "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.0, "optimizer.clip_grad": 1.0, "train.seed": 42,
     "parallel.zero": 1,
 }  # fmt: skip
-# Names of AdamW itself; others that have its name in theirs are other algorithms (stable_adamw, schedule_free_adamw).
+# Names of AdamW; other names that contain it are other algorithms (stable_adamw, schedule_free_adamw).
 ADAMW = re.compile(
     r"adamw_torch(_fused|_xla|_npu_fused|_4bit|_8bit)?|adamw_(hf|apex_fused|bnb_8bit|8bit)|adamw|paged_adamw(_32bit|_8bit)?"
     r"|ao_adamw_(4bit|8bit|fp8)"
 )
 REASONS: Mapping[NoteKind, Reasons] = {
     "not needed": {
-        "data are read by their index, without workers that could be lost": "dataloader_* num_workers data_seed group_by_length"
+        "data are read by index, without worker processes": "dataloader_* num_workers data_seed group_by_length"
         " length_column_name pad_to_sequence_len eval_sample_packing sample_packing packing packing_strategy dataset_num_proc"
         " dataset_prepared_path",
         "ranks are started by mega train, torchrun or mega launch": "local_rank ddp_* num_processes num_machines machine_rank"
@@ -53,21 +53,21 @@ REASONS: Mapping[NoteKind, Reasons] = {
         " do_eval do_predict save_strategy save_safetensors save_only_model restore_callback_states_from_checkpoint save_on_each_node",
         "kernels are chosen by `kernels`": "flash_attention attn_implementation torch_compile* use_liger_kernel tf32"
         " xformers_attention sdp_attention liger_*",
-        "is of the program": "remove_unused_columns label_names include_* skip_memory_metrics push_to_hub hub_* report_to run_name"
+        "is specific to the training program": "remove_unused_columns label_names include_* skip_memory_metrics push_to_hub hub_* report_to run_name"
         " logging_* log_level* disable_tqdm prediction_loss_only past_index use_legacy_prediction_loop eval_on_start batch_eval_metrics",
         "is of Accelerate's start of DeepSpeed": "deepspeed_config.zero3_* deepspeed_config.deepspeed_* *nvme_path"
         " deepspeed_config.offload_*_device",
         "FSDP wraps each layer": "fsdp_config.* fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
     },
     "changes meaning": {
-        "the best by validation loss is kept with checkpoint.best": "load_best_model_at_end metric_for_best_model greater_is_better",
+        "checkpoint.best keeps the checkpoint with the best validation loss": "load_best_model_at_end metric_for_best_model greater_is_better",
         "a chat is rendered by the tokenizer's own template, as mega data preprocess does": "chat_template* train_on_inputs"
         " datasets dataset_* assistant_only_loss completion_only_loss",
     },
-    "open": {"is of DeepSpeed's file: mega train --from-deepspeed says what becomes of it": "deepspeed.*"},
+    "open": {"is in DeepSpeed's file: see mega train --from-deepspeed": "deepspeed.*"},
     "no equivalent": {
         "changes the loss": "label_smoothing_factor neftune_noise_alpha router_aux_loss_coef",
-        "the weights beside an adapter are kept in the run's precision, or in 4 bits": "load_in_8bit",
+        "the frozen weights of an adapter have the run's precision, or 4 bits": "load_in_8bit",
     },
 }  # fmt: skip
 
@@ -76,7 +76,7 @@ def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation
     """Translate TrainingArguments, or a file with their names, of a run on a number of ranks.
 
     Raises:
-        ConfigError: when it is no such file, its sizes do not fit the ranks, or mega does not have its objective.
+        ConfigError: if it is not such a file, its sizes do not match the ranks, or its objective is not supported.
     """
     given = SettingsFile(path, "TrainingArguments as JSON, or a configuration of Axolotl or Accelerate")
     dialect = find_dialect(given)
@@ -101,12 +101,16 @@ def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation
 def _model_and_data(given: SettingsFile, dialect: ToolDefaults) -> None:
     model = given.take_value("model_name_or_path", "base_model", "model_id")
     if model is None:
-        given.leave_open("model.from", "a folder of the hub or a checkpoint, which the program has loaded by itself")
+        given.leave_open("model.from", "the folder of the model or checkpoint that the training program loads")
     given.set_key("model.from", model, "the model's folder")
     if model is not None and not Path(model).exists():
-        given.add_note("open", f"mega ckpt pull {model} models/{Path(model).name}, and name that folder", "model.from")
+        given.add_note(
+            "open",
+            f"run mega ckpt pull {model} models/{Path(model).name}, and set model.from to this folder",
+            "model.from",
+        )
     given.leave_open(
-        "data.train", "a token data set, as `mega data preprocess` makes it, with --kind conversations of chats"
+        "data.train", "a token data set, written by `mega data preprocess`, for chats with --kind conversations"
     )
     on_inputs = given.take_value("train_on_inputs")
     answers = given.take_value("assistant_only_loss", "completion_only_loss") or on_inputs is False
@@ -114,22 +118,22 @@ def _model_and_data(given: SettingsFile, dialect: ToolDefaults) -> None:
         answers = _masks_prompts(given.peek_value("datasets"))
     if dialect.program == "LLaMA-Factory":
         answers = given.take_value("train_on_prompt") is not True and given.peek_value("stage") != "pt"
-    given.set_key("data.kind", "conversations" if answers else None, "a loss of answers alone")
+    given.set_key("data.kind", "conversations" if answers else None, "loss on assistant turns only")
 
 
 def _masks_prompts(datasets: Any) -> bool:
-    """Return whether all of Axolotl's datasets have prompts, which do not count in its loss by default."""
+    """Return True if all of Axolotl's datasets have prompts, which are masked in its loss by default."""
     listed = datasets if isinstance(datasets, list) else []
     types = [str(one.get("type")) for one in listed if isinstance(one, Mapping) and one.get("type")]
     return bool(types) and not any(kind.startswith(("completion", "pretrain", "{")) for kind in types)
 
 
 def _set_batch(given: SettingsFile, dialect: ToolDefaults, data_ranks: int | None) -> None:
-    """Set `batch`; Axolotl's batch_size is that of one data rank, and divides into micro-batches."""
+    """Set `batch`; Axolotl's batch_size is the batch of one data rank, split into micro-batches."""
     micro = given.take_integer("per_device_train_batch_size", "micro_batch_size", "per_gpu_train_batch_size")
     accumulation = given.take_integer("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
     if micro is None and dialect.micro is None:
-        text = "is in the program, as are its learning rate and length: HuggingFace's defaults stand here"
+        text = "is set by the training program, as are learning rate and length; HuggingFace's defaults are used here"
         given.add_note("open", text, "batch.micro, batch.global")
         return
     micro = dialect.micro if micro is None else micro
@@ -143,10 +147,10 @@ def _set_batch(given: SettingsFile, dialect: ToolDefaults, data_ranks: int | Non
 
 
 def _set_learning_rate(given: SettingsFile, dialect: ToolDefaults, objective: str) -> float:
-    """Set and return the highest learning rate, by default that of the program for its objective."""
+    """Set and return the peak learning rate; the default depends on program and objective."""
     lr = given.take_number("learning_rate")
     if lr is None and dialect.lr is None:
-        given.refuse_combination("learning_rate is not in the file, which Axolotl requires", "add learning_rate")
+        given.refuse_combination("Axolotl requires learning_rate, which is missing", "add learning_rate")
     default = LEARNING_RATES.get(objective, 1e-6) if dialect.program == "TRL" else dialect.lr
     rate = float(lr if lr is not None else default or 0.0)
     given.set_key("optimizer.lr", rate, "learning_rate" if lr is not None else f"{dialect.program}'s default")
@@ -162,7 +166,7 @@ def _set_length(given: SettingsFile, dialect: ToolDefaults) -> int | None:
         origin = f"{dialect.program}'s default" if epochs is None else "num_train_epochs"
         given.set_key("train.epochs", dialect.epochs if epochs is None else epochs, origin)
     if given.take_value("eval_strategy", "evaluation_strategy") == "epoch":
-        given.add_note("changes meaning", "validations are counted in steps: train.eval_every", "eval_strategy")
+        given.add_note("changes meaning", "the interval of validations is in steps: train.eval_every", "eval_strategy")
     steps = steps if steps is not None and steps > 0 else None
     for key, name in {
         "train.eval_every": "eval_steps",
@@ -179,7 +183,7 @@ def _set_interval(given: SettingsFile, key: str, name: str, steps: int | None) -
     if every is not None and 0 < every < 1:
         if steps is None:
             given.add_note(
-                "changes meaning", "is a share of the run's steps, which are not in the file", f"{name}: {every}"
+                "changes meaning", "is a fraction of the run's steps, which are not in the file", f"{name}: {every}"
             )
             return
         every = math.ceil(steps * every)
@@ -198,7 +202,7 @@ def _optimizer(given: SettingsFile) -> None:
     if name is not None and not ADAMW.fullmatch(str(name)):
         given.note_optimizer(name, "optim")
     elif name is not None and re.search(r"[48]bit|fp8", str(name)):
-        given.add_note("changes meaning", "moments are kept in fp32, by all data ranks together", f"optim: {name}")
+        given.add_note("changes meaning", "moments are in fp32, sharded over the data ranks", f"optim: {name}")
     if name is None or (ADAMW.fullmatch(str(name)) and not str(name).startswith("ao_")):
         text = "HuggingFace's AdamW does not read it; betas and eps are adam_beta1, adam_beta2 and adam_epsilon"
         given.note_matching("not needed", text, "optim_args optim_args.*")
@@ -219,9 +223,7 @@ def _savings(given: SettingsFile, dialect: ToolDefaults) -> None:
         for names in (("bf16", "bfloat16", "pure_bf16"), ("fp16", "float16"))
     )
     if mixed is not None and mixed not in ("no", "bf16", "fp16"):
-        given.add_note(
-            "open", f"{mixed} is not translated, and bf16 stands here: see precision and fp8", "mixed_precision"
-        )
+        given.add_note("open", f"{mixed} is not translated; bf16 is set here: see precision and fp8", "mixed_precision")
         bf16 = True
     by_default = dialect.program in ("TRL", "Axolotl") and not fp16 and not given.has_key("bf16")
     bf16 = bf16 or given.is_automatic("bf16") or by_default

@@ -16,7 +16,7 @@ SAME = {
     "lora.init_from": "lora_model_dir",
     "lora.modules_to_save": "lora_modules_to_save additional_target peft_config.modules_to_save",
 }
-# Of each program what holds where the file says nothing: rank, alpha, dropout.
+# Defaults of each program: rank, alpha, dropout.
 DEFAULTS = {
     "TRL": (16, 32, 0.05), "Axolotl": (8, 8, 0.0), "LLaMA-Factory": (8, 16, 0.0), "transformers": (8, 8, 0.0),
 }  # fmt: skip
@@ -39,7 +39,7 @@ def set_adapter(given: SettingsFile, dialect: ToolDefaults) -> None:
     """Set `lora` if the run trains an adapter.
 
     Raises:
-        ConfigError: for an adapter, or a number of bits, that mega does not have.
+        ConfigError: for an unsupported kind of adapter or number of bits.
     """
     adapter, four = given.take_value("adapter"), given.take_value(*BITS_4) is True
     if dialect.program == "LLaMA-Factory":
@@ -49,10 +49,10 @@ def set_adapter(given: SettingsFile, dialect: ToolDefaults) -> None:
     if not _trains_adapter(given, dialect, adapter):
         for names in SAME.values():
             if given.take_value(*names.split()) is not None:
-                given.add_note("not needed", "the file trains no adapter", names.split()[0])
+                given.add_note("not needed", "has no effect, because the file trains no adapter", names.split()[0])
         if four:
             given.refuse_value(
-                "load_in_4bit", "requires an adapter beside the weights", "adapter: qlora, or use_peft: true"
+                "load_in_4bit", "requires a LoRA adapter", "add adapter: qlora (Axolotl) or use_peft: true (TRL)"
             )
         return
     given.copy_settings(SAME)
@@ -70,22 +70,21 @@ def set_adapter(given: SettingsFile, dialect: ToolDefaults) -> None:
 
 
 def _llama_factory(given: SettingsFile) -> tuple[str | None, bool]:
-    """Return LLaMA-Factory's adapter, which is LoRA unless the file has another kind, and whether the weights have 4
-    bits.
+    """Return LLaMA-Factory's adapter, by default LoRA, and True if the weights have 4 bits.
 
     Raises:
-        ConfigError: for another kind of adapter or of bits.
+        ConfigError: for an unsupported kind of adapter or number of bits.
     """
     kind, bits = given.take_value("finetuning_type"), given.take_integer("quantization_bit")
     if kind not in (None, "lora", "full"):
-        given.refuse_value("finetuning_type", "is not supported", "mega trains full and lora")
+        given.refuse_value("finetuning_type", "is not supported", "use full or lora")
     if bits not in (None, 4):
-        given.refuse_value("quantization_bit", "is not supported", "mega has weights of 4 bits: quantization_bit: 4")
+        given.refuse_value("quantization_bit", "is not supported", "use quantization_bit: 4")
     return None if kind == "full" else "lora", bits == 4
 
 
 def _trains_adapter(given: SettingsFile, dialect: ToolDefaults, adapter: str | None) -> bool:
-    """Return whether the run trains an adapter: Axolotl by `adapter`, TRL by `use_peft`, others by its settings."""
+    """Return True if the run trains an adapter: by `adapter` (Axolotl), `use_peft` (TRL), else by its settings."""
     asked = given.take_value("use_peft")
     if dialect.program in ("Axolotl", "LLaMA-Factory"):
         return adapter is not None
@@ -109,7 +108,7 @@ def _put_modules(given: SettingsFile, dialect: ToolDefaults) -> None:
     elif modules is not None:
         given.set_key("lora.modules", [str(modules)], "lora_target_modules")
     else:
-        text = "is not in the file: PEFT takes those of its table for the model's type, as q_proj and v_proj of Llama"
+        text = "is not in the file: PEFT uses a default for the model's type, e.g. q_proj and v_proj for Llama"
         given.leave_open("lora.modules", text)
 
 
@@ -123,12 +122,12 @@ def _put_bits(given: SettingsFile, dialect: ToolDefaults) -> None:
     if kind is None and dialect.program == "transformers":
         kind = "fp4"
     if kind not in (None, "nf4"):
-        given.refuse_combination(f"4 bits of type {kind} are not supported", "mega has nf4: bnb_4bit_quant_type: nf4")
+        given.refuse_combination(f"the 4-bit type {kind} is not supported", "use bnb_4bit_quant_type: nf4")
     given.set_key("lora.quantize", "nf4", "4 bits")
     if double if double is not None else dialect.program in ("Axolotl", "LLaMA-Factory"):
         given.add_note(
-            "changes meaning", "scales of the 4-bit blocks stay in full, and are not quantised a second time", "4 bits"
+            "changes meaning", "the scales of 4-bit blocks are not quantised (no double quantisation)", "4 bits"
         )
     if given.current_value("parallel.zero") == 3:
         given.set_key("parallel.zero", 2, "weights in 4 bits are not sharded")
-        given.add_note("changes meaning", "is 2, for weights in 4 bits stay whole on each rank", "parallel.zero")
+        given.add_note("changes meaning", "is 2, because 4-bit weights are not sharded", "parallel.zero")

@@ -1,4 +1,4 @@
-"""Objectives of Axolotl and TRL as `objective`: preference pairs and reward models. Other objectives are refused.
+"""Objectives of Axolotl and TRL as `objective`: preference pairs and reward models. Other objectives are rejected.
 
 Facts: TRL 1.16 (DPOConfig, KTOConfig, RewardConfig, CPOConfig), Axolotl 0.18 (core/builders/rl.py, core/builders/causal.py).
 """
@@ -12,11 +12,11 @@ from mega_cli.moving_in.dialects import ToolDefaults
 from mega_cli.moving_in.settings_file import SettingsFile
 
 KINDS = ("dpo", "ipo", "kto", "simpo")
-HINT = "mega trains cross entropy, dpo, ipo, kto, simpo, reward models and distillation: docs/objectives.md"
+HINT = "mega supports cross entropy, dpo, ipo, kto, simpo, reward models and distillation: docs/objectives.md"
 BETA, GAMMA, CPO_ALPHA = 0.1, 0.5, 1.0  # TRL's defaults; SimPO's of TRL are not the paper's
 LEARNING_RATES = {"cross_entropy": 2e-5, "reward": 1e-4}  # TRL's; of preference pairs 1e-6
 PLAIN_LOSSES = (None, "nll", "chunked_nll")
-# Settings that make another objective of the run, and the values at which they do not.
+# Settings that change the objective, and their neutral values.
 OTHERS: dict[str, tuple[Any, ...]] = {
     "process_reward_model": (False,), "kd_trainer": (False,), "diffusion": (False,), "use_eaft": (False,), "stage": ("sft", "pt"),
     "num_generations": (), "reward_funcs": (), "reward_model_path": (), "teacher_model_name_or_path": (), "lmbda": (),
@@ -38,22 +38,22 @@ def set_objective(given: SettingsFile, dialect: ToolDefaults) -> str:
     """Set `objective` and its data settings, and return its kind.
 
     Raises:
-        ConfigError: for an objective that mega does not have.
+        ConfigError: for an unsupported objective.
     """
     for key, neutral in OTHERS.items():
         value = given.take_value(key)
         if value is not None and value not in neutral:
-            given.refuse_value(key, "is an objective, or a variant of one, that is not supported", HINT)
+            given.refuse_value(key, "selects an objective, or a variant, that is not supported", HINT)
     if foreign := next((key for key in FOREIGN if given.has_key(key)), None):
-        given.refuse_value(foreign, "is a setting of an objective that is not supported", HINT)
+        given.refuse_value(foreign, "belongs to an objective that is not supported", HINT)
     if PLUGINS.search(str(given.peek_value("plugins"))):
-        given.refuse_value("plugins", "has an objective that is not supported", HINT)
+        given.refuse_value("plugins", "selects an objective that is not supported", HINT)
     kind = _axolotl_kind(given) if dialect.program == "Axolotl" else _trl_kind(given)
     if kind == "cross_entropy":
         return kind
     given.set_key("data.kind", "pairs", f"an objective of preference pairs: {kind}")
     if kind is None:
-        text = "beta is that of several objectives, and the file does not say of which: dpo, kto or another"
+        text = "beta belongs to several objectives, and the file does not set which one: dpo, kto or another"
         given.leave_open("objective.kind", text)
         return "dpo"
     given.set_key("objective.kind", kind, "the file's objective")
@@ -98,7 +98,7 @@ def _trl_kind(given: SettingsFile) -> str | None:
 
 
 def _single_loss(given: SettingsFile, key: str) -> Any:
-    """Return the loss of a key that holds one, or a list of one."""
+    """Return the loss of a key, given as a name or a list of one name."""
     value = given.take_value(key)
     if not isinstance(value, list):
         return value
@@ -124,5 +124,5 @@ def _put_preference(given: SettingsFile, kind: str) -> None:
         given.set_key("objective.gamma", GAMMA if gamma is None else gamma, "simpo_gamma")
         alpha = CPO_ALPHA if alpha is None else alpha
         if alpha:
-            text = f"of {alpha:g} adds the chosen answers' cross entropy to the loss in TRL, and mega's simpo does not"
+            text = f"= {alpha:g}: TRL adds the cross entropy of the chosen answers to the loss, mega's simpo does not"
             given.add_note("no equivalent", text, "cpo_alpha")

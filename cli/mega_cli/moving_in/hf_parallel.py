@@ -41,10 +41,10 @@ def read_model_parallel(given: SettingsFile) -> ModelParallelSplit:
 
 
 def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallelSplit) -> int | None:
-    """Return the number of ranks: that of the command, of `num_processes`, or of the sizes of data parallelism.
+    """Return the number of ranks: from the command, `num_processes`, or the sizes of data parallelism.
 
     Raises:
-        ConfigError: when the sizes in the file are those of another number of ranks.
+        ConfigError: if the sizes in the file are for another number of ranks.
     """
     processes = given.take_integer("num_processes")
     ranks = processes if ranks is None else ranks
@@ -55,9 +55,9 @@ def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallel
     sized = shard * copies * split.ranks_per_model
     if shard * copies > 1:
         if ranks is not None and ranks != sized:
-            shown = f"{shard} x {copies} data ranks x {split.ranks_per_model} that share a model"
+            shown = f"{shard} x {copies} data ranks x {split.ranks_per_model} ranks per model"
             given.refuse_combination(
-                f"its parallel sizes are those of {sized} ranks ({shown}), not of {ranks}", "see --nproc"
+                f"its parallel sizes require {sized} ranks ({shown}), found {ranks}", f"use --nproc {sized}"
             )
         ranks = sized
     if shard > 1:
@@ -88,7 +88,7 @@ def set_zero_level(given: SettingsFile) -> None:
 
 
 def _fsdp_kind(given: SettingsFile, value: Any) -> Any:
-    """Return the sharding of FSDP's value, which may be several words: full_shard auto_wrap offload."""
+    """Return the sharding strategy in FSDP's value, which may have several words: full_shard auto_wrap offload."""
     words = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
     if "offload" in words:
         given.set_key("optimizer.offload", True, "fsdp: offload")
@@ -102,7 +102,7 @@ def include_deepspeed_file(given: SettingsFile) -> None:
     if other is None:
         return
     if given.include_file(str(other), "deepspeed.", "a file of DeepSpeed's settings"):
-        text = f"its sizes and stage are read; see the rest with mega train --from-deepspeed {other}"
+        text = f"its sizes and stage are read; for the rest see mega train --from-deepspeed {other}"
     else:
-        text = f"{other} is not there: ranks that share a model by it (autotp_size, sequence_parallel_size) divide batch.global"
+        text = f"{other} does not exist: if it sets autotp_size or sequence_parallel_size, divide batch.global by them"
     given.add_note("open", text, "deepspeed")

@@ -1,7 +1,7 @@
 """Schedulers of transformers and Axolotl as `lr_schedule`.
 
 Facts: transformers 5.23 (optimization.py, training_args.py), Axolotl 0.18 (core/builders/base.py, utils/schedulers.py). A curve
-that `lr_schedule` does not have is left to be filled in, so that the translation does not load with another one.
+that `lr_schedule` does not support is left to be filled in, so that `mega train` rejects the file until it is set.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from mega_cli.moving_in.dialects import ToolDefaults
 from mega_cli.moving_in.settings_file import SettingsFile
 
 KWARGS = "lr_scheduler_kwargs."
-AXOLOTL_SHARE, AXOLOTL_MOST = 0.03, 100  # of the steps, and at most so many, without a warm-up in the file
-TIMESCALE = 10_000  # of inverse_sqrt without a warm-up
+AXOLOTL_SHARE, AXOLOTL_MOST = 0.03, 100  # default warm-up: fraction of the steps, and the maximum
+TIMESCALE = 10_000  # default of inverse_sqrt without a warm-up
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ScheduleDraft:
     """Scheduler under translation.
 
     Attributes:
-        steps: steps of the run; None where it is counted in epochs.
+        steps: steps of the run; None if its length is in epochs.
         lr: highest learning rate.
     """
 
@@ -48,7 +48,7 @@ class ScheduleDraft:
 
     def leave_open(self, reason: str) -> None:
         """Leave the schedule to be filled in."""
-        self.given.leave_open("lr_schedule.name", f"{reason}; write the schedule that the run is to have")
+        self.given.leave_open("lr_schedule.name", f"{reason}; write the schedule of the run")
 
     def take_number(self, key: str, default: float) -> float:
         """Return a number of lr_scheduler_kwargs."""
@@ -56,7 +56,7 @@ class ScheduleDraft:
         return default if found is None else found
 
     def check_half_cosine(self, cycles: float = 0.5) -> bool:
-        """Return whether the cosine falls once; leave the schedule open if it does not."""
+        """Return True if the cosine falls once; leave the schedule open if it does not."""
         found = self.take_number("num_cycles", cycles)
         if found != cycles:
             self.leave_open(f"num_cycles = {found:g} has no equivalent: mega's cosine falls once")
@@ -87,7 +87,7 @@ def _cosine_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
 
 
 def _cosine_warmup_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
-    """Set the cosine whose warm-up reaches the top a step early, and whose decay reaches the bottom a step early."""
+    """Set the cosine whose warm-up and decay both end one step early."""
     lowest, first = schedule.minimum_rate(), schedule.given.take_number(f"{KWARGS}warmup_lr_rate")
     warmup, falls = schedule.warmup.steps, schedule.check_half_cosine()
     if schedule.steps is None or not warmup:
@@ -122,7 +122,7 @@ def _warmup_stable_decay(schedule: ScheduleDraft, origin: str) -> None:
     falls = schedule.check_half_cosine()
     if not decay or (stable is not None and warmup is None):
         schedule.leave_open(
-            "num_decay_steps, and a warm-up in steps beside num_stable_steps, are required to translate it"
+            "warmup_stable_decay requires num_decay_steps, and with num_stable_steps a warm-up in steps"
         )
     elif falls:
         end = None if stable is None or warmup is None else warmup + stable + decay
@@ -156,9 +156,9 @@ def set_hf_schedule(given: SettingsFile, dialect: ToolDefaults, lr: float, steps
     schedule = ScheduleDraft(given, lr, steps, warmup)
     origin = f"lr_scheduler_type {name}" if found is not None else f"{dialect.program}'s default"
     if other := given.take_value("deepspeed.scheduler.type"):
-        schedule.leave_open(f"{other} of DeepSpeed's file takes the place of {name}: see mega train --from-deepspeed")
+        schedule.leave_open(f"{other} of DeepSpeed's file replaces {name}: see mega train --from-deepspeed")
     elif isinstance(given.take_value("lr_scheduler_kwargs"), str):
-        schedule.leave_open("lr_scheduler_kwargs is one text; write it as a mapping")
+        schedule.leave_open("lr_scheduler_kwargs must be a mapping, found a text")
     elif given.take_value("jagged_restart_steps") is not None:
         schedule.leave_open("jagged_restart_steps: schedules with restarts have no equivalent")
     elif name not in CURVES:
@@ -197,7 +197,7 @@ def _axolotl_warmup(given: SettingsFile, steps: int | None) -> WarmupLength:
 
 
 def _axolotl_cosine(schedule: ScheduleDraft, origin: str) -> bool:
-    """Set Axolotl's own variants of the cosine; return False where the file has none of them."""
+    """Set Axolotl's variants of the cosine; return False if the file has none."""
     given = schedule.given
     share, end = given.take_number("cosine_min_lr_ratio"), given.take_number("cosine_constant_lr_ratio")
     if given.take_value("lr_quadratic_warmup") is True:
@@ -206,7 +206,7 @@ def _axolotl_cosine(schedule: ScheduleDraft, origin: str) -> bool:
     if not share:
         return False
     if end and schedule.steps is None:
-        schedule.leave_open("cosine_constant_lr_ratio is a share of max_steps, which is not in the file")
+        schedule.leave_open("cosine_constant_lr_ratio is a fraction of max_steps, which is not in the file")
         return True
     last = int(schedule.steps * end) if end and schedule.steps is not None else None
     schedule.set_schedule("cosine", origin, min_lr=share * schedule.lr, decay_steps=last)

@@ -1,4 +1,4 @@
-"""Settings of a file, which become keys of a run.yaml or notes; all others are reported at the end."""
+"""Settings of a file, translated to keys of a run.yaml or notes; all others are reported at the end."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mega_cli.megatron_args.translate import ScriptTranslation
 from mega_common.bounded_parsing import BoundedYamlLoader, parse_yaml_text, read_settings_file
 from mega_common.errors import ConfigError
 
-AUTO = ("auto", None)  # what DeepSpeed's and HuggingFace's files say where something else decides
-# What has a counterpart that needs no setting: {reason: patterns of keys}.
+AUTO = ("auto", None)  # values in files of DeepSpeed and HuggingFace for "decided elsewhere"
+# Notes on keys that set no key of run.yaml: {reason: patterns of keys}.
 Reasons = Mapping[str, str]
 
 
 class SettingsFile:
-    """Settings of a file, by dotted keys, and the run that is made of them.
+    """Settings of a file by dotted keys, and the run.yaml they are translated to.
 
     Raises:
-        ConfigError: when the file cannot be read, or holds no settings.
+        ConfigError: if the file cannot be read, or has no settings.
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -46,7 +46,7 @@ class SettingsFile:
         """Add the settings of another file under a prefix; return False if it does not exist.
 
         Raises:
-            ConfigError: when it is there, and holds no settings.
+            ConfigError: if it exists and has no settings.
         """
         path = next((path for path in (self.path.parent / name, Path(name)) if path.is_file()), None)
         if path is not None:
@@ -54,7 +54,7 @@ class SettingsFile:
         return path is not None
 
     def has_key(self, *keys: str) -> bool:
-        """Return whether the file has one of the keys, whatever their values."""
+        """Return True if the file has one of the keys, with any value."""
         return any(key in self._values for key in keys)
 
     def peek_value(self, key: str) -> Any:
@@ -98,11 +98,11 @@ class SettingsFile:
         """
         value = self.take_number(*keys)
         if value is not None and value != int(value):
-            raise ConfigError(f"{self.path}: {keys[0]} = {value!r}: expected a whole number")
+            raise ConfigError(f"{self.path}: {keys[0]} must be a whole number, found {value!r}")
         return None if value is None else int(value)
 
     def take_number(self, *keys: str) -> float | None:
-        """Return a number of the file, else None. YAML reads 1e-4 as a text.
+        """Return a number of the file, else None. YAML parses 1e-4 as a text.
 
         Raises:
             ConfigError: for anything else.
@@ -113,11 +113,11 @@ class SettingsFile:
         try:
             found = float(value)
         except (TypeError, ValueError):
-            raise ConfigError(f"{self.path}: {keys[0]} = {value!r}: expected a number") from None
+            raise ConfigError(f"{self.path}: {keys[0]} must be a number, found {value!r}") from None
         return int(found) if found.is_integer() and not isinstance(value, float) else found
 
     def set_key(self, key: str, value: Any, origin: str) -> None:
-        """Set a key of the run, unless there is nothing to set."""
+        """Set a key of the run, unless the value is None."""
         if value is None:
             return
         self._origins[key], node = origin, self._run
@@ -149,18 +149,18 @@ class SettingsFile:
 
     def note_optimizer(self, name: object, key: str) -> None:
         """Add a note on an optimizer that is not translated and is replaced by AdamW."""
-        others = "settings of Muon are not translated" if "muon" in str(name).lower() else f"and not {name}"
+        others = "settings of Muon are not translated" if "muon" in str(name).lower() else f"but not {name}"
         known = "mega has adamw and muon"
-        self.add_note("open", f"{known}, {others}; AdamW stands here, until another one is written", key)
+        self.add_note("open", f"{known}, {others}; AdamW is set here: check it", key)
 
     def write_defaults(self, values: Mapping[str, Any], whose: str) -> None:
-        """Write out the defaults of the program, which differ from mega's."""
+        """Write the defaults of the program, which differ from mega's."""
         for key, value in values.items():
             if key not in self._origins:
                 self.set_key(key, value, f"{whose} default")
 
     def is_automatic(self, *keys: str) -> bool:
-        """Return whether the file leaves one of the keys to a program."""
+        """Return True if one of the keys is `auto`."""
         return any(self._values.get(key) == "auto" for key in keys)
 
     def finish_run(self, reasons: Mapping[NoteKind, Reasons], launch: str) -> ScriptTranslation:
@@ -168,7 +168,9 @@ class SettingsFile:
         auto = sorted(key for key, value in self._values.items() if value == "auto")
         if auto:
             self.add_note(
-                "open", "is left to the program, or to HuggingFace's arguments (--from-hf-args)", ", ".join(auto)
+                "open",
+                "is auto: set by the training program, or by HuggingFace's arguments (--from-hf-args)",
+                ", ".join(auto),
             )
         for key in sorted(self._left):
             found = (
@@ -177,7 +179,7 @@ class SettingsFile:
                 for why, patterns in rows.items()
                 if any(fnmatchcase(key, pattern) for pattern in patterns.split())
             )
-            kind, why = next(found, ("open", "not known here; see whether it changes the model or the run"))
+            kind, why = next(found, ("open", "is not translated; check if it changes the model or the run"))
             self.add_note(kind, why, f"{key}: {self._values[key]}")
         return ScriptTranslation(self._run, self._notes, self._origins, launch, self._what)
 
@@ -186,12 +188,12 @@ def _read(path: Path, what: str) -> Mapping[str, Any]:
     """Return the settings of a file of JSON or YAML."""
     values = parse_yaml_text(read_settings_file(path), str(path), BoundedYamlLoader)  # JSON is YAML
     if not isinstance(values, Mapping) or not values:
-        raise ConfigError(f"{path}: holds no settings", hint=f"give {what}: JSON or YAML")
+        raise ConfigError(f"{path}: the file has no settings", hint=f"give {what}: JSON or YAML")
     return values
 
 
 def _parse_yaml_number(value: Any) -> Any:
-    """Return a number that YAML reads as a text, such as 1e-4."""
+    """Convert a number that YAML parses as a text, such as 1e-4."""
     number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", value, re.IGNORECASE)
     return float(value) if number else value
 

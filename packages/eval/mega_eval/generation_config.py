@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mega_ckpt.families.family import split_words
+from mega_ckpt.families.config_entries import split_words
 
 # Applied whenever they are given, with the values that mean "off".
 _ALWAYS: Mapping[str, tuple[Any, ...]] = {

@@ -10,7 +10,6 @@ import pytest
 from mega_cli.plan import describe_plan
 from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_overrides
-from mega_trainer.config.parallel_layout import minimum_ranks
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.pipeline.schedules import make_schedule, simulate_schedule
 from mega_trainer.plan.pipeline_fill import estimate_bubble, estimate_makespan
@@ -23,7 +22,7 @@ RUN: Mapping[str, Any] = {
 
 def _plan(overrides: list[str]) -> dict[str, Any]:
     config = RunConfig.parse(apply_overrides(RUN, overrides))
-    ranks = minimum_ranks(config)
+    ranks = config.parallel_rules.minimum_ranks
     config.check_world_size(ranks)
     return describe_plan(config, ranks)
 

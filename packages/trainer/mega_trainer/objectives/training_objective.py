@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from mega_data.batch_loader import StepBatch
 from mega_trainer.data.micro_batch import MicroBatch
+from mega_trainer.data.token_counts import count_local_tokens, count_step_tokens
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.pipeline.executor import PipelineExecutor
-from mega_trainer.run.train_step import count_local_tokens, count_step_tokens
-from mega_trainer.run.validation import next_token_totals
 
 
 class TrainingObjective:
@@ -43,12 +43,13 @@ class TrainingObjective:
         return micro
 
     def measure_losses(self, sums: Tensor) -> Tensor:
-        """Return the sums of a step's losses and metrics; see `train_step`."""
+        """Return the sums of a step's losses and metrics; see `StepHooks.measure_losses`."""
         return sums
 
     def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:
         """Return the sums of a validation's losses and metrics, and their count."""
-        return next_token_totals(executor, sums, micro)
+        count = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in micro]).sum()
+        return torch.stack([sums[0], count])
 
     def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
         """Return the metrics of metrics.jsonl from a step's means over `count` terms, or from a validation's."""

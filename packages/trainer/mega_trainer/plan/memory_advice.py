@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_common.errors import ConfigError
-from mega_trainer.config.fp8_config import cached_weight_layers
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.plan.run_shape import RunShape
@@ -27,7 +26,7 @@ def make_run_shape(config: RunConfig, world_size: int) -> RunShape:
         precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
-        offload_optimizer=config.optimizer.offload, muon=config.optimizer.name == "muon", fp8_layers=cached_weight_layers(config),
+        offload_optimizer=config.optimizer.offload, muon=config.optimizer.name == "muon", fp8_layers=config.cached_fp8_layers,
         freeze=tuple(config.train.freeze), lora=None if config.lora is None else config.lora.model_dump_json(),
         ema=config.train.ema is not None, device="cpu" if config.device == "cpu" else "gpu",
     )  # fmt: skip
@@ -94,7 +93,7 @@ def _iterate_changes(config: RunConfig) -> Iterator[Mapping[str, Any]]:
         yield {"parallel.zero": level}
     yield {"parallel.tp": 2 * parallel.tp, "parallel.sp": True}
     yield {"parallel.cp": 2 * parallel.cp}
-    if cached_weight_layers(config):
+    if config.cached_fp8_layers:
         yield {"fp8.keep_weights": False}
     if not config.optimizer.offload:
         yield {"optimizer.offload": True}
