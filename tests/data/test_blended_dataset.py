@@ -97,7 +97,7 @@ def test_blend_in_megatrons_order(tmp_path: Path, weights: list[float]) -> None:
     )
     assert same(ours[0], theirs[0], 900)
     assert same(ours[1], theirs[1], 60)
-    with pytest.raises(DataError, match="data.order = megatron.* is fixed for"):
+    with pytest.raises(DataError, match=r"data.order = megatron.* is fixed for"):
         tokens(ours[0], 2000)
 
 

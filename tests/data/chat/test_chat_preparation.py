@@ -203,7 +203,7 @@ def test_text_in_place_of_conversations_has_no_mask(tmp_path: Path, tokenizer: P
     made(tmp_path, tokenizer, [{"prompt": "Hi", "response": "a"}])
     preprocess_corpus([tmp_path / "d.jsonl"], tokenizer, tmp_path / "d", json_key="prompt", overwrite=True)
     assert not get_idx_path(get_mask_prefix(tmp_path / "d")).exists()
-    with pytest.raises(DataError, match="the loss mask .* is missing"):
+    with pytest.raises(DataError, match=r"the loss mask .* is missing"):
         open_loss_mask(IndexedReader(tmp_path / "d"))
 
 

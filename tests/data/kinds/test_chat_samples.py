@@ -88,10 +88,10 @@ def test_conversations_are_no_text_and_text_is_no_conversations(tmp_path: Path) 
             built(tmp_path / "chat", kind=kind)
     for path in (get_bin_path, get_idx_path):
         path(get_mask_prefix(tmp_path / "chat")).unlink()
-    with pytest.raises(DataError, match="has text, which conflicts with data.kind = conversations"):
+    with pytest.raises(DataError, match=r"has text, which conflicts with data.kind = conversations"):
         built(tmp_path / "chat")
     data_set(tmp_path / "pairs", [5, 20], one=1, kind="pairs")
-    with pytest.raises(DataError, match="has pairs, which conflicts with data.kind = conversations"):
+    with pytest.raises(DataError, match=r"has pairs, which conflicts with data.kind = conversations"):
         built(tmp_path / "pairs")
 
 

@@ -178,7 +178,7 @@ def test_text_and_middles_mix_in_a_blend(tmp_path: Path, code: Path, coder: Toke
 
 def test_tokens_are_found_by_their_names_or_named(tmp_path: Path, code: Path, tokenizer_folder: Path) -> None:
     plain = Tokenizer(tokenizer_folder)
-    with pytest.raises(ConfigError, match="the fill-in-the-middle tokens .* are missing") as refused:
+    with pytest.raises(ConfigError, match=r"the fill-in-the-middle tokens .* are missing") as refused:
         samples(code, plain, tmp_path)
     assert "data.fim.tokens" in str(refused.value.hint)
     backend = Backend.from_file(str(tokenizer_folder / "tokenizer.json"))

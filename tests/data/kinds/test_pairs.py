@@ -115,7 +115,7 @@ def test_documents_that_are_no_pairs_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "e", get_mask_prefix(tmp_path / "e")):
         with IndexedWriter(path, "uint8") as writer:
             writer.add_documents(np.arange(12) % 2, [4, 8])
-    with pytest.raises(DataError, match="data.kind = pairs requires documents of two sequences"):
+    with pytest.raises(DataError, match=r"data.kind = pairs requires documents of two sequences"):
         pairs(IndexedReader(tmp_path / "e"))[0]
     with pytest.raises(ConfigError, match=r"kind pairs in data.order: megatron"):
         pairs(reader, order="megatron")

@@ -126,7 +126,7 @@ def test_what_was_given_up_stays_so_after_a_kill(
     tmp_path: Path, tokenizer_folder: Path, liar: Liar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "WORTHWHILE", 0)
-    monkeypatch.setattr("mega_data.preprocessing.dataset_output.EVERY", 0.0)
+    monkeypatch.setattr("mega_data.preprocessing.dataset_output.RECORD_INTERVAL", 0.0)
     source = corpus(tmp_path / "a.jsonl", ["lie " * 20, *["the cat sat " * 20] * 20])
     real, calls = Tokenizer.encode_batch, 0
 

@@ -172,7 +172,7 @@ def test_checkpoints_on_an_object_store_resume_bitwise(settings: Settings, tmp_p
     assert latest_checkpoint(parse_location(url)) == f"{url}/step-00000002"
     assert same_bits(whole, bits(trained({**halves, "train": {"steps": 4}})))
     branch = settings(output=str(tmp_path / "branch"), train={"steps": 4}, checkpoint={"load": url})
-    with pytest.raises(ConfigError, match="must be larger than the step of .*step-00000004, which is 4"):
+    with pytest.raises(ConfigError, match=r"must be larger than the step of .*step-00000004, which is 4"):
         trained(branch)
     with pytest.raises(ConfigError, match=r"output = 's3://bucket/run'.*checkpoint\.path=s3://bucket/run"):
         RunConfig.parse(settings(output="s3://bucket/run"))

@@ -86,9 +86,10 @@ class LoraAdapterLayer(nn.Module):
         """
         x = x if dropout is None else self.drop(dropout, x)
         narrow = torch.split(self.meet(self.linear(x, self.a)), self._ranks, -1)
-        factors = self.magnitude_factors(weight) if factors is None else factors
+        given = self.magnitude_factors(weight) if factors is None else factors
+        row_factors: Sequence[Tensor | None] = given or [None] * len(narrow)
         parts, done = [], 0
-        for update, u, b, factor in zip(self.updates, narrow, self.b, factors or [None] * len(narrow), strict=True):
+        for update, u, b, factor in zip(self.updates, narrow, self.b, row_factors, strict=True):
             end = update.first + update.rows
             own, delta = y[..., update.first : end], self.linear(u * update.scale, b)
             if factor is not None:

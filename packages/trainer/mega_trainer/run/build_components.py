@@ -189,7 +189,7 @@ def build_stages(
     if sharded:
         stored = torch.float64 if build.dtype == torch.float64 else torch.float32
         build = replace(build, dtype=stored, device=torch.device("meta"))
-    has_both_ends = schedule.owner_of_stage(0) == schedule.owner_of_stage(last)
+    has_both_ends = schedule.owners[0] == schedule.owners[last]
     stages = {}
     for index in schedule.stages_of_rank(build.groups.pp.rank):
         part = StageLayers(layers[index].start, layers[index].stop, index == 0, index == last, has_both_ends)
