@@ -80,7 +80,7 @@ def test_time_is_bounded(tokenizer: Path) -> None:
         assert json.loads(event.removeprefix("data: "))["error"]["code"] == "timeout"
 
 
-@pytest.mark.parametrize("work", ["step", "add", "cancel"])
+@pytest.mark.parametrize("work", ["step", "add_request", "cancel_request"])
 def test_an_engine_that_hangs_shows_in_health_until_it_goes_on(
     tokenizer: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
@@ -98,7 +98,7 @@ def test_an_engine_that_hangs_shows_in_health_until_it_goes_on(
 
         with monkeypatch.context() as patch:
             patch.setattr(engine, work, hanging)
-            if work == "cancel":
+            if work == "cancel_request":
                 engine.go.clear()  # the time limit cancels it
             late = pool.submit(post, url)
             until(lambda: httpx.get(f"{url}/health").status_code == 503)
@@ -171,7 +171,7 @@ def test_a_request_that_fails_while_it_runs_ends_no_other(
             return EngineEvent(number, "", [], [], None, None, error)
         return told(number, request)
 
-    monkeypatch.setattr(engine, "_format_event", event_of)
+    monkeypatch.setattr(engine, "_event", event_of)
     with serving(service := service_of(engine, tokenizer)) as (url, _):
         honest = [pool.submit(post, url, stream=stream, n=2) for stream in (False, True)]
         failing = [pool.submit(post, url, stream=stream, max_tokens=5, n=2) for stream in (False, True)]
