@@ -117,7 +117,7 @@ def test_the_end_does_not_wait_for_a_step_that_hangs(
     monkeypatch.setattr(engine, "step", lambda *, isolate: hang.wait(60) and [])
     service = service_of(engine, tokenizer, seconds=0.1)
     close = service.driver.stop_thread
-    monkeypatch.setattr(service.driver, "close", lambda: close(0.1))
+    monkeypatch.setattr(service.driver, "stop_thread", lambda: close(0.1))
     with serving(service, drain=0.1) as (url, server):
         late = pool.submit(post, url)
         assert late.result().status_code == 504
