@@ -32,21 +32,21 @@ class Scripted:
     go: threading.Event = field(default_factory=threading.Event)
     requests: dict[int, EngineRequest] = field(default_factory=dict)
     said: dict[int, int] = field(default_factory=dict)
-    waiting = pages = free_pages = 0
+    num_waiting = num_pages = num_free_pages = 0
 
     @property
-    def running(self) -> int:
+    def num_running(self) -> int:
         return len(self.requests)
 
-    def add(self, request: EngineRequest) -> int:
+    def add_request(self, request: EngineRequest) -> int:
         number = len(self.said)
         self.requests[number], self.said[number] = request, 0
         return number
 
-    def cancel(self, request: int) -> None:
+    def cancel_request(self, request: int) -> None:
         self.requests.pop(request, None)
 
-    def reset(self) -> None:
+    def drop_all_requests(self) -> None:
         self.requests.clear()
 
     def step(self, *, isolate: bool = False) -> list[EngineEvent]:

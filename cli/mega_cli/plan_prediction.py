@@ -180,7 +180,7 @@ def write_layout_yaml(config: RunConfig, layout: PlannedLayout, path: Path) -> N
     import yaml
 
     from mega_common.atomic_files import open_atomic_file
-    from mega_trainer.plan.layout_search import apply_settings
+    from mega_trainer.plan.memory_advice import apply_settings
 
     chosen = apply_settings(config, layout.settings).model_dump(mode="json", by_alias=True, exclude_none=True)
     with open_atomic_file(path, text=True) as stream:
@@ -261,7 +261,8 @@ def write_search_html(
     """
     from mega_cli.plan import describe_plan
     from mega_trainer.pages.plan_page import SearchedLayout
-    from mega_trainer.plan.layout_search import apply_settings, explain_layout_time, format_layout
+    from mega_trainer.plan.layout_search import explain_layout_time, format_layout
+    from mega_trainer.plan.memory_advice import apply_settings
 
     best = layouts[0]
     each = config.batch.global_ * config.data.seq_length / ranks

@@ -202,7 +202,7 @@ def _resolve_layout(
     from mega_ckpt.checkpoint import Checkpoint
     from mega_trainer.config.run_config import load_run_config
     from mega_trainer.plan.automatic_layout import choose_layout
-    from mega_trainer.plan.layout_search import format_overrides
+    from mega_trainer.plan.memory_advice import format_overrides
     from mega_trainer.run.run_summary import detect_machine
     from mega_trainer.run.train_state import find_start_checkpoint
 

@@ -102,7 +102,7 @@ def test_a_machine_tells_the_time_of_a_step(tmp_path: Path, capsys: pytest.Captu
         (["--search"], "--search requires --machine"),
         (["--tokens", "1T"], "--tokens requires --machine"),
         (["--machine", "h100", "--tokens", "many"], "--tokens must be a number with K, M, B or T, found 'many'"),
-        (["--machine", "abacus"], "--machine abacus: no such machine"),
+        (["--machine", "abacus"], "--machine abacus is unknown"),
     ],
 )
 def test_what_a_prediction_needs(

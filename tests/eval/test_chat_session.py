@@ -57,6 +57,6 @@ def test_a_turn_that_is_too_long_is_not_taken(words: Any) -> None:
     chat, _ = chat_of(words)
     list(chat.stream_answer("hi"))
     before = list(chat.messages)
-    with pytest.raises(DataError, match="room for 40"):
+    with pytest.raises(DataError, match="must be shorter than the context of 40"):
         list(chat.stream_answer("x" * 40))
     assert chat.messages == before

@@ -48,7 +48,7 @@ def test_more_than_the_server_takes_is_refused_with_429(tokenizer: Path, pool: T
     service = service_of(engine, tokenizer, most=3)
     with serving(service) as (url, _):
         first = pool.submit(post, url, n=3)
-        until(lambda: engine.running == 3)
+        until(lambda: engine.num_running == 3)
         refused = post(url)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert error_of(refused)["code"] == "server_busy"
@@ -62,7 +62,7 @@ def test_as_many_requests_at_once_as_it_may_be(tokenizer: Path, pool: ThreadPool
     engine = Scripted()
     with serving(service_of(engine, tokenizer), requests=2) as (url, _):
         running = [pool.submit(post, url) for _ in range(2)]
-        until(lambda: engine.running == 2)
+        until(lambda: engine.num_running == 2)
         assert post(url).status_code == 429
         engine.go.set()
         assert [one.result().status_code for one in running] == [200, 200]
@@ -73,14 +73,14 @@ def test_time_is_bounded(tokenizer: Path) -> None:
     with serving(service_of(engine, tokenizer, seconds=0.2)) as (url, _):
         late = post(url)
         assert (late.status_code, error_of(late)["code"]) == (504, "timeout")
-        until(lambda: engine.running == 0)
+        until(lambda: engine.num_running == 0)
         streamed = post(url, stream=True)
         assert streamed.status_code == 200
         (event,) = streamed.text.split("\n\n")[:-1]
         assert json.loads(event.removeprefix("data: "))["error"]["code"] == "timeout"
 
 
-@pytest.mark.parametrize("work", ["step", "add", "cancel"])
+@pytest.mark.parametrize("work", ["step", "add_request", "cancel_request"])
 def test_an_engine_that_hangs_shows_in_health_until_it_goes_on(
     tokenizer: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
@@ -98,7 +98,7 @@ def test_an_engine_that_hangs_shows_in_health_until_it_goes_on(
 
         with monkeypatch.context() as patch:
             patch.setattr(engine, work, hanging)
-            if work == "cancel":
+            if work == "cancel_request":
                 engine.go.clear()  # the time limit cancels it
             late = pool.submit(post, url)
             until(lambda: httpx.get(f"{url}/health").status_code == 503)
@@ -117,7 +117,7 @@ def test_the_end_does_not_wait_for_a_step_that_hangs(
     monkeypatch.setattr(engine, "step", lambda *, isolate: hang.wait(60) and [])
     service = service_of(engine, tokenizer, seconds=0.1)
     close = service.driver.stop_thread
-    monkeypatch.setattr(service.driver, "close", lambda: close(0.1))
+    monkeypatch.setattr(service.driver, "stop_thread", lambda: close(0.1))
     with serving(service, drain=0.1) as (url, server):
         late = pool.submit(post, url)
         assert late.result().status_code == 504
@@ -129,7 +129,7 @@ def test_a_failed_step_ends_what_runs_and_the_engine_starts_again(tokenizer: Pat
     engine = Scripted(error=RuntimeError("out of memory"))
     with serving(service_of(engine, tokenizer)) as (url, _):
         running = [pool.submit(post, url, stream=stream) for stream in (False, True)]
-        until(lambda: engine.running == 2)
+        until(lambda: engine.num_running == 2)
         engine.go.set()
         whole, streamed = (one.result() for one in running)
         assert whole.status_code == 500
@@ -171,17 +171,17 @@ def test_a_request_that_fails_while_it_runs_ends_no_other(
             return EngineEvent(number, "", [], [], None, None, error)
         return told(number, request)
 
-    monkeypatch.setattr(engine, "_format_event", event_of)
+    monkeypatch.setattr(engine, "_event", event_of)
     with serving(service := service_of(engine, tokenizer)) as (url, _):
         honest = [pool.submit(post, url, stream=stream, n=2) for stream in (False, True)]
         failing = [pool.submit(post, url, stream=stream, max_tokens=5, n=2) for stream in (False, True)]
-        until(lambda: engine.running == 8)
+        until(lambda: engine.num_running == 8)
         engine.go.set()
         whole, streamed = (one.result() for one in failing)
         assert (whole.status_code, whole.json()) == (status, json.loads(streamed.text.removeprefix("data: ")))
         assert [choice["text"] for choice in honest[0].result().json()["choices"]] == ["xxx"] * 2
         assert honest[1].result().text.endswith("data: [DONE]\n\n")
-        until(lambda: service.driver.open_requests == engine.running == 0)
+        until(lambda: service.driver.open_requests == engine.num_running == 0)
 
 
 def test_a_request_that_fails_ends_no_other(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody(tokenizer: Path) -> None:
         with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as slow:
             slow.sendall(head.encode() + body)
             until(lambda: list(engine.said.values()) == [200])
-            assert engine.running == 0
+            assert engine.num_running == 0
             assert post(url).status_code == 200
             assert service.driver.open_requests == 1
         until(lambda: service.driver.open_requests == 0)
@@ -215,7 +215,7 @@ def test_the_end_waits_for_what_runs_and_refuses_what_comes(tokenizer: Path, poo
     engine = Scripted()
     with serving(service_of(engine, tokenizer)) as (url, server), httpx.Client() as kept:
         running = pool.submit(post, url)
-        until(lambda: engine.running == 1)
+        until(lambda: engine.num_running == 1)
         server.handle_exit(signal.SIGTERM, None)
         assert kept.get(f"{url}/health").status_code == 503
         assert post(url).status_code == 503
@@ -230,7 +230,7 @@ def test_the_end_does_not_wait_forever(tokenizer: Path, pool: ThreadPoolExecutor
     engine = Scripted()
     with serving(service_of(engine, tokenizer), drain=0.2) as (url, _):
         running = [pool.submit(post, url, stream=stream) for stream in (False, True)]
-        until(lambda: engine.running == 2)
+        until(lambda: engine.num_running == 2)
     whole, streamed = (one.result() for one in running)
     assert (whole.status_code, error_of(whole)["message"]) == (503, "the server is shutting down")
     assert "shutting down" in streamed.text
@@ -240,7 +240,7 @@ def test_a_second_signal_ends_at_once(tokenizer: Path, pool: ThreadPoolExecutor)
     engine = Scripted()
     with serving(service_of(engine, tokenizer)) as (url, server):
         running = pool.submit(post, url)
-        until(lambda: engine.running == 1)
+        until(lambda: engine.num_running == 1)
         server.handle_exit(signal.SIGTERM, None)
         server.handle_exit(signal.SIGTERM, None)
     assert server.force_exit

@@ -7,7 +7,7 @@ from mega_common.model_presets import load_model_preset
 from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.automatic_layout import choose_layout
-from mega_trainer.plan.layout_search import apply_settings, format_overrides
+from mega_trainer.plan.memory_advice import apply_settings, format_overrides
 
 
 def run(**sections: Any) -> RunConfig:

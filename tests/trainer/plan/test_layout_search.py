@@ -12,13 +12,13 @@ from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.layout_candidates import generate_candidates
 from mega_trainer.plan.layout_search import (
-    apply_settings,
     find_best_layouts,
     find_faster_changes,
     layout_to_yaml,
     make_planned_run,
 )
 from mega_trainer.plan.machine import load_machine
+from mega_trainer.plan.memory_advice import apply_settings
 
 H100 = load_machine("h100")
 

@@ -8,8 +8,9 @@ from typing import Any
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.layout_candidates import LayoutSettings
-from mega_trainer.plan.layout_search import NoLayoutFitsError, apply_settings, find_best_layouts, format_layout
+from mega_trainer.plan.layout_search import NoLayoutFitsError, find_best_layouts, format_layout
 from mega_trainer.plan.machine import load_machine
+from mega_trainer.plan.memory_advice import apply_settings
 
 # settings that are chosen together with `parallel`, unless the run sets them
 CHOSEN = ("batch.micro", "recompute", "offload.activations", "optimizer.offload")

@@ -9,7 +9,6 @@ unchanged: batch, model, and precision unless `precisions` are given. The limit 
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -33,7 +32,7 @@ from mega_trainer.plan.layout_candidates import (
     list_pipeline_schedules,
 )
 from mega_trainer.plan.machine import MachineSpec
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import apply_settings, format_overrides, make_run_shape
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.plan.run_shape import RunShape
 from mega_trainer.plan.step_time import PlannedRun, PredictedStepTime
@@ -128,21 +127,6 @@ def make_planned_run(
         make_trainer_profile(config),
         count,
     )
-
-
-def apply_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
-    """Return the run with these settings.
-
-    Raises:
-        ConfigError: when the settings are invalid.
-    """
-    raw = config.model_dump(mode="json", by_alias=True, exclude_none=True)
-    return RunConfig.parse(apply_overrides(raw, format_overrides(settings)))
-
-
-def format_overrides(settings: Mapping[str, object]) -> Iterator[str]:
-    """Return settings as `--set` takes them."""
-    return (f"{path}={json.dumps(value)}" for path, value in settings.items())
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mega_common.errors import ConfigError
+from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.plan.run_shape import RunShape
@@ -30,6 +32,21 @@ def make_run_shape(config: RunConfig, world_size: int) -> RunShape:
         freeze=tuple(config.train.freeze), lora=None if config.lora is None else config.lora.model_dump_json(),
         ema=config.train.ema is not None, device="cpu" if config.device == "cpu" else "gpu",
     )  # fmt: skip
+
+
+def apply_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
+    """Return the run with these settings.
+
+    Raises:
+        ConfigError: when the settings are invalid.
+    """
+    raw = config.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return RunConfig.parse(apply_overrides(raw, format_overrides(settings)))
+
+
+def format_overrides(settings: Mapping[str, object]) -> Iterator[str]:
+    """Return settings in the syntax of `--set`."""
+    return (f"{path}={json.dumps(value)}" for path, value in settings.items())
 
 
 @dataclass(frozen=True)
@@ -59,11 +76,8 @@ def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice
     now = _peak_rank_bytes(config, world_size)
     found = []
     for changes in _iterate_changes(config):
-        raw = config.model_dump(mode="json", by_alias=True, exclude_none=True)
-        for path, value in changes.items():
-            _set_by_path(raw, path, value)
         try:
-            changed = RunConfig.parse(raw)
+            changed = apply_settings(config, changes)
             changed.check_world_size(world_size)
         except ConfigError:
             continue
@@ -99,14 +113,6 @@ def _iterate_changes(config: RunConfig) -> Iterator[Mapping[str, Any]]:
         yield {"optimizer.offload": True}
     if config.recompute.kind != "full":
         yield {"offload.activations": config.model.num_layers // parallel.pp // parallel.virtual_stages}
-
-
-def _set_by_path(raw: dict[str, Any], path: str, value: object) -> None:
-    """Set a value in nested mappings by its dotted path."""
-    *sections, key = path.split(".")
-    for section in sections:
-        raw = raw[section]
-    raw[key] = value
 
 
 def _format_value(value: object) -> str:
