@@ -236,6 +236,8 @@ def test_checkpoints_that_are_kept_elsewhere_are_not_gone_on_from_either(flow: F
         flow.run()
         assert (flow.base / "kept.old-1").exists()
     else:
-        with pytest.raises(WorkflowError, match="s3://bucket/run: the checkpoints of the earlier run cannot be moved away"):
+        with pytest.raises(
+            WorkflowError, match="s3://bucket/run: the checkpoints of the earlier run cannot be moved away"
+        ):
             flow.run()
         assert not (flow.base / "run.old-1").exists()
