@@ -368,7 +368,7 @@ def generate_command(
     from mega_eval.language_model import LanguageModel
     from mega_eval.sampling import Sampling
 
-    Sampling.parse(settings, source="options")  # before a model is read
+    Sampling.parse(settings, source="command line")  # before a model is read
     if rule is not None and grammar is not None:
         from mega_eval.grammar_compiler import check_grammar_file
 

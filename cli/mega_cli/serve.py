@@ -233,8 +233,10 @@ def chat_command(
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
     settings = {name: value for name, value in given.items() if value is not None}
-    Sampling.parse(settings, source="options")
-    sampling = Sampling.parse({**_default_sampling(model), **settings}, source="options and generation_config.json")
+    Sampling.parse(settings, source="command line")
+    sampling = Sampling.parse(
+        {**_default_sampling(model), **settings}, source="command line and generation_config.json"
+    )
     template = load_chat_template(model, tokenizer, chat_template)
     found = _load(model, precision, device, tokenizer, max_length, None, 1, draft=draft)
     sampling = sampling.model_copy(update={"min_length_ends": sorted(found.ends)})

@@ -145,7 +145,7 @@ def train_command(
 
     from mega_common.errors import ConfigError
     from mega_common.strict_config import build_json_schema
-    from mega_trainer.config.run_config import RunConfig, load_run_config
+    from mega_trainer.config.run_config import RunConfig
     from mega_trainer.data.data_check import check_datasets, format_usage
 
     if schema:
@@ -172,9 +172,9 @@ def train_command(
                 hint="leave it out; use --set KEY=VALUE to override a setting",
             )
         raise typer.Exit(again.reproduce_step(reproduce, set_ or [], nproc, _train_or_start_ranks))
-    run = _only_run(words or [])
+    run = _select_run(words or [])
     overrides: Sequence[str] = set_ or []
-    config = load_run_config(run, overrides, warn_unread=check)  # a training run logs these warnings itself
+    config = _load_run(run, overrides, warn_unread=check)  # a training run logs these warnings itself
     if nproc is not None:
         config, overrides = _resolve_layout(config, run, overrides, nproc)
         config.check_world_size(nproc)
@@ -246,7 +246,7 @@ def _describe_kernels(config: RunConfig) -> str:
         return f"kernels: this machine cannot run it: {error}"
 
 
-def _only_run(words: list[str]) -> Path:
+def _select_run(words: list[str]) -> Path:
     from mega_common.errors import ConfigError
 
     if not words:
@@ -255,6 +255,21 @@ def _only_run(words: list[str]) -> Path:
         extra = f"--set {words[1]} overrides a setting" if "=" in words[1] else f"mega train {words[0]}"
         raise ConfigError(f"mega train requires one run.yaml, found {len(words)}: {', '.join(words)}", hint=extra)
     return Path(words[0])
+
+
+def _load_run(run: Path, overrides: Sequence[str], *, warn_unread: bool) -> RunConfig:
+    """Read run.yaml; a workflow gets one error in place of one for each unknown key."""
+    from mega_cli.workflow_config import reject_workflow
+    from mega_common.errors import ConfigError
+    from mega_common.strict_config import load_yaml_mapping
+    from mega_trainer.config.run_config import load_run_config
+
+    try:
+        return load_run_config(run, overrides, warn_unread=warn_unread)
+    except ConfigError:
+        if run.is_file():
+            reject_workflow(run, load_yaml_mapping(run), f"mega run {run}")
+        raise
 
 
 def _translate_megatron_script(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:

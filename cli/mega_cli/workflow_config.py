@@ -14,6 +14,7 @@ from pydantic import Field
 from typer.core import TyperGroup
 
 from mega_cli.file_digests import expand_patterns
+from mega_common.errors import ConfigError
 from mega_common.strict_config import ConfigProblem, StrictConfig
 
 OptionScalar = str | int | float | bool
@@ -161,6 +162,21 @@ class WorkflowConfig(StrictConfig):
 def is_inside_folder(path: str | Path, folder: str | Path) -> bool:
     """Return True if `path` is `folder` or inside it, by their names."""
     return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
+
+
+def reject_workflow(file: Path, raw: Mapping[str, Any], hint: str) -> None:
+    """Raise a ConfigError if a workflow is given in place of a run.yaml."""
+    if "stages" in raw and "model" not in raw:
+        raise ConfigError(
+            f"{file}: the file is a workflow (it has `stages`), not the configuration of a run", hint=hint
+        )
+
+
+def reject_run_config(file: Path, raw: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if a run.yaml is given in place of a workflow."""
+    if "model" in raw and "stages" not in raw:
+        hint = f"mega train {file}, or give a workflow file with `stages`"
+        raise ConfigError(f"{file}: the file is the configuration of a run, not a workflow", hint=hint)
 
 
 def command_problems(name: str, stage: WorkflowStage, root: TyperGroup) -> Iterator[ConfigProblem]:

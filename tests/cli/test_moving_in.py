@@ -72,7 +72,7 @@ def test_what_deepspeed_leaves_to_others_is_told_and_its_defaults_are_written_ou
     assert (run.precision, run.fp16.initial_scale, run.optimizer.clip_grad, run.parallel.zero) == ("fp16", 4096, 0, 0)
     assert "train_batch_size: is auto: set by the training program" in text
     assert "gradient_clipping: is not in the file: 0 up to DeepSpeed 0.19.2" in text
-    assert "optimizer.type: mega has adamw and muon, and not Lamb" in text
+    assert "optimizer.type: mega has adamw and muon, but not Lamb" in text
 
 
 ARGUMENTS = {
