@@ -54,8 +54,9 @@ def serve_ours(folder: str, workload_file: str, threads: str, guesses: str) -> N
     """As `bare_generate.main`, by mega, with its usual guesses or without."""
     import torch
 
-    from mega_eval.generate import choose_default_drafter
-    from mega_eval.inference_engine import EngineRequest, InferenceEngine
+    from mega_eval.drafters import choose_default_drafter
+    from mega_eval.engine_requests import EngineRequest
+    from mega_eval.inference_engine import InferenceEngine
     from mega_eval.model_loading import load_inference_model
     from mega_eval.text_stream import GenerationLimits
 

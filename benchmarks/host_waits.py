@@ -34,9 +34,10 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.kernels import blockwise_attention, grouped_gemm
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.model import vocab_parallel_loss
+from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.optim import gradient_clipping
 from mega_trainer.parallel import nvshmem_dispatch
 from mega_trainer.run import build_components, train_step
@@ -188,9 +189,7 @@ def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
             return list(split_micro_batches(batch, config, device, groups.cp))
 
         def train() -> None:
-            train_step.train_step(
-                executor, state.optimizer, micro(), tokens=[99.0, 98.0], lr=1e-3, clip=1.0, extra_scalars=lambda: [0.0]
-            )
+            train_step.train_step(executor, state.optimizer, micro(), tokens=[99.0, 98.0], lr=1e-3, clip=1.0)
 
         train()
         with HostWaits() as training:
@@ -198,7 +197,7 @@ def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
         for stage in state.stages.values():
             stage.eval()
         with HostWaits() as evaluation:
-            evaluate_losses(executor, [micro(), micro()])
+            evaluate_losses(executor, [micro(), micro()], TrainingObjective(groups, 0).validation_totals)
     return {"training step": training.found, "evaluation": evaluation.found}
 
 

@@ -23,9 +23,9 @@ import torch
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.job.goodput import GoodputCounter
 from mega_trainer.job.phase_timer import PhaseTimer
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.run import build_components
 from mega_trainer.run.train_step import train_step
 from mega_trainer.run.training_run import assemble_training

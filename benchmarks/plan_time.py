@@ -74,12 +74,12 @@ class Predictor:
         """A run by those constants."""
         generation = run.machine.generation
         own = _own(constants, generation)
-        habits, machine = run.habits, run.machine
-        if habits.passes != 1:
-            kind = "trainer.eager" if habits.passes >= 1.5 else "trainer.compiled"
-            habits = replace(habits, passes=constants.get(kind, habits.passes))
-        if habits.host:
-            habits = replace(habits, host=constants.get("trainer.host", habits.host))
+        profile, machine = run.profile, run.machine
+        if profile.passes != 1:
+            kind = "trainer.eager" if profile.passes >= 1.5 else "trainer.compiled"
+            profile = replace(profile, passes=constants.get(kind, profile.passes))
+        if profile.host:
+            profile = replace(profile, host=constants.get("trainer.host", profile.host))
         if run.throttled and "trainer.throttled" in constants:
             peaks = {
                 kind: machine.get_peak_flops(kind) / 1e12 * constants["trainer.throttled"] for kind in ("bf16", "fp8")
@@ -87,13 +87,14 @@ class Predictor:
             machine = machine.model_copy(update={"tflops": {**peaks}})
         efficiency = self.base[generation].model_copy(update=own)
         if id(run) not in self.plans:
-            self.plans[id(run)] = PlannedRun.from_settings(run.model, run.run, machine, efficiency, habits)
-        wires, rates = (
+            self.plans[id(run)] = PlannedRun.from_settings(run.model, run.run, machine, efficiency, profile)
+        interconnect, rates = (
             Interconnect.from_machine(machine, efficiency),
-            GpuThroughput.from_machine(machine, efficiency, habits),
+            GpuThroughput.from_machine(machine, efficiency, profile),
         )
         return replace(
-            self.plans[id(run)], bench=replace(self.plans[id(run)].bench, wires=wires, rates=rates, habits=habits)
+            self.plans[id(run)],
+            cost_model=replace(self.plans[id(run)].cost_model, interconnect=interconnect, rates=rates, profile=profile),
         )
 
     def seconds(self, run: Published, constants: Constants) -> float:
@@ -200,7 +201,7 @@ def without_context(run: Published, predictor: Predictor, constants: Constants) 
         }
     )  # fmt: skip
     layouts = [
-        replace(planned, run=other, bench=replace(planned.bench, run=other))
+        replace(planned, run=other, cost_model=replace(planned.cost_model, run=other))
         for _, other in generate_candidates(config, run.gpus, wider)
         if (other.cp, other.zero, other.schedule) == (1, 1, "1f1b") and other.recompute in ("none", "full")
     ]

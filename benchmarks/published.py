@@ -60,7 +60,7 @@ class Published:
     model: ModelConfig
     run: RunShape
     machine: MachineSpec
-    habits: TrainerProfile
+    profile: TrainerProfile
     gpus: int
     seconds: float
 
@@ -127,21 +127,21 @@ def _published(row: Row) -> Published | None:
     if not rate:
         return None
     tokens = run.micro_batch * run.microbatches * run.dp * seq
-    habits = HABITS[maker_of(row)]
+    profile = HABITS[maker_of(row)]
     if "eager" in row["source"]:
-        habits = replace(habits, passes=2.0)
+        profile = replace(profile, passes=2.0)
     if "Bridge" in row["source"]:  # whose recipes use DeepEP or HybridEP
-        habits = replace(habits, dispatch="node")
+        profile = replace(profile, dispatch="node")
     if (
         model.moe
         and maker_of(row) == "megatron"
         and "tokendrop" not in row["source"]
         and not row["gpu"].startswith("GB")
     ):
-        habits = replace(habits, host=HOST)  # Bridge's recipes capture graphs for GB200 alone; NeMo's none
+        profile = replace(profile, host=HOST)  # Bridge's recipes capture graphs for GB200 alone; NeMo's none
     if "async" in row["source"].lower():
-        habits = replace(habits, tp_waited=4)
-    return Published(row, model, run, machine, habits, gpus, tokens / gpus / rate)
+        profile = replace(profile, tp_waited=4)
+    return Published(row, model, run, machine, profile, gpus, tokens / gpus / rate)
 
 
 def _rate(row: Row, model: ModelConfig, seq: int, machine: MachineSpec) -> float:

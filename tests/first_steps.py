@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from parity.worker import difference, make_groups
+from torch import Tensor
 
 from mega_data.batch_loader import BatchLoader
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.launch.local_ranks import RankInfo
-from mega_trainer.objectives.objective_builder import build_objectives
+from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.job.step_result import StepResult
+from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.run.build_components import connect_groups, load_datasets
-from mega_trainer.run.train_step import StepResult, train_step
-from mega_trainer.run.training_run import assemble_training, initialize_state
+from mega_trainer.run.initial_state import initialize_state
+from mega_trainer.run.objective_builder import build_objectives
+from mega_trainer.run.train_step import StepHooks, train_step
+from mega_trainer.run.training_run import assemble_training
 
 ALONE = RankInfo()
+
+
+@dataclass(frozen=True)
+class ObjectiveHooks(StepHooks):
+    """Hooks of a step outside of a training loop."""
+
+    objective: TrainingObjective
+
+    def measure_losses(self, sums: Tensor) -> Tensor:
+        return self.objective.measure_losses(sums)
 
 
 def step(
@@ -48,7 +63,7 @@ def step(
         tokens=objective.count_step_terms(batch),
         lr=0.0,
         clip=0.0,
-        measure_losses=objective.measure_losses,
+        hooks=ObjectiveHooks(objective),
     )
     return (
         result,

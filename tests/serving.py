@@ -14,7 +14,7 @@ from typing import Any
 from mega_common.errors import DataError
 from mega_data.chat.chat_template import read_chat_template
 from mega_data.tokenizer import Tokenizer
-from mega_eval.inference_engine import EngineEvent, EngineRequest
+from mega_eval.engine_requests import EngineEvent, EngineRequest
 from mega_eval.server.embeddings_api import ServedEmbedder
 from mega_eval.server.engine_driver import EngineDriver
 from mega_eval.server.inference_server import InferenceServer, bind_server_socket

@@ -72,7 +72,7 @@ def supported() -> dict[str, list[tuple[str, str, str]]]:
     """Return (model_type, class in transformers, model_type of the enclosing model) of every family, by kind."""
     rows: dict[str, list[tuple[str, str, str]]] = {kind: [] for kind in KINDS}
     for family in FAMILIES:
-        rows[kind_of(family.name)].append((family.name, family.architecture, family.whole))
+        rows[kind_of(family.name)].append((family.name, family.architecture, family.outer_model_type))
     rows["vision"] = [(family.name, family.architecture, "") for family in SEEING]
     return rows
 

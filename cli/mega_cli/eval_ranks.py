@@ -17,7 +17,7 @@ from mega_common.errors import ConfigError
 
 if TYPE_CHECKING:
     from mega_eval.multi_rank_inference import ReplicaLayout
-    from mega_trainer.launch.local_ranks import RankInfo
+    from mega_trainer.distributed.rank_info import RankInfo
 
 
 @contextmanager
@@ -30,7 +30,8 @@ def join_model_ranks(sharing: ReplicaLayout, nproc: int | None, device: str, wai
         ConfigError: if their number does not divide into whole copies of the model.
     """
     from mega_common.progress_logging import configure_logging
-    from mega_trainer.launch.local_ranks import RankInfo, join_process_group, rank_from_environment
+    from mega_trainer.distributed.rank_info import RankInfo
+    from mega_trainer.launch.local_ranks import join_process_group, rank_from_environment
 
     ranks = rank_from_environment(os.environ)
     count = ranks.world_size if ranks else nproc or sharing.ranks_per_copy

@@ -105,7 +105,6 @@ def plan_command(
     With --machine also the step time, its parts, and the changes of the layout that would make it faster.
     """
     from mega_common.errors import ConfigError
-    from mega_trainer.config.parallel_layout import minimum_ranks
     from mega_trainer.config.run_config import load_plan_config
 
     if machine is None and (tokens is not None or search or fit is not None):
@@ -124,7 +123,7 @@ def plan_command(
     if write is not None and write.exists():
         raise ConfigError(f"--write {write}: the file exists already", hint="choose a new file name")
     config = load_plan_config(run, set_ or [])
-    ranks = ranks or minimum_ranks(config)
+    ranks = ranks or config.parallel_rules.minimum_ranks
     if machine is not None and search:
         from mega_cli.plan_prediction import SHOWN, describe_layouts, search_layouts, write_layout_yaml
 
@@ -213,12 +212,12 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
 def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int]]:
     from mega_common.errors import ConfigError
     from mega_trainer.plan.memory_advice import make_run_shape
-    from mega_trainer.plan.other_trainer_memory import LIKES, predict_other_trainer_memory
+    from mega_trainer.plan.other_trainer_memory import TRAINERS, predict_other_trainer_memory
 
-    known = next((name for name in LIKES if name == like), None)
+    known = next((name for name in TRAINERS if name == like), None)
     if known is None:
         raise ConfigError(
-            f"--like must be one of {', '.join(LIKES)}, found {like!r}", hint=f"--like {next(iter(LIKES))}"
+            f"--like must be one of {', '.join(TRAINERS)}, found {like!r}", hint=f"--like {next(iter(TRAINERS))}"
         )
     return predict_other_trainer_memory(config.model, make_run_shape(config, ranks), known)
 

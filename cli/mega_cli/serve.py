@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mega_eval.inference_engine import InferenceEngine
     from mega_eval.multi_rank_inference import ReplicaLayout
     from mega_eval.server.embeddings_api import ServedEmbedder
-    from mega_trainer.launch.local_ranks import RankInfo
+    from mega_trainer.distributed.rank_info import RankInfo
     from mega_trainer.model.decoder import Decoder
     from mega_trainer.parallel.lora_layers import AdapterSelection
 
@@ -272,7 +272,7 @@ def _load(
     draft: str | None = None,
 ) -> _LoadedModel:
     from mega_ckpt.source import read_model_config
-    from mega_eval.generate import make_drafter
+    from mega_eval.drafters import make_drafter
     from mega_eval.inference_engine import InferenceEngine
     from mega_eval.language_model import LanguageModel
     from mega_eval.multi_rank_inference import BroadcastingEngine, build_replica_groups

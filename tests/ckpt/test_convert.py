@@ -311,7 +311,7 @@ def test_no_family_fits(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match=r"a gpt2 config.json cannot express this model: .*qkv_bias must be True"):
         convert_checkpoint(checkpoint, tmp_path / "out", "hf", options=ConvertOptions(family="gpt2"))
-    with pytest.raises(CheckpointError, match="did you mean 'gpt2'"):
+    with pytest.raises(CheckpointError, match=r"'gpt-2' is not supported; .*nearest: gpt2"):
         convert_checkpoint(checkpoint, tmp_path / "out", "hf", options=ConvertOptions(family="gpt-2"))
 
 

@@ -142,7 +142,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope' wants"),
         ({**MIXTRAL, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor of rope_type 'linear' is missing"),
-        ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "not one set of parameters"),
+        ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "must be one set of parameters"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({**LLAMA, "hidden_act": "relu"}, "hidden_act = 'relu'"),
         ({**LLAMA, "hidden_act": ["silu"]}, "hidden_act = ['silu']"),
@@ -150,9 +150,9 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**LLAMA, "num_attention_heads": "four"}, "num_attention_heads"),
         ({**LLAMA, "num_key_value_heads": 3}, "must divide num_attention_heads"),
         ({key: value for key, value in LLAMA.items() if key != "hidden_size"}, "hidden_size is missing"),
-        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types names 1 layers, but num_hidden_layers = 3"),
-        ({**QWEN, "layer_types": ["sliding_attention"] * 3}, "there is no sliding_window"),
-        ({**QWEN, "num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000 is more than"),
+        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types has 1 layers, but num_hidden_layers = 3"),
+        ({**QWEN, "layer_types": ["sliding_attention"] * 3}, "requires sliding_window"),
+        ({**QWEN, "num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000 must be at most"),
         ({**QWEN, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({**QWEN, "layer_types": 3}, "layer_types"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
@@ -161,7 +161,7 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope' wants 3 numbers"),
         (
             {**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}},
-            "rope_type = 'yarn' is not supported (known: default, longrope)",
+            "rope_type = 'yarn' is not supported (only default, longrope)",
         ),
         ({**NEOX, "rope_theta": 500.0}, "rope_theta = 500.0"),
         ({**MIXTRAL, "num_local_experts": 2, "num_experts_per_tok": 3}, "moe.top_k"),
@@ -169,22 +169,22 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({key: value for key, value in MIXTRAL.items() if key != "num_local_experts"}, "num_local_experts is missing"),
         ({**V3, "scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         ({**V3, "topk_method": "greedy"}, "topk_method = 'greedy'"),
-        ({**V3, "num_nextn_predict_layers": 10**12}, "num_hidden_layers = 1000000000003 is more than"),
+        ({**V3, "num_nextn_predict_layers": 10**12}, "num_hidden_layers = 1000000000003 must be at most"),
         ({**V3, "model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step = 0 must be at least 1"),
         ({**GEMMA, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0 must be more than 0"),
         ({**V3, "moe_layer_freq": 2}, "moe_layer_freq = 2"),
         ({**V3, "rope_interleave": False}, "rope_interleave = False"),
         ({**V3, "num_key_value_heads": 2}, "num_key_value_heads = 2 must be 4"),
         ({**V3, "head_dim": 7}, "head_dim = 7 must be 2"),
-        ({key: value for key, value in V3.items() if key != "kv_lora_rank"}, "kv_lora_rank: missing"),
+        ({key: value for key, value in V3.items() if key != "kv_lora_rank"}, "kv_lora_rank is missing"),
         ({**V3, "model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob = True"),
         ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ({**GEMMA, "hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
-        ({**GEMMA, "rope_parameters": {"rope_type": "default"}}, "not one set of parameters for each of"),
+        ({**GEMMA, "rope_parameters": {"rope_type": "default"}}, "must be one set of parameters for each of"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(raw: dict[str, Any], told: str) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot be expressed|problem") as caught:
+    with pytest.raises(CheckpointError, match=r"is not supported: |problem") as caught:
         family_of_config(raw).read_config_json(raw, "folder/config.json")
     assert told in str(caught.value)
     assert "folder/config.json" in str(caught.value)
@@ -236,16 +236,16 @@ GRANITE4 = {
     ("raw", "told"),
     [
         ({**NEMOTRON_H, "hybrid_override_pattern": "M+"}, "layers_block_type"),
-        ({**NEMOTRON_H, "head_dim": 8, "attention_head_dim": 10}, "must be the same"),
-        ({**NEMOTRON_H, "time_step_limit": 3}, "is no pair of numbers"),
-        ({**NEMOTRON_H, "time_step_limit": [0, "soon"]}, "'soon' is no number"),
+        ({**NEMOTRON_H, "head_dim": 8, "attention_head_dim": 10}, "must be equal"),
+        ({**NEMOTRON_H, "time_step_limit": 3}, "must be two numbers"),
+        ({**NEMOTRON_H, "time_step_limit": [0, "soon"]}, "'soon' must be a number"),
         ({**NEMOTRON_H, "hybrid_override_pattern": "ME", "mlp_bias": True}, "mlp_bias = True"),
         ({**NEMOTRON_H, "hybrid_override_pattern": "ME", "n_shared_experts": 2}, "n_shared_experts = 2"),
         ({**NEMOTRON_H, "attention_bias": True}, "attention_bias = True"),
-        ({**GRANITE4, "layer_types": ["mamba"]}, "layer_types names 1 layers"),
-        ({**GRANITE4, "mamba_n_heads": 5}, "x hidden_size = 48 must be that of 5 heads of 8"),
+        ({**GRANITE4, "layer_types": ["mamba"]}, "layer_types has 1 layers"),
+        ({**GRANITE4, "mamba_n_heads": 5}, "x hidden_size = 48 must equal 5 heads x 8"),
         ({**LLAMA, "model_type": "bamba", "mamba_n_heads": 6, "mamba_d_head": 8, "layers_block_type": ["mamba"] * 3,
-          "attn_layer_indices": [1]}, "must say the same"),
+          "attn_layer_indices": [1]}, "conflicts with attn_layer_indices"),
         ({**LLAMA, "model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate = False"),
     ],
 )  # fmt: skip
@@ -319,11 +319,10 @@ def _read_by(module: ModuleType) -> set[str]:
     return {name or other for name, other in _READ.findall(inspect.getsource(module))}
 
 
-def test_unknown_model_type_names_the_known_ones() -> None:
-    with pytest.raises(CheckpointError, match="did you mean 'llama'") as caught:
+def test_unknown_model_type_names_the_nearest_one() -> None:
+    with pytest.raises(CheckpointError, match=r"'lama' is not supported; .*docs/families.md; nearest: llama$"):
         family_of_config({"model_type": "lama"})
-    assert all(family.name in str(caught.value) for family in FAMILIES)
-    with pytest.raises(CheckpointError, match="has no model_type"):
+    with pytest.raises(CheckpointError, match="model_type is missing"):
         family_of_config({"hidden_size": 3})
 
 
@@ -401,16 +400,16 @@ def test_the_first_family_that_fits(changes: dict[str, Any], name: str) -> None:
     ("changes", "told"),
     [
         ({"moe": {**MOE, "score": "sigmoid"}}, "moe.score = 'sigmoid' has no counterpart"),
-        ({"moe": {**MOE, "layers": [1]}}, "mixtral: moe.layers must name every layer"),
+        ({"moe": {**MOE, "layers": [1]}}, "mixtral: moe.layers must be all layers"),
         ({"attention_sinks": True}, "llama: attention_sinks = True has no counterpart"),
         ({"logit_softcap": 3.0}, "llama: logit_softcap = 3.0 has no counterpart"),
         ({**GEMMA_LIKE, "attention_scale": 0.3}, "attention_scale must be 1 / sqrt(a whole number), not 0.3"),
         ({"norm_position": "both"}, "llama: norm_position = 'both' has no counterpart"),
-        ({**OSS, "sliding_window": None, "activation_limit": None}, "gpt_oss: activation_limit must be given"),
+        ({**OSS, "sliding_window": None, "activation_limit": None}, "gpt_oss: activation_limit is missing"),
         ({**DEEPSEEK, "attention_scale": 0.5}, "deepseek_v3: attention_scale = 0.5 has no counterpart"),
         (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "group_score": "max"}}, "moe.group_score must be 'top2', not 'max'"),
-        (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "layers": [0]}}, "moe.layers must be all layers from 0 on"),
-        (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "shared_ffn_hidden_size": 9}}, "must be a multiple of 8, at least one"),
+        (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "layers": [0]}}, "moe.layers must be all layers from 0 to the last"),
+        (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "shared_ffn_hidden_size": 9}}, "must be a positive multiple of moe.ffn_hidden_size = 8"),
         ({"mla": MLA}, "llama: mla = MlaConfig("),
     ],
 )  # fmt: skip
@@ -502,7 +501,7 @@ def test_experts_whose_rows_take_turns() -> None:
 
 def test_heads_that_follow_each_other() -> None:
     names = [f"model.layers.0.{name}" for name in "qk"]
-    rule = TensorRule("{i}.fused", tuple(name.replace("0", "{i}") for name in names), by="kv")
+    rule = TensorRule("{i}.fused", tuple(name.replace("0", "{i}") for name in names), per_head="kv")
     (disk,) = expand_rules([rule], dict.fromkeys(names, (6, 3)), 1, heads={"kv": 2}).values()
     assert (disk.name, disk.shape) == ("0.fused", (12, 3))
     assert [(slab.name, slab.offset) for slab in disk.slabs] == [(name, (at, 0)) for at in (0, 3) for name in names]

@@ -268,7 +268,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "expected keys with values, found list"),
     "unknown model_type": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="mamba")),
-        "model_type 'mamba' is not known.*known: llama, mistral, qwen2, qwen3, gpt2",
+        "model type 'mamba' is not supported; supported families: docs/families.md; nearest: mamba2",
     ),
     "shard missing": (lambda f: shard(f).unlink(), r"model-00001-of-\d+.safetensors is missing, which holds"),
     "shard truncated": (cut_short, r"model-00001-of-\d+.safetensors: truncated: \d+ bytes instead of \d+"),

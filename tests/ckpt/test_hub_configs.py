@@ -126,15 +126,15 @@ def test_a_folder_of_the_hub_is_the_preset(name: str) -> None:
     assert family_for_model(model).name == HUB[name]["model_type"]
 
 
-def test_another_way_of_seeing_is_refused() -> None:
+def test_another_vision_language_model_is_refused() -> None:
     raw = {
         "model_type": "qwen3_vl",
         "hidden_size": 2048,
         "vision_config": {"depth": 32, "deepstack_visual_indexes": [5]},
     }
-    with pytest.raises(CheckpointError, match="'qwen3_vl' sees images in a way that mega does not know") as error:
+    with pytest.raises(CheckpointError, match="vision-language model type 'qwen3_vl' is not supported") as error:
         family_of_config(raw)
-    assert error.value.hint == "models that see: llava, llava_next, gemma3, qwen2_5_vl"
+    assert error.value.hint == "supported: llava, llava_next, gemma3, qwen2_5_vl"
 
 
 def test_what_qwen_with_its_eyes_cannot_be() -> None:
@@ -143,9 +143,9 @@ def test_what_qwen_with_its_eyes_cannot_be() -> None:
     assert not family_of_config(whole).unread_keys(whole)
     assert family_of_config(whole).unread_keys({**whole, "wings": 2}) == ["wings"]
     for change, said in (
-        ({"vision_config": {**tower, "out_hidden_size": 2048}}, "out_hidden_size = 2048 is not hidden_size = 3584"),
+        ({"vision_config": {**tower, "out_hidden_size": 2048}}, "out_hidden_size = 2048 must equal hidden_size = 3584"),
         ({"vision_config": {**tower, "in_chans": 1}}, "in_chans = 1"),
-        ({"vision_config": {**tower, "rope_parameters": {"rope_type": "axial", "rope_theta": 5.0}}}, "not axial"),
+        ({"vision_config": {**tower, "rope_parameters": {"rope_type": "axial", "rope_theta": 5.0}}}, "must be axial"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported"),
     ):
         with pytest.raises(CheckpointError, match=said):
@@ -157,7 +157,7 @@ def test_what_gemma3_cannot_be_with_its_eyes() -> None:
     text = {**whole["text_config"], "final_logit_softcapping": 30.0}
     llama = {"model_type": "llama", "hidden_size": 64}
     for change, said in (
-        ({"mm_tokens_per_image": 200}, "200 is no square that divides 64 x 64 patches"),
+        ({"mm_tokens_per_image": 200}, "200 must be a square that divides 64 x 64 patches"),
         ({"text_config": text}, "final_logit_softcapping = 30.0 is not supported"),
         ({"text_config": llama}, "must be gemma3_text, not llama"),
     ):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mega_ckpt.families.image_processor import (
     FILE,
-    WHOLE,
+    PROCESSOR_FILE,
     apply_image_processor,
     build_preprocessor_config,
     image_processor_section,
@@ -85,9 +85,9 @@ def test_written_for_transformers_and_read_from_it(tmp_path: Path, name: str) ->
 def test_the_section_of_a_processor_goes_first(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps({"image_mean": 0.5}))
     assert apply_image_processor(VisionConfig(**TOWER), said(tmp_path)).mean == HALF
-    (tmp_path / WHOLE).write_text(json.dumps({"image_seq_length": 3}))
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps({"image_seq_length": 3}))
     assert apply_image_processor(VisionConfig(**TOWER), said(tmp_path)).mean == HALF
-    (tmp_path / WHOLE).write_text(json.dumps({"image_processor": {"image_mean": list(CLIP_MEAN)}}))
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps({"image_processor": {"image_mean": list(CLIP_MEAN)}}))
     assert apply_image_processor(VisionConfig(**TOWER), said(tmp_path)) == VisionConfig(**TOWER)
 
 

@@ -143,7 +143,7 @@ def test_the_layout_that_is_found_is_printed_and_written_and_is_what_a_run_witho
     status, out, err = small(tmp_path, capsys, "train", "--nproc", "4", "--check", "--no-data")
     checked = yaml.safe_load(out)
     assert status == 0
-    assert "run.yaml has no `parallel`: the fastest that fits 4 ranks of h100" in err
+    assert "run.yaml has no section `parallel`; fastest layout for 4 ranks of h100" in err
     assert (checked["parallel"], checked["batch"]) == (written["parallel"], written["batch"])
     assert small(tmp_path, capsys, "train", "--nproc", "4", "--check", "--no-data", "--set", "parallel.tp=1")[2] == ""
     status, _, err = small(tmp_path, capsys, "plan", *options)

@@ -45,16 +45,16 @@ def test_a_report_is_written(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_report_of_no_run_or_to_no_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status("report", str(tmp_path / "other")) == 2
-    assert "other: no such folder" in capsys.readouterr().err
+    assert "other does not exist" in capsys.readouterr().err
     assert status("report", str(run), "--out", str(tmp_path)) == 2
-    assert f"--out {tmp_path}: cannot be written" in capsys.readouterr().err
+    assert f"--out {tmp_path}: the file cannot be written" in capsys.readouterr().err
 
 
 def test_top_prints_a_run_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status("top", str(run), "--once") == 0
     assert "loss" in capsys.readouterr().out
     assert status("top", str(run.parent)) == 2
-    assert "holds no metrics.jsonl" in capsys.readouterr().err
+    assert "has no metrics.jsonl" in capsys.readouterr().err
 
 
 def test_a_plan_is_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,8 +65,8 @@ def test_a_plan_is_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     plain = page.read_text()
     assert status(*words, "--machine", "h100") == 0
     timed = page.read_text()
-    assert "Memory of each pipeline rank" in plain
+    assert "Peak memory of each pipeline rank" in plain
     assert "1f1b: 4 ranks, 32 microbatches" in plain
     assert "time goes" not in plain
     assert "time goes" in timed
-    assert "the GPU has" in timed
+    assert "GPU memory" in timed

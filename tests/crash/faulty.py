@@ -18,6 +18,7 @@ import yaml
 from mega_cli.main import main
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.run import training_loop, training_run
+from mega_trainer.run.training_context import TrainingContext
 
 
 def faults(text: str, run: Path, rank: str) -> dict[int, str]:
@@ -32,7 +33,7 @@ def plant(kinds: dict[int, str]) -> None:
     """Have this process meet with them."""
     steps, step, whole, at = training_run.run_training_loop, training_loop.train_step, Decoder.whole, [0]
 
-    def noted(job: training_loop.TrainingContext) -> str | None:
+    def noted(job: TrainingContext) -> str | None:
         def faulty(*args: Any, **more: Any) -> Any:
             at[0] = job.state.step + 1
             match kinds.get(at[0]):

@@ -89,7 +89,7 @@ def test_a_lost_node_leaves_a_smaller_run_that_grows_again(settings: Settings, t
         third = job.launch()
         assert ended([first, third]) == [0, 0], job.told()
         told, lines = job.told(), job.lines()
-    assert "going on from the copies in memory, of step 4 on 4 rank(s)" in told
+    assert "resuming from copies in host memory, of step 4 on 4 rank(s)" in told
     assert "on 2 rank(s), steps 5 to 30" in told
     assert len(re.findall(r"on 4 rank\(s\), steps \d+ to 30", told)) == 2
     assert [line["consumed_samples"] for line in lines] == [12 * step for step in range(1, 31)]

@@ -15,14 +15,17 @@ MIXED = [{"path": "a", "kind": "bert"}, {"path": "b", "kind": "text"}]
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"train": MIXED}, r"kind = 'text': bert and text make samples that no one model takes"),
+        ({"train": MIXED}, r"kind = 'text': the kinds bert and text cannot be mixed"),
         ({"train": "a", "valid": {"path": "b", "kind": "t5"}}, "t5 and text make samples"),
         (
             {"train": "a", "kind": "bert", "seq_length": 4},
-            "seq_length = 4: leaves no room for text in a sample of bert",
+            "seq_length = 4: must be at least 5 for the kind bert",
         ),
-        ({"train": "a", "kind": "t5", "eod_mask_loss": True}, "eod_mask_loss = True: is of running text"),
-        ({"train": "a", "kind": "t5", "order": "megatron"}, r"t5.decoder_seq_length: order megatron needs it"),
+        (
+            {"train": "a", "kind": "t5", "eod_mask_loss": True},
+            "eod_mask_loss = True: is not supported with the kind t5",
+        ),
+        ({"train": "a", "kind": "t5", "order": "megatron"}, r"t5.decoder_seq_length: is required with order: megatron"),
         ({"train": "a", "kind": "fim", "fim": {"rate": 1.5}}, r"fim.rate = 1.5"),
         ({"train": "a", "kind": "fim", "fim": {"tokens": ["<a>", "<b>"]}}, "fim.tokens"),
         ({"train": "a", "kind": "BERT"}, "kind = 'BERT'"),

@@ -212,7 +212,7 @@ def test_symbols_that_a_conversion_encodes_differently_are_named(
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     convert_tokenizer(tmp_path / "tokenizer.model", tmp_path / "hf", CORPUS)
     assert (
-        "texts that spell 1 of the 4 special, added and byte tokens have other tokens when converted: <sep>"
+        "the converted tokenizer encodes texts that spell 1 of the 4 special, added and byte tokens differently: <sep>"
         in caplog.text
     )
 

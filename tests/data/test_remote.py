@@ -107,7 +107,7 @@ def test_a_store_that_fails_is_no_damaged_file(
             return super().read(min(size or 0, 20_000))
 
     with monkeypatch.context() as patch:
-        patch.setattr("mega_data.preprocessing.dataset_output.EVERY", 0.0)
+        patch.setattr("mega_data.preprocessing.dataset_output.RECORD_INTERVAL", 0.0)
         patch.setattr("mega_data.preprocessing.text_batches.BATCH", 4000)
         patch.setattr(RemotePath, "open", lambda place: Failing(place.read_bytes()))
         with pytest.raises(ObjectStoreError, match=r"memory://bucket/a.jsonl: OSError: connection reset"):

@@ -82,13 +82,13 @@ def test_no_eos_when_nothing_names_one(tmp_path: Path) -> None:
 def test_what_is_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such tokenizer"):
         Tokenizer(tmp_path / "gpt2")
-    with pytest.raises(DataError, match=r"no tokenizer.json in this folder"):
+    with pytest.raises(DataError, match=r"tokenizer.json is missing in this folder"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(DataError, match=r"only the older tokenizer.model"):
+    with pytest.raises(DataError, match=r"has only tokenizer.model"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    with pytest.raises(DataError, match=r"not a tokenizer.json"):
+    with pytest.raises(DataError, match=r"is not supported by the `tokenizers` library"):
         Tokenizer(tmp_path)
 
 

@@ -51,20 +51,22 @@ def test_sentencepiece(models: Path, tmp_path: Path, name: str, texts: list[str]
 
 
 def test_what_cannot_be_expressed(models: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="neither BPE nor Unigram"):
+    with pytest.raises(DataError, match="neither a BPE nor a Unigram"):
         convert_tokenizer(models / "word.model", tmp_path, TEXTS)
 
 
 def test_a_difference_writes_nothing(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_list_merges", lambda *_: [])
-    with pytest.raises(DataError, match=r"llama.model: document 2 has other tokens when converted: \[") as raised:
+    with pytest.raises(
+        DataError, match=r"llama.model: the converted tokenizer encodes document 2 differently: \["
+    ) as raised:
         convert_tokenizer(models / "llama.model", tmp_path, ["", *TEXTS])
     assert str(raised.value.hint).startswith("nothing was written")
     assert not list(tmp_path.iterdir())
 
 
 def test_no_text_is_no_agreement(models: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no text to compare"):
+    with pytest.raises(DataError, match="the comparison requires text"):
         convert_tokenizer(models / "llama.model", tmp_path, [""])
 
 
@@ -74,7 +76,7 @@ def test_tiktoken(tmp_path: Path) -> None:
     ranks = {token: rank for rank, token in enumerate(TOKENS)}
     file.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()))
     oracle = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<|end|>": len(ranks)})
-    with pytest.raises(DataError, match="does not say how text is cut"):
+    with pytest.raises(DataError, match="requires --pattern"):
         convert_tokenizer(file, tmp_path / "out", TEXTS)
     tokenizer = convert_tokenizer(file, tmp_path / "out", TEXTS, pattern=PATTERN, special_tokens=["<|end|>", "<|pad|>"])
     assert [tokenizer.encode(text) for text in TEXTS] == [oracle.encode(text, allowed_special="all") for text in TEXTS]
@@ -105,7 +107,7 @@ def test_tekken_by_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.bpe", b"", "no format that is known"),
+        ("a.bpe", b"", "is not a supported tokenizer file"),
         ("a.tiktoken", b"xx yy", "cannot be read"),
         ("b.model", b"no", "cannot be read"),
     ],

@@ -18,7 +18,8 @@ from mega_common.errors import CheckpointError, DataError
 from mega_common.lora_config import LoraConfig
 from mega_common.model_config import ModelConfig
 from mega_eval.drafters import ModelDrafter, NgramDrafter
-from mega_eval.inference_engine import EngineRequest, InferenceEngine
+from mega_eval.engine_requests import EngineRequest
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import LoraAdapterSet, load_inference_model
 from mega_eval.page_allocator import PAGE
 from mega_eval.text_stream import GenerationLimits
@@ -54,7 +55,7 @@ def saved(path: Path, family: str, fields: Mapping[str, Any], *loras: LoraConfig
 
 def engine_of(model: Decoder, beside: LoraAdapterSet | None = None, **options: Any) -> InferenceEngine:
     given = {"cache_tokens": 24 * PAGE, "batch_size": 8, "chunk_tokens": 11, **options}
-    return InferenceEngine(model, Numbers(), adapters=beside and beside.choice.selection, **given)
+    return InferenceEngine(model, Numbers(), adapters=beside and beside.pool.selection, **given)
 
 
 def told(engine: InferenceEngine, requests: list[EngineRequest], every: int = 0) -> list[tuple[list[int], list[float]]]:
@@ -135,13 +136,13 @@ def test_adapters_that_cannot_be_apart_are_refused(tmp_path: Path) -> None:
     whole = LoraConfig(rank=2, modules=["q_proj"], modules_to_save=["lm_head"])
     for number, (family, fields, lora, message) in enumerate(
         [
-            ("llama", {}, whole, r"lm_head.weight is replaced whole.*merge-adapter"),
-            ("qwen3_moe", EXPERTS, ALL, r"mlp.experts.gate_up_proj are experts.*merge-adapter"),
+            ("llama", {}, whole, r"lm_head.weight, which is trained in full.*merge-adapter"),
+            ("qwen3_moe", EXPERTS, ALL, r"mlp.experts.gate_up_proj, which belongs to experts.*merge-adapter"),
             (
                 "deepseek_v3",
                 {**LATENT, "moe": V3},
                 LoraConfig(modules=["kv_b_proj"]),
-                r"kv_b_proj widens a latent.*merge-adapter",
+                r"kv_b_proj, which expands a latent.*merge-adapter",
             ),
         ]
     ):

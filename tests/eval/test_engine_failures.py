@@ -12,7 +12,8 @@ from tiny_models import variant
 
 from mega_common.errors import CheckpointError, MegaError
 from mega_eval.drafters import ModelDrafter
-from mega_eval.inference_engine import EngineEvent, EngineRequest, InferenceEngine
+from mega_eval.engine_requests import EngineEvent, EngineRequest
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.page_allocator import PAGE
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits

@@ -62,7 +62,7 @@ def test_white_space_between_tokens_of_json_is_bounded(text: str, allowed: bool,
 def test_grammars_are_compiled_once_and_the_last_are_kept(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars_module, "KEPT", 3)
+    monkeypatch.setattr(grammars_module, "CACHED_GRAMMARS", 3)
     grammars = GrammarCache(tokenizer)
     for number in range(5):
         grammars.compile_and_cache(f'start: "{number}"', {0})
@@ -78,12 +78,12 @@ def test_vocabularies_for_many_sets_of_ends_are_not_kept(tokenizer: Tokenizer) -
     grammars = GrammarCache(tokenizer)
     for end in range(10):
         grammars.compile_and_cache('start: "x"', {end})
-    assert len(grammars._prepared) == grammars_module.KEPT_TOKENIZERS
+    assert len(grammars._prepared) == grammars_module.CACHED_TOKENIZERS
 
 
 def test_a_token_that_a_grammar_does_not_allow_is_an_error(tokenizer: Tokenizer) -> None:
     grammar = GrammarCache(tokenizer).get_grammar_matcher('start: "ab"', {0})
-    with pytest.raises(DataError, match="cannot be followed"):
+    with pytest.raises(DataError, match="cannot continue the text"):
         grammar.accept_token(tokenizer.encode("c")[0])
 
 

@@ -15,7 +15,7 @@ from mega_common.errors import ConfigError
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.training_run import run_training
 
@@ -155,5 +155,5 @@ def test_what_took_too_long_waits_and_what_cannot_be_is_refused(settings: dict[s
         }
     )
     assert [any(name.startswith("eval/") for name in line) for line in lines(settings)] == [True, False, False]
-    with pytest.raises(ConfigError, match=r"nothing.yaml: no such file"):
+    with pytest.raises(ConfigError, match=r"nothing.yaml: the task file does not exist"):
         TrainingTasks(RunConfig.parse({**settings, "eval": {"tasks": ["nothing.yaml"]}}))

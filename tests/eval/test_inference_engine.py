@@ -18,8 +18,9 @@ from tiny_models import BASE, VARIANTS, YARN, variant
 from mega_common.errors import DataError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
-from mega_eval.drafters import AdaptiveDraftLength, Drafter, ModelDrafter, NgramDrafter
-from mega_eval.inference_engine import EngineEvent, EngineRequest, InferenceEngine
+from mega_eval.drafters import ModelDrafter, NgramDrafter
+from mega_eval.engine_requests import AdaptiveDraftLength, Drafter, EngineEvent, EngineRequest
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.page_allocator import PAGE
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits
@@ -82,7 +83,7 @@ def test_requests_that_cannot_be():
     ]:
         with pytest.raises(DataError, match=message):
             engine.add_request(EngineRequest(prompt, limits))
-    with pytest.raises(DataError, match="more than the 128 that the cache has room for"):
+    with pytest.raises(DataError, match="more than the capacity of the KV cache, 128 tokens"):
         engine_of(MODEL).add_request(EngineRequest([1], GenerationLimits(129)))
 
 

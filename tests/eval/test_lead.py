@@ -14,7 +14,8 @@ from tiny_adapters import save_adapter
 from mega_ckpt.source import read_model_config
 from mega_common.errors import DataError
 from mega_common.lora_config import LoraConfig
-from mega_eval.inference_engine import EngineRequest, InferenceEngine
+from mega_eval.engine_requests import EngineRequest
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import LoraAdapterSet, load_inference_model, load_tokenizer
 from mega_eval.multi_rank_inference import BroadcastingEngine, ReplicaLayout, build_replica_groups, follow_engine_calls
 from mega_eval.sampling import Sampling
@@ -53,7 +54,7 @@ def engine_of(
 ) -> InferenceEngine:
     beside = LoraAdapterSet.open_adapters(folder, {name: str(folder / name) for name in "ab"})
     model = load_inference_model(folder, groups=groups, lora_adapters=beside)
-    selection = beside.choice.selection
+    selection = beside.pool.selection
     return kind(model, load_tokenizer(folder), cache_tokens=256, batch_size=6, adapters=selection)
 
 

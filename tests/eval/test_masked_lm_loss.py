@@ -82,11 +82,11 @@ def test_every_token_is_guessed_once_whatever_the_share(model: Decoder, folder: 
 
 
 def test_windows_without_room_are_refused(model: Decoder, folder: Path) -> None:
-    with pytest.raises(DataError, match="windows of 2 tokens have no room beside the special tokens"):
+    with pytest.raises(DataError, match="windows must be longer than the 2 special tokens"):
         evaluate_masked_lm(model, folder / "held-out", 2, Tokenizer(folder))
 
 
 def test_what_is_of_no_use_for_an_encoder_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="an encoder, which continues no text") as told:
+    with pytest.raises(ConfigError, match="an encoder, which does not generate text") as told:
         load_inference_model(folder)
     assert "mega embed" in str(told.value)

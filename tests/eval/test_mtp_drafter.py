@@ -11,9 +11,8 @@ from engines import Numbers, engine_of, model_of, run, tokens_of
 from tiny_models import BASE
 
 from mega_common.model_config import ModelConfig
-from mega_eval.drafters import AdaptiveDraftLength
-from mega_eval.engine_requests import RequestState
-from mega_eval.inference_engine import EngineRequest, InferenceEngine
+from mega_eval.engine_requests import AdaptiveDraftLength, EngineRequest, RequestState
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.page_allocator import PAGE
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits

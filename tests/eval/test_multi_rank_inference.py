@@ -82,7 +82,7 @@ def test_degrees_that_a_model_does_not_allow(tmp_path: Path) -> None:
         build_replica_groups(read_model_config(tmp_path), 0, 3, ReplicaLayout(tp=3))
     with pytest.raises(ConfigError, match="ep = 2"):
         build_replica_groups(read_model_config(tmp_path), 0, 2, ReplicaLayout(ep=2))
-    with pytest.raises(ConfigError, match=r"pp = 64: this model has 2 layers"):
+    with pytest.raises(ConfigError, match=r"pp = 64 must be at most the number of layers of the model, 2"):
         build_replica_groups(read_model_config(tmp_path), 0, 64, ReplicaLayout(pp=64))
 
 

@@ -74,8 +74,8 @@ def test_log_likelihoods_come_with_a_weight(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ("no json", "cannot be read"),
-        ("{}", "no samples"),
-        ("[1]", "no samples"),
+        ("{}", "samples are missing"),
+        ("[1]", "samples are missing"),
         (None, "cannot be read"),
     ],
 )
@@ -90,7 +90,7 @@ def test_files_that_cannot_be_compared(tmp_path: Path, content: str | None, said
 
 def test_other_samples_are_no_pairs(tmp_path: Path) -> None:
     one = write(tmp_path / "1.json", {"a": [1, 0]})
-    with pytest.raises(DataError, match="sample 0 of a is another one"):
+    with pytest.raises(DataError, match="sample 0 of a differs"):
         compare_task_results(one, write(tmp_path / "2.json", {"a": [1, 0]}, document="other"))
     with pytest.raises(DataError, match="no task in common"):
         compare_task_results(one, write(tmp_path / "3.json", {"b": [1, 0]}))

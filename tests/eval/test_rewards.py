@@ -24,7 +24,7 @@ def test_accuracy_and_margin_are_those_of_transformers_and_nothing_else_is_asked
         theirs(torch.tensor([good])).logits.item() - theirs(torch.tensor([bad])).logits.item()
         for (good, _), (bad, _) in made
     ]
-    with pytest.raises(ConfigError, match="a reward model, which scores texts and tells no tokens"):
+    with pytest.raises(ConfigError, match="a reward model, which scores texts and predicts no tokens"):
         load_inference_model(tmp_path / "scorer")
     found = evaluate_preferences(
         load_inference_model(tmp_path / "scorer", dtype=torch.float64, kinds=("reward model",)), tmp_path / "pairs"

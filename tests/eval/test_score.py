@@ -46,12 +46,12 @@ def one_by_one(model: Decoder, pair: ContextContinuation) -> tuple[list[float], 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=6)
-@given(pairs=PAIRS, batch_size=st.integers(1, 4), beside=st.sampled_from([0, 4, 20, 512]))
+@given(pairs=PAIRS, batch_size=st.integers(1, 4), extra_columns=st.sampled_from([0, 4, 20, 512]))
 def test_a_score_is_that_of_the_pair_alone(
-    name: str, pairs: list[ContextContinuation], batch_size: int, beside: int
+    name: str, pairs: list[ContextContinuation], batch_size: int, extra_columns: int
 ) -> None:
     model = MODELS[name]
-    found = score_continuations(model, pairs, batch_size=batch_size, beside=beside)
+    found = score_continuations(model, pairs, batch_size=batch_size, extra_columns=extra_columns)
     for pair, one in zip(pairs, found, strict=True):
         logprobs, greedy = one_by_one(model, pair)
         assert one.logprobs == pytest.approx(logprobs, abs=1e-5, rel=1e-5)
@@ -84,13 +84,13 @@ def test_what_pairs_begin_with_is_computed_once() -> None:
     shots: list[ContextContinuation] = [
         (question + [n] * 5, [1]) for n in range(40)
     ]  # 40 columns for all of a row, 5 for each
-    assert [len(row.tokens) for (row,) in pack_pair_batches(MODELS["plain"], shots, 1, beside=10)] == [
+    assert [len(row.tokens) for (row,) in pack_pair_batches(MODELS["plain"], shots, 1, extra_columns=10)] == [
         100,
         100,
         100,
         60,
     ]
-    apart = pack_pair_batches(MODELS["plain"], [(question, [1]), (question[1:], [1])], 1, beside=10)
+    apart = pack_pair_batches(MODELS["plain"], [(question, [1]), (question[1:], [1])], 1, extra_columns=10)
     assert [len(row.tokens) for (row,) in apart] == [40, 39]
 
 
@@ -113,9 +113,9 @@ def test_windows_predict_each_token_once_with_the_fullest_context(count: int, le
 @pytest.mark.parametrize(
     ("pair", "said"),
     [
-        (([], [1]), "pair 2: its context is empty"),
-        (([1], []), "pair 2: its continuation is empty"),
-        (([1], [VOCAB]), f"pair 2: token {VOCAB} is outside the model's vocabulary of {VOCAB}"),
+        (([], [1]), "pair 2: the context must not be empty"),
+        (([1], []), "pair 2: the continuation must not be empty"),
+        (([1], [VOCAB]), f"pair 2: token ids must be below the model's vocabulary size {VOCAB}, but one is {VOCAB}"),
         (([1] * 64, [1, 1]), "pair 2: its 65 tokens are more than the 64 positions"),
     ],
 )

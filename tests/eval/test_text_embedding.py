@@ -41,7 +41,7 @@ def test_options_and_mistakes(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     np.testing.assert_allclose(np.linalg.norm(compute_embeddings(model, TEXTS, normalize=True), axis=1), 1, atol=1e-6)
     cut: Any = compute_embeddings(model, TEXTS, max_length=4)
     np.testing.assert_allclose(cut[3], cut[0], atol=1e-6)
-    for texts, told in (([[1], []], "text 2 has no tokens"), ([[61]], "text 1 has the token 61")):
+    for texts, told in (([[1], []], "text 2 has no tokens"), ([[61]], "token 61 of text 1 is outside")):
         with pytest.raises(DataError, match=told):
             compute_embeddings(model, texts)
     model.config = model.config.model_copy(update={"causal": True})

@@ -13,10 +13,10 @@ import torch
 from mega_ckpt.store import Checkpoint, latest_checkpoint
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.run.training_run import run_training
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -244,7 +244,7 @@ def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
         )  # fmt: skip
         assert one.tokens == row[0, len(tokens) :].tolist()
     assert len({tuple(one.tokens) for one in found[:3]}) > 1, "images that say nothing"
-    with pytest.raises(DataError, match=r"prompt 1 .*2 image.s., and 1 placeholders  \d+  in the text"):
+    with pytest.raises(DataError, match=r"prompt 1 .*one placeholder  \d+  for each of its 2 image.s., but has 1"):
         generate_completions(model, Numbers(), [ImagePrompt(text, [picture(1), picture(2)])], GenerationLimits(1))
 
 

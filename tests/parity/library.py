@@ -28,8 +28,8 @@ from torch import Tensor
 
 from mega_ckpt.convert import convert_checkpoint
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.engine import TrainingEngine
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.run.build_components import connect_groups
 
 # whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbours

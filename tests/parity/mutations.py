@@ -34,6 +34,7 @@ from torch import Tensor
 from mega_common.errors import NumericalError
 from mega_data.batch_loader import StepBatch
 from mega_trainer.data import micro_batch as batches
+from mega_trainer.data import token_counts
 from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, SequenceBounds
 from mega_trainer.distributed import rng
 from mega_trainer.distributed.comm import CommGroup, RingTransfer, all_reduce
@@ -167,18 +168,20 @@ def _mean_of_means() -> Any:
     def mean(self: OutputHead, hidden: Tensor, output: OutputProjection, targets: HeadTargets) -> tuple[Tensor, Tensor]:
         return real(self, hidden, output, replace(targets, weights=targets.weights / targets.weights.sum()))
 
-    with swap(train_step, "count_step_tokens", count_batches), swap(OutputHead, "compute_token_loss", mean):
+    with swap(token_counts, "count_step_tokens", count_batches), swap(OutputHead, "compute_token_loss", mean):
         yield
 
 
 def _own_tokens() -> AbstractContextManager[Any]:
     """Those of a data rank, and of a context rank about its share."""
-    return swap(train_step, "count_step_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
+    return swap(token_counts, "count_step_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
 
 
 def _tokens_of_every_rank() -> AbstractContextManager[Any]:
-    real = train_step.count_local_tokens
-    return swap(train_step, "count_local_tokens", lambda batch, further, groups: real(batch, further, ParallelGroups()))
+    real = token_counts.count_local_tokens
+    return swap(
+        token_counts, "count_local_tokens", lambda batch, further, groups: real(batch, further, ParallelGroups())
+    )
 
 
 def _loss_of_every_rank() -> AbstractContextManager[Any]:

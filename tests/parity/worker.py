@@ -23,17 +23,18 @@ from mega_data.images.image_geometry import compute_native_size, list_placeholde
 from mega_data.kinds.dataset_kind import SampleImages
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data import token_counts
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.comm import CommLog
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run import build_components, training_run
-from mega_trainer.run import train_step as step
 from mega_trainer.run.train_state import TrainState
-from mega_trainer.run.train_step import StepResult, train_step
+from mega_trainer.run.train_step import train_step
 
 FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
 Held = Mapping[str, ShardedTensor]
@@ -98,7 +99,7 @@ class Trainer:
         batch = self.batches(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(split_micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
         settings = self.config.optimizer
-        tokens = step.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
+        tokens = token_counts.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
         result = train_step(
             self.executor, self.optimizer, micro, tokens=tokens,
             lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,

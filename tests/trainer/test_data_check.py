@@ -54,12 +54,16 @@ def check(
         ({"train": "with", "valid": "gone"}, 300, None),  # which is not asked for
         ({"train": "with", "tokenizer": "gone"}, 300, "data.tokenizer = 'gone'"),
         ({"train": "with"}, 200, "the tokenizer has"),
-        ({"train": "foreign"}, 300, "foreign: has the token 999, and model.vocab_size is 300"),
+        ({"train": "foreign"}, 300, "foreign must have tokens below model.vocab_size = 300, found 999"),
         ({"train": "foreign"}, 1000, None),
         ({"train": "without", "reset_attention_mask": True}, 300, "without: its documents do not end"),
         ({"train": ["with", "without"], "reset_position_ids": True}, 300, "without: its documents do not end"),
         ({"train": "with", "reset_attention_mask": True}, 300, None),
-        ({"train": "foreign", "reset_attention_mask": True}, 1000, "the tokenizer has no end-of-document token"),
+        (
+            {"train": "foreign", "reset_attention_mask": True},
+            1000,
+            "requires a tokenizer with an end-of-document token",
+        ),
     ],
 )
 def test_data_that_will_not_do_is_told(

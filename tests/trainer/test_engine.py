@@ -32,7 +32,7 @@ import mega_trainer
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.source import open_weight_source
 from mega_common.errors import ConfigError, DataError
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.model.expert_router import ExpertRouter
 
 EXAMPLE = Path(__file__).parents[2] / "examples/rl"
@@ -124,7 +124,7 @@ def test_the_package_exports_the_engine_and_reads_what_a_run_yaml_says() -> None
     again = engine.train_step([[1, 2, 3], [4, 5, 6, 7]], lambda given: -sum(each.mean() for each in given), lr=0.1)
     assert (first.tokens, engine.step) == (5, 2)
     assert again.loss < first.loss
-    with pytest.raises(DataError, match=r"sequence 1 has 8 tokens; each needs from 2 to data.seq_length \+ 1 = 7"):
+    with pytest.raises(DataError, match=r"from 2 to data.seq_length \+ 1 = 7 tokens, found 8 in sequence 1"):
         engine.log_probs([[1, 2], [1] * 8])
     with pytest.raises(DataError, match="sequence 0 has 1 tokens"):
         engine.log_probs([[1]])

@@ -19,7 +19,7 @@ from mega_ckpt.source import open_weight_source
 from mega_common.errors import CheckpointError, ConfigError
 from mega_eval.model_loading import load_inference_model
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.run.training_run import run_training
 
 M, S = 8, 32
@@ -81,13 +81,16 @@ def test_megatrons_own_is_refused() -> None:
 
 
 def test_what_asks_without_neighbours_is_refused(whole: Path) -> None:
-    with pytest.raises(ConfigError, match="reads neighbours of its text, which no prompt brings"):
+    with pytest.raises(ConfigError, match="requires retrieved neighbours of each text"):
         load_inference_model(whole, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
 
 
 @pytest.mark.parametrize(
     ("to", "told"),
-    [("hf", "no HuggingFace family reads neighbours"), ("megatron", "reads neighbours .retro., and mega writes no")],
+    [
+        ("hf", "retro is not supported by any HuggingFace family"),
+        ("megatron", "reads neighbours .retro., and mega writes no"),
+    ],
 )
 def test_others_formats_are_refused(whole: Path, tmp_path: Path, to: str, told: str) -> None:
     with pytest.raises(CheckpointError, match=told):

@@ -12,26 +12,26 @@ from torch import Tensor
 from mega_ckpt.manifest import DTYPES, Manifest, TensorChunk, TensorEntry
 from mega_ckpt.shard_files import ShardFile, ShardSlab, check_file_size
 from mega_ckpt.storage import open_storage_folder
-from mega_ckpt.tensor_pieces import TensorBox, TensorShape, copy_overlap
+from mega_ckpt.tensor_pieces import TensorBox, TensorShape, box_overlap, copy_overlap
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
 
-# What keys of tensors begin with; the last are a HuggingFace folder's that are no weights.
+# Prefixes of tensor keys; the last one is of buffers of a HuggingFace folder.
 WEIGHTS, OPTIMIZER, BUFFERS = "weights/", "optimizer/", "hf/"
-AVERAGE = OPTIMIZER + "ema/"  # of weights, as `train.ema` makes it
-# A run of a thousand ranks leaves thousands of shards; a process may often open no more than 1,024 files.
+AVERAGE = OPTIMIZER + "ema/"  # exponential moving average of the weights (`train.ema`)
+# A run of a thousand ranks writes thousands of shards; the limit of open files is often 1,024.
 MAX_OPEN_SHARDS = 128
 
 
 class Checkpoint:
     """An open checkpoint. Files are mapped when first accessed; reading a slice reads only the bytes of that slice.
 
-    With `verify`, each chunk that is touched is read whole, once, and compared with its checksum.
+    With `verify`, each chunk that is accessed is read whole, once, and compared with its checksum.
 
     Attributes:
-        folder: where the manifest is.
-        files: where what it names is: there too, or on an object store one below.
+        folder: folder of the manifest.
+        files: folder of the files in the manifest: `folder`, or on an object store a subfolder of it.
     """
 
     def __init__(self, folder: Location, manifest: Manifest, *, verify: bool = True) -> None:
@@ -45,8 +45,8 @@ class Checkpoint:
             for chunk in tensor.chunks:
                 slab = ShardSlab(key, DTYPES[tensor.dtype], tensor.shape, chunk.offset, chunk.shape)
                 self._layout[chunk.file].append((chunk, slab))
-        for held in self._layout.values():
-            held.sort(key=lambda pair: (pair[0].begin, pair[0].end, pair[1].sort_key))
+        for chunks in self._layout.values():
+            chunks.sort(key=lambda pair: (pair[0].begin, pair[0].end, pair[1].sort_key))
 
     @classmethod
     def open_folder(cls, folder: Location, *, verify: bool = True) -> Checkpoint:
@@ -65,7 +65,7 @@ class Checkpoint:
         """Check that a file exists, is a regular file, and has its full length.
 
         Raises:
-            CheckpointError: when not, naming what the file holds.
+            CheckpointError: otherwise, naming the tensors in the file.
         """
         keys = list(dict.fromkeys(key for key, _ in self.chunks_in_file(name)))
         check_file_size(self.files / name, partial(self._storage.file_size, name), self.manifest.files[name], keys)
@@ -98,10 +98,10 @@ class Checkpoint:
         """Return the manifest entry of a tensor.
 
         Raises:
-            CheckpointError: when there is no such tensor.
+            CheckpointError: when the tensor is missing.
         """
         if key not in self.manifest.tensors:
-            raise CheckpointError(f"{self.folder}: there is no tensor {key} in it")
+            raise CheckpointError(f"{self.folder}: the tensor {key} is missing")
         return self.manifest.tensors[key]
 
     def tensor_shape(self, key: str) -> TensorShape:
@@ -116,14 +116,14 @@ class Checkpoint:
         """Read the box [offset, offset + shape) of a tensor, by default the whole, into new host memory.
 
         Raises:
-            CheckpointError: when there is no such tensor or the bytes are damaged.
+            CheckpointError: when the tensor is missing, or the bytes are damaged.
         """
         whole = self.tensor_shape(key)
         offset = offset or (0,) * len(whole)
         shape = tuple(n - o for n, o in zip(whole, offset, strict=True)) if shape is None else shape
         box = TensorBox(offset, torch.empty(shape, dtype=self.tensor_dtype(key)))
         for chunk in self.tensor_entry(key).chunks:
-            if _overlaps(offset, shape, chunk):
+            if box_overlap(offset, shape, chunk.offset, chunk.shape):
                 copy_overlap(box, TensorBox(chunk.offset, self.map_chunk(key, chunk)))
         return box.tensor
 
@@ -147,11 +147,7 @@ class Checkpoint:
             self.check_file(name)
             if len(self._shards) >= MAX_OPEN_SHARDS:
                 del self._shards[next(iter(self._shards))]
-            held = self._layout[name]
-            first_byte, slabs = held[0][0].begin, [slab for _, slab in held]
+            chunks = self._layout[name]
+            first_byte, slabs = chunks[0][0].begin, [slab for _, slab in chunks]
             self._shards[name] = ShardFile(self.files / name, slabs, first_byte)
         return self._shards[name]
-
-
-def _overlaps(offset: TensorShape, shape: TensorShape, chunk: TensorChunk) -> bool:
-    return all(a < o + n and o < a + m for a, m, o, n in zip(offset, shape, chunk.offset, chunk.shape, strict=True))

@@ -1,10 +1,10 @@
 """Mapping of the elements of local tensors to global tensors of the model.
 
-A *piece* says that a rectangle of a local tensor is a rectangle of a named global tensor. A plain weight has one piece, a
+A *piece* maps a rectangle of a local tensor to a rectangle of a named global tensor. A plain weight has one piece, a
 fused gate-up projection two, a fused query-key-value projection three. Names and global shapes are canonical:
-HuggingFace-shaped, unfused, vocabulary unpadded, so that no layout of ranks ever shows in a checkpoint.
+HuggingFace-shaped, unfused, vocabulary unpadded, so that checkpoints are independent of the parallel layout.
 
-Checkpoints, resharding, conversion, ZeRO slices, initialisation and the gradient norm are all written in terms of pieces.
+Checkpoints, resharding, conversion, ZeRO shards, initialization and the gradient norm are all written in terms of pieces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 TensorShape = tuple[int, ...]
 
-# A checksum covers a slab, so a reader that checks reads whole slabs: small ones suit it, large ones the manifest.
+# A checksum covers a slab, so verified reads read whole slabs: small slabs favor reads, large ones a small manifest.
 MAX_SLAB_BYTES = 32 << 20
 
 
@@ -103,13 +103,11 @@ def boxes_of_flat_range(
     for low, extent, first in split_flat_range(local_shape, start, start + flat.numel()):
         block = flat[first - start : first - start + math.prod(extent)].view(extent)
         for piece in pieces:
-            begin = tuple(map(max, low, piece.local_start))
-            end = tuple(
-                min(a + n, b + m) for a, n, b, m in zip(low, extent, piece.local_start, piece.shape, strict=True)
-            )
-            if any(b >= e for b, e in zip(begin, end, strict=True)):
+            overlap = box_overlap(low, extent, piece.local_start, piece.shape)
+            if overlap is None:
                 continue
-            inner = block[tuple(slice(b - a, e - a) for b, e, a in zip(begin, end, low, strict=True))]
+            begin, size = overlap
+            inner = crop_tensor(block, tuple(b - a for b, a in zip(begin, low, strict=True)), size)
             offset = tuple(g + b - s for g, b, s in zip(piece.global_offset, begin, piece.local_start, strict=True))
             out.setdefault(piece.name, ShardedTensor(piece.global_shape, [])).boxes.append(TensorBox(offset, inner))
     return out
@@ -124,7 +122,7 @@ def split_flat_range(shape: TensorShape, start: int, stop: int) -> Iterator[tupl
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # whole rows are [first, last)
-    if first > last:  # the range lies inside one row
+    if first > last:  # the range is inside one row
         yield from _row_part(shape, start // row, start, stop)
         return
     if start < first * row:
@@ -145,8 +143,8 @@ def split_box(shape: TensorShape, max_elements: int) -> Iterator[tuple[TensorSha
     """Split a box into boxes (offset, shape) of at most `max_elements`, contiguous in row-major order and in that
     order.
 
-    The parts are equal and a power of two in number, as far as that goes: cuts by other powers of two, which are what
-    most layouts make, then fall on the same places.
+    The number of parts is a power of two and their sizes are equal where possible, so that they align with shards of most
+    parallel layouts.
     """
     axis = next((axis for axis, n in enumerate(shape) if n > 1), None)
     if axis is None or math.prod(shape) <= max_elements:
@@ -172,19 +170,18 @@ def split_into_slabs(box: TensorBox, max_bytes: int) -> Iterator[TensorBox]:
 def select_replica_share(
     tensors: Mapping[str, ShardedTensor], rank: int, size: int, max_bytes: int = MAX_SLAB_BYTES
 ) -> dict[str, ShardedTensor]:
-    """Return the part of replicated boxes that one of `size` ranks saves.
-
-    Together they bring each element once, and each about as many bytes.
+    """Return the part of replicated boxes that one of `size` ranks saves: each element is saved by one rank, and all
+    ranks save about the same number of bytes.
     """
     if size == 1:
         return dict(tensors)
     out: dict[str, ShardedTensor] = {}
-    loads = [(0, taker) for taker in range(size)]  # a heap
+    loads = [(0, saver) for saver in range(size)]  # a heap
     for name, held in tensors.items():
         for slab in (slab for box in held.boxes for slab in split_into_slabs(box, max_bytes)):
-            load, taker = loads[0]
-            heapq.heapreplace(loads, (load + slab.tensor.nbytes, taker))
-            if taker == rank:
+            load, saver = loads[0]
+            heapq.heapreplace(loads, (load + slab.tensor.nbytes, saver))
+            if saver == rank:
                 out.setdefault(name, ShardedTensor(held.shape, [])).boxes.append(slab)
     return out
 
@@ -198,21 +195,25 @@ def merge_sharded(parts: Iterable[Mapping[str, ShardedTensor]]) -> dict[str, Sha
     return out
 
 
+def box_overlap(
+    offset: TensorShape, shape: TensorShape, other_offset: TensorShape, other_shape: TensorShape
+) -> tuple[TensorShape, TensorShape] | None:
+    """Return the overlap of two boxes of a tensor as (offset, shape); None if it has no elements."""
+    begin = tuple(map(max, offset, other_offset))
+    end = tuple(min(a + n, b + m) for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True))
+    return (begin, tuple(e - b for b, e in zip(begin, end, strict=True))) if all(map(int.__lt__, begin, end)) else None
+
+
 def copy_overlap(destination: TensorBox, source: TensorBox) -> int:
     """Copy the overlap of two boxes of a global tensor; return the number of elements copied."""
-    begin = tuple(map(max, destination.offset, source.offset))
-    end = tuple(
-        min(a + n, b + m)
-        for a, n, b, m in zip(
-            destination.offset, destination.tensor.shape, source.offset, source.tensor.shape, strict=True
-        )
-    )
-    if any(b >= e for b, e in zip(begin, end, strict=True)):
+    overlap = box_overlap(destination.offset, destination.tensor.shape, source.offset, source.tensor.shape)
+    if overlap is None:
         return 0
-    to, of = (
-        tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, box.offset, strict=True))
+    begin, shape = overlap
+    target, origin = (
+        crop_tensor(box.tensor, tuple(b - o for b, o in zip(begin, box.offset, strict=True)), shape)
         for box in (destination, source)
     )
     with torch.no_grad():
-        destination.tensor[to].copy_(source.tensor[of])
-    return math.prod(e - b for b, e in zip(begin, end, strict=True))
+        target.copy_(origin)
+    return math.prod(shape)

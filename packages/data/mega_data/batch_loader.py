@@ -42,11 +42,11 @@ class StepBatch:
 
     Attributes:
         sample_ids: int64 [n], the samples' numbers in the data set.
-        images: of each sample that has any; none at all where no data set has.
-        source: of samples for an encoder-decoder, whose decoder the rest is about.
+        images: images of each sample, or None; empty if no data set has images.
+        source: encoder input of samples for an encoder-decoder; the other fields are then those of the decoder.
         pair_labels: int64 [n].
-        neighbors: int64 [n, S / m, K, 2m], as in `Sample`; all -1 for samples that nothing is retrieved for, and None where
-            there are no others.
+        neighbors: int64 [n, S / m, K, 2m], as in `TrainingSample`; all -1 for samples without neighbors, and None if no
+            sample has any.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -65,15 +65,15 @@ class StepBatch:
 class BatchLoader:
     """Iterator over this data rank's share of successive global batches.
 
-    A step has the samples [g, g + global_batch), of which each rank has n = global_batch / dp_size, as `dealt` deals them.
-    Where the batch is not always as large, `global_batch` tells its size from the samples consumed before it.
-    `consumed_samples` is its only state: the samples of all batches handed out so far, over all ranks. A loader made
-    with that number goes on with the next batch, in any world size.
+    A step has the samples [g, g + global_batch); each rank gets n = global_batch / dp_size of them, by
+    `balance_samples`. For a batch size that changes, `global_batch` is a function of the consumed samples.
+    `consumed_samples` is the only state: the number of samples of all returned batches, over all ranks. A loader
+    created with that number continues with the next batch, in any world size.
 
-    One thread reads `prefetch` batches ahead; its errors are raised where the batch would have come.
+    One thread reads `prefetch` batches ahead; its errors are raised in place of the batch.
 
     Raises:
-        ConfigError: when the ranks cannot share the global batch evenly.
+        ConfigError: if the global batch is not a multiple of the number of data ranks.
     """
 
     def __init__(
@@ -108,23 +108,23 @@ class BatchLoader:
                 self.consumed_samples += size
                 yield batch
         finally:
-            # Not waiting: what is being read ends by itself, and what waits is dropped.
+            # Do not wait: the current read ends by itself, and queued ones are dropped.
             reader.shutdown(wait=False, cancel_futures=True)
 
     def _divide_batch(self, global_batch: int) -> int:
         if global_batch % self._dp_size:
             raise ConfigError(
-                f"batch.global = {global_batch} cannot be shared evenly by {self._dp_size} data-parallel ranks",
+                f"batch.global = {global_batch}: must be a multiple of the {self._dp_size} data-parallel ranks",
                 hint=f"use a multiple of {self._dp_size}",
             )
         return global_batch // self._dp_size
 
     def _load_batch(self, begin: int, share: int) -> StepBatch:
         ids = begin + self._select_own_samples(range(begin, begin + share * self._dp_size))
-        found = [self._dataset[k] for k in ids.tolist()]
-        samples = [sample for sample in found if isinstance(sample, TrainingSample)]
+        loaded = [self._dataset[k] for k in ids.tolist()]
+        samples = [sample for sample in loaded if isinstance(sample, TrainingSample)]
         if not samples:
-            return _stack_t5_samples([sample for sample in found if isinstance(sample, T5Sample)], ids)
+            return _stack_t5_samples([sample for sample in loaded if isinstance(sample, T5Sample)], ids)
         documents = [sample.document_ids for sample in samples]
         types = [sample.token_types for sample in samples if sample.token_types is not None]
         labels = [sample.pair_label for sample in samples if sample.pair_label is not None]
@@ -146,9 +146,8 @@ class BatchLoader:
     def _select_own_samples(self, step: range) -> npt.NDArray[np.int64]:
         if self._dp_size == 1:
             return np.arange(len(step))
-        own: npt.NDArray[np.int64] = balance_samples(self._dataset.estimate_attention_work(step), self._dp_size)[
-            self._dp_rank
-        ]
+        assigned = balance_samples(self._dataset.estimate_attention_work(step), self._dp_size)
+        own: npt.NDArray[np.int64] = assigned[self._dp_rank]
         return own
 
     def _fill_document_ids(self, document_ids: npt.NDArray[np.int32] | None) -> npt.NDArray[np.int32]:
@@ -161,23 +160,23 @@ class BatchLoader:
 
 def _stack_neighbors(samples: Sequence[TrainingSample]) -> npt.NDArray[np.int64] | None:
     """Stack the neighbors of samples, int64 [n, S / m, K, 2m], with -1 for samples without; None if no sample has any."""
-    found = [sample.neighbors for sample in samples]
-    some = next((each for each in found if each is not None), None)
-    if some is None:
+    neighbors = [sample.neighbors for sample in samples]
+    first = next((each for each in neighbors if each is not None), None)
+    if first is None:
         return None
-    return np.stack([np.full_like(some, -1) if each is None else each for each in found])
+    return np.stack([np.full_like(first, -1) if each is None else each for each in neighbors])
 
 
 def _stack_t5_samples(samples: Sequence[T5Sample], ids: npt.NDArray[np.int64]) -> StepBatch:
     """Stack samples of an encoder-decoder into one batch."""
     tokens = np.stack([sample.decoder_tokens for sample in samples])
-    seen = np.stack([sample.encoder_mask for sample in samples])
-    lengths = seen.sum(1)
-    inside = (seen != (np.arange(seen.shape[1]) < lengths[:, None])).any(1)
-    if inside.any():
+    mask = np.stack([sample.encoder_mask for sample in samples])
+    lengths = mask.sum(1)
+    has_inner_padding = (mask != (np.arange(mask.shape[1]) < lengths[:, None])).any(1)
+    if has_inner_padding.any():
         raise DataError(
-            f"sample {ids[inside.argmax()]}: the encoder's text has the token that stands for padding",
-            hint="the tokenizer's padding must be a token that no text has",
+            f"sample {ids[has_inner_padding.argmax()]}: the encoder's text contains the padding token",
+            hint="use a tokenizer whose padding token occurs in no text",
         )
     return StepBatch(
         tokens=tokens,
@@ -191,24 +190,29 @@ def _stack_t5_samples(samples: Sequence[T5Sample], ids: npt.NDArray[np.int64]) -
 
 
 def balance_samples(work: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
-    """Assign the samples of a step to data ranks, equally many each and with about equal work; returns int64 [ranks,
-    samples / ranks] for `work` int64 [samples].
+    """Assign the samples of a step to data ranks, equally many each and with about equal work.
 
-    Samples of equal work go by number, the first of them to the first rank. Others go the largest first, each to the rank
-    with the least work so far that has room (Graham 1969), so that the n-th ones of the ranks, which wait for each other
-    where gradients or weights are exchanged after every micro-batch, are about equal too.
+    If all samples have equal work, they are assigned by number. Otherwise the largest come first, each to the rank with
+    the least work so far that has fewer than its share (Graham 1969). So the n-th samples of the ranks, which wait for
+    each other if gradients or weights are exchanged after every micro-batch, have about equal work as well.
+
+    Args:
+        work: int64 [samples].
+
+    Returns:
+        Sample numbers, int64 [ranks, samples / ranks].
     """
     share = work.size // ranks
     if (work == work[0]).all():
         return np.arange(work.size).reshape(ranks, share)
-    hands: list[list[int]] = [[] for _ in range(ranks)]
-    open_hands = [(0, rank) for rank in range(ranks)]
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
+    open_ranks = [(0, rank) for rank in range(ranks)]
     order = np.argsort(-work, kind="stable")
     for sample, size in zip(order.tolist(), work[order].tolist(), strict=True):
-        total, rank = open_hands[0]
-        hands[rank].append(sample)
-        if len(hands[rank]) < share:
-            heapreplace(open_hands, (total + size, rank))
+        total, rank = open_ranks[0]
+        assigned[rank].append(sample)
+        if len(assigned[rank]) < share:
+            heapreplace(open_ranks, (total + size, rank))
         else:
-            heappop(open_hands)
-    return np.array(hands)
+            heappop(open_ranks)
+    return np.array(assigned)

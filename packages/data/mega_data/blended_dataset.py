@@ -44,8 +44,9 @@ class SampleBlend(Protocol):
 
 
 class BlendedDataset:
-    """Samples of a blend of data sets. In order `megatron` only the requested total exists, else any number that
-    `max_epochs` allows.
+    """Samples of a blend of data sets.
+
+    In order `megatron` only the requested total exists, else any number that `max_epochs` allows.
 
     Raises:
         DataError: on reading a sample past the end.
@@ -64,11 +65,12 @@ class BlendedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint (32 hex digits) of everything that sample k depends on: order, seed, weights, contents, rules. A
-        resumed run compares it with the one in its checkpoint to detect changed data.
+        """Fingerprint (32 hex digits) of everything that sample k depends on: order, seed, weights, contents, rules.
+
+        A resumed run compares it with the one in its checkpoint to detect changed data.
         """
-        told = [self._blend.identity, *(source.identity for source in self._sources), repr(self._rules)]
-        return xxhash.xxh3_128_hexdigest("\n".join(told).encode())
+        identities = [self._blend.identity, *(source.identity for source in self._sources), repr(self._rules)]
+        return xxhash.xxh3_128_hexdigest("\n".join(identities).encode())
 
     def __getitem__(self, k: int) -> Any:
         """Return sample `k`: a `TrainingSample`, or the sample type of its dataset kind (`BertSample`, `T5Sample`)."""
@@ -77,12 +79,12 @@ class BlendedDataset:
 
     def estimate_attention_work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the approximate number of attended token pairs in each of some samples, int64 [n]."""
-        sources, places = np.array([self._blend.locate_sample(k) for k in numbers]).T
-        found = np.empty(len(numbers), np.int64)
+        sources, positions = np.array([self._blend.locate_sample(k) for k in numbers]).T
+        work = np.empty(len(numbers), np.int64)
         for source in np.unique(sources).tolist():
-            own = sources == source
-            found[own] = self._sources[source].work(places[own])
-        return found
+            selected = sources == source
+            work[selected] = self._sources[source].estimate_attention_work(positions[selected])
+        return work
 
     @property
     def samples_per_epoch(self) -> float:
@@ -101,7 +103,7 @@ class BlendedDataset:
         for part, source, count in zip(self._parts, self._sources, self._blend.count_samples(k), strict=True):
             name = str(part.reader.prefix if part.source is None else part.source.path)
             counts[name] += count
-            # An index that nobody has needed yet is not made for this.
+            # `samples_per_epoch` may build an index, so a data set that was not read is estimated by its tokens.
             passes[name] += source.samples_per_epoch if count else part.num_tokens / self._seq_length
         return {name: count / passes[name] for name, count in counts.items()}
 
@@ -117,51 +119,55 @@ def build_blended_datasets(
 ) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
     """Return the train, valid and test sets of a run.
 
-    `samples` says how many samples the run will read of "train", "valid" and "test"; order `megatron` depends on it,
-    order `stable` does not. `tokenizer` is that of the data, which the kinds `fim`, `bert`, `masked` and `t5` need; by default
-    the one that `config` names. `vision` is what the model sees images with. Valid and test are None when none is asked for
-    or `split` gives them nothing.
+    Valid and test are None if no samples of them are requested or their share of `split` is zero.
+
+    Args:
+        samples: number of samples that the run reads of "train", "valid" and "test"; order `megatron` depends on it,
+            the other orders do not.
+        eod: end-of-document token, or None.
+        tokenizer: tokenizer of the data, for the kinds `fim`, `bert`, `masked` and `t5`; by default that of `config`.
+        vision: vision encoder of the model, or None.
 
     Raises:
-        ConfigError: when a rule about documents is on and `eod` is None.
-        DataError: when a data set cannot be used, or train or a valid or test that is asked for comes out empty.
+        ConfigError: if a document rule is enabled and `eod` is None.
+        DataError: if a data set cannot be used, or a requested split is empty.
     """
     parts = DatasetPartitioner(config, eod)
 
     def split(name: str) -> BlendedDataset | None:
-        wanted = samples.get(name, 0)
-        chosen = parts.build_split_parts(name) if wanted or name == "train" else []
+        count = samples.get(name, 0)
+        chosen = parts.build_split_parts(name) if count or name == "train" else []
         if not chosen:
             return None
         cache = config.cache or chosen[0].reader.prefix.parent / ".cache"
         return _build_blended_dataset(
-            chosen, DatasetContext(config, seed, eod, cache, tokenizer, vision), wanted, training=name == "train"
+            chosen, DatasetContext(config, seed, eod, cache, tokenizer, vision), count, training=name == "train"
         )
 
     train, valid, test = map(split, SPLITS)
     if train is None:
-        raise ConfigError("data.split gives nothing to train")
+        raise ConfigError("data.split: the share of train must be above 0", hint="set data.split: 969,30,1")
     return train, valid, test
 
 
 def _build_blended_dataset(
-    parts: Sequence[DatasetPart], setting: DatasetContext, wanted: int, *, training: bool
+    parts: Sequence[DatasetPart], setting: DatasetContext, num_samples: int, *, training: bool
 ) -> BlendedDataset:
-    config, known = setting.config, get_dataset_builders()
+    config, builders = setting.config, get_dataset_builders()
     if config.sample_order != "megatron":
-        sources = [known[part.kind](part, setting, wanted) for part in parts]
+        sources = [builders[part.kind](part, setting, num_samples) for part in parts]
         _check_neighbor_shapes(parts, sources)
-        each = [partial(getattr, source, "samples_per_epoch") for source in sources]
-        limits = [part.get_sample_limit(passes) for part, passes in zip(parts, each, strict=True)]
-        mixed = build_training_blend(parts, config, limits) if training else build_fixed_blend(parts)
-        return BlendedDataset(parts, sources, mixed, DocumentRules.from_context(setting), config.seq_length)
+        epoch_sizes = [partial(getattr, source, "samples_per_epoch") for source in sources]
+        limits = [part.get_sample_limit(size) for part, size in zip(parts, epoch_sizes, strict=True)]
+        staged = build_training_blend(parts, config, limits) if training else build_fixed_blend(parts)
+        return BlendedDataset(parts, sources, staged, DocumentRules.from_context(setting), config.seq_length)
     blend: SampleBlend = StableBlend([parts[0].weights_by_tokens[0]])
-    sizes, own_splits = [wanted], config.valid is not None or config.test is not None
-    # One data set goes through Megatron's blending, and its surplus, only where it has a weight and shares a split.
-    if len(parts) > 1 or (parts[0].weight is not None and not own_splits):
-        blend = MegatronBlend([part.weights_by_tokens[0] for part in parts], wanted, setting.cache)
+    sizes, separate_splits = [num_samples], config.valid is not None or config.test is not None
+    # Megatron blends a single data set, with its surplus of samples, only if it has a weight and shares a split.
+    if len(parts) > 1 or (parts[0].weight is not None and not separate_splits):
+        blend = MegatronBlend([part.weights_by_tokens[0] for part in parts], num_samples, setting.cache)
         sizes = blend.sizes
-    sources = [known[part.kind](part, setting, size) for part, size in zip(parts, sizes, strict=True)]
+    sources = [builders[part.kind](part, setting, size) for part, size in zip(parts, sizes, strict=True)]
     return BlendedDataset(parts, sources, blend, DocumentRules.from_context(setting), config.seq_length)
 
 
@@ -171,18 +177,20 @@ def _check_neighbor_shapes(parts: Sequence[DatasetPart], sources: Sequence[Datas
         source.shape: part.name for part, source in zip(parts, sources, strict=True) if isinstance(source, RetroSamples)
     }
     if len(shapes) > 1:
-        told = "; ".join(f"{name}: {count} of chunks of {width // 2}" for (_, count, width), name in shapes.items())
+        found = "; ".join(
+            f"{name}: {count} neighbors, chunk length {width // 2}" for (_, count, width), name in shapes.items()
+        )
         raise ConfigError(
-            f"the data sets of a blend have other neighbours than each other ({told})",
-            hint="mega data retrieve with one -k and one --chunk-length for all",
+            f"data.train: all data sets of kind retro must have equal neighbor counts and chunk lengths ({found})",
+            hint="run mega data retrieve with the same -k and --chunk-length for all",
         )
 
 
 class SequentialDataset:
-    """Data set read from its first token to its last, for perplexity: every token but the first is a label exactly
-    once.
+    """Data set read from its first token to its last, for perplexity.
 
-    Sample k has the inputs [k S, (k + 1) S). The last one is padded with token 0, its weight 0 there.
+    Every token except the first is a label exactly once. Sample k has the inputs [k S, (k + 1) S); the last sample is
+    padded with token 0, with loss weight 0.
     """
 
     def __init__(self, reader: IndexedReader, seq_length: int) -> None:
@@ -208,13 +216,13 @@ def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
     """Open a held-out data set for evaluation from its first token to its last.
 
     Raises:
-        DataError: when the data set cannot be used or has fewer than two tokens.
+        DataError: if the data set cannot be used or has fewer than two tokens.
     """
     reader = IndexedReader(prefix)
-    reject_images([reader], "read from token to token", "a run's validation reads them: data.valid, train.eval_every")
+    reject_images([reader], "evaluated here", "evaluate them during training: set data.valid and train.eval_every")
     dataset = SequentialDataset(reader, seq_length)
     if not len(dataset):
-        raise DataError(f"{prefix}: fewer than two tokens, so there is nothing to predict")
+        raise DataError(f"{prefix}: evaluation requires at least two tokens, and it has {reader.num_tokens}")
     return dataset
 
 
@@ -234,9 +242,9 @@ def plan_dataset_usage(config: DataConfig, samples: Mapping[str, int], eod: int 
     """Return the planned usage of each data set by a run that reads `samples` of each split; no index is built.
 
     Raises:
-        ConfigError, DataError: as when the data is loaded.
+        ConfigError, DataError: as `build_blended_datasets`.
     """
-    parts, found = DatasetPartitioner(config, eod), []
+    parts, usages = DatasetPartitioner(config, eod), []
     for name in SPLITS:
         chosen = parts.build_split_parts(name) if name == "train" or samples.get(name) else []
         passes = [_estimate_epoch_samples(part, config) for part in chosen]
@@ -250,10 +258,10 @@ def plan_dataset_usage(config: DataConfig, samples: Mapping[str, int], eod: int 
         )
         counts = blend.count_samples(samples.get(name, 0)) if blend else []
         for part, count, each in zip(chosen, counts, passes, strict=True):
-            found.append(
+            usages.append(
                 DatasetUsage(name, part.reader.prefix, part.reader.documents, part.num_tokens, count, count / each)
             )
-    return found
+    return usages
 
 
 def _estimate_epoch_samples(part: DatasetPart, config: DataConfig) -> float:
@@ -261,6 +269,6 @@ def _estimate_epoch_samples(part: DatasetPart, config: DataConfig) -> float:
     if part.kind != "retro":
         return part.num_tokens / config.seq_length
     neighbors = open_dataset_neighbors(part.source.neighbors if part.source else None, part.reader)
-    own = neighbors.chunks.find_sequence_chunks(part.first, part.last)
-    neighbors.check_split_disjoint(own)
-    return len(own) * neighbors.info.chunk_length / config.seq_length
+    chunks = neighbors.chunks.find_sequence_chunks(part.first, part.last)
+    neighbors.check_split_disjoint(chunks)
+    return len(chunks) * neighbors.info.chunk_length / config.seq_length

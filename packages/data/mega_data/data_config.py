@@ -17,32 +17,31 @@ KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert",
 
 
 class DatasetSource(StrictConfig):
-    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind. A bare string is a path, and a
-    URL is downloaded.
+    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind.
 
-    A path with `*`, `?` or `[` is a glob: the data sets that match it share its weight by their tokens, as one would.
+    A bare string is a path, and a URL is downloaded. A path with `*`, `?` or `[` is a glob: the matching data sets share
+    its weight in proportion to their tokens, like one data set.
     """
 
     path: Path
     weight: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="share of the samples, relative to the others; default: 1"
     )
-    kind: KindName | None = Field(None, description="what kind of data it is, where that is not data.kind")
+    kind: KindName | None = Field(None, description="dataset kind; default: data.kind")
     neighbors: Path | None = Field(
-        None,
-        description="of kind retro: the folder that mega data retrieve made of it, where that is not PATH.neighbors",
+        None, description="for kind retro: output folder of mega data retrieve; default: PATH.neighbors"
     )
     max_epochs: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="passes after which it is read no more, and the others go on"
+        None, gt=0, allow_inf_nan=False, description="maximum number of epochs; the other data sets then continue alone"
     )
     curriculum: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
         {},
-        description="weights from some numbers of training tokens on, such as {2000000000: 0.5}; until the first: weight",
+        description="weight from each number of training tokens on, such as {2000000000: 0.5}; before the first: weight",
     )
 
     @property
     def weights_by_tokens(self) -> dict[int, float]:
-        """Weight from each number of training tokens on, 0 included."""
+        """Weight from each number of training tokens on, beginning with 0."""
         return {0: self.weight or 1.0, **self.curriculum}
 
     @property
@@ -81,58 +80,57 @@ class DataConfig(StrictConfig):
     """Training and validation data of a run, the order of its samples, and the treatment of document boundaries."""
 
     train: Sources
-    valid: Sources | None = Field(None, description="data sets of their own; `split` then gives valid nothing")
-    test: Sources | None = Field(None, description="data sets of their own; `split` then gives test nothing")
+    valid: Sources | None = Field(None, description="separate validation data sets; replaces the share in `split`")
+    test: Sources | None = Field(None, description="separate test data sets; replaces the share in `split`")
     split: Split = Field(
         [969.0, 30.0, 1.0], description="shares of train, valid and test in each of the train data sets, by sequences"
     )
-    seq_length: PositiveInt = Field(1024, description="tokens the model sees at once")
+    seq_length: PositiveInt = Field(1024, description="tokens of a training sample")
     kind: KindName = Field(
         "text",
-        description="text: windows of running text; documents: whole ones, packed; conversations: those, with the weights of "
-        "their mask; pairs: a chosen and a rejected answer; fim: text with middles to fill in; bert: masked words of sentences "
-        "in pairs; masked: running text with masked tokens; t5: spans for a decoder to tell; retro: text in chunks, with those "
-        "that mega data retrieve found for each",
+        description="text: windows of running text; documents: packed whole documents; conversations: packed conversations "
+        "with a loss mask; pairs: preference pairs (chosen and rejected answer); fim: fill-in-the-middle; bert: masked "
+        "words and sentence pairs; masked: running text with masked tokens; t5: span corruption; retro: chunks with the "
+        "neighbors of mega data retrieve",
     )
     fim: FimConfig = FimConfig()
     bert: BertConfig = BertConfig()
     t5: T5Config = T5Config()
     long_documents: Literal["split", "drop"] = Field(
-        "split", description="what kind documents does with those of more than seq_length + 1 tokens: cut or leave out"
+        "split", description="documents of more than seq_length + 1 tokens, for kind documents: split or leave out"
     )
     order: Order | None = Field(
         None,
-        description="shuffled: documents in an order drawn by the seed; stable: in that of the file; both functions of seed and "
-        "sample number alone; megatron: as Megatron draws them; default: shuffled, and that of the run that is gone on with",
+        description="shuffled: documents in an order drawn by the seed; stable: in file order; both depend on seed and sample "
+        "number alone; megatron: bit-identical to Megatron-LM; default: shuffled, or the order of the resumed run",
     )
     temperature: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
-        description="shares by weight times tokens ** (1 / temperature): 1 is by size, larger ones favour small data sets; "
-        "default: by weight alone",
+        description="shares are weight * tokens ** (1 / temperature): 1 is by size, larger values favor small data sets; "
+        "default: shares by weight alone",
     )
     begun: BlendStart | None = Field(
-        None, description="written by a run that is gone on with under another blend: where this one began"
+        None, description="start of the current blend, written by a run that was resumed with another blend"
     )
     image_folder: Path | None = Field(
-        None,
-        description="what the paths of images begin at, where that is no longer what it was when they were prepared",
+        None, description="base folder of image paths, if it changed since the data was prepared"
     )
     on_bad_sample: Literal["stop", "skip"] = Field(
-        "stop", description="where an image cannot be read; skip: nothing of that sample counts in the loss"
+        "stop", description="for an image that cannot be read; skip: no token of the sample counts in the loss"
     )
     tokenizer: Path | None = None
     allow_other_tokenizer: bool = Field(
-        False, description="start from weights that came with another tokenizer than that of the data"
+        False, description="accept initial weights with another tokenizer than that of the data"
     )
-    reset_position_ids: bool = Field(False, description="positions begin again after each end-of-document token")
+    reset_position_ids: bool = Field(False, description="restart positions after each end-of-document token")
     reset_attention_mask: bool = Field(False, description="no attention across end-of-document tokens")
-    eod_mask_loss: bool = Field(False, description="no loss where the input is an end-of-document token")
+    eod_mask_loss: bool = Field(False, description="no loss at inputs that are end-of-document tokens")
     cache: Path | None = Field(
         None,
-        description="folder for the indices of packing and of orders shuffled and megatron, default: .cache beside the data, where"
-        " writable; and for data sets that are URLs, default: ~/.cache/mega/data",
+        description="folder of the index cache (packing, orders shuffled and megatron), default: .cache next to the data, if "
+        "writable; and of downloaded data sets, default: ~/.cache/mega/data",
     )
 
     @property
@@ -142,9 +140,9 @@ class DataConfig(StrictConfig):
 
     @property
     def split_shares(self) -> list[float]:
-        """Shares of train, valid and test by `split`; 0 for a split with data sets of its own."""
-        own = (False, self.valid is not None, self.test is not None)
-        return [0.0 if has else number for number, has in zip(self.split, own, strict=True)]
+        """Shares of train, valid and test by `split`; 0 for a split with separate data sets."""
+        separate = (False, self.valid is not None, self.test is not None)
+        return [0.0 if has else number for number, has in zip(self.split, separate, strict=True)]
 
     @property
     def dataset_kinds(self) -> set[KindName]:
@@ -159,7 +157,7 @@ class DataConfig(StrictConfig):
                 "split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1"
             )
         elif not self.split[0]:
-            yield ConfigProblem("split", "gives nothing to train", self.split, "969,30,1")
+            yield ConfigProblem("split", "the share of train must be above 0", self.split, "969,30,1")
         for name in ("train", "valid", "test"):
             yield from self._find_blend_problems(name, getattr(self, name) or [])
 
@@ -167,50 +165,49 @@ class DataConfig(StrictConfig):
         curricula = [source.weights_by_tokens for source in sources]
         for tokens in sorted({tokens for each in curricula for tokens in each}) if sources else []:
             if not any(lookup_curriculum_weight(each, tokens) for each in curricula):
-                yield ConfigProblem(name, f"no data set has a weight from {tokens} tokens on")
+                rule = f"requires a data set with a weight above 0 at {tokens} training tokens"
+                yield ConfigProblem(name, rule, hint="change curriculum or weight")
         for i, source in enumerate(sources):
             if source.neighbors and (source.kind or self.kind) != "retro":
-                yield ConfigProblem(f"{name}.{i}.neighbors", "is of the kind retro", source.neighbors, "kind: retro")
+                yield ConfigProblem(f"{name}.{i}.neighbors", "requires kind: retro", source.neighbors, "kind: retro")
             elif source.neighbors and source.is_glob:
-                rule = "is of one data set, and the path is a glob"
-                yield ConfigProblem(f"{name}.{i}.neighbors", rule, source.neighbors, "PREFIX.neighbors beside each")
+                rule = "is not supported with a glob as path"
+                hint = "leave it out, and name the folder of each data set PREFIX.neighbors"
+                yield ConfigProblem(f"{name}.{i}.neighbors", rule, source.neighbors, hint)
         if self.order != "megatron":
             return
         missing = [i for i, source in enumerate(sources) if source.weight is None]
         if len(sources) > 1 and missing:
-            yield ConfigProblem(f"{name}.{missing[0]}.weight", "order megatron needs a weight for every data set")
+            rule = "order: megatron requires a weight for every data set"
+            yield ConfigProblem(f"{name}.{missing[0]}.weight", rule, hint="weight: 1")
         for i, source in enumerate(sources):
             for key in ("max_epochs", "curriculum"):
                 if getattr(source, key):
-                    yield ConfigProblem(
-                        f"{name}.{i}.{key}", "order megatron has one blend for all of a run", getattr(source, key)
-                    )
+                    rule = "is not supported with order: megatron, whose blend is constant"
+                    yield ConfigProblem(f"{name}.{i}.{key}", rule, getattr(source, key), "order: shuffled")
 
     def _find_kind_problems(self) -> Iterator[ConfigProblem]:
         if "fim" in self.dataset_kinds and self.fim.level == "document" and self.seq_length < 2 * ROOM:
-            yield ConfigProblem("seq_length", "leaves no room for text beside the tokens of data.fim", self.seq_length)
+            rule = f"must be at least {2 * ROOM} with fim.level: document"
+            yield ConfigProblem("seq_length", rule, self.seq_length)
         alone = self.dataset_kinds & {"bert", "masked", "t5"}
         if not alone:
             return
         if len(self.dataset_kinds) > 1:
-            rule = f"{' and '.join(sorted(self.dataset_kinds))} make samples that no one model takes"
-            yield ConfigProblem("kind", rule, self.kind, "bert, masked and t5 mix with no other kind")
+            rule = f"the kinds {' and '.join(sorted(self.dataset_kinds))} cannot be mixed in one run"
+            yield ConfigProblem("kind", rule, self.kind, "use only one kind with bert, masked or t5")
         least = {"bert": 5, "masked": 1, "t5": 4}[min(alone)]
         if self.seq_length < least:
-            yield ConfigProblem("seq_length", f"leaves no room for text in a sample of {min(alone)}", self.seq_length)
+            yield ConfigProblem("seq_length", f"must be at least {least} for the kind {min(alone)}", self.seq_length)
         for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, flag) and alone != {"masked"}:
-                yield ConfigProblem(
-                    flag, f"is of running text, and the kind {min(alone)} has no documents in a sample", True
-                )
+                rule = f"is not supported with the kind {min(alone)}"
+                yield ConfigProblem(flag, rule, True, f"{flag}: false")
         if "t5" in alone and self.sample_order == "megatron" and self.t5.decoder_seq_length is None:
-            yield ConfigProblem(
-                "t5.decoder_seq_length", "order megatron needs it", None, "Megatron's --decoder-seq-length"
-            )
+            rule = "is required with order: megatron"
+            yield ConfigProblem("t5.decoder_seq_length", rule, None, "the value of Megatron's --decoder-seq-length")
 
 
 def lookup_curriculum_weight(weights: Mapping[int, float], tokens: int) -> float:
-    """Return the weight of a data set after `tokens` training tokens, from a mapping of start tokens (0 included) to
-    weights.
-    """
+    """Return the weight of a data set after `tokens` training tokens; `weights` are by start token, beginning with 0."""
     return weights[max(begin for begin in weights if begin <= tokens)]

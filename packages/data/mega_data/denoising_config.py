@@ -29,14 +29,15 @@ class SpanCorruption:
         return cls(tokens, hidden, min(max(round(hidden / mean), 1), tokens - hidden))
 
     @classmethod
-    def from_encoder_length(cls, room: int, share: float, mean: float) -> SpanCorruption:
-        """Return the span corruption of the longest text whose encoder input has at most `room` tokens, sentinels and
-        the end token included.
+    def from_encoder_length(cls, length: int, share: float, mean: float) -> SpanCorruption:
+        """Return the span corruption of the longest text whose encoder input has at most `length` tokens.
+
+        The encoder input includes the sentinels and the end token.
         """
-        found = cls.from_token_count(2, share, mean)
-        while (more := cls.from_token_count(found.tokens + 1, share, mean)).num_encoder_tokens <= room:
-            found = more
-        return found
+        spans = cls.from_token_count(2, share, mean)
+        while (longer := cls.from_token_count(spans.tokens + 1, share, mean)).num_encoder_tokens <= length:
+            spans = longer
+        return spans
 
     @property
     def num_encoder_tokens(self) -> int:
@@ -63,41 +64,41 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 ROOM = (
-    8  # positions that a document may take more once it is rearranged: three tokens, and what two cuts within words add
+    8  # extra positions of a rearranged document: three special tokens, and the tokens added by two cuts within words
 )
 
 
 class FimConfig(StrictConfig):
-    """Fill-in-the-middle (Bavarian et al., 2022): a piece of a document is split into prefix, middle and suffix."""
+    """Fill-in-the-middle (Bavarian et al., 2022): a document is split into prefix, middle and suffix."""
 
-    rate: Probability = Field(0.5, description="share of the documents' pieces that are rearranged")
-    spm_rate: Probability = Field(0.5, description="share of those with the suffix first; the others have the prefix")
-    cut: Literal["character", "token"] = Field("character", description="between what the middle is cut out")
+    rate: Probability = Field(0.5, description="share of the documents that are rearranged")
+    spm_rate: Probability = Field(0.5, description="share of the rearranged ones with the suffix first (SPM); else PSM")
+    cut: Literal["character", "token"] = Field("character", description="cut between characters or between tokens")
     level: Literal["context", "document"] = Field(
         "context",
-        description="context: what a window of running text has of each document; document: whole ones, before they are packed",
+        description="context: rearrange the part of a document in a window; document: whole documents, before packing",
     )
     tokens: Annotated[list[str], Field(min_length=3, max_length=3)] | None = Field(
-        None, description="the tokens before prefix, middle and suffix; default: those usual names the tokenizer has"
+        None, description="tokens before prefix, middle and suffix; default: common names that the tokenizer has"
     )
 
 
 class BertConfig(StrictConfig):
     """BERT's masked words and sentence order; dataset kind `masked` uses only `mask_probability`."""
 
-    mask_probability: Share = Field(0.15, description="share of the tokens that are to be guessed")
+    mask_probability: Share = Field(0.15, description="share of the tokens that are predicted")
     short_probability: Probability = Field(0.1, description="share of the samples that are shorter than seq_length")
-    sentence_pairs: bool = Field(True, description="two segments, swapped half the time, which the model is to tell")
+    sentence_pairs: bool = Field(True, description="two segments, swapped half the time; the model predicts the order")
 
 
 class T5Config(StrictConfig):
     """T5's span corruption."""
 
-    mask_probability: Share = Field(0.15, description="share of the tokens that leave the encoder's input")
-    mean_span: float = Field(3.0, ge=1, description="mean tokens of a span, but in order megatron")
+    mask_probability: Share = Field(0.15, description="share of the tokens that are masked in the encoder's input")
+    mean_span: float = Field(3.0, ge=1, description="mean number of tokens of a span; not used by order megatron")
     short_probability: Probability = Field(0.1, description="share of shorter samples in order megatron")
     decoder_seq_length: PositiveInt | None = Field(
-        None, description="tokens the decoder sees at once; default, but in order megatron: what seq_length brings"
+        None, description="tokens of the decoder; default: follows from seq_length, except with order megatron"
     )
 
     def get_decoder_length(self, seq_length: int) -> int:

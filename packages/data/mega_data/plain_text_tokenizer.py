@@ -1,9 +1,9 @@
 """Tokenizer backend that encodes special tokens spelled in a text as plain text.
 
 `encode_special_tokens` of `tokenizers` only stops the search for added tokens. The model still emits a special token
-where its own vocabulary holds it: Unigram matches every piece, WordPiece and WordLevel look whole words up, and BPE
-merges towards it. SentencePiece's library never does (control, unknown and byte pieces are not matched in a text), so
-the vocabulary is rewritten here: special tokens get names that no text spells, and keep their ids.
+if it is in its vocabulary: Unigram matches every piece, WordPiece and WordLevel look up whole words, and BPE merges
+characters to it. SentencePiece's library never does (control, unknown and byte pieces are not matched in a text). So
+the vocabulary is rewritten here: special tokens get names that cannot occur in a text, and keep their ids.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PlainTextBackend:
     """Wrapper of `tokenizers.Tokenizer` that never emits a special or byte token for its spelling.
 
     Attributes:
-        json: the rewritten tokenizer.json, for encoders other than `tokenizers`.
+        json: rewritten tokenizer.json, for encoders other than `tokenizers`.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -49,15 +49,17 @@ class PlainTextBackend:
             return ids
         pieces = zip(ids, encoding.tokens, strict=True)
         return [
-            one for token, piece in pieces for one in (self._encode_as_bytes(piece) if token == self._unk else [token])
+            token_id
+            for token, piece in pieces
+            for token_id in (self._encode_as_bytes(piece) if token == self._unk else [token])
         ]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, without special tokens around them."""
-        lists = [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        lists = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         for number, text in enumerate(texts):
             self._check_byte_spellings(text, lists[number])
-            if self._bytes and self._unk in lists[number]:  # a fast encoding does not have its pieces
+            if self._bytes and self._unk in lists[number]:  # encode_batch_fast does not return the pieces
                 lists[number] = self.encode(text, add_special_tokens=False)
         return lists
 
@@ -66,32 +68,32 @@ class PlainTextBackend:
             raise DataError(
                 "a text that spells a byte token such as <0x41> is not supported with this tokenizer"
                 " (byte_fallback with ignore_merges)",
-                hint="--parse-special-tokens takes the spelling for the token",
+                hint="pass --parse-special-tokens to encode the spelling as the token",
             )
 
     def _encode_as_bytes(self, piece: str) -> list[int]:
         """Return the byte tokens of a piece that is not in a Unigram vocabulary."""
-        found = [self._bytes.get(byte) for byte in piece.encode()]
-        return [self._unk] if None in found else [one for one in found if one is not None]
+        ids = [self._bytes.get(byte) for byte in piece.encode()]
+        return [self._unk] if None in ids else [token_id for token_id in ids if token_id is not None]
 
 
 def list_token_spellings(backend: Backend) -> list[str]:
     """Return every added token, byte token and unknown token of a tokenizer."""
     spec: TokenizerSpec = json.loads(backend.to_str())
     byte_tokens = [token for token in backend.get_vocab(with_added_tokens=True) if BYTE.fullmatch(token)]
-    found = [entry["content"] for entry in spec.get("added_tokens") or []]
-    return list(dict.fromkeys([*found, *sorted(_unknown_token(spec["model"])), *sorted(byte_tokens)]))
+    added = [entry["content"] for entry in spec.get("added_tokens") or []]
+    return list(dict.fromkeys([*added, *sorted(_unknown_token(spec["model"])), *sorted(byte_tokens)]))
 
 
 def hide_special_tokens(spec: TokenizerSpec) -> TokenizerSpec:
-    """Rewrite a tokenizer.json so that no text spells its special tokens; all ids are kept."""
+    """Rename the special tokens of a tokenizer.json so that they cannot occur in a text; all ids are kept."""
     model: TokenizerSpec = dict(spec["model"])
     special = {entry["content"] for entry in spec.get("added_tokens") or [] if entry["special"]} | _unknown_token(model)
     unigram = _is_unigram(model)
     fallback = {f"<0x{byte:02X}>" for byte in range(256)} if model.get("byte_fallback") else set()
-    if not unigram:  # BPE looks its byte tokens up by name; merges alone reach them from a text
+    if not unigram:  # BPE looks up its byte tokens by name; only merges produce them from a text
         special -= fallback
-    elif fallback:  # Unigram would match them: bytes are looked up by PlainTextBackend instead
+    elif fallback:  # Unigram would match them: PlainTextBackend looks up bytes instead
         special |= fallback
         model["byte_fallback"] = False
     special -= _irreplaceable_characters(model, special)

@@ -1,7 +1,7 @@
 """Tokenizers in HuggingFace's `tokenizer.json` format, loaded without transformers and trained from text.
 
-A tokenizer is a folder with `tokenizer.json` (the tokenizer itself) and, where there is one, `tokenizer_config.json`
-(which of its tokens ends a text); the bare `tokenizer.json` will do.
+A tokenizer is a folder with `tokenizer.json` and optionally `tokenizer_config.json` (which names the end-of-text
+token), or just the file `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from mega_data.plain_text_tokenizer import PlainTextBackend
 
 END_OF_TEXT = "<|endoftext|>"
 
-# GPT-2's folder, for one, leaves the name of its end token to the code that loads it.
-USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
+# Some folders, such as GPT-2's, do not name the end token.
+DEFAULT_END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 
-# Where a long text may perhaps be cut: before a letter or digit that begins a line, before the one space or the one mark
-# between two of them.
-SEAM = re.compile(r"(?<=\n)(?=[^\W_])|(?<=[^\W_])(?=[^\w\n][^\W_])")
+# Candidates for cuts of a long text: before a letter or digit that begins a line, and before a single space or
+# punctuation mark between two letters or digits.
+CUT_CANDIDATES = re.compile(r"(?<=\n)(?=[^\W_])|(?<=[^\W_])(?=[^\w\n][^\W_])")
 WINDOW = 2048
 
-# What a piece may begin with that is taken off again: a line's end keeps what a tokenizer puts before a text from the text.
+# Prefixes of a piece whose tokens are removed again: a line end separates the text from a prefix that the tokenizer adds.
 LEADS = ("", "\n")
 
 
 class TextPiece(NamedTuple):
-    """Piece of a long text. `exact`: cutting after it changes no token; `last`: nothing follows.
+    """Piece of a long text. `exact`: the cut after it changes no token; `last`: nothing follows.
 
-    It is encoded with `lead` before it, whose tokens are taken off.
+    It is encoded with `lead` before it, whose tokens are removed.
     """
 
     text: str
@@ -60,21 +60,22 @@ class TextCut(NamedTuple):
 
 
 class Tokenizer:
-    """Encoder and decoder of one tokenizer.json. With `specials_as_text` a special token spelled in a text is encoded
-    as text.
+    """Encoder and decoder of one tokenizer.json.
+
+    With `specials_as_text` a special token spelled in a text is encoded as text.
 
     Attributes:
-        path: the `tokenizer.json`.
-        vocab_size: the largest id + 1, added and special tokens included.
-        eos_id: the token that ends a text, None when the folder names none.
-        eos_token: how it is spelt, None likewise.
-        bos_id: the token that begins a text, None when the folder names none.
-        backend: the tokenizer as it is stored, which parses special tokens.
-        plain: the encoder that takes special tokens for text, None without `specials_as_text`.
+        path: path of the `tokenizer.json`.
+        vocab_size: largest id + 1, including added and special tokens.
+        eos_id: id of the end-of-text token, None if the folder names none.
+        eos_token: spelling of the end-of-text token, or None.
+        bos_id: id of the begin-of-text token, None if the folder names none.
+        backend: the stored tokenizer, which parses special tokens.
+        plain: encoder of special tokens as text, None without `specials_as_text`.
         fingerprint: SHA-256 of `tokenizer.json`, 64 hex digits.
 
     Raises:
-        DataError: when there is no tokenizer at `path`, or not one in this format.
+        DataError: if there is no tokenizer at `path`, or it has another format.
     """
 
     def __init__(self, path: Path, *, specials_as_text: bool = False) -> None:
@@ -82,8 +83,8 @@ class Tokenizer:
         try:
             self.backend = Backend.from_file(str(self.path))
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-            raise DataError(f"{self.path}: not a tokenizer.json that `tokenizers` reads ({error})") from None
-        # Such files remember the settings of whoever saved them; a corpus cut at 512 tokens would go unnoticed.
+            raise DataError(f"{self.path}: is not supported by the `tokenizers` library ({error})") from None
+        # The file may have settings of its author; a corpus truncated to 512 tokens would go unnoticed.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.plain = PlainTextBackend(self.backend) if specials_as_text else None
@@ -110,8 +111,8 @@ class Tokenizer:
         if self.plain is not None:
             lists = self.plain.encode_batch(texts)
         else:
-            lists = [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
-        # struct takes a list's integers in half the time that numpy does
+            lists = [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        # struct converts a list of integers in half the time of numpy
         return [np.frombuffer(pack(f"{len(ids)}{native.char}", *ids), native) for ids in lists]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -122,13 +123,13 @@ class Tokenizer:
     def split_long_text(self, blocks: Iterable[str], size: int, leads: Sequence[str] = LEADS) -> Iterator[TextPiece]:
         """Split a long text into pieces of `size` to 2 x `size` characters, which encode to the tokens of the whole.
 
-        It comes in blocks, of which no more are held than a piece and what is looked at around its end. Encoding takes a
-        hundred bytes of memory and more for each byte of text, so half a gigabyte of text cannot go in one call.
+        The text comes in blocks; only one piece and a window around its end are kept in memory. Encoding takes over a
+        hundred bytes of memory per byte of text, so half a gigabyte of text cannot be encoded in one call.
 
-        A cut is made where the text around it encodes to the same tokens with and without the cut; the space between two
-        words is left out there if the tokenizer puts one before each text, which in other places takes a lead in between.
-        Text without such a place, as a million digits in a row, is cut where it decodes to the same text at least, and that
-        piece is not `exact`. Where not even that holds, the rest is one piece.
+        A cut is made at a position where the text around it encodes to the same tokens with and without the cut. The
+        space between two words is dropped there if the tokenizer puts one before each text; other cuts need a lead with
+        such a tokenizer. Text without such a position, such as a million digits in a row, is cut where it at least
+        decodes to the same text, and the piece is not `exact`. If there is no such position, the rest is one piece.
         """
         blocks, text, start, more, lead = iter(blocks), "", 0, True, ""
         while True:
@@ -148,18 +149,18 @@ class Tokenizer:
         yield TextPiece("".join([text[start:], *blocks]), True, True, lead)
 
     def encode_after_lead(self, lead: str, text: str) -> list[int]:
-        """Return the token ids of `text` encoded behind `lead`, without the tokens of the lead."""
+        """Return the token ids of `text` encoded after `lead`, without the tokens of the lead."""
         return self.encode(lead + text)[len(self.encode(lead)) :]
 
     def _find_exact_cut(self, text: str, low: int, high: int, leads: Sequence[str], tries: int = 64) -> TextCut | None:
         """Return a cut that keeps all tokens of the whole text, or None."""
-        for match, _ in zip(SEAM.finditer(text, low, high), range(tries), strict=False):
+        for match, _ in zip(CUT_CANDIDATES.finditer(text, low, high), range(tries), strict=False):
             end = match.end()
             for begin in (end, end + 1) if text[end] == " " else (end,):
                 left, right = text[max(end - WINDOW, 0) : end], text[begin : begin + WINDOW]
                 whole, first = self.encode(left + text[end:begin] + right), self.encode(left)
                 for lead in leads:
-                    second = self.encode_after_lead(lead, right)  # one unknown word with the lead: nothing is left
+                    second = self.encode_after_lead(lead, right)  # empty if lead and text are one unknown word
                     if second and whole == first + second:
                         return TextCut(end, begin, lead)
         return None
@@ -178,9 +179,9 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def disable_encoder_threads() -> Iterator[None]:
-    """Prevent the encoding libraries from using threads of their own for each batch, because the caller uses threads.
+    """Prevent the encoding libraries from starting threads for each batch, because the caller uses threads.
 
-    They take this setting from the environment alone; it is put back on leaving.
+    They read this setting only from the environment; it is restored on exit.
     """
     settings = {"TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1"}
     before = {name: os.environ.get(name) for name in settings}
@@ -204,12 +205,12 @@ def _find_tokenizer_file(path: Path) -> Path:
             (name for name in ("tokenizer.model", "spiece.model", "vocab.json") if (path / name).exists()), None
         )
         raise DataError(
-            f"{path}: no tokenizer.json in this folder" + (f", only the older {other}" if other else ""),
-            hint="`mega data convert-tokenizer` makes one of tokenizer.model, *.tiktoken or tekken.json",
+            f"{path}: tokenizer.json is missing in this folder" + (f", which has only {other}" if other else ""),
+            hint="convert tokenizer.model, *.tiktoken or tekken.json with `mega data convert-tokenizer`",
         )
     raise DataError(
         f"{path}: no such tokenizer file or folder",
-        hint="give a local folder with tokenizer.json; `mega data train-tokenizer` makes one from text",
+        hint="give a local folder with tokenizer.json, or train a tokenizer with `mega data train-tokenizer`",
     )
 
 
@@ -219,7 +220,7 @@ def _find_eos_id(folder: Path, ids: dict[str, int]) -> int | None:
         if token not in ids:
             raise DataError(f"{file}: eos_token {token!r} is not in the vocabulary of tokenizer.json")
         return ids[token]
-    usual = [ids[token] for token in USUAL_ENDS if token in ids]
+    usual = [ids[token] for token in DEFAULT_END_TOKENS if token in ids]
     return usual[0] if len(usual) == 1 else None
 
 
@@ -240,18 +241,18 @@ def _read_special_token(folder: Path, key: str) -> tuple[Path, str] | None:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, overwrite: bool = False) -> Tokenizer:
     """Train a byte-level BPE tokenizer (GPT-2's type) and write `tokenizer.json` and `tokenizer_config.json`.
 
-    Token 0 is `<|endoftext|>`, then come the 256 bytes; so every text can be encoded. transformers loads the folder.
+    Token 0 is `<|endoftext|>`, followed by the 256 bytes, so every text can be encoded. transformers loads the folder.
 
     Raises:
-        DataError: when `vocab_size` cannot hold the bytes, the folder has a tokenizer already, or there is no text.
+        DataError: if `vocab_size` is too small for the bytes, the folder has a tokenizer already, or there is no text.
     """
     if vocab_size < 257:
         raise DataError(
-            f"vocab_size {vocab_size}: a byte-level tokenizer needs at least 257 (256 bytes and one end token)"
+            f"vocab_size = {vocab_size}: must be at least 257 for a byte-level tokenizer (256 bytes and one end token)"
         )
     file = folder / "tokenizer.json"
     if file.exists() and not overwrite:
-        raise DataError(f"{file}: exists already", hint="choose another folder, or say --overwrite")
+        raise DataError(f"{file}: exists already", hint="choose another folder, or pass --overwrite")
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -265,9 +266,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, over
     with ProgressBar("training the tokenizer", unit="bytes") as bar:
         backend.train_from_iterator(_count_characters(texts, bar), trainer)
     if not bar.done:
-        raise DataError("no text to train a tokenizer on: every input is empty")
+        raise DataError("training a tokenizer requires text, and every input is empty")
     if backend.get_vocab_size() < vocab_size:
-        logger.warning("the text gives a vocabulary of %d only, not %d", backend.get_vocab_size(), vocab_size)
+        logger.warning(
+            "the vocabulary has only %d tokens instead of %d: the text is too small",
+            backend.get_vocab_size(),
+            vocab_size,
+        )
     names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     save_tokenizer(backend, file, {**names, "model_max_length": 1_000_000_000})
     return Tokenizer(folder)
@@ -280,10 +285,10 @@ def _count_characters(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
 
 
 def save_tokenizer(backend: Backend, file: Path, config: dict[str, Any]) -> None:
-    """Write tokenizer.json, and beside it tokenizer_config.json with more settings for transformers.
+    """Write tokenizer.json, and tokenizer_config.json with more settings for transformers.
 
     Raises:
-        DataError: when the disk refuses.
+        DataError: if a file cannot be written.
     """
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **config}
     try:

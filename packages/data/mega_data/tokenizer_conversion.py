@@ -1,7 +1,7 @@
 """Conversion of SentencePiece `.model`, tiktoken `.tiktoken` and Mistral tekken files to `tokenizer.json`.
 
-Each format's own library encodes a sample of the very corpus as well, and nothing is written unless all tokens agree:
-conversions are known to be wrong in small things, and a corpus of slightly other tokens trains without a word.
+The library of each format also encodes a sample of the corpus, and nothing is written unless all tokens agree:
+conversions tend to have small errors, and training on slightly wrong tokens gives no error.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mega_data.plain_text_tokenizer import PlainTextBackend, list_token_spelling
 from mega_data.reading.decompression import import_optional
 from mega_data.tokenizer import Tokenizer, save_tokenizer
 
-SAMPLE = 1 << 22  # characters on which both must agree
-LONGEST = 1 << 17  # characters of one document
+SAMPLE = 1 << 22  # characters that are compared
+MAX_PART = 1 << 17  # characters that are compared at a time
 
-_SPECIAL_TOKENS = 100_000  # fillers that a small file may state
+_SPECIAL_TOKENS = 100_000  # filler tokens that a small file may declare
 
 SPACE = "▁"
-BPE, UNIGRAM = 2, 1  # SentencePiece's kinds of model
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # and of pieces
-UNREACHED = (UNKNOWN, CONTROL, BYTE)  # pieces that are not matched in a text
+BPE, UNIGRAM = 2, 1  # model types of SentencePiece
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # piece types of SentencePiece
+UNMATCHED = (UNKNOWN, CONTROL, BYTE)  # pieces that are not matched in a text
 
 
 class ConvertedTokenizer(NamedTuple):
@@ -50,19 +50,18 @@ def convert_tokenizer(
     special_tokens: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Tokenizer:
-    """Write `file` as `tokenizer.json` and `tokenizer_config.json` into `folder`, if both encode the beginning of
-    `texts` equally.
+    """Convert `file` to `tokenizer.json` and `tokenizer_config.json` in `folder`, if both encode `texts` equally.
 
-    A tiktoken file holds nothing but tokens: `pattern`, the regular expression that cuts text before, and
-    `special_tokens`, which come after the others, say the rest; the first of them ends a text.
+    A tiktoken file has only tokens. It also requires `pattern`, the regular expression that splits text before
+    encoding, and `special_tokens`, which get the next ids; the first one is the end-of-text token.
 
     Raises:
-        DataError: when the file cannot be read or expressed, the two differ (naming the text), or there is no text.
-        MissingPackageError: naming the format's library.
+        DataError: if the file cannot be read or converted, the tokens differ (naming the text), or there is no text.
+        MissingPackageError: naming the library of the format.
     """
     if (folder / "tokenizer.json").exists() and not overwrite:
         raise DataError(
-            f"{folder / 'tokenizer.json'}: exists already", hint="choose another folder, or say --overwrite"
+            f"{folder / 'tokenizer.json'}: exists already", hint="choose another folder, or pass --overwrite"
         )
     try:
         converted = _convert_file(file, pattern, special_tokens)
@@ -75,7 +74,7 @@ def convert_tokenizer(
         AssertionError,
         TypeError,
         AttributeError,
-    ) as error:  # fmt: skip - whatever the libraries raise for a damaged file
+    ) as error:  # fmt: skip - the libraries raise any of these for a damaged file
         raise DataError(f"{file}: cannot be read as a tokenizer ({error})") from error
     _compare_encodings(converted, file, texts)
     end = converted.end
@@ -89,18 +88,21 @@ def _convert_file(file: Path, pattern: str | None, special_tokens: Sequence[str]
     if file.suffix == ".tiktoken":
         if pattern is None:
             raise DataError(
-                f"{file}: does not say how text is cut before it is encoded",
-                hint="--pattern is the regular expression that the model's code has for it",
+                f"{file}: a .tiktoken file requires --pattern",
+                hint="pass --pattern with the regular expression by which the model's code splits text",
             )
         return _convert_tiktoken(file, pattern, special_tokens)
     if file.suffix == ".model":
         return _convert_sentencepiece(file)
-    raise DataError(f"{file}: no format that is known", hint="*.model, *.tiktoken and tekken*.json are")
+    raise DataError(
+        f"{file}: is not a supported tokenizer file", hint="give a *.model, *.tiktoken or tekken*.json file"
+    )
 
 
 def _check_tekken_counts(file: Path) -> None:
-    """Require token counts that fit the file size, because the library creates a filler for every declared special
-    token.
+    """Require token counts that fit the file size.
+
+    The library creates a filler for every declared special token, which could take all memory.
 
     Raises:
         ValueError: naming the count that does not fit.
@@ -131,7 +133,7 @@ def _convert_tiktoken(file: Path, pattern: str, special_tokens: Sequence[str]) -
     class Converter(base):  # type: ignore[misc]
         @staticmethod
         def load_tiktoken_bpe(_: str) -> dict[bytes, int]:
-            return ranks  # tiktoken's own reader keeps a copy by the file's name, whatever becomes of the file
+            return ranks  # tiktoken's reader caches files by name, even if the file changes
 
     converter = Converter(str(file), pattern=pattern, extra_special_tokens=list(special_tokens))
     library = tiktoken.Encoding(file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -148,16 +150,16 @@ def _convert_sentencepiece(file: Path) -> ConvertedTokenizer:
     trained, text = proto.trainer_spec, proto.normalizer_spec
     scores = [(piece.piece, piece.score) for piece in proto.pieces]
     if trained.model_type == BPE:
-        reached = [(piece.piece, piece.score) for piece in proto.pieces if piece.type not in UNREACHED]
+        matched = [(piece.piece, piece.score) for piece in proto.pieces if piece.type not in UNMATCHED]
         vocabulary = {piece: index for index, (piece, _) in enumerate(scores)}
         model: models.Model = models.BPE(
-            vocabulary, _list_merges(vocabulary, reached), unk_token=trained.unk_piece, fuse_unk=True,
+            vocabulary, _list_merges(vocabulary, matched), unk_token=trained.unk_piece, fuse_unk=True,
             byte_fallback=trained.byte_fallback,
         )  # fmt: skip
     elif trained.model_type == UNIGRAM:
         model = models.Unigram(scores, unk_id=trained.unk_id, byte_fallback=trained.byte_fallback)
     else:
-        raise DataError(f"{file}: neither BPE nor Unigram, which alone can be expressed")
+        raise DataError(f"{file}: is neither a BPE nor a Unigram model; other types are not supported")
     backend = Backend(model)
     backend.normalizer = normalizers.Sequence(list(_convert_normalizers(text)))
     prefix = [decoders.Strip(" ", 1, 0)] if text.add_dummy_prefix else []
@@ -186,50 +188,50 @@ def _convert_normalizers(text: Any) -> Iterator[normalizers.Normalizer]:
 
 def _list_merges(vocabulary: dict[str, int], scores: list[tuple[str, float]]) -> list[tuple[str, str]]:
     """Return all pairs of pieces that merge into a piece of `scores`, those of the best pieces first."""
-    found = []
+    merges = []
     for piece, score in scores:
         halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
-        known = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
-        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        found += [(-score, pair) for pair in known]
-    found.sort(key=lambda item: item[0])
-    return [pair for _, pair in found]
+        pairs = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += [(-score, pair) for pair in pairs]
+    merges.sort(key=lambda item: item[0])
+    return [pair for _, pair in merges]
 
 
 def _compare_encodings(converted: ConvertedTokenizer, file: Path, texts: Iterable[str]) -> None:
-    """Encode the beginning of the corpus with both tokenizers, special tokens spelled in it as text, and require equal
-    tokens.
+    """Encode the beginning of the corpus with both tokenizers, and require equal tokens.
+
+    Special tokens spelled in the corpus are encoded as text.
 
     Raises:
-        DataError: where they differ, or there is nothing to compare.
+        DataError: if tokens differ, or there is no text.
     """
     backend, plain, done = converted.backend, PlainTextBackend(converted.backend), 0
     with ProgressBar("comparing", total=SAMPLE, unit="characters") as bar:
         for number, text in enumerate(texts, 1):
-            for start in range(0, min(len(text), SAMPLE), LONGEST):
-                part = text[start : start + LONGEST]
-                ours, theirs = plain.encode(part, add_special_tokens=False), converted.reference(part)
-                if ours != list(theirs):
-                    at = next(n for n, (a, b) in enumerate(itertools.zip_longest(ours, theirs)) if a != b)
+            for start in range(0, min(len(text), SAMPLE), MAX_PART):
+                part = text[start : start + MAX_PART]
+                ids, expected = plain.encode(part, add_special_tokens=False), list(converted.reference(part))
+                if ids != expected:
+                    at = next(n for n, (a, b) in enumerate(itertools.zip_longest(ids, expected)) if a != b)
                     raise DataError(
-                        f"{file}: document {number} has other tokens when converted: {ours[at : at + 4]} for"
-                        f" {list(theirs[at : at + 4])}, after {backend.decode(ours[:at])[-40:]!r}",
-                        hint="nothing was written; the model's own tokenizer.json, where there is one, is to be preferred",
+                        f"{file}: the converted tokenizer encodes document {number} differently:"
+                        f" {ids[at : at + 4]} instead of {expected[at : at + 4]},"
+                        f" after {backend.decode(ids[:at])[-40:]!r}",
+                        hint="nothing was written; use the tokenizer.json of the model, if it has one",
                     )
                 done += len(part)
                 bar.advance(len(part))
             if done >= SAMPLE:
                 break
     if not done:
-        raise DataError(f"{file}: no text to compare the conversion on: every input is empty")
+        raise DataError(f"{file}: the comparison requires text, and every input is empty")
     _compare_spellings(converted, plain, file)
-    logger.info("%s: the same tokens on %s characters", file, f"{done:,}")
+    logger.info("%s: equal tokens in %s characters", file, f"{done:,}")
 
 
 def _compare_spellings(converted: ConvertedTokenizer, plain: PlainTextBackend, file: Path) -> None:
-    """Warn about tokens whose spelling in a text both encode differently, such as user-defined symbols of
-    SentencePiece.
-    """
+    """Warn about tokens whose spelling in a text both encode differently, such as SentencePiece's user-defined symbols."""
     spellings = list_token_spellings(converted.backend)
     different = [
         token
@@ -239,7 +241,7 @@ def _compare_spellings(converted: ConvertedTokenizer, plain: PlainTextBackend, f
     ]
     if different:
         logger.warning(
-            "%s: texts that spell %d of the %d special, added and byte tokens have other tokens when converted: %s",
+            "%s: the converted tokenizer encodes texts that spell %d of the %d special, added and byte tokens differently: %s",
             file,
             len(set(different)),
             len(spellings),

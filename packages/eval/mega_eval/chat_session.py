@@ -14,7 +14,8 @@ from mega_common.object_store import Location
 from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate, read_chat_template
 from mega_data.tokenizer import Tokenizer
-from mega_eval.inference_engine import EngineRequest, InferenceEngine
+from mega_eval.engine_requests import EngineRequest
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits
 
@@ -23,8 +24,8 @@ def load_chat_template(model: str | Location, tokenizer: Path | None = None, fil
     """Load the chat template of a model, or the one next to another `tokenizer`, or from a `file`.
 
     Raises:
-        DataError: when there is none.
-        MissingPackageError: without transformers.
+        DataError: when there is no chat template.
+        MissingPackageError: when transformers is not installed.
     """
     if tokenizer is not None:
         return read_chat_template(Tokenizer(tokenizer).path, file)
@@ -41,15 +42,15 @@ class ChatSession:
     """Conversation with a model.
 
     Attributes:
-        engine: that nothing else drives meanwhile.
-        tokenizer: the model's.
-        template: its chat template.
-        sampling: how answers are drawn; answers of one conversation are different samples.
+        engine: inference engine for the exclusive use of this session.
+        tokenizer: tokenizer of the model.
+        template: chat template of the model.
+        sampling: sampling settings; the answers of a conversation are different samples.
         ends: tokens that end an answer.
-        max_new_tokens: of an answer.
-        max_length: tokens of the conversation that the model may see; the oldest turns are forgotten beyond.
-        system: what the model is told first, if anything.
-        messages: the turns so far.
+        max_new_tokens: maximum number of tokens of an answer.
+        max_length: maximum number of tokens of the conversation; the oldest turns are dropped to fit.
+        system: system prompt, if any.
+        messages: turns so far.
     """
 
     engine: InferenceEngine
@@ -67,7 +68,7 @@ class ChatSession:
         far is kept.
 
         Raises:
-            DataError: when the model has no room for so long a turn, which then is not taken.
+            DataError: when the turn is too long for the model; the conversation is unchanged then.
         """
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
@@ -83,29 +84,31 @@ class ChatSession:
             raise
         answer: dict[str, Any] = {"role": "assistant", "content": ""}
         self.messages.append(answer)
-        going = True
+        running = True
         try:
-            while going and not stopped():
+            while running and not stopped():
                 for event in self.engine.step():
                     answer["content"] += event.text
-                    going = event.finish is None
+                    running = event.finish is None
                     yield event.text
         finally:
             self.engine.cancel_request(number)
 
     def _fit_prompt(self) -> list[int]:
         """Return the prompt tokens; drop the oldest turns until a quarter of the context, or a whole answer, fits."""
-        wanted = min(self.max_new_tokens, self.max_length // 4)
+        reserved = min(self.max_new_tokens, self.max_length // 4)
         while True:
             tokens = self._encode_messages()
-            if len(tokens) + wanted <= self.max_length:
+            if len(tokens) + reserved <= self.max_length:
                 return tokens
             if len(self.messages) == 1:
                 break
             del self.messages[:2]
         if len(tokens) < self.max_length:
             return tokens
-        raise DataError(f"this turn has {len(tokens)} tokens, and the model has room for {self.max_length}")
+        raise DataError(
+            f"this turn has {len(tokens)} tokens, but must be shorter than the context of {self.max_length}"
+        )
 
     def _encode_messages(self) -> list[int]:
         """Return the tokens of all messages, rendered by the chat template."""

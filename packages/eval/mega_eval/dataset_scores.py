@@ -1,7 +1,7 @@
 """Scores of a model on a held-out data set: loss, perplexity and bits per byte.
 
-The data set is read from its first token to its last in windows of S tokens; every token but the first is predicted
-exactly once, from what stands before it in its window. All averages are over tokens, summed in fp64 in the data's order.
+The data set is read from start to end in windows of S tokens; every token but the first is predicted exactly once, from the
+tokens before it in its window. All averages are over tokens, summed in fp64 in the data's order.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from mega_data.tokenizer import Tokenizer
 from mega_eval.model_loading import check_sequence_length
 from mega_trainer.model.decoder import Decoder
 
-CHUNK = 1 << 24  # tokens looked at together
+CHUNK = 1 << 24  # tokens checked together
 
-Losses = Iterator[tuple[float, int]]  # of each window the sum, in nats, and how many tokens it predicts
+Losses = Iterator[tuple[float, int]]  # for each window the summed loss in nats and the number of predicted tokens
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class DatasetScore:
 
     Attributes:
         loss: mean cross entropy, in nats per token.
-        bits_per_byte: bits for all predicted tokens / bytes of the text; None where the bytes are not known.
-        tokens: tokens predicted.
-        windows: sequences they were predicted in.
+        bits_per_byte: bits for all predicted tokens / bytes of the text; None if the number of bytes is unknown.
+        tokens: number of predicted tokens.
+        windows: number of windows.
         seq_length: S.
     """
 
@@ -81,16 +81,16 @@ def evaluate_perplexity(
     """Score `model` on the data set `prefix`.
 
     Args:
-        model: in eval mode.
-        prefix: the data set, without .bin and .idx.
-        seq_length: S, tokens that the model sees at once.
-        batch_size: windows computed together on a GPU. A CPU gains nothing by it and takes them one by one, so that
-            no bit of a loss depends on what else is computed.
-        tokenizer: the model's, to be compared with the one that made the data set.
-        per_sample: where to write a JSON line {"sample", "tokens", "loss"} for each window.
+        model: decoder in eval mode.
+        prefix: path of the data set without .bin and .idx.
+        seq_length: S, tokens of a window.
+        batch_size: windows computed together on a GPU. A CPU computes them one by one, which is as fast and makes each
+            loss independent of the other windows, bit for bit.
+        tokenizer: tokenizer of the model, to check against that of the data set.
+        per_sample: file for a JSON line {"sample", "tokens", "loss"} of each window.
 
     Raises:
-        DataError: when the data set cannot be used or is not of the model's vocabulary or tokenizer.
+        DataError: when the data set cannot be used, or its vocabulary or tokenizer differs from the model's.
         CheckpointError: when a loss is not a number.
     """
     info = check_eval_data(prefix, model, seq_length, tokenizer)
@@ -119,7 +119,7 @@ def sum_window_losses(
         for number, (loss, count) in enumerate(losses):
             if not math.isfinite(loss):
                 raise CheckpointError(
-                    f"{prefix}: the loss of window {number} is {loss} in {model.dtype}", hint="try --precision fp32"
+                    f"{prefix}: the loss of window {number} is {loss} in {model.dtype}", hint="use --precision fp32"
                 )
             if out is not None:
                 out.write(json.dumps({"sample": number, "tokens": count, "loss": loss / max(count, 1)}) + "\n")
@@ -127,7 +127,7 @@ def sum_window_losses(
             tokens += count
             bar.advance(1)
     if not tokens:
-        raise DataError(f"{prefix}: all of its tokens are special ones, which no encoder guesses")
+        raise DataError(f"{prefix}: the data set has only special tokens, which have no loss")
     total = math.fsum(found)
     bits = total / math.log(2) / text_bytes if text_bytes else None
     return DatasetScore(total / tokens, bits, tokens, windows, seq_length)
@@ -151,7 +151,7 @@ def _batch_losses(model: Decoder, samples: Sequence[TrainingSample]) -> list[flo
     positions = torch.arange(tokens.shape[1], device=device)[None]
     x = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
     out = []
-    for row in range(len(samples)):  # one by one: the head works in chunks of tokens, which are to be the same
+    for row in range(len(samples)):  # one by one, so that the head's chunks of tokens do not depend on the batch
         part = slice(row, row + 1)
         _, losses = model.compute_token_loss(x[part], labels[part], weights[part])
         out.append(losses[weights[part] > 0].double().sum().item())
@@ -162,7 +162,7 @@ def check_vocabulary(prefix: Path, vocab_size: int) -> None:
     """Check that all tokens of a data set are in the vocabulary; reads the data set once.
 
     Raises:
-        DataError: naming the first that a model of `vocab_size` entries does not know.
+        DataError: naming the first token outside a vocabulary of `vocab_size`.
     """
     tokens = IndexedReader(prefix).tokens
     for start in range(0, len(tokens), CHUNK):
@@ -171,8 +171,8 @@ def check_vocabulary(prefix: Path, vocab_size: int) -> None:
         if wrong.size:
             at = start + int(wrong[0])
             raise DataError(
-                f"{prefix}: token {tokens[at]} (number {at}) is outside the model's vocabulary of {vocab_size}",
-                hint="the data set was made with the tokenizer of another model",
+                f"{prefix}: token {tokens[at]} at index {at} is outside the model's vocabulary of {vocab_size}",
+                hint="preprocess the text with the model's tokenizer",
             )
 
 
@@ -180,7 +180,7 @@ def check_eval_data(prefix: Path, model: Decoder, seq_length: int, tokenizer: To
     """Check a data set before scoring and return its info; `tokenizer` is the model's, or None to skip its check.
 
     Raises:
-        DataError: when it is not of the model's vocabulary or tokenizer, or the model has fewer positions.
+        DataError: when its vocabulary or tokenizer differs from the model's, or the model has fewer positions.
     """
     info = read_dataset_info(prefix)
     if tokenizer is not None and info is not None and info.tokenizer is not None:
@@ -198,9 +198,9 @@ def check_same_tokenizer(prefix: Path, made_by: TokenizerInfo, tokenizer: Tokeni
     """
     if made_by.fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"{prefix}: made with another tokenizer ({made_by.path}, {made_by.fingerprint[:12]}) than the model's"
+            f"{prefix}: the tokenizer of the data set ({made_by.path}, {made_by.fingerprint[:12]}) differs from the model's"
             f" ({tokenizer.path}, {tokenizer.fingerprint[:12]})",
-            hint="tokenize the text with the model's tokenizer; or, where the two differ in form only, skip this check",
+            hint="preprocess the text with the model's tokenizer; or skip this check if both give the same tokens",
         )
 
 
@@ -210,8 +210,8 @@ class PreferenceAccuracy:
 
     Attributes:
         accuracy: share of pairs whose chosen answer has the larger score.
-        margin: mean difference of the scores.
-        pairs: how many.
+        margin: mean score of the chosen answer minus score of the rejected one.
+        pairs: number of pairs.
     """
 
     accuracy: float
@@ -232,16 +232,14 @@ def evaluate_preferences(model: Decoder, prefix: Path) -> PreferenceAccuracy:
     """Score every answer of the preference pairs `prefix` with a reward model, each separately, at its last token.
 
     Raises:
-        DataError: when these are no pairs, or not of the model's vocabulary.
+        DataError: when the data set does not hold pairs, or has tokens outside the model's vocabulary.
     """
     reader = IndexedReader(prefix)
     if read_dataset_kind(reader) != "pairs":
-        raise DataError(
-            f"{prefix}: holds {read_dataset_kind(reader)}, and a reward model compares the answers of pairs"
-        )
+        raise DataError(f"{prefix}: a reward model requires preference pairs, but this is {read_dataset_kind(reader)}")
     if unpaired := count_unpaired_answers(prefix):
         raise DataError(
-            f"{prefix}: {unpaired} answers are rated alone, and a reward model compares the answers of pairs"
+            f"{prefix}: a reward model requires preference pairs, but {unpaired} answers here have no counterpart"
         )
     check_vocabulary(prefix, model.config.vocab_size)
     check_sequence_length(model.config, int(reader.lengths.max()), f"answers of up to {reader.lengths.max()} tokens")

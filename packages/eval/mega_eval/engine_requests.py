@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
-from mega_eval.drafters import AdaptiveDraftLength
 from mega_eval.grammar_matcher import GrammarMatcher
 from mega_eval.paged_cache import EncoderMemory
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import Continuation, FinishCause, GenerationLimits
 from mega_trainer.data.batch_images import BatchImages
+
+SHORT_DRAFT = 2  # tokens; a CPU verifies them in little more time than it computes one
+LONG_DRAFT = 8  # tokens, used when drafts are likely to be accepted
+LONGEST_PAUSE = 16  # steps
 
 
 @dataclass(frozen=True)
@@ -21,16 +24,16 @@ class EngineRequest:
     """Prompt to continue, with its limits and sampling settings.
 
     Attributes:
-        prompt: its tokens.
-        limits: what ends it.
-        sampling: how tokens are drawn.
-        sample: number of the draw; random draws depend on (seed, sample, step) alone.
-        logprobs: so many likeliest alternatives are told with each token; 0: its own probability alone; None: nothing.
-        prompt_logprobs: tell those of the prompt's tokens, too.
-        grammar: a JSON schema or a Lark grammar that the text has to obey.
-        adapter: name of the one that the model has for this text; None: none.
-        images: what stands at the prompt's placeholders, where it has any: `BatchImages` of one row, whose features are known.
-        drawn: so many of the prompt's last tokens have been generated before: draws and penalties go on behind them.
+        prompt: token ids.
+        limits: end conditions of the text.
+        sampling: sampling settings.
+        sample: index of the sample; random draws depend on (seed, sample, step) alone.
+        logprobs: number of alternatives reported with the log-probability of each token; None: no log-probabilities.
+        prompt_logprobs: report log-probabilities of the prompt's tokens as well.
+        grammar: JSON schema or Lark grammar that constrains the text.
+        adapter: name of the LoRA adapter for this text, or None.
+        images: images of the prompt's placeholders: `BatchImages` of one row, with computed features.
+        drawn: number of the prompt's last tokens that were generated before; draws and penalties count them as such.
     """
 
     prompt: Sequence[int]
@@ -59,13 +62,13 @@ class EngineEvent:
     """New text and tokens of one request after one engine step.
 
     Attributes:
-        request: its number.
-        text: what is certain now: whole characters, no part of a stop string.
-        tokens: the new tokens, several where guesses were right.
-        scored: the same with their probabilities, where these were asked for; else empty.
-        prompt: once, the prompt's tokens where they were asked for; None for the first, which nothing predicts.
-        finish: what ended it, in the last event.
-        error: why the request failed; the event is its last, and other requests are not affected.
+        request: number of the request.
+        text: new final text: whole characters, no part of a stop string.
+        tokens: new tokens, several if draft tokens were accepted.
+        scored: the new tokens with their log-probabilities, if requested; else empty.
+        prompt: log-probabilities of the prompt's tokens, once, if requested; None for the first token.
+        finish: cause of the end, in the last event.
+        error: reason that the request failed; the event is its last, and other requests are not affected.
     """
 
     request: int
@@ -84,20 +87,54 @@ def score_token(logits: Tensor, token: int, alternatives: int) -> ScoredToken:
     return ScoredToken(token, float(logprobs[token]), list(zip(tokens.tolist(), values.tolist(), strict=True)))
 
 
-if TYPE_CHECKING:
-    from mega_eval.inference_engine import EngineRequest, ScoredToken
+class Drafter(Protocol):
+    """Source of draft tokens for speculative decoding."""
+
+    def propose_drafts(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
+        """Return draft tokens for each request, at most as many as its `limits` allow; an empty list for no draft."""
+
+
+@dataclass
+class AdaptiveDraftLength:
+    """Number of draft tokens for the next step of a text, adapted to how many were accepted before.
+
+    `SHORT_DRAFT` at first, `LONG_DRAFT` after a draft that was accepted whole. After the n-th rejected draft in a row
+    there is none for n steps, so a text that repeats nothing pays for a draft in one of `LONGEST_PAUSE` steps.
+    """
+
+    _count: int = SHORT_DRAFT
+    _pause: int = 0
+    _left: int = 0
+
+    def next_draft_length(self) -> int:
+        """Return the number of tokens to draft in this step."""
+        self._left = max(0, self._left - 1)
+        return 0 if self._left else self._count
+
+    def record_acceptance(self, drafted: int, accepted: int) -> None:
+        """Record that the first `accepted` of `drafted` tokens were accepted."""
+        if not drafted:
+            return
+        self._count = LONG_DRAFT if accepted == drafted else max(SHORT_DRAFT, accepted)
+        self._pause = 0 if accepted else min(self._pause + 1, LONGEST_PAUSE)
+        self._left = self._pause
 
 
 @dataclass(eq=False)
 class RequestState:
-    """State of a request in the engine. The keys of its first `num_computed` tokens are in `pages`; full pages have
-    `page_hashes`. `image_ranges` are images with bidirectional attention. `first_length` is the number of tokens when
-    the first key was computed. `state_index` is its slot of recurrent states while it runs. With an encoder, `tokens`
-    are the decoder's and `cross_memory` holds the keys and values of the prompt. `mtp_inputs` are hidden states that
-    the MTP layers have not read yet.
+    """State of a request in the engine.
 
-    Images, whose tokens see one another, are at `image_ranges`. It had `first_length` tokens when the first of these keys was computed. While it runs its states have a `state_index`. Of a model with an
-    encoder its tokens are the decoder's, and `cross_memory` what there is of the prompt. `mtp_inputs` is kept for layers that guess.
+    Attributes:
+        number, request, text, grammar: the request, the decoder of its text, and its grammar.
+        tokens: prompt and new tokens; in an encoder-decoder model, tokens of the decoder.
+        image_ranges: positions of images with bidirectional attention.
+        drafts: draft tokens to verify in the next step, and in `draft_length` how many to draft.
+        num_computed: number of tokens whose keys and values are in `pages`; full pages have `page_hashes`.
+        first_length: number of tokens when the first key was computed.
+        state_index: index of its recurrent states while it runs.
+        cross_memory: keys and values of the encoded prompt in an encoder-decoder model.
+        mtp_inputs: for each MTP layer, hidden states that it has not read yet.
+        prompt_scores: log-probabilities of the prompt's tokens so far.
     """
 
     number: int

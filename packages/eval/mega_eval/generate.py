@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
-from mega_common.errors import ConfigError, DataError
+from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar
-from mega_eval.drafters import Drafter, ModelDrafter, NgramDrafter
+from mega_eval.drafters import DraftSource, make_drafter
+from mega_eval.engine_requests import EngineRequest, ScoredToken
 from mega_eval.image_prompts import ImagePrompt
-from mega_eval.inference_engine import EngineRequest, InferenceEngine, ScoredToken
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import FinishCause, GenerationLimits, TextTokenizer
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.model.decoder import Decoder
 
-GenerationPrompt = str | Sequence[int] | ImagePrompt  # text, or its tokens as they are, or text with images
-# guesses by repetition of the text, by the model's own layers for further tokens, none, or those of a smaller model
-DraftSource = Literal["ngrams", "mtp", "none"] | Decoder
-
-FEW = 4  # texts
+GenerationPrompt = str | Sequence[int] | ImagePrompt  # text, token ids, or text with images
 
 
 @dataclass
@@ -29,10 +25,10 @@ class Completion:
     """Generated continuation of a prompt.
 
     Attributes:
-        text: without stop string and special tokens.
+        text: decoded text without stop string and special tokens.
         tokens: all tokens that were generated.
-        finish: what ended it: an end token, a stop string or the limit.
-        scored: the tokens with their log-probabilities, where these were asked for.
+        finish: cause of the end: an end token, a stop string or the limit.
+        scored: the tokens with their log-probabilities, if requested.
     """
 
     text: str
@@ -56,17 +52,18 @@ def generate_completions(
     """Continue each prompt; completions do not depend on the other prompts, except for rounding in GEMMs.
 
     Args:
-        model: in eval mode.
-        tokenizer: the model's.
-        prompts: each is a sample of its own.
-        limits: what ends a continuation.
-        sampling: how tokens are drawn; by default the likeliest are taken.
-        batch_size: most prompts continued together.
-        logprobs, grammar: as in `Request`.
-        draft: guesses tokens, which changes none; None: as `choose_default_drafter` says.
+        model: decoder in eval mode.
+        tokenizer: tokenizer of the model.
+        prompts: one sample each.
+        limits: end conditions of a continuation.
+        sampling: sampling settings; greedy by default.
+        batch_size: maximum number of prompts that run at once.
+        logprobs, grammar: as in `EngineRequest`.
+        draft: source of draft tokens (speculative decoding), which does not change the text; None:
+            `choose_default_drafter`.
 
     Raises:
-        DataError: when a prompt has no tokens, a token that the model does not know, or is too long.
+        DataError: when a prompt is empty, too long, or has a token outside the model's vocabulary.
         ConfigError: when a draft model has another vocabulary.
     """
     read = [_encode_prompt(model, tokenizer, number, prompt) for number, prompt in enumerate(prompts)]
@@ -104,7 +101,7 @@ def stream_completion(
     returns.
 
     Raises:
-        DataError, ConfigError: as `generate` does.
+        DataError, ConfigError: as `generate_completions`.
     """
     row, images = _encode_prompt(model, tokenizer, 0, prompt)
     engine = _make_engine(model, tokenizer, [row], limits, 1, draft)
@@ -124,39 +121,9 @@ def _make_engine(
 ) -> InferenceEngine:
     """Return an engine with cache room for the longest of these rows times the batch size."""
     batch_size = min(batch_size, len(rows))
-    room = (max(map(len, rows), default=0) + limits.max_new_tokens) * batch_size
-    drafter = make_drafter(draft, model, tokenizer, room, batch_size)
-    return InferenceEngine(model, tokenizer, cache_tokens=room, batch_size=batch_size, drafter=drafter)
-
-
-def make_drafter(
-    draft: DraftSource | None, model: Decoder, tokenizer: TextTokenizer, cache_tokens: int, batch_size: int
-) -> Drafter | Literal["mtp"] | None:
-    """Return the drafter for an engine of `model` with this cache size.
-
-    Raises:
-        ConfigError: when a draft model has another vocabulary.
-    """
-    if draft is None:
-        return choose_default_drafter(model)
-    if not isinstance(draft, Decoder):
-        named: dict[str, Drafter | Literal["mtp"]] = {"ngrams": NgramDrafter(), "mtp": "mtp"}
-        return named.get(draft)
-    if draft.config.vocab_size != model.config.vocab_size:
-        raise ConfigError(
-            f"the draft model has a vocabulary of {draft.config.vocab_size}, the model one of {model.config.vocab_size}",
-            hint="a draft model has to have the model's own tokenizer",
-        )
-    return ModelDrafter(InferenceEngine(draft, tokenizer, cache_tokens=cache_tokens, batch_size=batch_size))
-
-
-def choose_default_drafter(model: Decoder) -> Drafter | None:
-    """Return the default drafter: n-gram lookup on a CPU, where verifying drafts of `FEW` texts costs little; else
-    None.
-
-    Not in half precision, where likeliest tokens are so often equally likely that the rounding of larger products would show.
-    """
-    return NgramDrafter(FEW) if model.device.type == "cpu" and model.dtype.itemsize >= 4 else None
+    cache_tokens = (max(map(len, rows), default=0) + limits.max_new_tokens) * batch_size
+    drafter = make_drafter(draft, model, tokenizer, cache_tokens, batch_size)
+    return InferenceEngine(model, tokenizer, cache_tokens=cache_tokens, batch_size=batch_size, drafter=drafter)
 
 
 def _encode_prompt(

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mega_ckpt.families.family import split_words
+from mega_ckpt.families.config_entries import split_words
 
-# Followed whenever they are given, with the value that means "off".
+# Applied whenever they are given, with the values that mean "off".
 _ALWAYS: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
@@ -20,10 +20,10 @@ _ALWAYS: Mapping[str, tuple[Any, ...]] = {
     "min_length": (0,),
     "min_new_tokens": (0,),
 }
-# Followed with `do_sample`. Transformers draws from 50 tokens where top_k is absent or null, and writes 0 for none.
+# Applied with `do_sample`. Transformers uses top_k = 50 if it is absent or null, and writes 0 to disable it.
 _DRAWN = ("temperature", "top_k", "top_p", "min_p")
 _DRAWN_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_k": 50}
-# Change the text and are not supported, with the values at which they do not.
+# Not supported although they change the text, with their neutral values.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "constraints": (),
     "diversity_penalty": (0,),
@@ -44,14 +44,14 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "token_healing": (False,),
     "watermarking_config": (),
 }
-# The same, where tokens are drawn.
+# Not supported with `do_sample`, with their neutral values.
 _UNSUPPORTED_DRAWN: Mapping[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "top_h": (),
     "typical_p": (1,),
 }
-# Say how to compute, how much to return, or how long a text may be, which is an option's business here.
+# Do not change the text, or correspond to an option of mega's commands (such as the maximum length).
 _HARMLESS = split_words(
     """_from_model_config assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind
     bos_token_id cache_config cache_implementation compile_config continuous_batching_config decoder_start_token_id
@@ -67,12 +67,12 @@ GENERATION_KEYS = frozenset({*_ALWAYS, *_DRAWN, *_UNSUPPORTED, *_UNSUPPORTED_DRA
 def parse_sampling_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `Sampling` that a generation_config.json gives."""
     found = {name: raw[name] for name, off in _ALWAYS.items() if _is_set(raw, name, off)}
-    if raw.get("min_new_tokens") is not None:  # which replaces the other
+    if raw.get("min_new_tokens") is not None:  # takes precedence, as in transformers
         found.pop("min_length", None)
     ends = parse_token_ids(raw.get("eos_token_id"))
     if found.keys() & {"min_length", "min_new_tokens"}:
         found["min_length_ends"] = ends
-    if isinstance(words := found.get("bad_words_ids"), list):  # an end token alone is no bad word
+    if isinstance(words := found.get("bad_words_ids"), list):  # transformers never bans a single end token
         found["bad_words_ids"] = [word for word in words if word not in [[end] for end in ends]]
     if raw.get("do_sample"):
         drawn = {**_DRAWN_DEFAULTS, **{name: raw[name] for name in _DRAWN if raw.get(name) is not None}}

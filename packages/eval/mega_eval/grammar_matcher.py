@@ -16,8 +16,8 @@ from mega_data.tokenizer import Tokenizer
 from mega_eval.grammar_compiler import compile_grammar, first_error_line, make_grammar_tokenizer
 from mega_eval.text_stream import TextTokenizer
 
-KEPT = 64  # compiled grammars
-KEPT_TOKENIZERS = 4  # vocabularies, one for each set of tokens that end a text
+CACHED_GRAMMARS = 64
+CACHED_TOKENIZERS = 4  # one for each set of tokens that end a text
 
 
 class GrammarMatcher:
@@ -30,34 +30,32 @@ class GrammarMatcher:
         """Return scores [V], minus infinity for tokens that the grammar does not allow next.
 
         Raises:
-            DataError: when the grammar has become too complex to be followed.
+            DataError: when the grammar has become too complex.
         """
         try:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         except ValueError as error:
-            raise DataError(f"the grammar cannot be followed any further ({first_error_line(str(error))})") from None
+            raise DataError(f"the grammar cannot continue the text ({first_error_line(str(error))})") from None
         allowed = np.zeros(len(scores), dtype=bool)
-        known = np.unpackbits(bits, bitorder="little")[: len(scores)]
-        allowed[: len(known)] = known
+        flags = np.unpackbits(bits, bitorder="little")[: len(scores)]
+        allowed[: len(flags)] = flags
         return scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), float("-inf"))
 
     def accept_token(self, token: int) -> bool:
         """Advance by the next token; return True if nothing may follow it.
 
         Raises:
-            DataError: when the grammar does not allow the token, or has become too complex to be followed.
+            DataError: when the grammar does not allow the token, or has become too complex.
         """
         if not self._matcher.consume_token(token):
-            raise DataError(
-                f"the grammar cannot be followed any further ({first_error_line(self._matcher.get_error())})"
-            )
+            raise DataError(f"the grammar cannot continue the text ({first_error_line(self._matcher.get_error())})")
         return bool(self._matcher.is_stopped())
 
 
 class GrammarCache:
     """Compiled grammars of one tokenizer; the first compilation prepares the vocabulary, which takes about a second.
 
-    The last `KEPT` are kept. Thread-safe: a thread can `compile_and_cache` a grammar that another reads afterwards.
+    The last `CACHED_GRAMMARS` are kept. Thread-safe: one thread may `compile_and_cache` a grammar that another one uses.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -71,10 +69,10 @@ class GrammarCache:
         """Tokenizer in HuggingFace's tokenizer.json format.
 
         Raises:
-            DataError: when it is another kind of tokenizer.
+            DataError: for another kind of tokenizer.
         """
         if not isinstance(self._tokenizer, Tokenizer):
-            raise DataError("grammars need a tokenizer.json, which says how each token is spelt")
+            raise DataError("grammars require a tokenizer with tokenizer.json")
         return str(self._tokenizer.backend.to_str())
 
     def has_grammar(self, grammar: str, ends: Collection[int]) -> bool:
@@ -86,18 +84,18 @@ class GrammarCache:
         matcher, key = compile_grammar(grammar, self._tokenizer_for(frozenset(ends))), (grammar, frozenset(ends))
         with self._lock:
             self._matchers[key] = matcher
-            while len(self._matchers) > KEPT:
+            while len(self._matchers) > CACHED_GRAMMARS:
                 self._matchers.popitem(last=False)
 
     def get_grammar_matcher(self, grammar: str, ends: Collection[int]) -> GrammarMatcher:
         """Return the matcher of a grammar for one text; `ends` are the tokens that may end it.
 
         Args:
-            grammar: a JSON schema, which begins with a brace, or a Lark grammar.
-            ends: tokens.
+            grammar: JSON schema (starting with a brace) or Lark grammar.
+            ends: tokens that may end the text.
 
         Raises:
-            DataError: when it cannot be read, or the tokenizer is none whose tokens are known.
+            DataError: when the grammar is invalid, or the tokenizer has no tokenizer.json.
             MissingPackageError: when llguidance is not installed.
         """
         key = grammar, frozenset(ends)
@@ -115,6 +113,6 @@ class GrammarCache:
         tokenizer = self._prepared.get(ends) or make_grammar_tokenizer(self.tokenizer_json, ends)
         with self._lock:
             self._prepared[ends] = tokenizer
-            while len(self._prepared) > KEPT_TOKENIZERS:
+            while len(self._prepared) > CACHED_TOKENIZERS:
                 del self._prepared[next(iter(self._prepared))]
         return tokenizer

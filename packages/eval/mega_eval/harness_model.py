@@ -1,7 +1,6 @@
 """Model interface of EleutherAI's lm-evaluation-harness for mega models.
 
-What the harness asks of a model is encoded, cut and windowed as its own `hf` model does it, so that scores are the same,
-sample by sample.
+Requests are encoded, truncated and windowed as in the harness's own `hf` model, so that scores agree sample by sample.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from mega_eval.sampling import Sampling
 from mega_eval.score import ContextContinuation, split_into_windows
 from mega_eval.text_stream import GenerationLimits
 
-NEW_TOKENS = 256  # where a task does not say: the harness's own number
-DRAWN = {"temperature", "top_p", "top_k", "min_p"}  # settings that mean nothing where the likeliest token is taken
+NEW_TOKENS = 256  # default of tasks without max_gen_toks, as in the harness
+DRAWN = {"temperature", "top_p", "top_k", "min_p"}  # settings without effect in greedy decoding
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
     """Model interface of the lm-evaluation-harness for a mega model.
 
     Args:
-        replicas: what computes.
-        ends: the tokens that end a text.
-        template: of chats; None: there is none.
-        max_length: tokens the model sees at once; of what is longer the end is kept.
+        replicas: copies of the model.
+        ends: tokens that end a text.
+        template: chat template, if any.
+        max_length: maximum number of tokens of an input; longer ones lose their start.
 
     Raises:
-        DataError: when the tokenizer names no token that ends a text.
+        DataError: when the tokenizer has no end-of-text token.
     """
 
     def __init__(
@@ -49,12 +48,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         super().__init__()
         self.replicas, self.ends, self.template, self.max_length = replicas, ends, template, max_length
         self.text = replicas.prompts
-        self.has_encoder = replicas.model.config.encoder is not None  # the context, which an encoder sees
-        self.backend = "seq2seq" if self.has_encoder else "causal"  # how the harness encodes pairs
+        self.has_encoder = replicas.model.config.encoder is not None
+        self.backend = "seq2seq" if self.has_encoder else "causal"  # selects how the harness encodes pairs
         if self.text.tokenizer.eos_id is None:
             raise DataError(
-                f"{self.text.tokenizer.path}: no token is named that ends a text, which tasks need",
-                hint='name it in tokenizer_config.json, as "eos_token"',
+                f"{self.text.tokenizer.path}: tasks require an end-of-text token, and the tokenizer has none",
+                hint='set "eos_token" in tokenizer_config.json',
             )
 
     @property
@@ -129,11 +128,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each context, up to the first of its stop strings."""
-        alike: dict[str, list[int]] = {}  # numbers of the requests with the same settings
+        by_settings: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+            by_settings.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         answers: dict[int, str] = {}
-        for numbers in alike.values():
+        for numbers in by_settings.values():
             settings = requests[numbers[0]].args[1]
             found = self._generate([requests[number].args[0] for number in numbers], settings)
             for number, text in zip(numbers, found, strict=True):
@@ -149,8 +148,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         new, drawn = rest.pop("max_gen_toks"), rest.pop("do_sample")
         if new >= self.max_length and not self.has_encoder:
             raise DataError(
-                f"the task asks for {new} new tokens (max_gen_toks), and the model sees {self.max_length} at once",
-                hint="--seq-length, where the model can see more; or a smaller number in the task",
+                f"max_gen_toks of the task must be below the context length {self.max_length}, but is {new}",
+                hint="raise --seq-length if the model supports it, or lower max_gen_toks in the task",
             )
         rest = rest if drawn else {key: value for key, value in rest.items() if key not in DRAWN}
         sampling = Sampling.parse(rest, source="generation_kwargs of the task")
@@ -162,14 +161,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def _truncate_pair(self, context: list[int], continuation: list[int]) -> ContextContinuation:
         """Return the end of a (context, continuation) pair that is too long for the model."""
-        beside = len(continuation)
-        room = self.max_length - (0 if self.has_encoder else beside - 1)
-        if min(room, self.max_length + 1 - beside) < 1:
+        length = len(continuation)
+        context_room = self.max_length - (0 if self.has_encoder else length - 1)
+        if min(context_room, self.max_length + 1 - length) < 1:
             raise DataError(
-                f"a continuation of {len(continuation)} tokens is more than the {self.max_length} that the model sees",
-                hint="--seq-length, where the model can see more",
+                f"a continuation of {length} tokens is longer than the context length {self.max_length}",
+                hint="raise --seq-length if the model supports it",
             )
-        return context[-room:], continuation
+        return context[-context_room:], continuation
 
 
 def _make_conversation(messages: list[dict[str, str]]) -> Conversation:

@@ -28,12 +28,12 @@ class TaskOptions:
     """Options for running tasks.
 
     Attributes:
-        include_path: a folder with further tasks.
-        num_fewshot: solved examples before each question; None: as the task says.
-        limit: so many samples of each task, or below 1 such a share of them; None: all.
-        apply_chat_template: put each question as a message of a chat.
-        log_samples: keep each sample, what was asked, what was answered and how it scored, under "samples".
-        cache: a folder that keeps answers, so that what was asked before need not be computed; None: nothing is kept.
+        include_path: folder with additional tasks.
+        num_fewshot: solved examples before each question; None: default of the task.
+        limit: number of samples of each task, or, below 1, their share; None: all.
+        apply_chat_template: render each question as a chat message.
+        log_samples: keep each sample with its request, answer and score under "samples".
+        cache: folder of cached answers, or None.
     """
 
     include_path: Path | None = None
@@ -49,21 +49,21 @@ def find_harness_tasks(names: Sequence[str], include_path: Path | None = None) -
     files.
 
     Raises:
-        ConfigError: when there is no such task, file or folder.
+        ConfigError: when a task, file or folder does not exist.
     """
     if include_path is not None and not include_path.is_dir():
-        raise ConfigError(f"--include-path {include_path}: no such folder")
+        raise ConfigError(f"--include-path {include_path}: the folder does not exist")
     for name in names:
         if _is_file(name) and not Path(name).is_file():
-            raise ConfigError(f"{name}: no such file")
+            raise ConfigError(f"{name}: the task file does not exist")
     for file in _task_files(names, include_path):
         check_yaml_limits(file)
     others = [name for name in names if not _is_file(name)]
-    # a file can name other tasks, too
+    # a group in a file can name other tasks
     groups = [name for name in names if _is_file(name) and re.search(r"(?m)^group\s*:", read_settings_file(Path(name)))]
     manager = TaskManager(include_path=include_path, include_defaults=False)
     if groups or not all(manager.match_tasks([name]) for name in others):
-        logger.info("reading the harness's index of tasks")  # which takes its time
+        logger.info("reading the harness's index of tasks")  # takes seconds
         manager = TaskManager(include_path=include_path)
     for name in others:
         if not manager.match_tasks([name]):
@@ -74,9 +74,10 @@ def find_harness_tasks(names: Sequence[str], include_path: Path | None = None) -
 def unknown_task_error(name: str, known: Sequence[str]) -> ConfigError:
     """Return the error of an unknown task, with the nearest name."""
     near = difflib.get_close_matches(name, known, 1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
+    suggestion = f"did you mean {near[0]!r}? " if near else ""
     return ConfigError(
-        f"there is no task {name!r}", hint=f"{meant}tasks of your own: a path ending in .yaml, or --include-path FOLDER"
+        f"task {name!r} does not exist",
+        hint=f"{suggestion}for a task of your own, pass a path ending in .yaml, or --include-path FOLDER",
     )
 
 
@@ -90,19 +91,19 @@ def run_harness_tasks(
     """Run tasks on a model, whose other ranks follow.
 
     Args:
-        model: as the harness sees it.
-        names: of tasks, as `find_harness_tasks` takes them.
-        options: how.
-        model_info: what the results say of the model under "config", beside the harness's own.
-        manager: what `find_harness_tasks` has given for these names.
+        model: the model.
+        names: names of tasks, as for `find_harness_tasks`.
+        options: options for running tasks.
+        model_info: fields to add under "config" of the results.
+        manager: result of `find_harness_tasks` for these names; found if None.
 
     Raises:
-        ConfigError: when there is no such task.
-        DataError: when the data of a task cannot be loaded, or there is no chat template where one is needed.
+        ConfigError: when a task does not exist.
+        DataError: when the data of a task cannot be loaded, or a required chat template is missing.
     """
     if options.apply_chat_template and model.template is None:
         raise DataError(
-            f"{model.text.tokenizer.path.parent}: the tokenizer has no chat template",
+            f"{model.text.tokenizer.path.parent}: --apply-chat-template requires a chat template, and there is none",
             hint="leave out --apply-chat-template",
         )
     manager = manager or find_harness_tasks(names, options.include_path)
@@ -129,11 +130,11 @@ def write_task_results(path: Path, results: Results) -> None:
 
 
 def _task_files(names: Sequence[str], include_path: Path | None) -> list[Path]:
-    """Return the YAML files that the user's own tasks are made of, with those that they may include."""
+    """Return the YAML files of the user's own tasks, with those that they may include."""
     named = [Path(name) for name in names if _is_file(name)]
     including = {path.parent for path in named if re.search(r"(?m)^include\s*:", read_settings_file(path))}
-    beside = [file for folder in including for file in folder.glob("*.y*ml")]
-    return sorted({*named, *beside, *(include_path.rglob("*.y*ml") if include_path else ())})
+    includable = [file for folder in including for file in folder.glob("*.y*ml")]
+    return sorted({*named, *includable, *(include_path.rglob("*.y*ml") if include_path else ())})
 
 
 def _is_file(name: str) -> bool:
@@ -150,9 +151,9 @@ def _load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Any]:
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise DataError(
-                f"task {name}: it cannot be loaded ({lines[0]})",
-                hint="its data have to be in HuggingFace's cache where the hub cannot be reached: fill that with the same"
-                " command on a machine that can, or name local files in a task of your own (dataset_path: json)",
+                f"task {name} cannot be loaded ({lines[0]})",
+                hint="without access to the HuggingFace hub its data must be in HuggingFace's cache: run the same command on"
+                " a machine with access, or use local files in a task of your own (dataset_path: json)",
             ) from error
         groups = loaded["groups"].values()
         inner = {child for group in groups for child in group.child_names}

@@ -29,45 +29,48 @@ class ImagePrompt:
         """Return the prompt's tokens, with one placeholder token for each image feature, and its images.
 
         Raises:
-            DataError: when the model sees nothing, an image cannot be read, or there are more or fewer than placeholders.
+            DataError: when the model has no vision encoder, an image cannot be read, or the numbers of images and
+                placeholders differ.
         """
-        from mega_data.images.image_pixels import prepare_image  # here: text wants no Pillow
+        from mega_data.images.image_pixels import prepare_image  # imported here, so that text alone needs no Pillow
 
         vision = model.config.vision
         if vision is None:
             raise DataError(
-                "the model sees no images", hint="one that does has a section `vision` in its configuration"
+                "images are not supported by this model, which has no vision encoder",
+                hint="use a vision-language model, or a prompt without images",
             )
         text = _add_image_frames(self.text, vision, tokenizer)
         tokens = np.array(tokenizer.encode(text, add_special_tokens=True), np.int64)
-        here = tokens == vision.image_token
-        if here.sum() != len(self.pictures):
+        is_placeholder = tokens == vision.image_token
+        if is_placeholder.sum() != len(self.pictures):
             mark = vision.image_token if vision.begin_token is None or vision.native else vision.begin_token
             name = tokenizer.decode([mark])
             raise DataError(
-                f"{len(self.pictures)} image(s), and {here.sum()} placeholders {name} in the text",
+                f"the prompt must have one placeholder {name} for each of its {len(self.pictures)} image(s), "
+                f"but has {is_placeholder.sum()}",
                 hint=f"write {name} where an image belongs",
             )
-        pictures = [prepare_image(one, vision) for one in self.pictures]
+        pictures = [prepare_image(data, vision) for data in self.pictures]
         for number, picture in enumerate(pictures, 1):
             if picture.animated:
-                logger.warning("image %d of the prompt is animated: the first frame is used", number)
-        times = np.ones(tokens.size, np.int64)
-        times[here] = [one.features.size for one in pictures]
-        tokens = np.repeat(tokens, times)
+                logger.warning("image %d of the prompt is animated; only its first frame is used", number)
+        repeats = np.ones(tokens.size, np.int64)
+        repeats[is_placeholder] = [picture.features.size for picture in pictures]
+        tokens = np.repeat(tokens, repeats)
         rows = np.full(tokens.size, -1)
-        before = np.cumsum([0, *(vision.count_total_features(each.shape for each in one.pixels) for one in pictures)])
+        counts = [vision.count_total_features(part.shape for part in picture.pixels) for picture in pictures]
         rows[tokens == vision.image_token] = np.concatenate(
-            [one.features + first for one, first in zip(pictures, before, strict=False)]
+            [picture.features + first for picture, first in zip(pictures, np.cumsum([0, *counts]), strict=False)]
         )
-        pixels = [torch.from_numpy(one) for picture in pictures for one in picture.pixels]
-        where = torch.from_numpy(rows)[None]
+        pixels = [torch.from_numpy(part) for picture in pictures for part in picture.pixels]
+        feature_rows = torch.from_numpy(rows)[None]
         if vision.native is None:
-            return tokens.tolist(), attach_image_features(model, BatchImages(torch.stack(pixels), where))
-        places, grids = np.flatnonzero(rows >= 0), [vision.get_feature_grid(*one.shape[1:]) for one in pixels]
-        turned = compute_mrope_positions(np.arange(tokens.size), places, rows[places], grids)
+            return tokens.tolist(), attach_image_features(model, BatchImages(torch.stack(pixels), feature_rows))
+        image_columns, grids = np.flatnonzero(rows >= 0), [vision.get_feature_grid(*part.shape[1:]) for part in pixels]
+        rotary = compute_mrope_positions(np.arange(tokens.size), image_columns, rows[image_columns], grids)
         return tokens.tolist(), attach_image_features(
-            model, BatchImages(pixels, where, positions=torch.from_numpy(turned)[:, None])
+            model, BatchImages(pixels, feature_rows, positions=torch.from_numpy(rotary)[:, None])
         )
 
 
@@ -89,8 +92,8 @@ def attach_image_features(model: Decoder, images: BatchImages) -> BatchImages:
 
 def find_image_ranges(tokens: Sequence[int], vision: VisionConfig) -> list[range]:
     """Return the position ranges of a row's images whose tokens attend to each other in both directions."""
-    places = np.array([tokens]) == vision.image_token
-    return [block for _, block in find_image_blocks(places)] if vision.bidirectional else []
+    is_image = np.array([tokens]) == vision.image_token
+    return [block for _, block in find_image_blocks(is_image)] if vision.bidirectional else []
 
 
 def gather_token_images(
@@ -99,32 +102,33 @@ def gather_token_images(
     """Return the images of some tokens of several rows, each token as a batch row; each part is (images of the row,
     first token, count).
     """
-    every = [one for one, _, _ in parts if one is not None]
+    every = [images for images, _, _ in parts if images is not None]
     if not every:
         return None
     rows: list[Tensor] = []
     features: list[Tensor] = []
     count, positions = 0, None
-    for one, first, number in parts:
-        own = torch.full((number,), -1)
-        if one is not None and one.features is not None:
-            there = one.rows[0, first : first + number]
-            own[: len(there)] = torch.where(there < 0, there, there + count)
-            features.append(one.features)
-            count += len(one.features)
-        rows.append(own)
-    if any(one.positions is not None for one in every):
+    for images, first, number in parts:
+        feature_rows = torch.full((number,), -1)
+        if images is not None and images.features is not None:
+            own = images.rows[0, first : first + number]
+            feature_rows[: len(own)] = torch.where(own < 0, own, own + count)
+            features.append(images.features)
+            count += len(images.features)
+        rows.append(feature_rows)
+    if any(images.positions is not None for images in every):
         positions = torch.cat([_rotary_columns(*part) for part in parts], 1)[..., None].to(device)
-    known = torch.cat(features) if features else None
-    return BatchImages(every[0].pixels, torch.cat(rows)[:, None].to(device), known, positions)
+    joined = torch.cat(features) if features else None
+    return BatchImages(every[0].pixels, torch.cat(rows)[:, None].to(device), joined, positions)
 
 
 def _rotary_columns(images: BatchImages | None, first: int, number: int) -> Tensor:
     """Return the rotary positions of some tokens of a row, int64 [3, number]; tokens after the prompt continue from its
     last position.
     """
-    places = torch.arange(first, first + number).expand(3, -1)
+    columns = torch.arange(first, first + number).expand(3, -1)
     if images is None or images.positions is None:
-        return places
-    told, length = images.positions[:, 0], images.positions.shape[-1]
-    return torch.where(places < length, told[:, places[0].clamp(max=length - 1)], places + told.max() + 1 - length)
+        return columns
+    prompt, length = images.positions[:, 0], images.positions.shape[-1]
+    after = columns + prompt.max() + 1 - length
+    return torch.where(columns < length, prompt[:, columns[0].clamp(max=length - 1)], after)

@@ -33,19 +33,22 @@ class TrainingTasks:
     """Evaluation of the `eval` tasks of run.yaml, on all ranks of a run together.
 
     Raises:
-        ConfigError: when there is no such task, or no tokenizer.
+        ConfigError: when a task or the tokenizer is missing.
     """
 
     config: RunConfig
-    _begun: float = field(default_factory=time.monotonic)
+    _run_start: float = field(default_factory=time.monotonic)
     _spent: float = 0.0
 
     def __post_init__(self) -> None:
         tokenizer = find_run_tokenizer(self.config.data, self.config.model.vocab_size)
         if tokenizer is None:
-            raise ConfigError("eval.tasks: needs the tokenizer of the data", hint="data.tokenizer names its folder")
+            raise ConfigError(
+                "eval.tasks requires the tokenizer of the data, which was not found",
+                hint="set data.tokenizer to the folder of the tokenizer",
+            )
         self._prompts = PromptTokenizer(tokenizer)
-        # Others wait while the first rank reads a data set or sums up; the watch tells that from a hang.
+        # a long timeout: other ranks wait while the first rank reads a data set or aggregates; a watchdog detects hangs
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
         self._manager: TaskManager = find_harness_tasks(self.config.eval.tasks, self.config.eval.include_path)
 
@@ -54,7 +57,7 @@ class TrainingTasks:
         up its share of the time.
         """
         world, parallel = executor.parallel_groups.world, self.config.parallel
-        # ZeRO-3 gathers weights over all ranks, so that these make one copy
+        # ZeRO-3 gathers weights over all ranks, so all ranks form one copy
         block = world.size if parallel.zero == 3 else parallel.ep * parallel.expert_tp
         replicas = ModelReplicas(
             build_inference_model(executor, self.config), self._prompts, 8, world.rank, world.size,
@@ -64,18 +67,19 @@ class TrainingTasks:
             replicas.follow_first_rank()
             return {}
         begin = time.monotonic()
-        found = {} if self._spent > self.config.eval.max_share * (begin - self._begun) else self._run_tasks(replicas)
+        allowed = self.config.eval.max_share * (begin - self._run_start)
+        found = {} if self._spent > allowed else self._run_tasks(replicas)
         replicas.stop_followers()
         self._spent += time.monotonic() - begin
         return found
 
     def _run_tasks(self, replicas: ModelReplicas) -> dict[str, float]:
         """Run the tasks and return their scores by metric name."""
-        wanted, tokenizer = self.config.eval, self._prompts.tokenizer
+        settings, tokenizer = self.config.eval, self._prompts.tokenizer
         model = HarnessModel(replicas, frozenset({tokenizer.eos_id or 0}), None, self.config.data.seq_length)
-        options = TaskOptions(wanted.include_path, wanted.num_fewshot, wanted.limit)
-        with torch.random.fork_rng():  # which the harness seeds
-            results = run_harness_tasks(model, wanted.tasks, options, manager=self._manager)["results"]
+        options = TaskOptions(settings.include_path, settings.num_fewshot, settings.limit)
+        with torch.random.fork_rng():  # the harness seeds torch's generator
+            results = run_harness_tasks(model, settings.tasks, options, manager=self._manager)["results"]
         found = {
             f"eval/{task}/{metric.removesuffix(',none')}": float(value)
             for task, metrics in results.items()
@@ -102,7 +106,7 @@ def build_inference_model(executor: PipelineExecutor, run: RunConfig) -> Decoder
     else:
         model = GatheredDecoder(build, live) if run.parallel.zero == 3 else select_model_class(config)(build)
     names = set(dict(model.named_buffers()))
-    if not isinstance(model, GatheredDecoder):  # whose weights come when they are needed
+    if not isinstance(model, GatheredDecoder):  # that class gathers weights on use
         names |= dict(model.named_parameters()).keys()
     before = 0
     for _, stage in sorted(executor.stages.items()):
@@ -121,9 +125,9 @@ def _share_tensors(live: Decoder, model: Decoder, names: Container[str], before:
             if first == "layers":
                 number, _, rest = rest.partition(".")
                 name = f"layers.{int(number) + before}.{rest}"
-            if name in names:  # predictors are not, nor is what they embed with
+            if name in names:  # not the MTP layers and their embedding
                 owner, _, last = name.rpartition(".")
                 setattr(model.get_submodule(owner), last, tensor)
     if live.stage.heads and "matrix" in names:
         assert isinstance(live.output_weight, nn.Parameter)
-        model.matrix = live.output_weight  # the embedding's copy, where predictors have one
+        model.matrix = live.output_weight  # a copy of a tied embedding if the stage has MTP layers

@@ -1,9 +1,9 @@
 """Continuous batching: requests enter and leave between forward passes, and each pass serves all running requests.
 
-A step computes the next tokens of all running rows as one batch: one token of each row that generates, and parts of the
-prompts of those that have just come (chunked prefill). What a row computes does not depend on the others, but for the
-rounding of matrix products. Keys and values lie in pages (`cache`, `pages`); rows that begin alike share full pages. When
-no page is left, the youngest row gives back its own and waits to be computed again.
+A step computes the next tokens of all running rows as one batch: one token of each row that generates, and chunks of new
+prompts (chunked prefill). Rows do not affect each other, except for rounding in GEMMs. Keys and values are in a paged KV
+cache (`paged_cache`, `page_allocator`); rows with a common prefix share its full pages. When no page is free, the youngest
+row is preempted: it releases its pages and is recomputed later. With a drafter the rows decode speculatively (`drafters`).
 
 Legend: N tokens of a step, V vocabulary, D model width.
 """
@@ -22,14 +22,9 @@ from torch import Tensor
 from mega_common.errors import CheckpointError, DataError, MegaError
 from mega_common.progress_logging import logger
 from mega_eval.cpu_layers import flatten_layers
-from mega_eval.drafters import Drafter
-from mega_eval.engine_requests import EngineEvent as EngineEvent
-from mega_eval.engine_requests import EngineRequest as EngineRequest
-from mega_eval.engine_requests import RequestState, score_token
-from mega_eval.engine_requests import ScoredToken as ScoredToken
+from mega_eval.engine_requests import Drafter, EngineEvent, EngineRequest, RequestState, score_token
 from mega_eval.grammar_matcher import GrammarCache
-from mega_eval.image_prompts import find_image_ranges
-from mega_eval.image_prompts import gather_token_images as seen_columns
+from mega_eval.image_prompts import find_image_ranges, gather_token_images
 from mega_eval.model_loading import check_sequence_length
 from mega_eval.mtp_drafter import MtpDrafter
 from mega_eval.page_allocator import PAGE, PageAllocator, hash_full_pages
@@ -46,15 +41,16 @@ class InferenceEngine:
     """Engine that runs generation requests on one model. Not thread-safe: one thread drives it.
 
     Args:
-        model: in eval mode.
-        tokenizer: the model's.
-        cache_tokens: room for so many tokens of all requests together.
-        batch_size: most requests that run at once.
-        chunk_tokens: most tokens of a forward pass, but for those of rows that generate.
-        drafter: guesses the next tokens; not asked for models with LongRoPE, whose keys depend on the length, and for those
-                with a state, which no wrong guess may change, nor for those with an encoder, whose texts are short. `mtp`:
-                the model's own layers for further tokens.
-        adapters: tells the model's layers which rows have which of its adapters.
+        model: decoder in eval mode.
+        tokenizer: tokenizer of the model.
+        cache_tokens: capacity of the KV cache in tokens, for all requests together.
+        batch_size: maximum number of requests that run at once.
+        chunk_tokens: maximum number of prompt tokens in a forward pass; tokens of generating rows count towards it but
+            are never deferred.
+        drafter: source of draft tokens; `mtp`: the model's own MTP layers. Ignored for models with LongRoPE, whose keys
+            depend on the length, with recurrent states, which cannot be rolled back, or with an encoder, whose texts are
+            short.
+        adapters: selects the LoRA adapter of each row.
     """
 
     def __init__(
@@ -72,19 +68,19 @@ class InferenceEngine:
         self._layers, self._batch_size, self._chunk = flatten_layers(model), batch_size, chunk_tokens
         self._pages = PageAllocator(-(-cache_tokens // PAGE))
         self._cache = PagedCache(model.config.num_layers + len(model.predictors), self._pages.count, batch_size)
-        self._places = list(range(batch_size))  # of states, those that no row has
+        self._free_states = list(range(batch_size))  # indices of recurrent states that no row uses
         self.grammars = GrammarCache(tokenizer)
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []
         self._number = 0
         ropes = [rope for rope in (model.config.rope, model.config.local_rope) if rope]
-        self._bounds = [rope.original_max_position or 0 for rope in ropes if rope.scaling == "longrope"]
+        self._longrope_bounds = [rope.original_max_position or 0 for rope in ropes if rope.scaling == "longrope"]
         recurrent, encodes = model.config.is_recurrent, model.config.encoder is not None
-        asked = None if self._bounds or recurrent or encodes else drafter
-        self._drafter = MtpDrafter(model, self._cache) if asked == "mtp" else asked
-        # keys that are turned by angles which depend on the length of their row are of no use to another, nor are keys
-        # without the states of those tokens
-        self._shares = (
+        supported = None if self._longrope_bounds or recurrent or encodes else drafter
+        self._drafter = MtpDrafter(model, self._cache) if supported == "mtp" else supported
+        # another row cannot use keys whose RoPE angles depend on the length of their row, nor keys without the recurrent
+        # states of those tokens
+        self._shares_prefixes = (
             not recurrent and not encodes and not any(rope.scaling in ("dynamic", "longrope") for rope in ropes)
         )
 
@@ -112,11 +108,11 @@ class InferenceEngine:
         """Add a request to the queue and return its number.
 
         Raises:
-            DataError: when it has no tokens, a token that the model does not know, an adapter that it has not, a bad
-                grammar, or is too long.
+            DataError: when the prompt is empty, too long or has tokens outside the vocabulary, the adapter is unknown, or
+                the grammar is invalid.
         """
         self._check_request(request)
-        before = () if self._model.config.encoder else request.prompt  # what an encoder reads is not gone on with
+        before = () if self._model.config.encoder else request.prompt  # the text does not continue an encoder's input
         text = Continuation(self._tokenizer, request.limits, before)
         grammar = (
             None if request.grammar is None else self.grammars.get_grammar_matcher(request.grammar, request.limits.ends)
@@ -142,7 +138,7 @@ class InferenceEngine:
         """Run one forward pass and return its events; the list is empty when idle or while prompts are computed.
 
         Args:
-            isolate: report a request that fails by an event with an error, instead of raising that. The request is
+            isolate: report a failed request as an event with an error instead of raising that error. The request is
                 dropped in both cases, and all others continue.
 
         Raises:
@@ -169,13 +165,13 @@ class InferenceEngine:
         """Drop all requests and the cached pages, after a step that failed."""
         self._waiting.clear()
         self._running.clear()
-        self._pages, self._places = PageAllocator(self._pages.count), list(range(self._batch_size))
+        self._pages, self._free_states = PageAllocator(self._pages.count), list(range(self._batch_size))
 
     def _isolate_failure(self, row: RequestState, act: Callable[[], list[EngineEvent]]) -> list[EngineEvent]:
         """Return the events of `act`; if it raises, drop the row and return the event of its failure."""
         try:
             return act()
-        except Exception as error:  # noqa: BLE001 - no error in one request may end the others
+        except Exception as error:  # noqa: BLE001 - an error in one request must not end the others
             if not isinstance(error, MegaError):
                 logger.exception("request %d of the engine failed", row.number)
             self.cancel_request(row.number)
@@ -187,32 +183,33 @@ class InferenceEngine:
         """Record `count` computed tokens of a row, and choose the next token once its prompt is complete."""
         if -1 in likeliest:
             raise CheckpointError(
-                f"the model's output is not a number in {self._model.dtype}", hint="try a precision with a wider range"
+                f"the model's output is not a number in {self._model.dtype}",
+                hint="use a precision with a wider range, such as fp32",
             )
         if count < row.num_pending_tokens:
             self._record_computed(row, count, logits)
             return []
         self._record_computed(row, count - len(row.drafts), logits)
-        known = 1 + len(row.drafts)
-        return [self._accept_tokens(row, logits[-known:], likeliest[-known:])]
+        verified = 1 + len(row.drafts)
+        return [self._accept_tokens(row, logits[-verified:], likeliest[-verified:])]
 
     def _check_request(self, request: EngineRequest) -> None:
         """Refuse a request with invalid tokens, an unknown adapter, or more tokens than the model or the cache can
         hold.
         """
-        tokens, known = request.prompt, self._model.config.vocab_size
+        tokens, vocab_size = request.prompt, self._model.config.vocab_size
         if not tokens:
-            raise DataError("the prompt has no tokens", hint="a model needs at least one to begin with")
-        if not 0 <= min(tokens) <= max(tokens) < known:
-            wrong = next(token for token in tokens if not 0 <= token < known)
+            raise DataError("the prompt has no tokens", hint="give at least one token")
+        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < vocab_size)
             raise DataError(
-                f"token {wrong} is outside the model's vocabulary of {known}",
-                hint="the tokenizer is that of another model",
+                f"token {wrong} of the prompt is outside the model's vocabulary of {vocab_size}",
+                hint="use the tokenizer of this model",
             )
         if request.adapter is not None and request.adapter not in self._adapters.names:
             raise DataError(f"the model has no adapter {request.adapter!r}")
         if self._model.config.encoder and request.prompt_logprobs:
-            raise DataError("the model has an encoder, and tells no probabilities of what that reads")
+            raise DataError("log-probabilities of the prompt are not supported with an encoder-decoder model")
         size, new = len(tokens), request.limits.max_new_tokens
         what = f"{size} tokens and {new} new ones"
         if self._model.config.encoder:
@@ -221,7 +218,7 @@ class InferenceEngine:
         else:
             check_sequence_length(self._model.config, size + new - 1, what)  # the last token is never fed back
         if size + new - 1 > self.num_pages * PAGE:
-            raise DataError(f"{what} are more than the {self.num_pages * PAGE} that the cache has room for")
+            raise DataError(f"{what} are more than the capacity of the KV cache, {self.num_pages * PAGE} tokens")
 
     def _admit_requests(self) -> list[EngineEvent]:
         """Start the requests that have waited longest while all of their tokens fit; return events of failures."""
@@ -232,7 +229,7 @@ class InferenceEngine:
             if _count_pages(len(row.tokens)) - len(row.pages) > self._pages.num_free_pages:
                 self._release_row(row)
                 break
-            row.first_length, row.state_index = len(row.tokens), self._places.pop()
+            row.first_length, row.state_index = len(row.tokens), self._free_states.pop()
             self._running.append(self._waiting.popleft())
             failed += self._isolate_failure(row, partial(self._run_encoder, row))
         return failed
@@ -247,16 +244,16 @@ class InferenceEngine:
 
     def _share_prefix_pages(self, row: RequestState) -> None:
         """Give the row the cached pages of rows with an identical prefix; at least its last token has to be computed."""
-        if not self._shares or row.request.prompt_logprobs or row.request.images:
+        if not self._shares_prefixes or row.request.prompt_logprobs or row.request.images:
             return
-        names = hash_full_pages(row.tokens[:-1], of=row.request.adapter)
-        row.pages = self._pages.share_cached_pages(names)
-        row.num_computed, row.page_hashes = len(row.pages) * PAGE, names[: len(row.pages)]
+        hashes = hash_full_pages(row.tokens[:-1], adapter=row.request.adapter)
+        row.pages = self._pages.share_cached_pages(hashes)
+        row.num_computed, row.page_hashes = len(row.pages) * PAGE, hashes[: len(row.pages)]
 
     def _release_row(self, row: RequestState) -> None:
         """Free all pages of a row and its state slot."""
         self._pages.release_pages(row.pages)
-        self._places += [] if row.state_index is None else [row.state_index]
+        self._free_states += [] if row.state_index is None else [row.state_index]
         row.state_index = None
         row.num_computed, row.pages, row.page_hashes, row.drafts, row.mtp_inputs = 0, [], [], [], []
 
@@ -265,28 +262,28 @@ class InferenceEngine:
         if self._drafter is None:
             return
         rows = [row for row in self._running if row.is_generating and row.text.remaining_tokens > 1]
-        asked = [
+        drafting = [
             (row, row.make_draft_request(count)) for row in rows if (count := row.draft_length.next_draft_length())
         ]
-        if not asked:
+        if not drafting:
             return
         if isinstance(self._drafter, MtpDrafter):
-            found = self._drafter.propose_drafts([row for row, _ in asked])
+            found = self._drafter.propose_drafts([row for row, _ in drafting])
         else:
-            found = self._drafter.propose_drafts([request for _, request in asked])
-        for (row, request), drafts in zip(asked, found, strict=True):
+            found = self._drafter.propose_drafts([request for _, request in drafting])
+        for (row, request), drafts in zip(drafting, found, strict=True):
             row.drafts = drafts[: request.limits.max_new_tokens]
 
     def _schedule_step(self) -> list[tuple[RequestState, int]]:
         """Return the rows of this step and their token counts: generating rows first, then prompt chunks that fit
         (chunked prefill).
 
-        Those with one token come first, as the cache likes it.
+        Rows with one token come first, which saves work in the cache.
         """
         room = max(1, self._chunk - sum(row.num_pending_tokens for row in self._running if row.is_generating))
         work = []
         for row in list(self._running):
-            if row not in self._running:  # its pages went to an older one
+            if row not in self._running:  # preempted in this loop
                 continue
             if self._exceeds_rope_bound(row):
                 row.num_computed, row.first_length = 0, len(row.tokens)
@@ -342,11 +339,11 @@ class InferenceEngine:
         self._cache.begin_forward_pass(spans, device)
         if self._adapters.names:
             self._adapters.select_adapters([row.request.adapter for row, count in work for _ in range(count)], device)
-        # each token is a batch row of its own: what concerns its neighbours is up to the cache
+        # each token is a batch row of its own; the cache computes its attention to other tokens
         columns = torch.tensor(positions, device=device)[:, None]
-        images = seen_columns([(row.request.images, row.num_computed, count) for row, count in work], device)
-        turned = columns if images is None or images.positions is None else images.positions
-        context = model.make_forward_context(turned, sequence_bounds=SequenceBounds(lengths), cache=self._cache)
+        images = gather_token_images([(row.request.images, row.num_computed, count) for row, count in work], device)
+        rotary = columns if images is None or images.positions is None else images.positions
+        context = model.make_forward_context(rotary, sequence_bounds=SequenceBounds(lengths), cache=self._cache)
         x = self._layers(
             model.embed_inputs(torch.tensor(tokens, device=device)[:, None], columns, images=images), context
         )
@@ -356,15 +353,16 @@ class InferenceEngine:
         """Return the lengths that determine the RoPE angles of the row's next tokens: the text length when each token
         was first computed.
 
-        Keys keep the angles of that time, but for those of LongRoPE, which are all computed again (`_exceeds_rope_bound`).
+        Cached keys keep their angles, except with LongRoPE, where all keys are recomputed (`_exceeds_rope_bound`).
         """
-        if self._bounds:
+        if self._longrope_bounds:
             return [len(row.tokens)] * count
-        return [max(len(row.request.prompt), place + 1) for place in range(row.num_computed, row.num_computed + count)]
+        positions = range(row.num_computed, row.num_computed + count)
+        return [max(len(row.request.prompt), position + 1) for position in positions]
 
     def _exceeds_rope_bound(self, row: RequestState) -> bool:
         """Return whether the row has outgrown the RoPE angles of its cached keys (LongRoPE)."""
-        return any(row.first_length <= bound < len(row.tokens) for bound in self._bounds)
+        return any(row.first_length <= bound < len(row.tokens) for bound in self._longrope_bounds)
 
     def _record_computed(self, row: RequestState, count: int, logits: Tensor) -> None:
         """Mark the row's next `count` tokens as cached, and record prompt log-probabilities from logits [count, V] if
@@ -372,32 +370,31 @@ class InferenceEngine:
         """
         prompt = row.request.prompt
         if row.request.prompt_logprobs:
-            for place, own in zip(range(row.num_computed, row.num_computed + count), logits, strict=False):
-                if place + 1 == len(row.prompt_scores) < len(prompt):  # not told before
-                    row.prompt_scores.append(score_token(own, prompt[place + 1], row.request.logprobs or 0))
+            for position, own in zip(range(row.num_computed, row.num_computed + count), logits, strict=False):
+                if position + 1 == len(row.prompt_scores) < len(prompt):  # not recorded before a preemption
+                    row.prompt_scores.append(score_token(own, prompt[position + 1], row.request.logprobs or 0))
         row.num_computed += count
         full = row.num_computed // PAGE
-        if (
-            self._shares and full > len(row.page_hashes) and row.request.images is None
-        ):  # which the tokens do not tell apart
+        hashable = row.request.images is None  # tokens do not identify images
+        if self._shares_prefixes and hashable and full > len(row.page_hashes):
             row.page_hashes = hash_full_pages(row.tokens[: full * PAGE], row.page_hashes, row.request.adapter)
-            for page, name in zip(row.pages, row.page_hashes, strict=False):
-                self._pages.register_page(page, name)
+            for page, page_hash in zip(row.pages, row.page_hashes, strict=False):
+                self._pages.register_page(page, page_hash)
 
     def _accept_tokens(self, row: RequestState, logits: Tensor, likeliest: Sequence[int]) -> EngineEvent:
         """Choose the next token, and the tokens after it as long as the draft tokens before them are accepted.
 
         Args:
-            row: whose tokens are all computed.
-            logits: [1 + guesses, V].
-            likeliest: token of each.
+            row: state of the request, with all tokens computed.
+            logits: [1 + number of draft tokens, V].
+            likeliest: most likely token of each row of logits.
         """
         drafts, row.drafts = row.drafts, []
-        first, new, tokens, told = not row.text.tokens, "", [], []
+        first, new, tokens, scored = not row.text.tokens, "", [], []
         for own, best, draft in zip_longest(logits, likeliest, drafts):
             token = self._choose_token(row, own, best)
             if row.request.logprobs is not None:
-                told.append(score_token(own, token, row.request.logprobs))
+                scored.append(score_token(own, token, row.request.logprobs))
             tokens.append(token)
             row.tokens.append(token)
             new += row.text.append_token(token)
@@ -405,21 +402,22 @@ class InferenceEngine:
                 new += row.text.finish_text()
             if row.text.finish is not None or token != draft:
                 break
-            row.num_computed += 1  # the guess is in the cache already
+            row.num_computed += 1  # the accepted draft token is in the cache already
         row.draft_length.record_acceptance(len(drafts), len(tokens) - 1)
         if row.text.finish is not None:
             self._running.remove(row)
             self._release_row(row)
         prompt = row.prompt_scores if row.request.prompt_logprobs and first else None
-        return EngineEvent(row.number, new, tokens, told, prompt, row.text.finish)
+        return EngineEvent(row.number, new, tokens, scored, prompt, row.text.finish)
 
     def _choose_token(self, row: RequestState, logits: Tensor, likeliest: int) -> int:
         """Return the next token chosen from logits [V]."""
         request, new = row.request, row.text.tokens
         if request.sampling.is_greedy and row.grammar is None:
             return likeliest
-        given = len(row.tokens) - len(new) - request.drawn
-        scores = apply_penalties(logits, request.sampling, row.tokens[:given], row.tokens[given:])
+        prompt_length = len(row.tokens) - len(new) - request.drawn
+        prompt, generated = row.tokens[:prompt_length], row.tokens[prompt_length:]
+        scores = apply_penalties(logits, request.sampling, prompt, generated)
         if row.grammar is not None:
             scores = row.grammar.mask_scores(scores)
         p = compute_probabilities(scores, request.sampling)

@@ -23,7 +23,8 @@ from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
 from mega_eval.chat_session import load_chat_template
-from mega_eval.generate import Completion, DraftSource, GenerationPrompt, generate_completions, stream_completion
+from mega_eval.drafters import DraftSource
+from mega_eval.generate import Completion, GenerationPrompt, generate_completions, stream_completion
 from mega_eval.model_loading import (
     PRECISIONS,
     LoraAdapterSet,
@@ -48,13 +49,13 @@ class LanguageModel:
     """Model with its tokenizer and the generation settings of its folder.
 
     Attributes:
-        path: where they were loaded from.
-        model: in eval mode.
-        tokenizer: the model's.
+        path: source of the model.
+        model: decoder in eval mode.
+        tokenizer: tokenizer of the model.
         ends: tokens that end a text.
-        settings: those of `Sampling` that its generation_config.json gives; they hold where a call says nothing else.
-        draft: guesses tokens, which changes no text.
-        adapters: those beside the model, of which the engine's requests may have one.
+        settings: settings of `Sampling` from its generation_config.json; defaults that a call can override.
+        draft: source of draft tokens (speculative decoding), which does not change the text.
+        adapters: LoRA adapters kept separate from the weights; each engine request may select one.
     """
 
     path: str | Location
@@ -81,29 +82,34 @@ class LanguageModel:
         """Load a mega checkpoint, the latest checkpoint of a run folder, a HuggingFace folder or a GGUF file.
 
         Args:
-            path: where it is; or its URL.
+            path: file, folder or URL.
             precision: fp64, fp32, bf16 or fp16.
             device: auto, cpu, cuda or cuda:N.
-            tokenizer: another than the one beside the weights.
-            draft: `ngrams`, `mtp` (the model's own layers for further tokens), `none`, or the path of a smaller model of the same vocabulary (speculative decoding); None:
-                as `generate.generate`.
-            groups: of ranks that share the model, all of which load it.
-            adapter: one of low rank, a run's or a folder of PEFT's, that is put into the weights.
-            adapters: folders of adapters by name, which stay beside the weights for requests to choose from.
+            tokenizer: tokenizer to use instead of the one stored with the weights.
+            draft: source of draft tokens for speculative decoding: `ngrams`, `mtp` (the model's own MTP layers), `none`,
+                or the path of a smaller model of the same vocabulary; None: as `drafters.choose_default_drafter`.
+            groups: process groups of the ranks that share the model, all of which load it.
+            adapter: LoRA adapter, of a run or a PEFT folder, to merge into the weights.
+            adapters: folders of LoRA adapters by name, kept separate from the weights; each request may select one.
 
         Raises:
             CheckpointError: when there is no complete model, or no tokenizer.
-            ConfigError: when there is no such device or precision, or no layers that `mtp` asks for.
+            ConfigError: for an unknown device or precision, or when the model lacks the MTP layers that `mtp` requires.
         """
         if precision not in PRECISIONS:
-            raise ConfigError(f"precision {precision!r} is unknown", hint=", ".join(PRECISIONS))
+            raise ConfigError(
+                f"precision must be one of {', '.join(PRECISIONS)}, but is {precision!r}", hint="use fp32 or bf16"
+            )
         if adapters and draft == "mtp":
-            raise ConfigError(f"{path}: its layers for further tokens know no adapters", hint="draft: ngrams")
+            raise ConfigError(
+                f"{path}: draft = mtp is not supported with LoRA adapters that stay separate from the weights",
+                hint="use draft = ngrams",
+            )
         dtype, where = PRECISIONS[precision], select_device(device)
-        words = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path, adapter)
+        own_tokenizer = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path, adapter)
         named: dict[str | None, DraftSource | None] = {None: None, "ngrams": "ngrams", "mtp": "mtp", "none": "none"}
-        guesses = named[draft] if draft in named else load_inference_model(str(draft), dtype=dtype, device=where)
-        beside = LoraAdapterSet.open_adapters(path, adapters) if adapters else None
+        source = named[draft] if draft in named else load_inference_model(str(draft), dtype=dtype, device=where)
+        lora_adapters = LoraAdapterSet.open_adapters(path, adapters) if adapters else None
         kinds: tuple[ModelKind, ...] = ("decoder", "encoder-decoder")
         model = load_inference_model(
             path,
@@ -112,21 +118,22 @@ class LanguageModel:
             groups=groups,
             kinds=kinds,
             adapter=adapter,
-            lora_adapters=beside,
+            lora_adapters=lora_adapters,
             mtp=draft == "mtp",
         )
-        selection = None if beside is None else beside.choice.selection
+        selection = None if lora_adapters is None else lora_adapters.pool.selection
         if groups is None or groups.tp.rank == groups.pp.rank == 0:
             warn_unsupported_settings(path)
-        return cls(path, model, words, find_end_tokens(path, words), load_sampling_settings(path), guesses, selection)
+        ends, settings = find_end_tokens(path, own_tokenizer), load_sampling_settings(path)
+        return cls(path, model, own_tokenizer, ends, settings, source, selection)
 
     def sampling(self, **settings: Any) -> Sampling:
-        """Return `Sampling` with the given settings, and those of the model's folder where none are given.
+        """Return `Sampling` with the given settings, and the defaults of the model's folder for the others.
 
-        Minimum lengths hold for every token that ends a text.
+        Minimum lengths apply to every token that ends a text.
 
         Raises:
-            ConfigError: when one is unknown or cannot be.
+            ConfigError: when a setting is unknown or invalid.
         """
         own = {**self.settings, "min_length_ends": sorted(self.ends)}
         return Sampling.parse({**own, **settings}, source="sampling")
@@ -146,7 +153,7 @@ class LanguageModel:
 
         Raises:
             DataError: when a prompt cannot be continued.
-            ConfigError: when a setting is unknown or cannot be.
+            ConfigError: when a setting is unknown or invalid.
         """
         return generate_completions(
             self.model, self.tokenizer, prompts, GenerationLimits(max_new_tokens, stop, self.ends), self.sampling(**settings),
@@ -172,7 +179,7 @@ class LanguageModel:
         """Return the answer to messages {"role", "content"}; `options` are those of `generate`.
 
         Raises:
-            DataError: when the model has no chat template, or that refuses the messages.
+            DataError: when the model has no chat template, or its template rejects the messages.
         """
         text = self._template.render_prompt(Conversation([dict(message) for message in messages], [], None, {}))
         (answer,) = self.generate([self.tokenizer.encode(text)], **options)
@@ -189,11 +196,12 @@ class LanguageModel:
 
         Raises:
             DataError: when a text has too few tokens.
-            ConfigError: when there are no contexts, and the model has an encoder.
+            ConfigError: when the model has an encoder and no contexts are given.
         """
         if self.model.config.encoder and contexts is None:
             raise ConfigError(
-                f"{self.path}: has an encoder, which reads what a text follows", hint="give contexts, too"
+                f"{self.path}: scoring with an encoder-decoder model requires contexts, which the encoder reads",
+                hint="pass contexts, one for each text",
             )
         pairs = []
         for number, text in enumerate(texts):

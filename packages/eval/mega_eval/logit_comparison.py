@@ -26,7 +26,7 @@ was never built; it computes the numbers of Bernoulli. Zürich, Kraków, 東京,
 def factorial(n: int) -> int:
     return 1 if n < 2 else n * factorial(n - 1)
 """
-# Largest difference, as a share of the largest logit (1 at least): what is the same, and about ten roundings of what was cast.
+# Largest difference as a share of the largest logit (at least 1); for half precision about ten rounding errors.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -35,10 +35,10 @@ class LogitComparison:
     """Largest difference between the logits of two models.
 
     Attributes:
-        difference: the largest of any logit.
-        tolerance: what it may be.
-        tokens: how many were looked at.
-        token_source: they were.
+        difference: largest absolute difference of a logit.
+        tolerance: largest difference that counts as equal.
+        tokens: number of tokens compared.
+        token_source: description of the tokens.
     """
 
     difference: float
@@ -57,17 +57,17 @@ def compare_logits(one: str | Location, other: str | Location, data: Path | None
     """Compare the logits of two models on the same tokens; the models run one after the other, so memory for one
     suffices.
 
-    Weights that are the same on both sides are computed with in fp32 (fp64 where they are that), and so must give the
-    same; weights that were cast may differ as much as the narrower dtype explains.
+    Both models compute in fp32 (fp64 if both are stored in fp64), so equal weights give equal logits; weights that were cast
+    may differ by the rounding of the narrower dtype.
 
     Args:
-        one: a folder or URL of a model; its tokenizer, where it has one, makes the tokens.
-        other: the one to compare with it.
-        data: PREFIX of a token data set whose first tokens are taken instead.
+        one: folder or URL of a model; its tokenizer, if any, encodes the text to compare on.
+        other: folder or URL of the second model.
+        data: prefix of a token data set to take the first tokens from instead.
 
     Raises:
-        CheckpointError: when a logit differs by more than the tolerance, or is not a number on one side only.
-        DataError: when `data` cannot be used, or is of another vocabulary.
+        CheckpointError: when a logit differs by more than the tolerance, or is not a number in one model only.
+        DataError: when `data` cannot be used, or has tokens outside the vocabulary.
     """
     source = open_weight_source(one)
     tokens, what = _choose_tokens(one, source, data)
@@ -75,18 +75,18 @@ def compare_logits(one: str | Location, other: str | Location, data: Path | None
     width = torch.float64 if stored == (torch.float64, torch.float64) else torch.float32
     rounded = width if stored[0] == stored[1] else max(stored, key=_roundoff)
     left, right = (_compute_outputs(path, tokens, width) for path in (one, other))
-    apart = (left - right).abs()
-    apart[left.isnan() & right.isnan()] = 0
+    difference = (left - right).abs()
+    difference[left.isnan() & right.isnan()] = 0
     found = LogitComparison(
-        difference=float(apart.nan_to_num(nan=math.inf).max()),
+        difference=float(difference.nan_to_num(nan=math.inf).max()),
         tolerance=TOLERANCES.get(rounded, 2 * _roundoff(rounded)) * max(1.0, float(left.nan_to_num().abs().max())),
         tokens=len(tokens),
         token_source=what,
     )
     if found.difference > found.tolerance:
         raise CheckpointError(
-            f"{one}: what is compared with it is not the same model: {found}",
-            hint="where the tensors are the same, a setting is not",
+            f"{one} and {other} are different models: {found}",
+            hint="compare their tensors, and, if these are equal, their configurations",
         )
     return found
 
@@ -109,8 +109,8 @@ def _choose_tokens(path: str | Location, source: WeightSource, data: Path | None
 def _compute_outputs(path: str | Location, tokens: list[int], dtype: torch.dtype) -> Tensor:
     """Return all outputs of a model for the tokens, as one vector on the host.
 
-    That is the logits of a decoder and of an encoder-decoder, which reads the tokens and predicts them; the scores of a reward
-    model; the last hidden states of an encoder, and what its heads make of them.
+    These are the logits of a decoder or an encoder-decoder (which reads and predicts the same tokens), the scores of a reward
+    model, or the last hidden states of an encoder and the outputs of its heads.
     """
     model = load_inference_model(path, dtype=dtype, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
     ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]

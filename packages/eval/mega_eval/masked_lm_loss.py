@@ -1,9 +1,10 @@
 """Masked-LM loss of an encoder on held-out text: every token is masked exactly once, a share of each window at a time.
 
-With a share of 15 % a window is read seven times, each with other tokens hidden: the loss of masked-language-model training,
-of all tokens. One at a time, exp of the mean is the pseudo-perplexity of Salazar et al. (2020, arXiv:1910.14659).
+With a share of 15 % each window is read seven times with different tokens masked, which gives the masked-language-modelling
+loss over all tokens. With one masked token at a time, exp of the mean is the pseudo-perplexity of Salazar et al. (2020,
+arXiv:1910.14659).
 
-Legend: S tokens of a window, special tokens included; R rows, copies of a window with other tokens hidden.
+Legend: S tokens of a window, special tokens included.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ def evaluate_masked_lm(
     """Score an encoder on the data set `prefix`, read from its first token to its last.
 
     Args:
-        model: in eval mode.
-        prefix: the data set, without .bin and .idx.
-        seq_length: S; the tokens that the tokenizer begins and ends every text with are among them.
-        tokenizer: the model's, for its mask token.
-        share: of a window's tokens that are hidden together; 0: one at a time.
+        model: encoder in eval mode.
+        prefix: path of the data set without .bin and .idx.
+        seq_length: S, including the tokens that the tokenizer adds at the start and end of a text.
+        tokenizer: tokenizer of the model, with a mask token.
+        share: share of a window's tokens that are masked together; 0: one at a time.
         batch_size: rows computed together.
-        same_tokenizer: whether the data set must have been made with `tokenizer`.
-        per_sample: as in `perplexity.evaluate`.
+        same_tokenizer: require that the data set was made with `tokenizer`.
+        per_sample: as in `dataset_scores.evaluate_perplexity`.
 
     Raises:
-        DataError: when the data set cannot be used, is not of the model's vocabulary or tokenizer, or has nothing to guess;
-            when the tokenizer has no mask token.
+        DataError: when the data set cannot be used, its vocabulary or tokenizer differs from the model's, or it has only
+            special tokens, or the tokenizer has no mask token.
         CheckpointError: when a loss is not a number.
     """
     check_eval_data(prefix, model, seq_length, tokenizer if same_tokenizer else None)
@@ -58,17 +59,18 @@ class MaskedLmWindows:
     """Windows of a data set, each between the begin and end tokens of the tokenizer.
 
     Attributes:
-        mask: the token that hides.
-        never_masked: bool [V], tokens that are never hidden.
+        mask: id of the mask token.
+        never_masked: bool [V], tokens that are never masked.
     """
 
     def __init__(self, prefix: Path, seq_length: int, tokenizer: Tokenizer) -> None:
-        around = tokenizer.encode("", add_special_tokens=True)
-        self._around = np.array(around[:1], np.int64), np.array(around[1:], np.int64)
-        self._size = seq_length - len(around)
+        special = tokenizer.encode("", add_special_tokens=True)
+        self._begin_end = np.array(special[:1], np.int64), np.array(special[1:], np.int64)
+        self._size = seq_length - len(special)
         if self._size < 1:
             raise DataError(
-                f"windows of {seq_length} tokens have no room beside the special tokens of {tokenizer.path}"
+                f"windows must be longer than the {len(special)} special tokens of {tokenizer.path}, "
+                f"but have {seq_length} tokens"
             )
         self._tokens = IndexedReader(prefix).tokens
         size = max(tokenizer.vocab_size, int(self._tokens.max(initial=0)) + 1)
@@ -82,7 +84,7 @@ class MaskedLmWindows:
 
     def __iter__(self) -> Iterator[Ints]:
         for start in range(0, self._tokens.size, self._size):
-            begin, end = self._around
+            begin, end = self._begin_end
             yield np.concatenate([begin, self._tokens[start : start + self._size], end]).astype(np.int64)
 
 
@@ -91,17 +93,19 @@ def _window_loss(
     model: Decoder, window: Ints, windows: MaskedLmWindows, number: int, share: float, batch_size: int
 ) -> tuple[float, int]:
     """Return the summed loss of a window's tokens in nats, and the number of these tokens."""
-    places = np.random.default_rng(number).permutation(np.flatnonzero(~windows.never_masked[window]))
-    rounds = math.ceil(1 / share) if share else places.size
-    hidden = [part for part in np.array_split(places, max(rounds, 1)) if part.size]
-    rows, at = np.repeat(window[None], len(hidden), 0), np.zeros((len(hidden), window.size), np.bool_)
-    for row, part in enumerate(hidden):
-        rows[row, part], at[row, part] = windows.mask, True
+    maskable = np.random.default_rng(number).permutation(np.flatnonzero(~windows.never_masked[window]))
+    rounds = math.ceil(1 / share) if share else maskable.size
+    parts = [part for part in np.array_split(maskable, max(rounds, 1)) if part.size]
+    rows, masks = np.repeat(window[None], len(parts), 0), np.zeros((len(parts), window.size), np.bool_)
+    for row, part in enumerate(parts):
+        rows[row, part], masks[row, part] = windows.mask, True
     positions, total = torch.arange(window.size, device=model.device)[None], 0.0
     for start in range(0, len(rows), batch_size):
-        tokens, weights = (torch.from_numpy(each[start : start + batch_size]).to(model.device) for each in (rows, at))
+        tokens, weights = (
+            torch.from_numpy(each[start : start + batch_size]).to(model.device) for each in (rows, masks)
+        )
         labels = torch.from_numpy(window).to(model.device).expand(tokens.shape)
         x = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
         _, losses = model.compute_token_loss(x, labels, weights.float())
         total += losses[weights].double().sum().item()
-    return total, places.size
+    return total, maskable.size

@@ -1,6 +1,6 @@
 """Loading of models for inference, of their tokenizers and of the tokens that end a text.
 
-A folder is a mega checkpoint, a run (its newest checkpoint) or a HuggingFace folder; nothing below depends on which.
+A path may be a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace folder or a GGUF file.
 """
 
 from __future__ import annotations
@@ -55,36 +55,35 @@ class LoraAdapterSet:
     """LoRA adapters of one base model, selected by name for each text."""
 
     adapters: Mapping[str, SavedAdapter]
-    choice: LoraAdapterPool
+    pool: LoraAdapterPool
 
     @classmethod
     def open_adapters(cls, base: str | Location, folders: Mapping[str, str]) -> LoraAdapterSet:
         """Open the adapters in `folders`: runs or checkpoints with `lora`, or PEFT folders, trained on top of `base`.
 
         Raises:
-            CheckpointError: when one is of another model, or changes what texts with other adapters share.
+            CheckpointError: when an adapter is of another model, or changes parts that texts with other adapters share.
         """
         found = {
             name: _check_separable(load_with_adapter(folder, base), str(base), folder)
             for name, folder in folders.items()
         }
-        choice = LoraAdapterPool(AdapterSelection(list(found)), {name: one.modules for name, one in found.items()})
-        return cls(found, choice)
+        modules = {name: adapter.modules for name, adapter in found.items()}
+        return cls(found, LoraAdapterPool(AdapterSelection(list(found)), modules))
 
     def load_adapter_weights(self, model: nn.Module) -> None:
-        """Load the weights of all adapters into `model`, which was built for this choice."""
+        """Load the weights of all adapters into `model`, which was built with `pool`."""
         layers = [layer for layer in model.modules() if isinstance(layer, PerRowAdapters)]
         for name, adapter in self.adapters.items():
-            own = [one for layer in layers if (one := layer.find_adapter(name)) is not None]
-            load_adapter_weights(
-                adapter, boxes_by_name([held for one in own for held in list_parameter_pieces(one, adapters=True)])
-            )
+            modules = [module for layer in layers if (module := layer.find_adapter(name)) is not None]
+            pieces = [piece for module in modules for piece in list_parameter_pieces(module, adapters=True)]
+            load_adapter_weights(adapter, boxes_by_name(pieces))
 
 
 def list_parameter_pieces(model: nn.Module, *, adapters: bool) -> list[tuple[Tensor, Sequence[TensorPiece]]]:
-    """Return the base parameters of a model, or those of its adapters, with the pieces that they hold."""
+    """Return the base parameters or the adapter parameters of a model, each with its pieces."""
     every = [(parameter.detach(), get_parameter_info(parameter).pieces) for parameter in model.parameters()]
-    return [held for held in every if any(is_adapter_tensor(piece.name) for piece in held[1]) == adapters]
+    return [entry for entry in every if any(is_adapter_tensor(piece.name) for piece in entry[1]) == adapters]
 
 
 def _check_separable(source: AdaptedSource, base: str, folder: str) -> SavedAdapter:
@@ -96,15 +95,15 @@ def _check_separable(source: AdaptedSource, base: str, folder: str) -> SavedAdap
     latent = [name for name in adapter.modules if name.endswith(".kv_b_proj")]
     encoder = [*adapter.modules] if source.model.encoder else []
     for names, why in (
-        (whole, "is replaced whole, and texts with other adapters need it as it was"),
-        (experts, "are experts, whose tokens come sorted by expert, not by adapter"),
-        (latent, "widens a latent that the cache keeps in place of keys and values"),
-        (encoder, "is beside a model with an encoder, which reads one text at a time"),
+        (whole, "is trained in full, not as a LoRA adapter"),
+        (experts, "belongs to experts, whose tokens are sorted by expert and not by adapter"),
+        (latent, "expands a latent that the KV cache stores instead of keys and values"),
+        (encoder, "belongs to an encoder-decoder model, which reads one text at a time"),
     ):
         if names:
             raise CheckpointError(
-                f"{folder}: {names[0]} {why}",
-                hint=f"put it into the weights: mega ckpt merge-adapter {base} {folder} OUT, and serve OUT",
+                f"{folder}: a separate adapter is not supported for {names[0]}, which {why}",
+                hint=f"merge it into the weights: mega ckpt merge-adapter {base} {folder} OUT, and use OUT as the model",
             )
     return adapter
 
@@ -113,14 +112,14 @@ def _check_tokenizer(source: AdaptedSource, folder: str) -> None:
     """Refuse an adapter whose tokenizer differs from the tokenizer of its base, which encodes all texts.
 
     Raises:
-        CheckpointError: when a token has another number in one of the two.
+        CheckpointError: when a token has different ids in the two.
     """
-    files = [held.get("tokenizer.json") for held in (source.base.asset_files(), source.adapter.tokenizer)]
+    files = [assets.get("tokenizer.json") for assets in (source.base.asset_files(), source.adapter.tokenizer)]
     base, own = (file.read_bytes() if isinstance(file, Path) else file for file in files)
     if base is not None and own is not None and base != own and read_token_ids(base) != read_token_ids(own):
         raise CheckpointError(
-            f"{folder}: the adapter's tokenizer.json has other tokens than the base's, by which all texts are encoded",
-            hint="put the adapter into the weights (mega ckpt merge-adapter), and serve the merged model",
+            f"{folder}: the adapter's tokenizer.json conflicts with that of the base model, which encodes all texts",
+            hint="merge the adapter into the weights (mega ckpt merge-adapter), and use the merged model",
         )
 
 
@@ -129,25 +128,23 @@ PRECISIONS: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 
 ModelKind = Literal["decoder", "encoder", "encoder-decoder", "reward model", "retrieval"]
-# What a model is that cannot be asked this, and what it can be asked.
-_ELSEWHERE: Mapping[ModelKind, tuple[str, str]] = {
-    "decoder": ("a decoder, whose tokens see none behind them", "mega eval, mega generate and mega serve ask it"),
+# Description of each kind of model, and the commands that support it.
+_SUPPORTED_COMMANDS: Mapping[ModelKind, tuple[str, str]] = {
+    "decoder": ("a decoder", "use mega eval, mega generate or mega serve"),
     "encoder": (
-        "an encoder, which continues no text",
-        "mega eval --data says how well it guesses masked tokens, mega embed makes vectors of texts",
+        "an encoder, which does not generate text",
+        "use mega eval --data for the masked-LM loss, or mega embed for text embeddings",
     ),
-    "encoder-decoder": (
-        "a model of an encoder and a decoder, which cannot be asked this", "mega generate and mega serve ask it"
-    ),
+    "encoder-decoder": ("an encoder-decoder model", "use mega generate or mega serve"),
     "reward model": (
-        "a reward model, which scores texts and tells no tokens",
-        "mega eval --data with preference pairs tells how often it is right",
+        "a reward model, which scores texts and predicts no tokens",
+        "use mega eval --data with preference pairs for its accuracy",
     ),
     "retrieval": (
-        "a model that reads neighbours of its text, which no prompt brings",
-        "mega train evaluates it on data with neighbours (train.eval_every)",
+        "a retrieval model (Retro), which requires retrieved neighbours of each text",
+        "evaluate it in mega train on data with neighbours (train.eval_every)",
     ),
-}  # fmt: skip
+}
 
 
 def classify_model(model: ModelConfig) -> ModelKind:
@@ -174,33 +171,55 @@ def load_inference_model(
 ) -> Decoder:
     """Load the model at `path`, or this rank's part of it under `groups`, in `dtype` on `device`, for inference only.
 
-    Weights are read one tensor at a time, so that memory is needed for the model and one tensor more. Layers that
-    predict further tokens are left out, unless `mtp` asks for them. `kinds` are those of model that the caller has a use for; others are refused.
-    `adapter` is put into the weights, those `lora_adapters` them stay apart, for each row to have one or none.
+    Weights are read one tensor at a time, so peak memory is the model plus one tensor.
+
+    Args:
+        path: checkpoint, run folder, HuggingFace folder or GGUF file.
+        dtype: dtype of the weights in memory.
+        device: device of the model.
+        groups: process groups of the ranks that share the model.
+        kinds: kinds of model that the caller supports; others are refused.
+        adapter: LoRA adapter to merge into the weights.
+        lora_adapters: LoRA adapters to keep separate; each row of a batch selects at most one.
+        mtp: load the MTP layers, which are left out by default.
 
     Raises:
-        CheckpointError: when there is no complete checkpoint, or its tensors are not those of its configuration.
-        ConfigError: for a model of another kind than `kinds`, or without the layers that `mtp` asks for.
+        CheckpointError: when there is no complete checkpoint, or its tensors do not match its configuration.
+        ConfigError: for a model of another kind than `kinds`, or without the MTP layers that `mtp` requires.
     """
     source = open_weight_source(path) if adapter is None else load_with_adapter(adapter, path)
     kind = classify_model(source.model)
     if kind not in kinds:
-        raise ConfigError(f"{path}: {_ELSEWHERE[kind][0]}", hint=_ELSEWHERE[kind][1])
+        description, hint = _SUPPORTED_COMMANDS[kind]
+        raise ConfigError(f"{path}: this operation is not supported with {description}", hint=hint)
     warn_of_unsupported_parts(source)
     if mtp and not source.model.mtp_layers:
-        raise ConfigError(f"{path}: it has no layers that predict further tokens, to guess by", hint="draft: ngrams")
-    if mtp and groups is not None and groups.pp.size > 1:
-        raise ConfigError(f"{path}: layers that predict further tokens guess on one stage alone", hint="pp: 1")
+        raise ConfigError(
+            f"{path}: draft = mtp requires multi-token prediction (MTP) layers, and the model has none",
+            hint="use draft = ngrams",
+        )
+    stages = 1 if groups is None else groups.pp.size
+    if mtp and stages > 1:
+        raise ConfigError(
+            f"{path}: draft = mtp is not supported with pipeline parallelism (pp = {stages})",
+            hint="use pp = 1, or draft = ngrams",
+        )
     config = source.model if mtp else source.model.model_copy(update={"mtp_layers": 0})
-    if kind == "encoder-decoder" and groups is not None and groups.pp.size > 1:
-        raise ConfigError(f"{path}: a model of an encoder and a decoder is asked on one stage", hint="pp: 1")
-    choice = None if lora_adapters is None else lora_adapters.choice
-    build = LayerBuilder(config, groups or ParallelGroups(), dtype=dtype, device=torch.device(device), choice=choice)
+    if kind == "encoder-decoder" and stages > 1:
+        raise ConfigError(
+            f"{path}: an encoder-decoder model is not supported with pipeline parallelism (pp = {stages})",
+            hint="use pp = 1",
+        )
+    pool = None if lora_adapters is None else lora_adapters.pool
+    build = LayerBuilder(config, groups or ParallelGroups(), dtype=dtype, device=torch.device(device), choice=pool)
     model = PipelineDecoder(build) if build.groups.pp.size > 1 else select_model_class(config)(build)
     boxes = boxes_by_name([*list_parameter_pieces(model, adapters=False), *non_trainable_buffers(model)])
     unused = sorted(set(source.tensor_names()) - canonical_tensors(source.model).keys())
     if unused:
-        raise CheckpointError(f"{path}: the model has no place for the tensor {unused[0]} ({len(unused)} such)")
+        raise CheckpointError(
+            f"{path}: the configuration of the model has no parameter for the tensor {unused[0]} "
+            f"({len(unused)} such tensors)"
+        )
     load_weights(source, boxes)
     if lora_adapters is not None:
         lora_adapters.load_adapter_weights(model)
@@ -211,15 +230,15 @@ def load_tokenizer(path: str | Location, adapter: str | Location | None = None) 
     """Load the tokenizer stored with the weights at `path`, or with an `adapter` if that has one.
 
     Raises:
-        CheckpointError: when there is none.
-        DataError: when it cannot be used.
+        CheckpointError: when there is no tokenizer.json.
+        DataError: when the tokenizer cannot be used.
     """
     source = open_weight_source(path) if adapter is None else load_with_adapter(adapter, path)
     file = source.asset_files().get("tokenizer.json")
     if file is None:
         raise CheckpointError(
-            f"{path}: there is no tokenizer.json with these weights",
-            hint="name the tokenizer's folder, or copy its files beside the weights",
+            f"{path}: tokenizer.json is missing",
+            hint="pass the folder of the tokenizer, or copy its files into the folder of the weights",
         )
     if isinstance(file, Path):
         return Tokenizer(file)
@@ -229,7 +248,7 @@ def load_tokenizer(path: str | Location, adapter: str | Location | None = None) 
 
 
 def find_end_tokens(path: str | Location, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return all tokens that end a text: the tokenizer's own, and those of the model's configuration files."""
+    """Return all tokens that end a text, from the tokenizer and the model's configuration files."""
     found = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
     assets = open_weight_source(path).asset_files()
     for name in ("generation_config.json", "config.json"):
@@ -245,9 +264,7 @@ def load_sampling_settings(path: str | Location) -> dict[str, Any]:
 def warn_unsupported_settings(path: str | Location) -> None:
     """Warn once of unsupported generation settings in the model's files that change the text."""
     if unsupported := list_unsupported_settings(_load_generation_config(path)):
-        message = (
-            "%s: its generation config sets %s, which mega does not support; texts differ from those of transformers"
-        )
+        message = "%s: the generation settings %s are not supported; texts differ from those of transformers"
         logger.warning(message, path, ", ".join(unsupported))
 
 
@@ -277,15 +294,15 @@ def check_sequence_length(config: ModelConfig, length: int, what: str) -> None:
     if length <= config.max_position:
         return
     if config.position == "learned":
-        raise DataError(f"{what} are more than the {config.max_position} positions that the model has")
-    logger.warning("%s are more than the %d positions that the model was made for", what, config.max_position)
+        raise DataError(f"{what} are more than the {config.max_position} positions of the model")
+    logger.warning("%s are more than the %d positions that the model was trained for", what, config.max_position)
 
 
 def select_device(name: str) -> torch.device:
     """Return the device called `name`; `auto` is a GPU if there is one.
 
     Raises:
-        ConfigError: when there is no such device here.
+        ConfigError: when the device does not exist or cannot be used.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -294,5 +311,5 @@ def select_device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {name!r} cannot be used here ({reason})", hint="auto, cpu, cuda or cuda:N") from None
+        raise ConfigError(f"device {name!r} cannot be used ({reason})", hint="use auto, cpu, cuda or cuda:N") from None
     return device

@@ -1,8 +1,9 @@
 """Draft tokens from the model's own multi-token-prediction (MTP) layers (arXiv:2412.19437, section 2.3).
 
-The k-th layer reads, at token i, what the one before it made there (the first: the model's normed output) and the embedding of
-token i + k, and guesses token i + k + 1. Its keys lie in the pages of the text, as those of the model's own layers do. What it read
-of a guess is read again when the token is known. Pages that a text shares with another have what that one's layers left there.
+The k-th layer reads, at token i, the output of the layer before it (the first: the model's normed output) and the embedding
+of token i + k, and predicts token i + k + 1. Its keys are in the pages of the text, with those of the model's own layers.
+Inputs computed from draft tokens are read again once the tokens are known. Prefix pages shared with another text hold the
+keys that the MTP layers computed for that text.
 
 Legend: N tokens of some rows, D model width.
 """
@@ -25,8 +26,8 @@ class MtpDrafter:
     """Drafter that proposes one token per MTP layer; hidden states not yet read by these layers are kept in the rows.
 
     Args:
-        model: with its `predictors`.
-        cache: with room for their keys behind those of the model's layers.
+        model: decoder with MTP layers (`predictors`).
+        cache: KV cache with the MTP layers after the model's own layers.
     """
 
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
@@ -48,19 +49,19 @@ class MtpDrafter:
         """Return draft tokens for each row, whose tokens are all computed but the last; none if its hidden states were
         not recorded.
         """
-        known = [row for row in rows if row.mtp_inputs]
-        found = iter(self._draft_tokens(known) if known else [])
+        ready = [row for row in rows if row.mtp_inputs]
+        found = iter(self._draft_tokens(ready) if ready else [])
         return [next(found) if row.mtp_inputs else [] for row in rows]
 
     @torch.inference_mode()
     def _draft_tokens(self, rows: Sequence[RequestState]) -> list[list[int]]:
         """Return the draft tokens of all MTP layers for each row."""
-        guesses: list[list[int]] = [[] for _ in rows]
+        drafts: list[list[int]] = [[] for _ in rows]
         inputs, unread = [row.mtp_inputs[0] for row in rows], [row.num_computed for row in rows]
         for k in range(len(self._model.predictors)):
             starts = [row.num_computed - len(one) for row, one in zip(rows, inputs, strict=True)]
-            made = self._run_mtp_layer(k, rows, inputs, starts, guesses)
-            last = torch.stack([one[-1] for one in made])
+            outputs = self._run_mtp_layer(k, rows, inputs, starts, drafts)
+            last = torch.stack([one[-1] for one in outputs])
             likeliest = (
                 self._model.head.compute_logits(last, self._model.get_output_projection())
                 .squeeze(1)
@@ -68,13 +69,13 @@ class MtpDrafter:
                 .tolist()
             )
             for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
-                first = max(start, row.num_computed - k)  # from here on a guess was read, by the next layer one more
+                first = max(start, row.num_computed - k)  # inputs from here on used draft tokens; one more per layer
                 row.mtp_inputs[k] = inputs[number][first - start : unread[number] - start]
                 unread[number] = first
-                guesses[number].append(likeliest[number])
+                drafts[number].append(likeliest[number])
                 if k + 1 < len(row.mtp_inputs):
-                    inputs[number] = torch.cat([row.mtp_inputs[k + 1], made[number]])
-        return guesses
+                    inputs[number] = torch.cat([row.mtp_inputs[k + 1], outputs[number]])
+        return drafts
 
     def _run_mtp_layer(
         self,
@@ -82,28 +83,28 @@ class MtpDrafter:
         rows: Sequence[RequestState],
         inputs: Sequence[Tensor],
         starts: Sequence[int],
-        guesses: Sequence[list[int]],
+        drafts: Sequence[list[int]],
     ) -> list[Tensor]:
         """Return the outputs of MTP layer k for each row's tokens from `starts`, [N, 1, D]."""
         model, device = self._model, self._model.device
         spans: list[RowSpan] = []
         tokens: list[int] = []
         positions: list[int] = []
-        for row, start, guessed in zip(rows, starts, guesses, strict=True):
+        for row, start, drafted in zip(rows, starts, drafts, strict=True):
             first = len(positions)
             positions += range(start, row.num_computed)
-            tokens += (row.tokens + guessed)[start + k + 1 : row.num_computed + k + 1]
+            tokens += (row.tokens + drafted)[start + k + 1 : row.num_computed + k + 1]
             spans.append(RowSpan(slice(first, len(positions)), row.num_computed, row.pages))
         self._cache.begin_forward_pass(spans, device)
         columns, ids = (torch.tensor(values, device=device)[:, None] for values in (positions, tokens))
         lengths = [
-            max(len(row.request.prompt), place + 1)
+            max(len(row.request.prompt), position + 1)
             for row, start in zip(rows, starts, strict=True)
-            for place in range(start, row.num_computed)
+            for position in range(start, row.num_computed)
         ]
         context = model.make_forward_context(columns, sequence_bounds=SequenceBounds(lengths), cache=self._cache)
         embedded = apply_embedding_scale(
             embed_token_ids(ids, model.embedding.weight, model.groups.tp, sp=False), model.config
         )
-        made: Tensor = model.predictors[k](embedded, torch.cat(list(inputs)), context)
-        return list(torch.split(made, [len(one) for one in inputs]))
+        outputs: Tensor = model.predictors[k](embedded, torch.cat(list(inputs)), context)
+        return list(torch.split(outputs, [len(one) for one in inputs]))

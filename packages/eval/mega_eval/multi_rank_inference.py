@@ -1,9 +1,8 @@
 """Inference on several ranks: each copy of the model is sharded over some ranks and processes its share of the samples.
 
-The first rank has the work and hands it out; the others follow it, so that all see the same samples in the same order.
-Ranks of a copy share the weights (tensor ranks), the experts or the layers, and compute the same samples.
-
-What a step brings is the same on all of them, so that the first alone need tell it.
+The first rank broadcasts the work and the others follow, so all ranks process the same samples in the same order. Ranks of
+a copy share the weights (tensor parallel), the experts or the layers, and compute the same samples. An engine step gives
+the same result on all ranks, so only the first rank reports it.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ import torch.distributed as dist
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer
+from mega_eval.engine_requests import EngineEvent, EngineRequest
 from mega_eval.garbage_collection import freeze_startup_objects
 from mega_eval.generate import Completion, generate_completions
-from mega_eval.inference_engine import EngineEvent, EngineRequest, InferenceEngine
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.sampling import Sampling
 from mega_eval.score import ContextContinuation, Score, pack_pair_batches, score_packed_rows
 from mega_eval.text_stream import GenerationLimits
@@ -55,12 +55,13 @@ def build_replica_groups(
     """Build this rank's process groups; all ranks call it.
 
     Raises:
-        ConfigError: when the model cannot be shared so.
+        ConfigError: when the model does not support these parallel degrees.
     """
     check_parallel_degrees(model, tp=replica_layout.tp, ep=replica_layout.ep)
     if replica_layout.pp > model.num_layers:
         raise ConfigError(
-            f"pp = {replica_layout.pp}: this model has {model.num_layers} layers", hint="at most a rank for each"
+            f"pp = {replica_layout.pp} must be at most the number of layers of the model, {model.num_layers}",
+            hint=f"use pp <= {model.num_layers}",
         )
     data = world_size // replica_layout.pp // replica_layout.tp
     layout = ParallelLayout(tp=replica_layout.tp, pp=replica_layout.pp, dp=data, ep=replica_layout.ep)
@@ -72,8 +73,8 @@ class PromptTokenizer:
     """Tokenizer of prompts with an optional length limit.
 
     Attributes:
-        tokenizer: the model's.
-        longest: tokens of a prompt at most; of a longer one the last are kept. None: all.
+        tokenizer: tokenizer of the model.
+        longest: maximum number of tokens; the last ones of a longer prompt are kept. None: no maximum.
     """
 
     tokenizer: Tokenizer
@@ -89,8 +90,8 @@ class PromptTokenizer:
         second one.
         """
         bos = self.tokenizer.bos_id
-        spelt = bos is not None and text.startswith(self.tokenizer.decode([bos]))
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens and not spelt)
+        has_bos = bos is not None and text.startswith(self.tokenizer.decode([bos]))
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens and not has_bos)
         return ids if self.longest is None else ids[-self.longest :]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -104,11 +105,11 @@ class ModelReplicas:
 
     Attributes:
         model: this rank's part of a copy, in eval mode.
-        prompts: the tokenizer.
-        batch_size: prompts that a copy continues together, and on a GPU rows that it scores together.
-        rank, world_size: this rank, and how many there are.
-        replica_layout: how these share a copy.
-        group: of all of them, where words are passed; by default torch's.
+        prompts: tokenizer of prompts.
+        batch_size: prompts that a copy continues together; on a GPU also the rows that it scores together.
+        rank, world_size: this rank and the number of ranks.
+        replica_layout: parallel degrees within a copy.
+        group: process group of all ranks for broadcasts of work; the default group if None.
     """
 
     model: Decoder
@@ -133,9 +134,9 @@ class ModelReplicas:
         """Yield the scores of pairs with their indices as they are computed; called on rank 0.
 
         Raises:
-            DataError, CheckpointError: as `score.score` does.
+            DataError, CheckpointError: as `score.score_continuations`.
         """
-        self._broadcast_call("score", pairs)
+        self._broadcast_work(("score", (pairs,)))
         for found in self._score_share(pairs):
             yield from found.items()
 
@@ -145,9 +146,9 @@ class ModelReplicas:
         """Continue prompts of at most `longest` tokens; called on rank 0.
 
         Raises:
-            DataError: as `generate.generate` does.
+            DataError: as `generate.generate_completions`.
         """
-        self._broadcast_call("generate", prompts, longest, limits, sampling)
+        self._broadcast_work(("generate", (prompts, longest, limits, sampling)))
         return self._generate_share(prompts, longest, limits, sampling)
 
     def follow_first_rank(self) -> None:
@@ -170,14 +171,14 @@ class ModelReplicas:
         plan = pack_pair_batches(self.model, pairs, together)
         while share := list(islice(plan, self.num_copies)):
             mine = share[self.copy_index :][:1]
-            found = {number: one for batch in mine for number, one in score_packed_rows(self.model, batch)}
-            yield {number: one for part in self._gather_results(found) for number, one in part.items()}
+            found = {number: score for batch in mine for number, score in score_packed_rows(self.model, batch)}
+            yield {number: score for part in self._gather_results(found) for number, score in part.items()}
 
     def _generate_share(
         self, prompts: Sequence[str], longest: int, limits: GenerationLimits, sampling: Sampling
     ) -> list[Completion]:
-        # a draw depends on the number of its prompt among all
         """Continue this copy's share of the prompts; rank 0 returns all completions in order."""
+        # a draw depends on the index of its prompt among all prompts, so with sampling every copy generates all of them
         copies = 1 if sampling.temperature > 0 else self.num_copies
         text, mine = replace(self.prompts, longest=longest), prompts[self.copy_index % copies :: copies]
         found = (
@@ -186,34 +187,28 @@ class ModelReplicas:
         parts = self._gather_results(found)
         return [parts[number % copies][number // copies] for number in range(len(prompts))] if self.rank == 0 else []
 
-    def _broadcast_call(self, name: str, *arguments: Any) -> None:
-        """Broadcast a call to the other ranks."""
-        self._broadcast_work((name, arguments))
-
-    def _broadcast_work(self, work: object) -> None:
-        """Broadcast work, or None at the end, to the other ranks."""
+    def _broadcast_work(self, work: tuple[str, tuple[Any, ...]] | None) -> None:
+        """Broadcast a call as (name, arguments), or None at the end, to the other ranks."""
         if self.world_size > 1:
             dist.broadcast_object_list([work], group=self.group)
 
     def _receive_work(self) -> Any:
         """Return the work that rank 0 broadcasts."""
-        heard = [None]
-        dist.broadcast_object_list(heard, group=self.group)
-        return heard[0]
+        received = [None]
+        dist.broadcast_object_list(received, group=self.group)
+        return received[0]
 
     def _gather_results(self, found: Any) -> list[Any]:
         """Return the results of all copies on rank 0, an empty list elsewhere."""
         if self.world_size == 1:
             return [found]
         everything: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        tells = self.rank == self.copy_index * self.replica_layout.ranks_per_stage
-        dist.gather_object(found if tells else None, everything, group=self.group)
-        return (everything or [])[
-            : self.num_copies * self.replica_layout.ranks_per_stage : self.replica_layout.ranks_per_stage
-        ]
+        stride = self.replica_layout.ranks_per_stage
+        dist.gather_object(found if self.rank == self.copy_index * stride else None, everything, group=self.group)
+        return (everything or [])[: self.num_copies * stride : stride]
 
 
-EngineRequests = list[Callable[[InferenceEngine], object]]  # what was asked since the last step
+EngineCalls = list[Callable[[InferenceEngine], object]]  # calls of rank 0 since the last step
 
 
 class BroadcastingEngine(InferenceEngine):
@@ -223,28 +218,28 @@ class BroadcastingEngine(InferenceEngine):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._asked: EngineRequests = []
+        self._calls: EngineCalls = []
 
     def add_request(self, request: EngineRequest) -> int:
         """Add a request and queue it for the other ranks."""
         number = super().add_request(request)
-        self._asked.append(partial(InferenceEngine.add_request, request=request))
+        self._calls.append(partial(InferenceEngine.add_request, request=request))
         return number
 
     def cancel_request(self, request: int) -> None:
         """Cancel a request and queue the call for the other ranks."""
         super().cancel_request(request)
-        self._asked.append(partial(InferenceEngine.cancel_request, request=request))
+        self._calls.append(partial(InferenceEngine.cancel_request, request=request))
 
     def drop_all_requests(self) -> None:
         """Reset the engines of all ranks before their next step."""
         super().drop_all_requests()
-        self._asked = [InferenceEngine.drop_all_requests]
+        self._calls = [InferenceEngine.drop_all_requests]
 
     def step(self, *, isolate: bool = False) -> list[EngineEvent]:
         """Run one engine step on all ranks."""
-        dist.broadcast_object_list([self._asked])
-        self._asked = []
+        dist.broadcast_object_list([self._calls])
+        self._calls = []
         return super().step(isolate=isolate)
 
     def stop_followers(self) -> None:
@@ -255,14 +250,14 @@ class BroadcastingEngine(InferenceEngine):
 def follow_engine_calls(engine: InferenceEngine) -> None:
     """Repeat the engine calls of rank 0 until it closes."""
     with freeze_startup_objects():
-        while (asked := _receive_calls()) is not None:
-            for ask in asked:
-                ask(engine)
+        while (calls := _receive_calls()) is not None:
+            for call in calls:
+                call(engine)
             engine.step(isolate=True)  # the first rank reports failures
 
 
-def _receive_calls() -> EngineRequests | None:
+def _receive_calls() -> EngineCalls | None:
     """Return the calls that rank 0 broadcasts; None at the end."""
-    heard: list[EngineRequests | None] = [None]
-    dist.broadcast_object_list(heard)
-    return heard[0]
+    received: list[EngineCalls | None] = [None]
+    dist.broadcast_object_list(received)
+    return received[0]

@@ -1,6 +1,6 @@
 """Paged KV cache and attention row by row (arXiv:2309.06180): rows of any lengths are neither padded nor concatenated.
 
-All rows' new tokens of a step are one batch of N tokens for the layers' products; here each row's queries meet its keys.
+The layers compute the new tokens of all rows as one batch of N tokens; attention runs separately for each row.
 
 Legend: N new tokens of all rows, S of one row, T tokens of a row so far, H query heads, K key/value heads, d head size.
 """
@@ -28,12 +28,12 @@ class RowSpan:
     """Tokens of one row in a step, and the cache pages of that row.
 
     Attributes:
-        tokens: which of the step's N tokens are the row's.
-        total: T, of which these are the last.
-        pages: where all of them are.
-        state_index: where the row's states are among those of all rows.
-        image_ranges: places of the row's images, of each all or none in the step, whose tokens see those of theirs behind them.
-        cross_memory: what each layer of a decoder asks of the row's encoded text, keys and values [1, E, K, d].
+        tokens: slice of the row's tokens in the step's N tokens.
+        total: T, new tokens included.
+        pages: cache pages of all T tokens.
+        state_index: index of the row's recurrent states.
+        image_ranges: positions of images with bidirectional attention; a step computes all tokens of an image or none.
+        cross_memory: for each decoder layer, keys and values of the encoded text [1, E, K, d].
     """
 
     tokens: slice
@@ -52,13 +52,13 @@ class RowSpan:
     @property
     def attention_segments(self) -> Iterator[tuple[range, bool]]:
         """Position ranges of the new tokens, cut at image boundaries, each with a flag that is True for an image."""
-        place = self.total - self.new_token_count
+        position = self.total - self.new_token_count
         for block in self.image_ranges:
-            if place <= block.start < self.total:
-                yield range(place, block.start), False
+            if position <= block.start < self.total:
+                yield range(position, block.start), False
                 yield block, True
-                place = block.stop
-        yield range(place, self.total), False
+                position = block.stop
+        yield range(position, self.total), False
 
     @property
     def is_uncached(self) -> bool:
@@ -68,8 +68,8 @@ class RowSpan:
     @property
     def new_token_slots(self) -> list[int]:
         """Cache slots of the new tokens."""
-        places = range(self.total - self.new_token_count, self.total)
-        return [self.pages[place // PAGE] * PAGE + place % PAGE for place in places]
+        positions = range(self.total - self.new_token_count, self.total)
+        return [self.pages[position // PAGE] * PAGE + position % PAGE for position in positions]
 
     @cached_property
     def slot_runs(self) -> list[SlotRun]:
@@ -84,21 +84,21 @@ class RowSpan:
 class PagedCache:
     """Keys and values of all layers (or the latents that replace them): tensors [slots, K, d], PAGE slots a page.
 
-    Of a layer with a state it holds that of each row: tensors [rows, ..], as large however long the rows become.
+    Of a recurrent layer it holds the state of each row: tensors [rows, ..], whose size does not depend on the rows' length.
     """
 
     def __init__(self, layers: int, pages: int, rows: int) -> None:
         self._slots, self._rows = pages * PAGE, rows
         self._held: list[tuple[Tensor, ...]] = [()] * layers
-        self._by_head = list(self._held)  # the same memory, seen as attention wants it
+        self._by_head = list(self._held)  # views of the same memory, in the layout of attention
         self._spans: list[RowSpan] = []
-        self._seen: dict[int | None, list[list[SlotRun]]] = {}
-        self._single = 0  # of the spans the first so many have one token
+        self._visible_runs: dict[int | None, list[list[SlotRun]]] = {}
+        self._single = 0  # number of leading spans with one token
         self._new = torch.empty(0)
 
     def begin_forward_pass(self, spans: list[RowSpan], device: torch.device) -> None:
         """Set the rows of the next forward pass; rows with a single new token should come first, which saves work."""
-        self._spans, self._seen = spans, {}
+        self._spans, self._visible_runs = spans, {}
         self._single = sum(1 for _ in takewhile(lambda span: span.new_token_count == 1, spans))
         self._new = torch.tensor([slot for span in spans for slot in span.new_token_slots], device=device)
 
@@ -109,20 +109,20 @@ class PagedCache:
         own: [N, 1, H or K, d].
         """
         by_head = self._store_tokens(layer, k) if v is None else self._store_tokens(layer, k, v)
-        if window not in self._seen:
-            self._seen[window] = [span.visible_slot_runs(window) for span in self._spans]
-        keys = [_gather_slots(by_head[0], runs) for runs in self._seen[window]]
-        values = keys if v is None else [_gather_slots(by_head[1], runs) for runs in self._seen[window]]
+        if window not in self._visible_runs:
+            self._visible_runs[window] = [span.visible_slot_runs(window) for span in self._spans]
+        keys = [_gather_slots(by_head[0], runs) for runs in self._visible_runs[window]]
+        values = keys if v is None else [_gather_slots(by_head[1], runs) for runs in self._visible_runs[window]]
         single = self._single
         if single == len(self._spans):
             return attend.decode_attention(q.squeeze(1), keys, values).unsqueeze(1)
         rows = [attend.decode_attention(q[:single, 0], keys[:single], values[:single]).unsqueeze(1)] if single else []
         left = None if window is None else window - 1
         for span, *kept in zip(self._spans[single:], keys[single:], values[single:], strict=True):
-            for places, image in filter(lambda one: one[0], span.attention_segments):
-                first, behind = places.start + span.tokens.stop - span.total, span.total - places.stop
+            for positions, image in filter(lambda segment: segment[0], span.attention_segments):
+                first, behind = positions.start + span.tokens.stop - span.total, span.total - positions.stop
                 own, value = (part[:, :, : part.shape[2] - behind].transpose(1, 2) for part in kept)
-                new = q[first : first + len(places)].transpose(0, 1)
+                new = q[first : first + len(positions)].transpose(0, 1)
                 rows.append(attend(new, own, value, BandMask(left, None if image else 0)).transpose(0, 1))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -137,28 +137,28 @@ class PagedCache:
         """Advance the recurrent states, as `KVCache` requires; each of the N tokens is a batch row of its own: [N, 1,
         c].
 
-        Rows that have as many new tokens as each other are one batch, but for those that begin.
+        Rows with equal numbers of new tokens are one batch; rows without a state yet are batched separately.
         """
-        alike: dict[tuple[int, bool], list[RowSpan]] = {}
+        batches: dict[tuple[int, bool], list[RowSpan]] = {}
         for span in self._spans:
-            alike.setdefault((span.new_token_count, span.is_uncached), []).append(span)
-        made, order = [], []
-        for (count, begins), spans in alike.items():
-            places = torch.tensor([span.state_index for span in spans], device=x.device)
+            batches.setdefault((span.new_token_count, span.is_uncached), []).append(span)
+        outputs, order = [], []
+        for (count, begins), spans in batches.items():
+            indices = torch.tensor([span.state_index for span in spans], device=x.device)
             order += [token for span in spans for token in range(span.tokens.start, span.tokens.stop)]
             new = x[order[-count * len(spans) :]].view(len(spans), count, -1)
-            y, states = step(new, None if begins else [held[places] for held in self._held[layer]])
+            y, states = step(new, None if begins else [held[indices] for held in self._held[layer]])
             if not self._held[layer]:
                 self._held[layer] = tuple(state.new_empty(self._rows, *state.shape[1:]) for state in states)
             for held, state in zip(self._held[layer], states, strict=True):
-                held.index_copy_(0, places, state)
-            made.append(y.flatten(0, 1))
-        joined = torch.cat(made)
+                held.index_copy_(0, indices, state)
+            outputs.append(y.flatten(0, 1))
+        joined = torch.cat(outputs)
         return torch.empty_like(joined).index_copy_(0, torch.tensor(order, device=x.device), joined).unsqueeze(1)
 
     def _store_tokens(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Store tensors [N, 1, K, d]; return all of the layer's, [1, K, slots, d]."""
-        if not self._held[layer]:  # not touched before it is used: on a CPU it costs memory only then
+        """Store tensors [N, 1, K, d]; return the layer's whole cache, [1, K, slots, d]."""
+        if not self._held[layer]:  # allocated lazily and left untouched: a CPU commits memory on first write
             self._held[layer] = tuple(part.new_empty(self._slots, *part.shape[2:]) for part in new)
             self._by_head[layer] = tuple(held.transpose(0, 1).unsqueeze(0) for held in self._held[layer])
         for held, part in zip(self._held[layer], new, strict=True):

@@ -1,7 +1,7 @@
 """Paired comparison of the task results of two models, sample by sample, with a significance test.
 
-Scores of 0 and 1 are compared by McNemar's exact test: of the samples that one model alone has right, how unlikely is it
-that so many are the same one's, by a fair coin. Others are compared by Student's paired t-test.
+Scores of 0 and 1 are compared by McNemar's exact test: a binomial test on the samples that only one of the models answers
+correctly. Others are compared by Student's paired t-test.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class PairedComparison:
     """One metric of one task, on the samples that both result files have.
 
     Attributes:
-        task, metric, filter: as the harness calls them.
-        scores: of each sample by its number, the first model's and the second's.
-        p: probability of a difference at least as large, were there none; 1 where no sample differs.
+        task, metric, filter: names in the harness.
+        scores: scores of the first and the second model, by sample number.
+        p: p-value of the difference; 1 if no sample differs.
         test: `mcnemar` or `t-test`.
     """
 
@@ -63,12 +63,12 @@ def compare_task_results(first: Path, second: Path) -> list[PairedComparison]:
     """Compare two result files of `mega eval --tasks`, on the tasks, metrics and samples that both have.
 
     Raises:
-        DataError: when a file has no samples, there is nothing in common, or samples of one number are not the same.
+        DataError: when a file has no samples, the files have no task or sample in common, or documents differ.
     """
     one, other = _read_samples(first), _read_samples(second)
     for name, mine, theirs in ((first, one, other), (second, other, one)):
         if left := sorted({task for task, *_ in mine.keys() - theirs.keys()} - {task for task, *_ in theirs}):
-            logger.warning("%s alone has %s", name, ", ".join(left))
+            logger.warning("only %s has the tasks %s", name, ", ".join(left))
     found = [_compare_metric(key, one[key], other[key], second) for key in one if key in other]
     if not found:
         raise DataError(f"{first} and {second} have no task in common")
@@ -82,11 +82,11 @@ def _compare_metric(
     common = [number for number in one if number in other]
     for number in common:
         if one[number].document != other[number].document:
-            raise DataError(f"{path}: sample {number} of {key[0]} is another one than in the first file")
+            raise DataError(f"{path}: sample {number} of {key[0]} differs from that of the first file")
     if not common:
-        raise DataError(f"{path}: no sample of {key[0]} is in the first file, too")
+        raise DataError(f"{path}: the files have no sample of {key[0]} in common")
     if len(common) < max(len(one), len(other)):
-        logger.warning("%s: %d samples are in both, of %d and %d", key[0], len(common), len(one), len(other))
+        logger.warning("%s: %d samples in common, of %d and %d", key[0], len(common), len(one), len(other))
     scores = {number: (one[number].score, other[number].score) for number in common}
     p, test = run_paired_test(list(scores.values()))
     return PairedComparison(*key, scores, p, test)
@@ -102,7 +102,7 @@ def run_paired_test(scores: list[tuple[float, float]]) -> tuple[float, str]:
     if binary:
         return float(stats.binomtest(lower, lower + higher).pvalue), test
     differences = [b - a for a, b in scores]
-    if len(set(differences)) == 1:  # no spread to judge by
+    if len(set(differences)) == 1:  # zero variance
         return (1.0 if len(differences) == 1 else 0.0), test
     return float(stats.ttest_1samp(differences, 0.0).pvalue), test
 
@@ -121,10 +121,10 @@ def _read_samples(path: Path) -> dict[SampleKey, dict[int, _Sample]]:
         raw = parse_json_text(read_file_start(path))
         tasks = raw.get("samples") if isinstance(raw, dict) else None
     except (OSError, ValueError) as error:
-        hint = "mega compare takes two result files of mega eval --tasks with --log-samples --output"
+        hint = "pass two result files of mega eval --tasks with --log-samples --output"
         raise DataError(f"{path}: cannot be read ({explain_read_error(error)})", hint=hint) from None
     if not tasks:
-        raise DataError(f"{path}: there are no samples in it", hint="mega eval --tasks with --log-samples keeps them")
+        raise DataError(f"{path}: samples are missing", hint="run mega eval --tasks again with --log-samples")
     found: dict[SampleKey, dict[int, _Sample]] = {}
     for task, samples in tasks.items():
         for sample in samples:

@@ -2,9 +2,9 @@
 arXiv:2403.03853).
 
     neuron f    |h_f| before the down projection            head h    |y_h| before the output projection
-    channel c   |x_c| behind the norms of all layers        layer     1 - cos(x before it, x behind it)
+    channel c   |x_c| after the norms of all layers         layer     1 - cos(its input, its output)
 
-These are means over the tokens of a window; over windows neurons, heads and channels are added up by their squares, as the
+These are means over the tokens of a window; for neurons, heads and channels, windows are combined by the L2 norm, which the
 paper found best.
 
 Legend: W windows, S tokens, L layers, D model width, F feed-forward width, H heads, d head size.
@@ -35,8 +35,8 @@ def measure_importance(model: Decoder, prefix: Path, seq_length: int, *, windows
     data set `prefix`.
 
     Raises:
-        ConfigError: when the model is no plain dense decoder.
-        DataError: when the data set cannot be used or is of another vocabulary.
+        ConfigError: when the model is not a plain dense decoder.
+        DataError: when the data set cannot be used or has tokens outside the vocabulary.
     """
     check_shrinkable(model.config)
     check_eval_data(prefix, model, seq_length, None)

@@ -1,8 +1,8 @@
 """Sampling of the next token: greedy, or with temperature, top-k, top-p (arXiv:1904.09751) and min-p
 (arXiv:2407.01082).
 
-A draw is a function of (seed, sample, step) alone. It comes from the CPU, whatever the model runs on, and decides by one
-uniform number; so a sample's text depends neither on its neighbours in the batch nor on the device.
+A draw is a function of (seed, sample, step) alone. It uses one uniform random number from the CPU, regardless of the
+model's device, so a sample's text depends neither on the rest of the batch nor on the device.
 
 Legend: V vocabulary.
 """
@@ -21,53 +21,53 @@ from mega_common.errors import DataError
 from mega_common.strict_config import StrictConfig
 from mega_trainer.distributed.rng import seeded_generator
 
-SMALLEST = 1e-300  # temperature and share of probabilities; smaller ones are computed as this
+SMALLEST = 1e-300  # lower bound of temperature and of top-p times the sum of probabilities
 
 
 class Sampling(StrictConfig):
     """Sampling settings: penalties, then temperature, `top_k`, `top_p` and `min_p` are applied in this order."""
 
-    temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 takes the most likely token each time")
-    top_k: PositiveInt | None = Field(None, description="draw from so many likeliest tokens only")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw from the fewest tokens with this probability together")
-    min_p: float = Field(0.0, ge=0, le=1, description="draw from tokens with this share of the likeliest's probability")
+    temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 is greedy decoding")
+    top_k: PositiveInt | None = Field(None, description="draw only from the k most likely tokens")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the fewest tokens whose probabilities sum to this")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="draw from tokens with at least this share of the highest probability"
+    )
     repetition_penalty: float = Field(
         1.0,
         ge=1e-9,
         le=1e9,
         allow_inf_nan=False,
-        description="divides scores above 0 of tokens seen before, multiplies those below",
+        description="divides positive scores of earlier tokens, multiplies negative ones",
     )
     presence_penalty: float = Field(
         0.0,
         ge=-1e9,
         le=1e9,
         allow_inf_nan=False,
-        description="taken from the score of a token that was generated before",
+        description="subtracted from the score of a token that was generated before",
     )
     frequency_penalty: float = Field(
         0.0,
         ge=-1e9,
         le=1e9,
         allow_inf_nan=False,
-        description="taken from the score of a token for each time that it was generated before",
+        description="subtracted from the score of a token for each earlier time it was generated",
     )
-    no_repeat_ngram_size: NonNegativeInt = Field(
-        0, description="no sequence of so many tokens appears twice, the prompt's counted"
-    )
+    no_repeat_ngram_size: NonNegativeInt = Field(0, description="no n-gram of this size appears twice, prompt included")
     logit_bias: dict[NonNegativeInt, float] = Field({}, description="added to the scores of tokens, by token id")
     allowed_token_ids: list[NonNegativeInt] | None = Field(None, description="the only tokens that may be chosen")
     bad_words_ids: list[Annotated[list[NonNegativeInt], Field(min_length=1)]] = Field(
-        [], description="sequences of tokens that never appear, not even when the prompt has the first of them"
+        [], description="token sequences that never appear, even if they would start in the prompt"
     )
     suppress_tokens: list[int] = Field([], description="tokens that are never chosen")
-    begin_suppress_tokens: list[int] = Field([], description="tokens that are not chosen first")
+    begin_suppress_tokens: list[int] = Field([], description="tokens that are never the first new token")
     forced_bos_token_id: NonNegativeInt | None = Field(
         None, description="second token of a sequence, after a prompt of one token or an encoder-decoder's start token"
     )
-    min_length: NonNegativeInt = Field(0, description="fewest tokens, the prompt's counted, before `min_length_ends`")
-    min_new_tokens: NonNegativeInt = Field(0, description="fewest new tokens before `min_length_ends`")
-    min_length_ends: list[int] = Field([], description="tokens that end a text, for the two settings before")
+    min_length: NonNegativeInt = Field(0, description="minimum number of tokens, prompt included")
+    min_new_tokens: NonNegativeInt = Field(0, description="minimum number of new tokens")
+    min_length_ends: list[int] = Field([], description="end tokens that `min_length` and `min_new_tokens` exclude")
     seed: int = 0
 
     @property
@@ -94,7 +94,8 @@ def apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], g
     """Return the scores [V] after penalties, biases and restrictions, in fp64: no penalty within its bounds makes them
     infinite.
 
-    That on repetition counts the prompt, too, as in transformers (arXiv:1909.05858); the others do not, as in OpenAI's API.
+    The repetition penalty counts prompt tokens, as in transformers (arXiv:1909.05858); presence and frequency penalties do
+    not, as in OpenAI's API.
     """
     if not sampling.modifies_scores:
         return logits
@@ -115,8 +116,8 @@ def apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], g
 def apply_restrictions(scores: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
     """Lower the scores [V] of tokens that may not be chosen to the least number, as transformers lowers them to -inf.
 
-    A finite number leaves a token to choose where a grammar permits none of the others, or `allowed_token_ids`, outside of
-    which scores are -inf.
+    The lowest finite number, unlike -inf, leaves these tokens available if a grammar or `allowed_token_ids`, which set
+    other scores to -inf, permit nothing else.
     """
     if sampling.allowed_token_ids is not None:
         allowed = torch.tensor(sorted(set(sampling.allowed_token_ids)), device=scores.device)
@@ -161,14 +162,14 @@ def compute_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     """Return the sampling probabilities of the next token, fp64 [V].
 
     Raises:
-        DataError: when the largest of the scores [V] is infinite or not a number: no token may follow.
+        DataError: when the largest of the scores [V] is infinite or not a number.
     """
     if not bool(scores.amax().isfinite()):
-        raise DataError("no token can be chosen: the scores of all tokens are excluded, infinite or not a number")
+        raise DataError("no token can be chosen: the scores of all tokens are masked, infinite or not a number")
     if sampling.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(-1), len(scores)).double()
     wide = scores.double()
-    # a GPU multiplies by the reciprocal, which of smaller temperatures is infinite
+    # a GPU multiplies by the reciprocal, which overflows for smaller temperatures
     p = ((wide - wide.amax()) / max(sampling.temperature, SMALLEST)).softmax(-1)
     if sampling.top_k is not None and sampling.top_k < len(p):
         p = p.where(p >= p.topk(sampling.top_k).values[-1], 0.0)
@@ -196,9 +197,9 @@ def draw_token(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
 
     Args:
         p: not all zero.
-        sampling: whose seed it is.
-        sample: number of the sample.
-        step: tokens drawn before.
+        sampling: settings with the seed.
+        sample: index of the sample.
+        step: number of tokens drawn before.
     """
     cumulative = p.cumsum(-1)
     return int(torch.searchsorted(cumulative, draw_uniform(sampling.seed, sample, step) * cumulative[-1:]))

@@ -1,10 +1,10 @@
 """Log-likelihoods of continuations given their contexts; shared prefixes are computed once (tree attention).
 
-Pairs (context, continuation) are sorted, and those that begin alike share a row of the batch as a tree: " sat" and
-" ran" after "the cat" are the row [the, cat, sat, ran], in which `ran` sees `the`, `cat` and itself, at position 2.
-So four answers to a question cost one question and four answers. Pairs that share nothing lie in one row as trees that
-do not see each other, which leaves less to pad. What a token computes is what it would compute alone. Where a model has an
-encoder, that reads the context, and a row is the continuation of one pair.
+Pairs (context, continuation) are sorted, and pairs with a common prefix share a batch row as a tree: " sat" and " ran"
+after "the cat" are the row [the, cat, sat, ran], in which `ran` attends to `the`, `cat` and itself, at position 2. Four
+answers to a question cost one question and four answers. Pairs without a common prefix share a row as separate trees,
+masked from each other, which saves padding. The score of a pair does not depend on the packing. In an encoder-decoder
+model the encoder reads the context, and a row is the continuation of one pair.
 
 Legend: B rows, S columns, V vocabulary.
 """
@@ -25,8 +25,8 @@ from mega_eval.span_corruption import compute_decoder_states
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.vocab_parallel_loss import tokens_per_chunk
 
-BESIDE = 256  # attention pays for all pairs of a row's columns, products of matrices are faster for many
-AHEAD = 4096  # pairs that are laid out at a time: a row takes more memory than its pairs
+EXTRA_COLUMNS = 256  # attention costs grow with the square of a row's columns; GEMMs are faster with more
+PAIRS_PER_PACKING = 4096  # pairs packed at a time: a row takes more memory than its pairs
 
 ContextContinuation = tuple[Sequence[int], Sequence[int]]
 
@@ -36,8 +36,8 @@ class Score:
     """Log-likelihood of a continuation.
 
     Attributes:
-        logprobs: natural logarithm of each token's probability, given all before it.
-        greedy: whether each token is the likeliest at its place, so that greedy decoding would give the continuation.
+        logprobs: natural logarithm of each token's probability, given all tokens before it.
+        greedy: True if every token is the most likely one at its position, as in greedy decoding.
     """
 
     logprobs: list[float]
@@ -55,9 +55,9 @@ class PrefixTreeRow:
 
     Attributes:
         tokens, positions: of each column.
-        branches: for each sequence the columns that it shares with those before it, and the range of those it adds.
-        encoder_tokens: what the encoder reads, where the model has one; the columns are the decoder's.
-        targets: number of the pair, the columns whose logits it needs, and the token that each should predict.
+        branches: for each sequence, the columns shared with earlier sequences and the range of its new columns.
+        encoder_tokens: input of the encoder in an encoder-decoder model; the columns are the decoder's.
+        targets: index of the pair, the columns whose logits it needs, and the token that each should predict.
     """
 
     encoder_tokens: Sequence[int] = ()
@@ -68,11 +68,11 @@ class PrefixTreeRow:
     _last: list[int] = field(default_factory=list)  # the sequence that was added last
     _path: list[int] = field(default_factory=list)  # its columns
 
-    def try_add_pair(self, number: int, pair: ContextContinuation, beside: int) -> bool:
-        """Add a pair; return False if the row would have more than `beside` columns in addition to those of its first
-        sequence.
+    def try_add_pair(self, number: int, pair: ContextContinuation, extra_columns: int) -> bool:
+        """Add a pair; return False if the row would have more than `extra_columns` columns in addition to those of its
+        first sequence.
 
-        A pair that shares most of its columns may come on top of as many again as the first sequence has.
+        A pair that shares most of its columns may exceed this limit by the length of the first sequence.
         """
         context, continuation = pair
         sequence = [*context, *continuation][:-1]
@@ -80,7 +80,7 @@ class PrefixTreeRow:
         new = range(len(self.tokens), len(self.tokens) + len(sequence) - shared)
         if self.branches:
             first = len(self.branches[0][1])
-            if new.stop - first > beside + (first if shared > len(new) else 0):
+            if new.stop - first > extra_columns + (first if shared > len(new) else 0):
                 return False
         if new or not self.branches:
             self.branches.append((self._path[:shared], new))
@@ -92,11 +92,12 @@ class PrefixTreeRow:
 
     def make_ancestor_mask(self, length: int) -> Tensor:
         """Return the mask of each column's ancestors in its sequences, itself included: bool [length, length]."""
-        seen = torch.eye(length, dtype=torch.bool)  # padding sees itself: a softmax over nothing is not a number
+        # padding attends to itself: a softmax over nothing is not a number
+        mask = torch.eye(length, dtype=torch.bool)
         for shared, new in self.branches:
-            seen[new.start : new.stop, shared] = True
-            seen[new.start : new.stop, new.start : new.stop] = torch.ones(len(new), len(new), dtype=torch.bool).tril()
-        return seen
+            mask[new.start : new.stop, shared] = True
+            mask[new.start : new.stop, new.start : new.stop] = torch.ones(len(new), len(new), dtype=torch.bool).tril()
+        return mask
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class TreeAttentionMask:
 
     ancestors: Tensor
     positions: Tensor
-    _made: dict[int, Tensor] = field(default_factory=dict)
+    _window_masks: dict[int, Tensor] = field(default_factory=dict)
 
     def mask_for_window(self, window: int | None) -> Tensor:
         """Return the mask bool [B, 1, S, S]; with a window each token attends to the last `window` positions, itself
@@ -118,24 +119,24 @@ class TreeAttentionMask:
         """
         if window is None:
             return self.ancestors
-        if window not in self._made:
+        if window not in self._window_masks:
             distance = self.positions[:, None, :, None] - self.positions[:, None, None, :]
-            self._made[window] = self.ancestors & (distance < window)
-        return self._made[window]
+            self._window_masks[window] = self.ancestors & (distance < window)
+        return self._window_masks[window]
 
 
 def score_continuations(
-    model: Decoder, pairs: Sequence[ContextContinuation], *, batch_size: int = 1, beside: int = BESIDE
+    model: Decoder, pairs: Sequence[ContextContinuation], *, batch_size: int = 1, extra_columns: int = EXTRA_COLUMNS
 ) -> list[Score]:
     """Return the score of each (context, continuation), int token ids, in the given order.
 
-    A score does not depend on the other pairs, on their order, on `batch_size` or on `beside`, but for rounding: 1e-5 in fp32.
+    A score does not depend on the other pairs, their order, `batch_size` or `extra_columns`, up to rounding: 1e-5 in fp32.
 
     Args:
-        model: in eval mode.
-        pairs: neither context nor continuation may be empty; all but the last token of both are what the model is given.
-        batch_size: rows computed together. A CPU gains nothing by more than one, for a row is long.
-        beside: columns that a row may have beside those of its first sequence, where these are not shared.
+        model: decoder in eval mode.
+        pairs: context and continuation, neither empty; the model's input is both without the last token.
+        batch_size: rows computed together. More than one does not help on a CPU, since a row is long.
+        extra_columns: columns that a row may have in addition to its first sequence, if they are not shared.
 
     Raises:
         DataError: when a pair is empty, too long for the model or of another vocabulary.
@@ -143,7 +144,7 @@ def score_continuations(
     """
     found: dict[int, Score] = {}
     with ProgressBar("scoring", total=len(pairs), unit="continuations") as bar:
-        for batch in pack_pair_batches(model, pairs, batch_size, beside):
+        for batch in pack_pair_batches(model, pairs, batch_size, extra_columns):
             new = dict(score_packed_rows(model, batch))
             found |= new
             bar.advance(len(new))
@@ -157,7 +158,7 @@ def split_into_windows(tokens: Sequence[int], prefix: int, length: int) -> list[
     Args:
         tokens: the text.
         prefix: the token before its first.
-        length: tokens that the model sees at once.
+        length: maximum number of tokens in a forward pass.
     """
     everything = [prefix, *tokens]
     starts = range(0, len(tokens), length)
@@ -169,18 +170,18 @@ def split_into_windows(tokens: Sequence[int], prefix: int, length: int) -> list[
 
 
 def pack_pair_batches(
-    model: Decoder, pairs: Sequence[ContextContinuation], batch_size: int, beside: int = BESIDE
+    model: Decoder, pairs: Sequence[ContextContinuation], batch_size: int, extra_columns: int = EXTRA_COLUMNS
 ) -> Iterator[list[PrefixTreeRow]]:
     """Pack all pairs into rows and yield batches of rows of similar length.
 
     Raises:
-        DataError: as `score` does.
+        DataError: as `score_continuations`.
     """
     for number, pair in enumerate(pairs):
         _check_pair(model, number, pair)
     encoder = model.config.encoder
-    # LongRoPE and dynamic NTK turn a whole row by angles that depend on its length, and a state is one sequence's
-    alone = (
+    # the RoPE angles of LongRoPE and dynamic NTK depend on the row's length, and a recurrent state belongs to one sequence
+    unpacked = (
         model.config.is_recurrent
         or encoder is not None
         or any(
@@ -189,13 +190,14 @@ def pack_pair_batches(
         )
     )
     order = sorted(range(len(pairs)), key=lambda number: [*pairs[number][0], *pairs[number][1]])
-    for first in range(0, len(order), AHEAD):
+    for first in range(0, len(order), PAIRS_PER_PACKING):
         rows: list[PrefixTreeRow] = []
-        for number in order[first : first + AHEAD]:
-            if alone or not rows or not rows[-1].try_add_pair(number, pairs[number], beside):
+        for number in order[first : first + PAIRS_PER_PACKING]:
+            if unpacked or not rows or not rows[-1].try_add_pair(number, pairs[number], extra_columns):
                 context, continuation = pairs[number]
                 rows.append(PrefixTreeRow(context if encoder else ()))
-                rows[-1].try_add_pair(number, ([encoder.start_token] if encoder else context, continuation), beside)
+                prefix = [encoder.start_token] if encoder else context
+                rows[-1].try_add_pair(number, (prefix, continuation), extra_columns)
         rows.sort(key=lambda row: -len(row.encoder_tokens) - len(row.tokens))
         yield from (rows[start : start + batch_size] for start in range(0, len(rows), batch_size))
 
@@ -205,19 +207,20 @@ def score_packed_rows(model: Decoder, rows: Sequence[PrefixTreeRow]) -> Iterator
     """Yield the indices and scores of the pairs packed in `rows`.
 
     Raises:
-        CheckpointError: as `score` does.
+        CheckpointError: as `score_continuations`.
     """
     x, length = _compute_hidden_states(model, rows), max(len(row.tokens) for row in rows)
-    asked = [(row * length, *one) for row, each in enumerate(rows) for one in each.targets]
-    places = [start + column for start, _, columns, _ in asked for column in columns]
-    labels = [label for *_, continuation in asked for label in continuation]
-    logprobs, likeliest = _compute_logprobs(model, x.flatten(0, 1), places, labels)
+    targets = [(row * length, *target) for row, each in enumerate(rows) for target in each.targets]
+    indices = [start + column for start, _, columns, _ in targets for column in columns]
+    labels = [label for *_, continuation in targets for label in continuation]
+    logprobs, likeliest = _compute_logprobs(model, x.flatten(0, 1), indices, labels)
     if any(map(math.isnan, logprobs)):
         raise CheckpointError(
-            f"the model's output is not a number in {model.dtype}", hint="try a precision with a wider range"
+            f"the model's output is not a number in {model.dtype}",
+            hint="use a precision with a wider range, such as fp32",
         )
     start = 0
-    for _, number, columns, _ in asked:
+    for _, number, columns, _ in targets:
         part = slice(start, start := start + len(columns))
         yield number, Score(logprobs[part], all(likeliest[part]))
 
@@ -231,30 +234,28 @@ def _compute_hidden_states(model: Decoder, rows: Sequence[PrefixTreeRow]) -> Ten
         torch.tensor([values + [0] * (length - len(values)) for values in columns], device=device)
         for columns in ([row.tokens for row in rows], [row.positions for row in rows])
     )
-    sight = None  # plain causal attention has the faster kernel
+    mask = None  # plain causal attention has the faster kernel
     if any(len(row.branches) > 1 for row in rows):
-        sight = TreeAttentionMask(
+        mask = TreeAttentionMask(
             torch.stack([row.make_ancestor_mask(length) for row in rows])[:, None].to(device), positions
         )
-    x: Tensor = model(
-        model.embed_inputs(tokens, positions), model.make_forward_context(positions, attention_mask=sight)
-    )
+    x: Tensor = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions, attention_mask=mask))
     return x
 
 
 def _compute_logprobs(
-    model: Decoder, x: Tensor, places: Sequence[int], labels: Sequence[int]
+    model: Decoder, x: Tensor, indices: Sequence[int], labels: Sequence[int]
 ) -> tuple[list[float], list[bool]]:
     """Return the log-probability of each label after the token at its index in x [B S, D], and whether it is the most
     likely token.
 
-    Logits exist of a few tokens at a time.
+    Logits are computed in chunks of tokens to save memory.
     """
     size = tokens_per_chunk(x, model.config.vocab_size)
     logprobs, likeliest = [], []
-    for start in range(0, len(places), size):
-        place, label = (torch.tensor(all_[start : start + size], device=x.device) for all_ in (places, labels))
-        unique, index = place.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    for start in range(0, len(indices), size):
+        chunk, label = (torch.tensor(all_[start : start + size], device=x.device) for all_ in (indices, labels))
+        unique, index = chunk.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         logits = model.compute_logits(x[unique][None])[0]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logprobs.append(logits[index, label] - logits.logsumexp(-1)[index])
@@ -272,12 +273,12 @@ def _check_pair(model: Decoder, number: int, pair: ContextContinuation) -> None:
     context, continuation = pair
     name, known = f"pair {number + 1}", model.config.vocab_size
     if not context or not continuation:
-        raise DataError(f"{name}: its {'continuation' if context else 'context'} is empty")
+        raise DataError(f"{name}: the {'continuation' if context else 'context'} must not be empty")
     largest = max(*context, *continuation)
     if largest >= known:
         raise DataError(
-            f"{name}: token {largest} is outside the model's vocabulary of {known}",
-            hint="the tokenizer is that of another model",
+            f"{name}: token ids must be below the model's vocabulary size {known}, but one is {largest}",
+            hint="use the tokenizer of this model",
         )
     both = len(context), len(continuation)
     length = max(both) if model.config.encoder else sum(both) - 1

@@ -1,7 +1,7 @@
 """Folders of sentence-transformers: declared pooling, projection, normalisation, prompts and maximum length.
 
 `modules.json` lists the modules in order, each with a folder of its own: `Transformer`, `Pooling`, then `Dense`,
-`LayerNorm` and `Normalize`. Prompts stand in `config_sentence_transformers.json`, the length in `sentence_bert_config.json`
+`LayerNorm` and `Normalize`. Prompts are in `config_sentence_transformers.json`, the length in `sentence_bert_config.json`
 or in `tokenizer_config.json` (https://sbert.net/docs/sentence_transformer/usage/custom_models.html).
 
 Legend: B texts, D model width, P width of a pooled vector.
@@ -24,7 +24,7 @@ from mega_common.progress_logging import logger
 
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
-# The older names, in the order in which vectors of several modes are joined.
+# Older names, in the order in which vectors of several modes are joined.
 LEGACY_MODES: dict[str, PoolingMode] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -48,15 +48,15 @@ class SentenceFolderSettings:
     """Settings of one folder of sentence-transformers.
 
     Attributes:
-        model: the folder of the transformer.
+        model: folder of the transformer.
         modes: pooling modes, whose vectors are joined in this order.
         include_prompt: False excludes the prompt's tokens from pooling.
         layers: functions of pooled vectors, fp32 [B, P] to fp32 [B, P'], in order.
-        normalized: whether vectors end with length 1.
-        prompts: {name: text put in front of a text}.
-        default_prompt: name of the prompt that is used when none is asked for.
-        max_length: tokens after which a text is cut, special tokens included; None: as many as the model has positions.
-        lower_case: whether texts are lower-cased first.
+        normalized: scale vectors to length 1 at the end.
+        prompts: prompts by name, each a text put in front of a text.
+        default_prompt: name of the prompt that is used by default.
+        max_length: maximum number of tokens of a text, special tokens included; None: the positions of the model.
+        lower_case: convert texts to lower case first.
     """
 
     model: Path
@@ -123,16 +123,18 @@ def read_sentence_folder(folder: Path) -> SentenceFolderSettings | None:
     )  # fmt: skip
 
 
-def pool_hidden_states(hidden: Tensor, there: Tensor, modes: Sequence[PoolingMode], skipped: int = 0) -> Tensor:
-    """Return one vector a text, the modes joined: fp32 [B, P] of `hidden` fp32 [B, S, D], padded on the right.
+def pool_hidden_states(
+    hidden: Tensor, attention_mask: Tensor, modes: Sequence[PoolingMode], skipped: int = 0
+) -> Tensor:
+    """Return one vector per text, the modes joined: fp32 [B, P] of `hidden` fp32 [B, S, D], padded on the right.
 
     Args:
         hidden: last hidden states.
-        there: bool [B, S], False at padding.
-        modes: sentence-transformers' names of ways to pool.
-        skipped: tokens at the beginning of each text that are left out, such as those of a prompt.
+        attention_mask: bool [B, S], False at padding.
+        modes: pooling modes, named as in sentence-transformers.
+        skipped: number of tokens at the start of each text that are left out, such as those of a prompt.
     """
-    counted = there.clone()
+    counted = attention_mask.clone()
     counted[:, :skipped] = False
     mask, rows = counted.unsqueeze(-1), torch.arange(hidden.shape[0], device=hidden.device)
     total = (hidden * mask).sum(1)
@@ -144,7 +146,7 @@ def pool_hidden_states(hidden: Tensor, there: Tensor, modes: Sequence[PoolingMod
         "mean": lambda: total / count,
         "mean_sqrt_len_tokens": lambda: total / count.sqrt(),
         "weightedmean": lambda: (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9),
-        "lasttoken": lambda: hidden[rows, there.sum(1) - 1],
+        "lasttoken": lambda: hidden[rows, attention_mask.sum(1) - 1],
     }
     return torch.cat([ways[mode]() for mode in modes], -1)
 

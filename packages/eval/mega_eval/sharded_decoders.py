@@ -1,9 +1,7 @@
 """Decoders for inference whose layers (pipeline stages) or weights (ZeRO-3) are sharded over several ranks.
 
-All ranks of a pipeline are asked the same, in the same order, and answer the same, so that whoever scores or generates need not
-know of them. One of them computes at a time: this is for models that one device cannot hold.
-
-All ranks are asked the same, in the same order, and compute the same, so that a gather finds all of them.
+All ranks make the same calls in the same order and return the same results, so callers use these models like any decoder.
+Pipeline stages compute one at a time: this is for models that do not fit on one device.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ class PipelineDecoder(Decoder):
     Legend: B batch, S sequence, D model width, V vocabulary.
 
     Args:
-        build: what layers are made from.
-        owners: the rank of each stage; by default every rank has one.
-        own: the layers of this rank's stages, by the number of the stage.
+        build: builder of layers.
+        owners: rank of each stage; by default one stage per rank.
+        own: layers of this rank's stages, by stage number.
     """
 
     def __init__(
@@ -92,13 +90,13 @@ class GatheredDecoder(Decoder):
     vocabulary.
 
     Args:
-        build: what layers are made from, on the meta device.
-        live: the model after `fully_shard_stage`.
+        build: builder of layers, on the meta device.
+        live: model in training after `fully_shard_stage`.
     """
 
     def __init__(self, build: LayerBuilder, live: Decoder) -> None:
         super().__init__(build)
-        self._live = (live,)  # no module of this one
+        self._live = (live,)  # a tuple, so that torch does not register it as a submodule
         self._stubs = dict(self.named_parameters())
 
     @property
@@ -144,7 +142,7 @@ class GatheredDecoder(Decoder):
         """Return all rows of a weight that is sharded evenly by rows (the last ranks may have fewer), in the compute
         dtype.
         """
-        assert isinstance(parameter, DTensor)  # `live` is settled
+        assert isinstance(parameter, DTensor)  # `live` holds its sharded parameters
         group, own = get_parameter_info(parameter).data, parameter.to_local().detach()
         rows = own.new_zeros(-(-parameter.shape[0] // group.size), *parameter.shape[1:], dtype=self.dtype)
         rows[: len(own)] = own

@@ -29,17 +29,17 @@ def compute_decoder_states(
 ) -> Tensor:
     """Return the decoder's final hidden states [B, S, D] for B pairs of encoder tokens and decoder tokens.
 
-    Both are padded on the right to the longest, which no other token sees.
+    Both are padded on the right to the longest; padding is masked from all other tokens.
     """
     (source, lengths), (tokens, sizes), device = (
         pad_sequences(encoder_tokens),
         pad_sequences(decoder_tokens),
         model.device,
     )
-    given = torch.from_numpy(tokens).to(device)
+    ids = torch.from_numpy(tokens).to(device)
     batch = MicroBatch(
-        tokens=given, labels=given, weights=torch.zeros_like(given, dtype=torch.float32),  # of which nothing is asked here
-        positions=torch.arange(given.shape[1], device=device).expand(given.shape), sequence_bounds=SequenceBounds(sizes.tolist()),
+        tokens=ids, labels=ids, weights=torch.zeros_like(ids, dtype=torch.float32),  # the loss is not computed here
+        positions=torch.arange(ids.shape[1], device=device).expand(ids.shape), sequence_bounds=SequenceBounds(sizes.tolist()),
         samples=range(len(decoder_tokens)), source=build_encoder_batch(source, lengths, device, CommGroup("cp")),
     )  # fmt: skip
     context = model.make_batch_context(batch, lambda *_: None)
@@ -54,23 +54,23 @@ def evaluate_span_corruption(
     """Score a model on corrupted spans of the data set `prefix`: the samples of one epoch of data kind `t5`, in its
     default order.
 
-    So it is the loss that a run with this seed tells of the same data set, when its validation reads all of them.
+    The result equals the validation loss of a run with this seed whose validation reads the whole data set.
 
     Args:
-        model: in eval mode.
-        prefix: the data set, without .bin and .idx.
+        model: encoder-decoder in eval mode.
+        prefix: path of the data set without .bin and .idx.
         seq_length: tokens of the encoder.
-        tokenizer: the model's, for its sentinels.
-        share: of the tokens that are hidden.
-        seed: of the draws.
-        batch_size: samples computed together on a GPU, as in `perplexity.evaluate`.
-        same_tokenizer: whether the data set must have been made with `tokenizer`.
-        per_sample: as in `perplexity.evaluate`.
+        tokenizer: tokenizer of the model, with sentinel tokens.
+        share: share of the tokens to mask.
+        seed: random seed of the spans.
+        batch_size: samples computed together on a GPU, as in `dataset_scores.evaluate_perplexity`.
+        same_tokenizer: require that the data set was made with `tokenizer`.
+        per_sample: as in `dataset_scores.evaluate_perplexity`.
 
     Raises:
-        ConfigError: when nothing, or everything, is to be hidden.
-        DataError: when the data set cannot be used, or is not of the model's vocabulary or tokenizer; when the tokenizer
-            has no sentinels.
+        ConfigError: when `share` masks no tokens, or all of them.
+        DataError: when the data set cannot be used or its vocabulary or tokenizer differs from the model's, or the
+            tokenizer has no sentinel tokens.
         CheckpointError: when a loss is not a number.
     """
     check_eval_data(prefix, model, seq_length, tokenizer if same_tokenizer else None)
@@ -91,11 +91,11 @@ def _sample_losses(model: Decoder, samples: BlendedDataset, count: int, batch_si
 @torch.inference_mode()
 def _batch_losses(model: Decoder, samples: Sequence[T5Sample]) -> list[tuple[float, int]]:
     """Return the summed loss and the token count of each sample of one batch."""
-    read = [sample.encoder_tokens[sample.encoder_mask].tolist() for sample in samples]
-    told = [sample.decoder_tokens[sample.decoder_mask].tolist() for sample in samples]
-    x, out = compute_decoder_states(model, read, told), []
-    for row, sample in enumerate(samples):  # one by one, as in `perplexity`
-        count = len(told[row])
+    encoder_tokens = [sample.encoder_tokens[sample.encoder_mask].tolist() for sample in samples]
+    decoder_tokens = [sample.decoder_tokens[sample.decoder_mask].tolist() for sample in samples]
+    x, out = compute_decoder_states(model, encoder_tokens, decoder_tokens), []
+    for row, sample in enumerate(samples):  # one by one, as in `dataset_scores`
+        count = len(decoder_tokens[row])
         labels = torch.from_numpy(sample.labels[:count]).to(model.device)[None]
         _, losses = model.compute_token_loss(
             x[row : row + 1, :count], labels, torch.ones_like(labels, dtype=torch.float32)

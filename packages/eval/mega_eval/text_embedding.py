@@ -42,9 +42,9 @@ class TextEmbedder:
     """Model, tokenizer and sentence-transformers settings that turn texts into vectors.
 
     Attributes:
-        model: in eval mode.
-        tokenizer: the model's.
-        settings: pooling, projection, prompts and length; of a folder without any, the mean over all tokens.
+        model: encoder or decoder in eval mode.
+        tokenizer: tokenizer of the model.
+        settings: pooling, projection, prompts and length; by default the mean over all tokens.
     """
 
     model: Decoder
@@ -150,7 +150,7 @@ def load_text_embedder(
     settings = found or SentenceFolderSettings(Path(str(path)))
     if modes is not None and tuple(modes) != settings.modes:
         if settings.layers:
-            logger.warning("%s: modules behind the pooling are left out with another pooling", path)
+            logger.warning("%s: another pooling than the folder's; its modules after pooling are left out", path)
         settings = replace(settings, modes=tuple(modes), layers=(), normalized=False)
     if normalize is not None and normalize != settings.normalized:
         layers = (
@@ -179,19 +179,19 @@ def compute_embeddings(
     """Compute a vector for each text, fp32 [N, P], in the given order; vectors do not depend on the other texts.
 
     Args:
-        model: in eval mode.
-        texts: token ids, those that the tokenizer puts around a text included.
-        pooling: how a text's hidden states [S, D] become one vector [P]; vectors of several modes are joined.
+        model: encoder or decoder in eval mode.
+        texts: token ids, special tokens included.
+        pooling: mode that turns a text's hidden states [S, D] into one vector [P]; vectors of several modes are joined.
         layers: functions of pooled vectors, fp32 [B, P] to fp32 [B, P'], applied in order.
-        normalize: to length 1, in the end.
-        skipped: tokens at the beginning of each text that are not pooled, such as those of a prompt.
-        max_length: tokens after which a text is cut; default: those that the model was made for.
-        batch_tokens: of texts of about one length that are computed together, padding included.
+        normalize: scale the vectors to length 1 at the end.
+        skipped: number of tokens at the start of each text that are not pooled, such as those of a prompt.
+        max_length: maximum number of tokens; longer texts are cut. Default: the positions of the model.
+        batch_tokens: maximum number of tokens of a batch of texts of similar length, padding included.
         advance: called with the number of texts that are done; default: a progress bar.
 
     Raises:
-        DataError: when a text has no tokens, or one that is outside the vocabulary.
-        ConfigError: for `cls` of a decoder.
+        DataError: when a text has no tokens, or a token outside the vocabulary.
+        ConfigError: for `cls` pooling of a decoder.
     """
     modes = (pooling,) if isinstance(pooling, str) else tuple(pooling)
     check_pooling_modes(model, modes)
@@ -201,8 +201,8 @@ def compute_embeddings(
             raise DataError(f"text {number + 1} has no tokens")
         if max(text) >= model.config.vocab_size:
             raise DataError(
-                f"text {number + 1} has the token {max(text)}, and the model's vocabulary is {model.config.vocab_size}",
-                hint="the tokenizer is that of another model",
+                f"token {max(text)} of text {number + 1} is outside the model's vocabulary of {model.config.vocab_size}",
+                hint="use the tokenizer of this model",
             )
     if cut := sum(len(text) > most for text in texts):
         logger.warning("%d of %d texts are cut to %d tokens", cut, len(texts), most)
@@ -225,7 +225,7 @@ def check_pooling_modes(model: Decoder, modes: Sequence[PoolingMode]) -> None:
     """Refuse `cls` pooling of a decoder.
 
     Raises:
-        ConfigError: naming the modes that are possible.
+        ConfigError: naming the supported modes.
     """
     if "cls" in modes and model.config.causal:
         raise ConfigError(
@@ -247,11 +247,10 @@ def _length_sorted_batches(lengths: Sequence[int], most: int) -> Iterator[list[i
 def _pool_batch(model: Decoder, texts: Sequence[Sequence[int]], modes: Sequence[PoolingMode], skipped: int) -> Tensor:
     """Return pooled vectors, fp32 [B, P] on the host; padding is a separate document that no text attends to."""
     tokens, lengths = pad_sequences(texts)
-    places = np.arange(tokens.shape[1])
-    ids, positions = (torch.from_numpy(each).to(model.device) for each in (tokens, places[None]))
-    outline = SequenceBounds.from_padded_rows(lengths, places.size)
-    hidden = model.head.norm(
-        model(model.embed_inputs(ids, positions), model.make_forward_context(positions, sequence_bounds=outline))
-    ).float()
-    there = torch.from_numpy(places < lengths[:, None]).to(model.device)
-    return pool_hidden_states(hidden, there, modes, skipped).cpu()
+    columns = np.arange(tokens.shape[1])
+    ids, positions = (torch.from_numpy(each).to(model.device) for each in (tokens, columns[None]))
+    bounds = SequenceBounds.from_padded_rows(lengths, columns.size)
+    context = model.make_forward_context(positions, sequence_bounds=bounds)
+    hidden = model.head.norm(model(model.embed_inputs(ids, positions), context)).float()
+    attention_mask = torch.from_numpy(columns < lengths[:, None]).to(model.device)
+    return pool_hidden_states(hidden, attention_mask, modes, skipped).cpu()

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 
 from mega_common.errors import ConfigError
 
-CONTEXT = 16  # tokens that are decoded again with new ones, for decoders to which a token's neighbours matter
-WINDOW = 64  # tokens to decode at most, but for the rest of a character
+CONTEXT = 16  # tokens that are decoded again with new ones, as the text of a token may depend on those before it
+WINDOW = 64  # maximum number of tokens to decode, unless a character is incomplete
 
 FinishCause = Literal["end", "stop", "length"]
 
@@ -29,11 +29,11 @@ class GenerationLimits:
     """Conditions that end a continuation.
 
     Attributes:
-        max_new_tokens: at the latest after so many.
-        stop: at the first of these strings, which is left out.
-        ends: at any of these tokens, which is left out of the text.
-        stop_tokens: tokens that end it like a stop string, and are left out of the text.
-        min_new_tokens: neither a stop string nor a token ends it before so many tokens.
+        max_new_tokens: maximum number of new tokens.
+        stop: strings that end the text; the stop string is left out.
+        ends: tokens that end the text, left out of it.
+        stop_tokens: tokens that end the text like a stop string, left out of it.
+        min_new_tokens: number of new tokens before which stop strings and stop tokens are ignored.
         include_stop: keep the stop string, or the text of the stop token.
         skip_special_tokens: leave special tokens out of the text.
     """
@@ -48,28 +48,28 @@ class GenerationLimits:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
+            raise ConfigError(f"max_new_tokens must be at least 1, but is {self.max_new_tokens}")
         if "" in self.stop:
-            raise ConfigError("a stop string is empty, which every text contains")
+            raise ConfigError("stop strings must not be empty")
 
 
 class TextStream:
-    """Incremental detokenizer; a character appears when its last byte has arrived."""
+    """Incremental detokenizer; a character is returned once all of its bytes are decoded."""
 
     def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._tokens = list(prompt[-CONTEXT:])
-        self._told = len(self._decode_window())
+        self._num_returned = len(self._decode_window())  # characters of the window
 
     def append_token(self, token: int) -> str:
         """Append a token and return the text that became complete with it."""
         self._tokens.append(token)
         text = self._decode_window()
         whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        new, self._told = whole[self._told :], max(self._told, len(whole))
+        new, self._num_returned = whole[self._num_returned :], max(self._num_returned, len(whole))
         if len(self._tokens) > WINDOW and whole == text:
             self._tokens = self._tokens[-CONTEXT:]
-            self._told = len(self._decode_window())
+            self._num_returned = len(self._decode_window())
         return new
 
     def _decode_window(self) -> str:
@@ -90,7 +90,7 @@ class Continuation:
 
     def __post_init__(self) -> None:
         self._stream = TextStream(self.tokenizer, self.prompt, skip_special_tokens=self.limits.skip_special_tokens)
-        self._held = ""  # the end of the text so far that may be the begin of a stop string
+        self._held = ""  # end of the text so far that may be the start of a stop string
 
     def append_token(self, token: int) -> str:
         """Append the next token and return the text that is final now."""
@@ -123,7 +123,7 @@ class Continuation:
         return new
 
     def _release_text(self) -> str:
-        """Return the text that cannot be part of a stop string any more."""
+        """Return the held text that cannot become part of a stop string."""
         early = len(self.tokens) <= self.limits.min_new_tokens
         found = [] if early else [(at, stop) for stop in self.limits.stop if (at := self._held.find(stop)) >= 0]
         if found:

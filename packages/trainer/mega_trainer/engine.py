@@ -38,14 +38,15 @@ from mega_trainer.data.packed_rows import PackedRows
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.distributed.device import select_rank_device
 from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.parallel.expert_routing import RoutingReplay, list_expert_layers
 from mega_trainer.parallel.parameter_info import get_local_values
 from mega_trainer.run.build_components import compute_dtype, connect_groups
 from mega_trainer.run.train_state import load_stage_weights
-from mega_trainer.run.train_step import StepResult, train_step
+from mega_trainer.run.train_step import train_step
 from mega_trainer.run.training_run import assemble_training
 from mega_trainer.run.weight_stream import NamedTensors, RankShareSource, stream_weight_buckets
 

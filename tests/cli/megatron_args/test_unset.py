@@ -29,7 +29,7 @@ def parsed(translation: ScriptTranslation) -> RunConfig:
 
 @pytest.mark.parametrize("path", ["$DATA_PATH", "$(pwd)/text", "${ROOT}/text", "'<your data>'"])
 def test_a_path_that_the_script_does_not_set_is_refused_by_the_check(path: str):
-    with pytest.raises(ConfigError, match=r"data\.train = .*: holds a variable of a shell or a placeholder"):
+    with pytest.raises(ConfigError, match=r"data\.train = .*: must not contain a shell variable or a placeholder"):
         parsed(translate_script(COMPLETE.replace("data/text", path)))
 
 

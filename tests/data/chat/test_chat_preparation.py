@@ -128,7 +128,7 @@ class Stopped(BaseException):
 def test_a_run_that_was_ended_goes_on_with_the_mask(
     tmp_path: Path, tokenizer: Path, kind: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mega_data.preprocessing.dataset_output.EVERY", 0.0)
+    monkeypatch.setattr("mega_data.preprocessing.dataset_output.RECORD_INTERVAL", 0.0)
     monkeypatch.setattr("mega_data.preprocessing.text_batches.BATCH", 1500)
     caplog.set_level("INFO")
     records = [
@@ -150,7 +150,7 @@ def test_a_run_that_was_ended_goes_on_with_the_mask(
         with pytest.raises(Stopped):
             preprocess_corpus([tmp_path / "d.jsonl"], tokenizer, tmp_path / "e", chat=chat, workers=1)
     assert preprocess_corpus([tmp_path / "d.jsonl"], tokenizer, tmp_path / "e", chat=chat) == straight
-    assert "e: going on after the " in caplog.text
+    assert "e: resuming an interrupted run after " in caplog.text
     for prefix in (tmp_path / "d", get_mask_prefix(tmp_path / "d")):
         for path in (get_bin_path, get_idx_path):
             assert path(prefix).read_bytes() == path(tmp_path / prefix.name.replace("d", "e")).read_bytes()
@@ -203,7 +203,7 @@ def test_text_in_place_of_conversations_has_no_mask(tmp_path: Path, tokenizer: P
     made(tmp_path, tokenizer, [{"prompt": "Hi", "response": "a"}])
     preprocess_corpus([tmp_path / "d.jsonl"], tokenizer, tmp_path / "d", json_key="prompt", overwrite=True)
     assert not get_idx_path(get_mask_prefix(tmp_path / "d")).exists()
-    with pytest.raises(DataError, match="has no mask"):
+    with pytest.raises(DataError, match=r"the loss mask .* is missing"):
         open_loss_mask(IndexedReader(tmp_path / "d"))
 
 
@@ -212,9 +212,9 @@ def test_a_mask_of_other_tokens_is_refused(tmp_path: Path, tokenizer: Path) -> N
     made(tmp_path, tokenizer, [CONVERSATIONS["turns"]], "e")
     for path in (get_bin_path, get_idx_path):
         path(get_mask_prefix(tmp_path / "d")).write_bytes(path(get_mask_prefix(tmp_path / "e")).read_bytes())
-    with pytest.raises(DataError, match="not a mask of"):
+    with pytest.raises(DataError, match="is not the loss mask of"):
         open_loss_mask(IndexedReader(tmp_path / "d"))
-    with pytest.raises(DataError, match="not a mask of"):
+    with pytest.raises(DataError, match="is not the loss mask of"):
         verify_dataset(tmp_path / "d")
 
 
@@ -222,7 +222,7 @@ def test_an_encoder_that_knows_no_places_is_not_taken_and_that_is_said(
     tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made(tmp_path, tokenizer, [CONVERSATIONS["turns"]], encoder="fastokens")
-    assert "tokenizers encodes: fastokens does not tell where in a conversation a token stands" in caplog.messages
+    assert "encoder: tokenizers (fastokens does not return the character offsets that chats require)" in caplog.messages
 
 
 def test_what_the_template_does_is_told(tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -151,18 +151,18 @@ def test_documents_of_one_sentence_are_refused(tmp_path: Path, word_pieces: Toke
         writer.add_documents(np.arange(30), np.full(3, 10))
     data = ours(word_pieces, 1, train=str(tmp_path / "d"), split=[1])[0]
     assert data is not None
-    with pytest.raises(DataError, match="d: none of 3 documents has 2 sentences or more") as refused:
+    with pytest.raises(DataError, match="d: none of its 3 documents has at least 2 sentences") as refused:
         data[0]
     assert "--split-sentences" in str(refused.value.hint)
 
 
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
-    with pytest.raises(DataError, match=r"tokenizer.json: has no token \[CLS\] or <s>"):
+    with pytest.raises(DataError, match=r"tokenizer.json: the special token \[CLS\] or <s> is missing"):
         ours(Tokenizer(tokenizer_folder), 1, train=str(sentences(tmp_path / "d", 1)), split=[1])
 
 
 def test_a_sample_past_the_end_of_megatrons_order_is_refused(tmp_path: Path, word_pieces: Tokenizer) -> None:
     data = ours(word_pieces, 1, train=str(sentences(tmp_path / "d", 1)), split=[1], order="megatron")[0]
     assert data is not None
-    with pytest.raises(DataError, match=r"sample 5000 of .*: order megatron is made for the run's total"):
+    with pytest.raises(DataError, match=r"data.order = megatron.* is fixed for"):
         data[5000]

@@ -84,14 +84,14 @@ def test_a_mask_of_everything_may_be_what_was_asked_for(tmp_path: Path) -> None:
 def test_conversations_are_no_text_and_text_is_no_conversations(tmp_path: Path) -> None:
     data_set(tmp_path / "chat", [5, 20])
     for kind in ("text", "documents"):
-        with pytest.raises(DataError, match=f"holds conversations, and its kind in this run is {kind}"):
+        with pytest.raises(DataError, match=f"has conversations, which conflicts with data.kind = {kind}"):
             built(tmp_path / "chat", kind=kind)
     for path in (get_bin_path, get_idx_path):
         path(get_mask_prefix(tmp_path / "chat")).unlink()
-    with pytest.raises(DataError, match="holds text, and its kind in this run is conversations"):
+    with pytest.raises(DataError, match=r"has text, which conflicts with data.kind = conversations"):
         built(tmp_path / "chat")
     data_set(tmp_path / "pairs", [5, 20], one=1, kind="pairs")
-    with pytest.raises(DataError, match="holds pairs, and its kind in this run is conversations"):
+    with pytest.raises(DataError, match=r"has pairs, which conflicts with data.kind = conversations"):
         built(tmp_path / "pairs")
 
 

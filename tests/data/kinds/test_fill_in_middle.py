@@ -178,7 +178,7 @@ def test_text_and_middles_mix_in_a_blend(tmp_path: Path, code: Path, coder: Toke
 
 def test_tokens_are_found_by_their_names_or_named(tmp_path: Path, code: Path, tokenizer_folder: Path) -> None:
     plain = Tokenizer(tokenizer_folder)
-    with pytest.raises(ConfigError, match="has no tokens for the kind fim") as refused:
+    with pytest.raises(ConfigError, match=r"the fill-in-the-middle tokens .* are missing") as refused:
         samples(code, plain, tmp_path)
     assert "data.fim.tokens" in str(refused.value.hint)
     backend = Backend.from_file(str(tokenizer_folder / "tokenizer.json"))
@@ -190,5 +190,5 @@ def test_tokens_are_found_by_their_names_or_named(tmp_path: Path, code: Path, to
 
 def test_a_tokenizer_that_is_not_known_is_asked_for(tmp_path: Path, code: Path) -> None:
     config = DataConfig.parse({"train": str(code), "split": [1], "kind": "fim"})
-    with pytest.raises(ConfigError, match=r"data.kind = fim: needs the tokenizer of the data"):
+    with pytest.raises(ConfigError, match=r"data.kind = fim: requires the tokenizer of the data"):
         build_blended_datasets(config, seed=1, samples={"train": 1}, eod=0)

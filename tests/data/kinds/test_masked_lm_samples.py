@@ -67,5 +67,5 @@ def test_a_tokenizer_without_a_mask_is_refused(text: Path, tmp_path: Path, word_
     (tmp_path / "tok").mkdir()
     content = word_pieces.path.read_text().replace("[MASK]", "[HIDE]")
     (tmp_path / "tok" / "tokenizer.json").write_text(content)
-    with pytest.raises(DataError, match=r"has no token \[MASK\] or <mask>"):
+    with pytest.raises(DataError, match=r"the special token \[MASK\] or <mask>"):
         ours(Tokenizer(tmp_path / "tok"), text)

@@ -91,7 +91,7 @@ def test_what_has_no_room_is_counted_and_nothing_at_all_is_an_error(
     reader = data_set(tmp_path / "d", [5, 9, 30, 30])
     with caplog.at_level("INFO"):
         assert pairs(reader).samples_per_epoch == 1
-    assert "1 of 2 pairs have no room in seq_length = 32 and are left out" in caplog.text
+    assert "1 of 2 pairs exceed seq_length = 32 and are left out" in caplog.text
     with pytest.raises(DataError, match=r"none of its 2 pairs fits into data.seq_length = 8"):
         pairs(reader, seq_length=8)[0]
 
@@ -115,7 +115,7 @@ def test_documents_that_are_no_pairs_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "e", get_mask_prefix(tmp_path / "e")):
         with IndexedWriter(path, "uint8") as writer:
             writer.add_documents(np.arange(12) % 2, [4, 8])
-    with pytest.raises(DataError, match="a pair is a document of two sequences"):
+    with pytest.raises(DataError, match=r"data.kind = pairs requires documents of two sequences"):
         pairs(IndexedReader(tmp_path / "e"))[0]
     with pytest.raises(ConfigError, match=r"kind pairs in data.order: megatron"):
         pairs(reader, order="megatron")

@@ -133,7 +133,8 @@ def test_other_neighbours_are_other_data(data: Path, tmp_path: Path) -> None:
     other = get_neighbors_path(reader.prefix)
     assert built({"path": data, "neighbors": other}).fingerprint != before
     with pytest.raises(
-        ConfigError, match=r"other neighbours than each other \(.*: 2 of chunks of 8; .*: 1 of chunks of 8\)"
+        ConfigError,
+        match=r"equal neighbor counts and chunk lengths \(.*: 2 neighbors, chunk length 8; .*: 1 neighbors, chunk length 8\)",
     ):
         built([data, {"path": data, "neighbors": other}])
 
@@ -171,11 +172,11 @@ def test_mistakes_are_one_sentence(data: Path, tmp_path: Path) -> None:
     documents(tmp_path / "d", ROWS)
     with pytest.raises(DataError, match=r"info.json: no such file, so no neighbours are there"):
         built(tmp_path / "d")
-    with pytest.raises(ConfigError, match=r"data.seq_length = 30 is not made of whole chunks of 8"):
+    with pytest.raises(ConfigError, match=r"data.seq_length = 30: must be a multiple of 8"):
         built(data, seq_length=30)
     with pytest.raises(ConfigError, match=r"kind retro in data.order: megatron"):
         built(data, order="megatron")
-    with pytest.raises(ConfigError, match=r"train.0.neighbors.*is of the kind retro"):
+    with pytest.raises(ConfigError, match=r"train.0.neighbors.*requires kind: retro"):
         built({"path": data, "neighbors": "x"}, kind="text")
     with pytest.raises(ConfigError, match=r"train.0.neighbors.*the path is a glob"):
         built({"path": f"{data}*", "neighbors": "x"})

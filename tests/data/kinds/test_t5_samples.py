@@ -156,7 +156,7 @@ def test_too_little_room_for_the_decoder_is_told(tmp_path: Path, word_pieces: To
     t5 = {"decoder_seq_length": 4}
     data = ours(word_pieces, 1, train=str(sentences(tmp_path / "d", 1)), split=[1], order="megatron", t5=t5)[0]
     assert data is not None
-    with pytest.raises(DataError, match=r"data.t5.decoder_seq_length = 4: a sample has \d+ tokens for the decoder"):
+    with pytest.raises(DataError, match=r"data.t5.decoder_seq_length = 4: must be at least \d+"):
         [data[k] for k in range(20)]
 
 
@@ -164,7 +164,9 @@ def test_too_few_sentinels_are_told(tmp_path: Path, word_pieces: Tokenizer) -> N
     fields = {"train": str(sentences(tmp_path / "d", 1)), "split": [1], "seq_length": 4000}
     data = ours(word_pieces, 1, **fields)[0]
     assert data is not None
-    with pytest.raises(DataError, match=rf"has {len(SENTINELS)} sentinels, and a sample of data.seq_length = 4000"):
+    with pytest.raises(
+        DataError, match=rf"has {len(SENTINELS)} sentinel tokens, but a sample of data.seq_length = 4000"
+    ):
         data[0]
 
 

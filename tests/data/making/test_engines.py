@@ -41,7 +41,7 @@ def test_processes_make_what_one_run_makes_and_go_on_when_a_file_is_mended(
             [corpus], tokenizer_folder, tmp_path / "parts", append_eod=True, engine="processes", shards=3, workers=2
         )
 
-    with pytest.raises(DataError, match=r"1 of 3 parts could not be made(?s:.*)b.jsonl:1: not JSON(?s:.*)what is miss"):
+    with pytest.raises(DataError, match=r"1 of 3 shards failed(?s:.*)b.jsonl:1: not JSON(?s:.*)the missing shards"):
         run()
     assert len(list(tmp_path.glob("parts.shard-*.idx"))) == 2
     (corpus / "b.jsonl").write_bytes(good)
@@ -54,7 +54,7 @@ def test_ray_is_asked_for_by_name(
     corpus: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingPackageError, match=r"--engine ray needs the package ray(?s:.*)mega-data\[ray\]"):
+    with pytest.raises(MissingPackageError, match=r"--engine ray requires the package ray(?s:.*)mega-data\[ray\]"):
         preprocess_corpus([corpus], tokenizer_folder, tmp_path / "d", engine="ray")
 
 

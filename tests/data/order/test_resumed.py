@@ -47,7 +47,7 @@ def test_a_changed_blend_goes_on_with_each_data_sets_next_sample(
         second = went_on(config(folder, {"c": 1, "b": 1, "a": 2}), first, 200)
     assert second.begun is not None
     assert (second.order, second.begun.samples) == ("stable", 200)
-    assert f"the blend changes at sample 200: {folder}/b goes on after 50 of its samples" in caplog.text
+    assert f"the blend changes at sample 200: {folder}/b continues after 50 of its samples" in caplog.text
     third = went_on(config(folder, {"a": 1}), second, 300)
     alone = config(folder, {"a": 1}, order="stable")
     expected = [opened(alone)[k].tokens.tolist() for k in range(250)]

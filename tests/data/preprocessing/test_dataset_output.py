@@ -20,7 +20,7 @@ from mega_data.token_files.indexed_writer import IndexedWriter
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "EVERY", 0.0)
+    monkeypatch.setattr(module, "RECORD_INTERVAL", 0.0)
     monkeypatch.setattr("mega_data.preprocessing.text_batches.BATCH", 500)
     monkeypatch.setattr("mega_data.preprocessing.text_batches.PIECE", 1000)
 
@@ -108,7 +108,7 @@ def test_a_killed_run_goes_on(
     assert done.returncode == -signal.SIGKILL
     with caplog.at_level("INFO", "mega"):
         assert run(corpus, tokenizer_folder, "killed") == run(corpus, tokenizer_folder, "straight")
-    assert "killed: going on after the " in caplog.text
+    assert "killed: resuming an interrupted run after " in caplog.text
     assert not list(corpus[0].parent.glob(".*"))
 
 
@@ -133,7 +133,7 @@ def test_a_run_of_something_else_starts_over(
         tokenizer_folder = tmp_path / "tok.json"
     with caplog.at_level("INFO", "mega"):
         assert run(corpus, tokenizer_folder, "other", **options) == run(corpus, tokenizer_folder, "new", **options)
-    assert "starting over" in caplog.text
+    assert "starting from zero" in caplog.text
 
 
 def test_only_one_process_writes_a_data_set(corpus: list[Path], tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def files(folder: Path) -> set[str]:
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mega_data.preprocessing.text_batches.BATCH", 500)
-    monkeypatch.setattr("mega_data.preprocessing.document_encoding.AHEAD", 2000)
+    monkeypatch.setattr("mega_data.preprocessing.document_encoding.READ_AHEAD", 2000)
 
 
 class Failing:
@@ -222,7 +222,7 @@ class TestBadInput:
     @pytest.mark.parametrize("records", [[], [{"text": ""}], ["oops"], ["", "  "]])
     def test_nothing_to_tokenize(self, tmp_path: Path, tokenizer_folder: Path, records: list[object]) -> None:
         source = jsonl(tmp_path / "a.jsonl", *records)
-        with pytest.raises(DataError, match=r"a.jsonl: not one document with text"):
+        with pytest.raises(DataError, match=r"a.jsonl: no document with text"):
             preprocess_corpus([source], tokenizer_folder, tmp_path / "d", on_bad_line="skip", append_eod=True)
         assert files(tmp_path) == {"a.jsonl"}
 
@@ -244,7 +244,7 @@ class TestBadInput:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             path = tmp_path / name
             path.write_text(path.read_text().replace("<|endoftext|>", "<other>").replace("eos_token", "none"))
-        with pytest.raises(DataError, match="names no end-of-text token"):
+        with pytest.raises(DataError, match="requires a tokenizer with an end-of-text token"):
             preprocess_corpus([tmp_path / "tokenizer.json"], tmp_path, tmp_path / "d", append_eod=True)
 
     @pytest.mark.usefixtures("small_batches")

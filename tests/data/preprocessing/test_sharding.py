@@ -126,7 +126,7 @@ def test_a_part_asked_for_after_the_join_is_done(
     before = files(tmp_path / "d")
     with caplog.at_level("INFO", "mega"):
         assert run(corpus, tokenizer_folder, tmp_path / "d", "1/2", overwrite=overwrite) == whole
-    told = f"{tmp_path / 'd'}: is made already, of these inputs and with these settings: nothing is left to do"
+    told = f"{tmp_path / 'd'}: is complete already, with equal inputs and settings"
     assert caplog.messages[-1] == told
     assert files(tmp_path / "d") == before
     with corpus[0].open("a") as stream:
@@ -167,7 +167,7 @@ def test_a_bad_line_of_a_part_is_told_with_the_byte_it_counts_from(tokenizer_fol
 
 @pytest.mark.parametrize("text", ["0/8", "9/8", "3", "a/b", "3/8/2", "-1/8"])
 def test_no_such_shard(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--shard .*: not a part(?s:.*)1/8 to 8/8"):
+    with pytest.raises(ConfigError, match=r"--shard must be NUMBER(?s:.*)1/8 to --shard 8/8"):
         InputShard.parse(text)
 
 
@@ -194,7 +194,7 @@ def killed_at(change: int, corpus: list[Path], tokenizer: Path, whole: Path) -> 
 
     for name in ("replace", "unlink", "rmdir", "mkdir", "truncate"):
         setattr(os, name, counted(getattr(os, name)))
-    output.EVERY = 0.0
+    output.RECORD_INTERVAL = 0.0
     run(corpus, tokenizer, whole, "1/2", overwrite=True, workers=1)
     os._exit(0)
 

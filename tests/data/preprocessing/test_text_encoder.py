@@ -85,8 +85,8 @@ def test_a_tokenizer_that_fastokens_does_not_read(tmp_path: Path, caplog: pytest
     Backend(models.Unigram([("a", 0.0), ("b", -1.0)], 0)).save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)
     assert choose_text_encoder("auto", tokenizer, 1 << 30, rereadable=True) is tokenizer
-    assert "fastokens does not read this tokenizer" in caplog.text
-    with pytest.raises(DataError, match="does not read this tokenizer"):
+    assert "fastokens is not supported by fastokens" in caplog.text
+    with pytest.raises(DataError, match="is not supported by fastokens"):
         choose_text_encoder("fastokens", tokenizer, 0, rereadable=True)
 
 
@@ -99,7 +99,7 @@ def test_fastokens_is_asked_for_and_missing(tokenizer_folder: Path, monkeypatch:
 def test_a_part_is_compared(tokenizer_folder: Path, liar: Liar) -> None:
     fast = ComparedFastEncoder(Tokenizer(tokenizer_folder), liar)
     fast.encode_batch(["x" * 50, "not compared: lie"], np.int32)
-    assert (fast.seen, fast.compared) == (67, 50)
+    assert (fast.encoded, fast.compared) == (67, 50)
     fast.encode_batch(["x" * 20], np.int32)
     assert fast.compared == 50  # 40 and a tenth of 87 is less
     with pytest.raises(EncoderMismatch) as raised:
@@ -118,7 +118,7 @@ def test_a_difference_starts_over_without_it(
     preprocess_corpus([source], tokenizer_folder, tmp_path / "fast", encoder="fastokens", workers=workers)
     assert liar.calls
     assert made(tmp_path / "fast") == made(tmp_path / "true")
-    assert sum("fastokens makes other tokens" in record.message for record in caplog.records) == 1
+    assert sum("fastokens and tokenizers differ" in record.message for record in caplog.records) == 1
     assert not list(tmp_path.glob(".fast*"))
 
 
@@ -126,7 +126,7 @@ def test_what_was_given_up_stays_so_after_a_kill(
     tmp_path: Path, tokenizer_folder: Path, liar: Liar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "WORTHWHILE", 0)
-    monkeypatch.setattr("mega_data.preprocessing.dataset_output.EVERY", 0.0)
+    monkeypatch.setattr("mega_data.preprocessing.dataset_output.RECORD_INTERVAL", 0.0)
     source = corpus(tmp_path / "a.jsonl", ["lie " * 20, *["the cat sat " * 20] * 20])
     real, calls = Tokenizer.encode_batch, 0
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_read_again_cannot_start_over(
     source = corpus(tmp_path / "a.jsonl", ["lie " * 20])
     with open(source) as stream:
         monkeypatch.setattr(sys, "stdin", stream)
-        with pytest.raises(DataError, match=r"-:1: fastokens makes other tokens .* cannot be read again") as raised:
+        with pytest.raises(DataError, match=r"-:1: fastokens and tokenizers differ .* cannot be read again") as raised:
             preprocess_corpus(["-"], tokenizer_folder, tmp_path / "out", encoder="fastokens")
     assert raised.value.hint == "--encoder tokenizers"
     assert not (tmp_path / "out.idx").exists()

@@ -55,7 +55,7 @@ def test_rules_about_documents_need_documents_that_end(
             build_blended_datasets(settings, seed=1, samples={"train": 1}, eod=EOD)
         return
     build_blended_datasets(settings, seed=1, samples={"train": 1}, eod=EOD)
-    assert ("documents looked at do not end" in caplog.text) == warned
+    assert ("checked documents do not end" in caplog.text) == warned
 
 
 def test_a_blend_of_with_and_without_end_tokens_is_refused(tmp_path: Path) -> None:
@@ -140,17 +140,17 @@ def test_many_data_sets_are_opened_by_a_few_small_reads_and_checked_when_they_ar
     raw = bytearray((tmp_path / "bad.idx").read_bytes())
     raw[34 + 4 * 400] += 1
     (tmp_path / "bad.idx").write_bytes(raw)
-    with pytest.raises(DataError, match="sequence 401 is said to begin"):
+    with pytest.raises(DataError, match="sequence 401 begins"):
         build_blended_datasets(config(good, bad), seed=1, samples={"train": 1}, eod=None)
-    monkeypatch.setattr("mega_data.sampling.dataset_parts.CHECKED", 1000)
+    monkeypatch.setattr("mega_data.sampling.dataset_parts.EAGER_CHECK_BYTES", 1000)
     with caplog.at_level("INFO"):
         train = build_blended_datasets(config(good, bad), seed=1, samples={"train": 1}, eod=None)[0]
     assert "2 data sets: the index of each is checked when it is first read" in caplog.text
-    with pytest.raises(DataError, match="sequence 401 is said to begin"):
+    with pytest.raises(DataError, match="sequence 401 begins"):
         [train[k] for k in range(4)]
 
 
-@pytest.mark.parametrize(("cut", "told"), [(0, "describes 3,998"), (1, "does not rise from 0")])
+@pytest.mark.parametrize(("cut", "told"), [(0, "requires 3,998"), (1, "must rise from 0")])
 def test_ends_that_do_not_meet_are_told_without_reading_the_index(tmp_path: Path, cut: int, told: str) -> None:
     data_set(tmp_path / "d")
     raw = bytearray((tmp_path / "d.idx").read_bytes())

@@ -58,11 +58,11 @@ def test_a_curriculum_counts_tokens() -> None:
 @pytest.mark.parametrize(
     ("source", "more", "problem"),
     [
-        ({"curriculum": {0: 0}}, {}, "no data set has a weight from 0 tokens on"),
-        ({"curriculum": {10: 0, 20: 1}}, {}, "no data set has a weight from 10 tokens on"),
+        ({"curriculum": {0: 0}}, {}, "requires a data set with a weight above 0 at 0 training tokens"),
+        ({"curriculum": {10: 0, 20: 1}}, {}, "requires a data set with a weight above 0 at 10 training tokens"),
         ({"curriculum": {-1: 1}}, {}, "curriculum"),
         ({"max_epochs": 0}, {}, "max_epochs"),
-        ({"max_epochs": 2}, {"order": "megatron"}, "order megatron has one blend for all of a run"),
+        ({"max_epochs": 2}, {"order": "megatron"}, "is not supported with order: megatron"),
         ({}, {"temperature": 0}, "temperature"),
     ],
 )

@@ -127,7 +127,7 @@ def test_a_range_reads_only_its_sequences(tmp_path: Path) -> None:
     for samples in (stable, megatron):
         seen = {int(token) for k in range(20) for token in samples[k]}
         assert seen == set(range(30, 60))
-    with pytest.raises(DataError, match="no token in its sequences 4 to 4"):
+    with pytest.raises(DataError, match="has no token in its sequences 4 to 4"):
         StableTokenWindows(reader, 4, 4, seq_length=7, seed=0)
 
 

@@ -152,7 +152,7 @@ def test_a_disk_that_fails_in_close_leaves_the_old_data_set_or_none(
 def test_what_makes_a_missing_data_set_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         IndexedReader(tmp_path / "wiki")
-    assert caught.value.hint == f"one is made of text by mega data preprocess --output {tmp_path / 'wiki'}"
+    assert caught.value.hint == f"create it with mega data preprocess --output {tmp_path / 'wiki'}"
 
 
 def damage(path: Path, at: int, data: bytes) -> None:
@@ -165,13 +165,13 @@ def damage(path: Path, at: int, data: bytes) -> None:
     ("suffix", "at", "data", "message"),
     [
         ("idx", 0, b"X", "not an index"),
-        ("idx", 9, struct.pack("<Q", 2), "version 2, expected 1"),
+        ("idx", 9, struct.pack("<Q", 2), "has format version 2"),
         ("idx", 17, b"\x09", "dtype code 9 is unknown"),
         ("idx", 17, b"\x07", "float32"),
-        ("idx", 17, b"\x04", "sequence 1 is said to begin at byte 10"),
+        ("idx", 17, b"\x04", "sequence 1 begins at byte 10"),
         ("idx", 18, struct.pack("<Q", 10**12), "its header"),
         ("idx", 34, struct.pack("<i", -5), "sequence 0 has -5 tokens"),
-        ("idx", 34 + 4 * 200 + 8, struct.pack("<q", 3), "sequence 1 is said to begin at byte 3"),
+        ("idx", 34 + 4 * 200 + 8, struct.pack("<q", 3), "sequence 1 begins at byte 3"),
         ("idx", 34 + 12 * 200 + 8, struct.pack("<q", -3), "document index"),
     ],
 )
@@ -195,7 +195,7 @@ def test_truncated_index(tmp_path: Path, keep: int) -> None:
 def test_wrong_size_of_bin(tmp_path: Path, size: int) -> None:
     write(tmp_path / "d", reference_documents())
     os.truncate(tmp_path / "d.bin", size)
-    with pytest.raises(DataError, match=rf"d\.bin: {size:,} bytes, but d\.idx describes 19,874"):
+    with pytest.raises(DataError, match=rf"d\.bin: has {size:,} bytes, but d\.idx requires 19,874"):
         IndexedReader(tmp_path / "d")
 
 

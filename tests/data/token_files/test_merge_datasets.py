@@ -44,7 +44,7 @@ def test_different_tokenizers_are_refused(tmp_path: Path, tokenizer_folder: Path
     train_tokenizer(["other"], 260, tmp_path / "other")
     one = made(tmp_path, "one", tokenizer_folder, "the cat")
     two = made(tmp_path, "two", tmp_path / "other", "the dog")
-    with pytest.raises(DataError, match=r"two was made by another tokenizer .* than .*one"):
+    with pytest.raises(DataError, match=r"two: has another tokenizer .* than .*one"):
         merge_datasets([one, two], tmp_path / "merged")
     info = merge_datasets([one, two], tmp_path / "merged", mixed=True)
     assert (info.tokenizer, info.append_eod, info.documents) == (None, False, 2)
@@ -54,7 +54,7 @@ def test_different_ends_are_refused(tmp_path: Path, tokenizer_folder: Path) -> N
     one = made(tmp_path, "one", tokenizer_folder, "the cat")
     two = made(tmp_path, "two", tokenizer_folder, "the dog", append_eod=True)
     for prefixes in ([one, two], [two, one]):
-        with pytest.raises(DataError, match=r"two ends each document with a token, .*one does not"):
+        with pytest.raises(DataError, match=r"two: has an end token after each document .*, .*one does not"):
             merge_datasets(prefixes, tmp_path / "merged")
     info = merge_datasets([one, two], tmp_path / "merged", mixed=True)
     assert info.append_eod is None
@@ -71,7 +71,7 @@ def test_data_sets_of_other_tools(tmp_path: Path, tokenizer_folder: Path) -> Non
 
 def test_dtypes_must_agree(tmp_path: Path) -> None:
     prefixes = [foreign(tmp_path / "one"), foreign(tmp_path / "two", "int32")]
-    with pytest.raises(DataError, match=r"two holds int32 tokens, .*one uint16"):
+    with pytest.raises(DataError, match=r"two: has int32 tokens, but .*one has uint16"):
         merge_datasets(prefixes, tmp_path / "merged", mixed=True)
     assert not list(tmp_path.glob("*merged*"))
 
@@ -80,7 +80,7 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
     one, two = foreign(tmp_path / "one"), foreign(tmp_path / "two")
     with pytest.raises(DataError, match=r"two.idx: exists already"):
         merge_datasets([one], two)
-    with pytest.raises(DataError, match="both an input and the output"):
+    with pytest.raises(DataError, match="is both an input and the output"):
         merge_datasets([one, two], two, overwrite=True)
     with pytest.raises(DataError, match=r"three.idx: no such file"):
         merge_datasets([one, tmp_path / "three"], tmp_path / "merged")

@@ -60,7 +60,7 @@ def test_an_output_that_exists_and_the_input_are_not_written_over(tmp_path: Path
     data_set(tmp_path / "there", [5])
     with pytest.raises(DataError, match="exists already"):
         shuffle_documents(tmp_path / "d", tmp_path / "there", seed=1)
-    with pytest.raises(DataError, match="both an input and the output"):
+    with pytest.raises(DataError, match="is both an input and the output"):
         shuffle_documents(tmp_path / "d", tmp_path / "d", seed=1, overwrite=True)
     shuffle_documents(tmp_path / "d", tmp_path / "there", seed=1, overwrite=True)
     assert len(documents(tmp_path / "there")) == 2

@@ -47,20 +47,20 @@ def test_every_changed_byte_is_found(prefix: Path) -> None:
 def test_a_cut_file_is_named(prefix: Path) -> None:
     path = prefix.with_name("d.bin")
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"d.bin: .* bytes, but d.idx describes"):
+    with pytest.raises(DataError, match=r"d.bin: has .* bytes, but d.idx requires"):
         verify_dataset(prefix)
 
 
 def test_tokens_outside_the_vocabulary(prefix: Path) -> None:
     change(prefix.with_name("d.bin"), 5, 3)  # the upper byte of token 2
-    with pytest.raises(DataError, match=r"d.bin: token 2 is \d+, outside the vocabulary of 300"):
+    with pytest.raises(DataError, match=r"d.bin: token 2 has id \d+, outside the vocabulary of 300 ids"):
         verify_dataset(prefix)
 
 
 def test_negative_tokens_of_another_tool(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "d", "int32") as writer:
         writer.add_document(np.array([1, -2, 3]))
-    with pytest.raises(DataError, match=r"token 1 is -2, outside the vocabulary"):
+    with pytest.raises(DataError, match=r"token 1 has id -2, outside the vocabulary"):
         verify_dataset(tmp_path / "d")
 
 
@@ -69,13 +69,13 @@ def test_without_a_description(tmp_path: Path, tokenizer_folder: Path) -> None:
         with IndexedWriter(tmp_path / "d", "uint16") as writer:
             writer.add_document(np.array([1, largest]))
         assert verify_dataset(tmp_path / "d") is None
-    with pytest.raises(DataError, match=r"token 1 is 300, outside the vocabulary of 300"):
+    with pytest.raises(DataError, match=r"token 1 has id 300, outside the vocabulary of 300"):
         verify_dataset(tmp_path / "d", Tokenizer(tokenizer_folder))
 
 
 def test_another_tokenizer_is_named(prefix: Path, tmp_path: Path) -> None:
     other = train_tokenizer(["other"], 260, tmp_path / "other")
-    with pytest.raises(DataError, match=r"d was made with the tokenizer .*, which is not .*other/tokenizer.json"):
+    with pytest.raises(DataError, match=r"d: requires the tokenizer .*, not .*other/tokenizer.json"):
         verify_dataset(prefix, other)
 
 

@@ -117,8 +117,8 @@ REFUSED: list[tuple[list[str], dict[str, Any], dict[str, Any], dict[str, Any], s
     (["Transformer", "WeightedLayerPooling", "Pooling"], {}, {}, {}, "must begin with Transformer and Pooling"),
     ([*PLAIN, "Dense"], {}, {}, {}, "config.json is missing"),
     (PLAIN, {}, {"default_prompt_name": "query"}, {}, "'query' is not in"),
-    (PLAIN, {}, PROMPTS, {"input": [1, 2]}, "puts its prompt 'w20 w21 ' in front"),
-    (PLAIN, {}, PROMPTS, {"input": [[1], [2]]}, "puts its prompt"),
+    (PLAIN, {}, PROMPTS, {"input": [1, 2]}, "prompt 'w20 w21 ' is put first"),
+    (PLAIN, {}, PROMPTS, {"input": [[1], [2]]}, "is put first"),
     (PLAIN, {}, {}, {"input": list(range(1, 18))}, "maximum context length is 16 tokens; a text of input has 17"),
     (TRANSFORMER, {}, {}, {"dimensions": 3}, "dimensions must be"),
 ]

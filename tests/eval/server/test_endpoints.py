@@ -39,7 +39,7 @@ def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelServ
     lora = LoraConfig(rank=2, modules=["q_proj", "o_proj"])
     adapters = {"poems": str(save_adapter(tmp_path_factory.mktemp("adapters") / "poems", folder, lora, seed=0))}
     beside = LoraAdapterSet.open_adapters(folder, adapters)
-    model, selection = load_inference_model(folder, lora_adapters=beside), beside.choice.selection
+    model, selection = load_inference_model(folder, lora_adapters=beside), beside.pool.selection
     engine = InferenceEngine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8, adapters=selection)
     return service_of(
         engine,

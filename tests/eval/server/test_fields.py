@@ -174,7 +174,7 @@ def test_constraints_are_obeyed(client: httpx.Client, field: dict[str, Any], pat
         ({"logit_bias": {"1": 101}}, "less than or equal to 100"),
         ({"bad_words": ["a"], "allowed_token_ids": [2]}, "'bad_words' is not supported with 'allowed_token_ids'"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be -1 or at least 1; found 0"),
-        ({"best_of": 2}, "'best_of' is supported only where it is 'n'"),
+        ({"best_of": 2}, "'best_of' must be equal to 'n'"),
         ({"stop": ["ends<|im_end|>"]}, "stop mixes the special token '<|im_end|>' with other text"),
     ],
 )

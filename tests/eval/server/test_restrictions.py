@@ -12,9 +12,9 @@ import pytest
 from served_models import engine_for, text_model
 from serving import service_of, serving
 
-from mega_eval.drafters import Drafter, ModelDrafter, NgramDrafter
+from mega_eval.drafters import ModelDrafter, NgramDrafter
+from mega_eval.engine_requests import Drafter, EngineRequest
 from mega_eval.generation_config import parse_sampling_settings
-from mega_eval.inference_engine import EngineRequest
 from mega_eval.sampling import Sampling
 from mega_eval.server.model_service import ModelService
 from mega_eval.text_stream import GenerationLimits

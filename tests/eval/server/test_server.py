@@ -48,7 +48,7 @@ def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.fixture(scope="module")
 def service(folder: Path, adapters: dict[str, str]) -> ModelService:
     beside = LoraAdapterSet.open_adapters(folder, adapters)
-    model, selection = load_inference_model(folder, lora_adapters=beside), beside.choice.selection
+    model, selection = load_inference_model(folder, lora_adapters=beside), beside.pool.selection
     engine = InferenceEngine(model, Tokenizer(folder), cache_tokens=2048, batch_size=8, adapters=selection)
     return service_of(engine, folder, adapters=adapters)
 

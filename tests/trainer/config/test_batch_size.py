@@ -63,10 +63,10 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as told:
         BatchConfig.parse(bad)
     text = str(told.value)
-    assert "global = 30: must be a multiple of batch.micro = 4 -> 32" in text
+    assert "global = 30: must be a multiple of batch.micro = 4 -> set batch.global=32" in text
     assert "rampup.start = 6: must be a multiple of batch.micro = 4" in text
     assert "rampup.increment = 5: must be a multiple of batch.micro = 4" in text
-    assert "rampup.increment = 5: must divide batch.global - start = 24" in text
+    assert "rampup.increment = 5: must divide batch.global - batch.rampup.start = 24" in text
     with pytest.raises(ConfigError, match=r"rampup\.start = 32: must be below batch\.global = 32"):
         batch(start=32, increment=8, samples=100)
 
@@ -81,13 +81,16 @@ def test_stages_have_their_sizes_up_to_their_samples() -> None:
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        ({"stages": [{"until": 8, "size": 4}, {"until": 8, "size": 4}]}, r"stages\.1\.until = 8: must be above 8"),
+        (
+            {"stages": [{"until": 8, "size": 4}, {"until": 8, "size": 4}]},
+            r"stages\.1\.until = 8: must be larger than 8",
+        ),
         ({"stages": [{"until": 8, "size": 64}]}, r"stages\.0\.size = 64: must be at most batch\.global = 32"),
         ({"stages": [{"until": 8, "size": 3}]}, r"stages\.0\.size = 3: must be a multiple of batch\.micro = 2"),
         ({"stages": [{"until": 0, "size": 2}]}, r"stages\.0\.until"),
         (
             {"stages": [{"until": 8, "size": 2}], "rampup": {"start": 2, "increment": 2, "samples": 9}},
-            r"stages: must not be given beside batch\.rampup",
+            r"stages: conflicts with batch\.rampup",
         ),
     ],
 )

@@ -13,8 +13,8 @@ from parity.eight_bits import model as small
 from mega_common.errors import ConfigError
 from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.run.build_components import build_schedule, build_stages, connect_groups, make_fp8_kernels
 from mega_trainer.run.training_run import run_training
@@ -31,14 +31,14 @@ def parsed(**sections: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"fp8": {"recipe": "delayed"}}, r"'delayed': keeps a history .* -> tensorwise"),
-        ({"fp8": {"bf16_first": 2, "bf16_last": 1}}, r"bf16_first = 2: with bf16_last = 1 leaves none of the 3 layers"),
-        ({"model": small(24), "parallel": {"tp": 4}}, r"multiple of 16 on a rank, not .*head_dim / tp 4 = 24.* -> a smaller tp"),
+        ({"fp8": {"recipe": "delayed"}}, r"'delayed': is not supported.* -> set fp8.recipe=tensorwise"),
+        ({"fp8": {"bf16_first": 2, "bf16_last": 1}}, r"bf16_first = 2: must leave layers in FP8.* covers all 3 layers"),
+        ({"model": small(24), "parallel": {"tp": 4}}, r"multiples of 16 on a rank, found .*head_dim / tp 4 = 24.* -> set precision=bf16, or reduce parallel.tp"),
         (
             {"model": small(64), "fp8": {"recipe": "blockwise"}, "parallel": {"tp": 4}},
-            r"of 128 on a rank, not .*= 64.* -> mxfp8 or rowwise or tensorwise",
+            r"of 128 on a rank, found .*= 64.* -> set fp8.recipe=mxfp8, or set fp8.recipe=rowwise, or set fp8.recipe=tensorwise",
         ),
-        ({"fp8": {"recipe": "blockwise"}, "parallel": {"cp": 4}}, r"seq_length = 512: must be a multiple of 1024 .* -> 1024"),
+        ({"fp8": {"recipe": "blockwise"}, "parallel": {"cp": 4}}, r"seq_length = 512: must be a multiple of 1024 .* -> set data.seq_length=1024"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_a_way_out(sections: dict[str, Any], told: str) -> None:
@@ -58,9 +58,14 @@ def test_a_gpu_without_the_products_is_refused_with_a_recipe_it_has() -> None:
     ):
         check_fp8_device(capability, recipe, experts=experts)
     for capability, recipe, experts, way in (
-        ((8, 0), "tensorwise", False, "precision=bf16"),
-        ((9, 0), "mxfp8", False, "fp8.recipe=tensorwise or rowwise or blockwise; precision=bf16"),
-        ((10, 0), "mxfp8", True, "fp8.recipe=tensorwise or rowwise; precision=bf16"),
+        ((8, 0), "tensorwise", False, "set precision=bf16"),
+        (
+            (9, 0),
+            "mxfp8",
+            False,
+            "set fp8.recipe=tensorwise, or set fp8.recipe=rowwise, or set fp8.recipe=blockwise, or set precision=bf16",
+        ),
+        ((10, 0), "mxfp8", True, "set fp8.recipe=tensorwise, or set fp8.recipe=rowwise, or set precision=bf16"),
     ):
         with pytest.raises(ConfigError, match=f"{recipe}.* compute capability {capability[0]}") as refused:
             check_fp8_device(capability, recipe, experts=experts)

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mega_common.errors import ConfigError
-from mega_trainer.config.parallel_layout import ParallelLayout, find_world_size_problems, minimum_ranks
+from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 
 degree = st.integers(1, 4)
@@ -65,11 +65,11 @@ def test_all_that_does_not_fit_the_model_is_told_at_once() -> None:
     [
         ({"tp": 16}, "one of [1, 2, 4, 8]"),
         ({"pp": 2, "virtual_stages": 4}, "virtual_stages=2"),
-        ({"virtual_stages": 2}, "1, or a larger pp"),
-        ({"pp": 2, "pipeline_layout": [1, 2]}, "for example [2, 2]"),
+        ({"virtual_stages": 2}, "set parallel.virtual_stages=1"),
+        ({"pp": 2, "pipeline_layout": [1, 2]}, "set parallel.pipeline_layout=[2, 2]"),
         ({"pp": 2, "schedule": "zbv"}, "virtual_stages=2"),
         ({"pp": 2, "schedule": "zb-h1", "virtual_stages": 2}, "virtual_stages=1"),
-        ({"schedule": "zb-h1"}, "1f1b, or a larger pp"),
+        ({"schedule": "zb-h1"}, "set parallel.schedule=1f1b"),
     ],
 )
 def test_degrees_that_do_not_fit_the_model(parallel: dict[str, Any], says: str) -> None:
@@ -82,21 +82,33 @@ MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 12}
 @pytest.mark.parametrize(
     ("moe", "parallel", "says"),
     [
-        (None, {"ep": 2}, "parallel.ep = 2: splits experts, and the model has none -> 1"),
-        (MOE, {"ep": 3}, "parallel.ep = 3: must divide the 8 experts -> one of [1, 2, 4, 8]"),
+        (None, {"ep": 2}, "parallel.ep = 2: requires a model with experts (model.moe) -> set parallel.ep=1"),
+        (MOE, {"ep": 3}, "parallel.ep = 3: must divide the 8 experts -> set parallel.ep=2 (one of [1, 2, 4, 8])"),
         (
             MOE,
             {"ep": 2, "expert_tp": 2, "dispatch": "deepep"},
-            "parallel.dispatch = 'deepep': takes bf16 and whole experts",
+            "parallel.dispatch = 'deepep': requires precision = bf16 or fp8 and parallel.expert_tp = 1",
         ),
-        (MOE, {"ep": 2, "expert_tp": 2, "dispatch": "te"}, "parallel.dispatch = 'te': takes bf16 and whole experts"),
-        (MOE, {"ep": 2, "dispatch": "nvshmem"}, "and dispatch = nvshmem wants to know -> 1.25, or dispatch: alltoall"),
+        (
+            MOE,
+            {"ep": 2, "expert_tp": 2, "dispatch": "te"},
+            "parallel.dispatch = 'te': requires precision = bf16 or fp8 and parallel.expert_tp = 1",
+        ),
+        (
+            MOE,
+            {"ep": 2, "dispatch": "nvshmem"},
+            "is required with parallel.dispatch = nvshmem -> set parallel.dispatch_bound=1.25",
+        ),
         (
             MOE,
             {"ep": 2, "expert_tp": 3, "dispatch": "nvshmem", "dispatch_bound": 2.0},
-            "ep x expert_tp = 6, hidden_size =",
+            "ep x expert_tp = 6, model.hidden_size =",
         ),
-        (MOE, {"expert_tp": 8}, "must divide the experts' ffn_hidden_size 12 -> one of [1, 2, 3, 4, 6, 12]"),
+        (
+            MOE,
+            {"expert_tp": 8},
+            "must divide the experts' ffn_hidden_size 12 -> set parallel.expert_tp=6 (one of [1, 2, 3, 4, 6, 12])",
+        ),
         ({**MOE, "shared_ffn_hidden_size": 6}, {"tp": 4}, "ffn_hidden_size 6, and divide"),
         ({**MOE, "shared_ffn_hidden_size": 6, "layers": [0]}, {"tp": 4}, "ffn_hidden_size 6 and 64, and divide"),
     ],
@@ -108,12 +120,14 @@ def test_degrees_that_do_not_fit_the_experts(moe: dict[str, Any] | None, paralle
 def test_experts_are_split_over_any_ranks_of_a_stage() -> None:
     config = RunConfig.parse(run({"moe": MOE}, {"tp": 2, "pp": 2, "ep": 4}))
     config.check_world_size(8)
-    (problem,) = find_world_size_problems(config, 4)
-    assert problem.rule == "ep 4 x expert_tp 1 = 4 must divide the 2 ranks of a stage"
-    assert problem.hint == "ep: 2"
+    (problem,) = config.parallel_rules.find_world_size_problems(4)
+    assert problem.rule == "must fit the 2 ranks of a stage: ep 4 x expert_tp 1 = 4 does not divide 2"
+    assert problem.hint == "set parallel.ep=2"
     config = RunConfig.parse(run({"moe": MOE}, {"ep": 2, "expert_tp": 3}, batch=12))
     config.check_world_size(6)
-    assert next(iter(find_world_size_problems(config, 4))).hint == "ep: 2, expert_tp: 1"
+    assert (
+        next(iter(config.parallel_rules.find_world_size_problems(4))).hint == "set parallel.ep=2, parallel.expert_tp=1"
+    )
 
 
 def test_a_model_of_experts_alone_has_no_dense_width_to_split() -> None:
@@ -164,16 +178,16 @@ def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None
         config = RunConfig.parse(raw)
     except ConfigError:
         assume(False)
-    for problem in find_world_size_problems(config, world):
-        if degrees := re.findall(r"(\w+): ([\w-]+)", problem.hint):
+    for problem in config.parallel_rules.find_world_size_problems(world):
+        if degrees := re.findall(r"parallel\.(\w+)=([\w-]+)", problem.hint):
             chosen = {name: int(value) if value.isdigit() else value for name, value in degrees}
             raw = raw | {"parallel": raw["parallel"] | chosen}
         elif problem.path == "batch.global":
-            raw = raw | {"batch": raw["batch"] | {"global": int(problem.hint)}}
+            raw = raw | {"batch": raw["batch"] | {"global": int(problem.hint.removeprefix("set batch.global="))}}
         elif problem.path == "parallel.dp":
             raw = raw | {"parallel": raw["parallel"] | {"dp": None}}
         else:
-            assert problem.hint == "no degrees fit; change batch.global or the number of ranks"
+            assert problem.hint == "change batch.global or the number of ranks; no degrees fit"
             assume(False)
     RunConfig.parse(raw).check_world_size(world)
 
@@ -181,13 +195,13 @@ def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None
 @pytest.mark.parametrize(
     ("model", "parallel", "length", "says"),
     [
-        ({}, {"cp": 4}, 20, "data.seq_length = 20: must be a multiple of 2 x parallel.cp 4 = 8 -> 16"),
-        ({}, {"cp": 2, "tp": 4, "sp": True}, 8, "multiple of 2 x parallel.cp 2 x parallel.tp 4 (with sp) = 16 -> 16"),
-        ({}, {"tp": 4, "sp": True}, 6, "multiple of parallel.tp 4 (with sp) = 4 -> 4, or sp: false"),
-        ({"attention_dropout": 0.1}, {"cp": 2}, 16, "-> alltoall, or model.attention_dropout: 0"),
-        ({}, {"cp": 4, "tp": 4, "cp_kind": "alltoall"}, 16, "one of [1, 2], or cp_kind: ring"),
+        ({}, {"cp": 4}, 20, "data.seq_length = 20: must be a multiple of 2 x parallel.cp 4 = 8 -> set data.seq_length=16"),
+        ({}, {"cp": 2, "tp": 4, "sp": True}, 8, "multiple of 2 x parallel.cp 2 x parallel.tp 4 (with sp) = 16 -> set data.seq_length=16"),
+        ({}, {"tp": 4, "sp": True}, 6, "multiple of parallel.tp 4 (with sp) = 4 -> set data.seq_length=4, or set parallel.sp=false"),
+        ({"attention_dropout": 0.1}, {"cp": 2}, 16, "-> set parallel.cp_kind=alltoall, or set model.attention_dropout=0"),
+        ({}, {"cp": 4, "tp": 4, "cp_kind": "alltoall"}, 16, "one of [1, 2]), or set parallel.cp_kind=ring"),
         ({"num_attention_heads": 6, "head_dim": 4, "num_kv_heads": 2}, {"cp": 3, "cp_kind": "alltoall"}, 24,
-         "splits the 6 attention heads of a tensor rank, and its 2 key/value heads -> one of [1, 2, 6]"),
+         "its 2 key/value heads, with parallel.cp_kind = alltoall -> set parallel.cp=2 (one of [1, 2, 6])"),
     ],
 )  # fmt: skip
 def test_a_split_of_the_sequence_that_does_not_fit(
@@ -200,30 +214,36 @@ def test_a_sequence_may_be_split_further_than_there_are_heads_unless_they_are_ex
     parallel = {"cp": 8, "tp": 4}
     RunConfig.parse(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "ring"}))
     RunConfig.parse(run({"num_kv_heads": 2}, {"cp": 4, "tp": 2, "cp_kind": "alltoall"}))
-    assert "cp_kind: ring" in told(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "alltoall"}))
+    assert "parallel.cp_kind=ring" in told(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "alltoall"}))
 
 
 def test_a_suggestion_is_near_what_was_asked() -> None:
     config = RunConfig.parse(run(parallel={"tp": 4, "pp": 2}))
-    with pytest.raises(ConfigError, match=r"tp 4 x pp 2 x cp 1 = 8 ranks do not divide the 4 .* tp: 4, pp: 1, dp: 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tp 4 x pp 2 x cp 1 = 8 does not divide 4 -> set parallel.tp=4, parallel.pp=1, parallel.dp=1",
+    ):
         config.check_world_size(4)
 
 
 def test_a_suggestion_needs_no_more_memory_where_one_can_be_had() -> None:
     """Of those that are as near, and otherwise it says so, and how many ranks would do."""
     config = RunConfig.parse(run(parallel={"tp": 2, "pp": 2}, batch=24))
-    (problem,) = find_world_size_problems(config, 6)
-    assert problem.hint == "tp: 2, pp: 3, dp: 1"
+    (problem,) = config.parallel_rules.find_world_size_problems(6)
+    assert problem.hint == "set parallel.tp=2, parallel.pp=3, parallel.dp=1"
     with_context = RunConfig.parse(run(parallel={"tp": 4, "pp": 2, "cp": 2}, length=48, batch=40))
-    (problem,) = find_world_size_problems(with_context, 20)
-    assert problem.hint == "tp: 4, pp: 1, cp: 1, dp: 5, which needs more memory on each rank; or start 16 or 32 ranks"
+    (problem,) = with_context.parallel_rules.find_world_size_problems(20)
+    assert (
+        problem.hint
+        == "set parallel.tp=4, parallel.pp=1, parallel.cp=1, parallel.dp=5, which needs more memory on each rank; or start 16 or 32 ranks"
+    )
 
 
 def test_the_fewest_ranks_have_room_for_the_experts() -> None:
     moe = {"moe": {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 12}}
     for parallel, fewest in (({"ep": 4}, 4), ({"ep": 2, "expert_tp": 2, "pp": 2}, 8), ({"ep": 4, "tp": 2, "cp": 2}, 4), ({"ep": 4, "dp": 8}, 8)):  # fmt: skip
         config = RunConfig.parse(run(moe, parallel, batch=24))
-        assert minimum_ranks(config) == fewest
+        assert config.parallel_rules.minimum_ranks == fewest
         config.check_world_size(fewest)
 
 
@@ -232,5 +252,5 @@ def test_degrees_and_batch_are_told_together() -> None:
     with pytest.raises(ConfigError) as error:
         config.check_world_size(4)
     assert "2 problems" in str(error.value)
-    assert "parallel.dp = 3: 4 ranks make dp = 2 -> leave it out, or start 6 ranks" in str(error.value)
+    assert "parallel.dp = 3: must be 2 on 4 ranks -> remove parallel.dp, or start 6 ranks" in str(error.value)
     assert "batch.global = 7" in str(error.value)

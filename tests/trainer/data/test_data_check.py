@@ -19,7 +19,7 @@ from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import find_run_tokenizer, list_tokenizer_files
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.run.training_run import run_training
 
 
@@ -46,12 +46,12 @@ def test_the_tokenizer_of_the_data_is_found(folder: Path) -> None:
 
 
 def test_data_of_two_tokenizers_are_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"two-tokens.info: made with another tokenizer"):
+    with pytest.raises(DataError, match="two-tokens was made with another tokenizer"):
         find_run_tokenizer(config(folder, "one", "two"), 300)
 
 
 def test_another_tokenizer_than_the_named_one_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"one-tokens.info: made with another tokenizer .* than data.tokenizer"):
+    with pytest.raises(DataError, match=r"one-tokens was made with another tokenizer .* than data.tokenizer"):
         find_run_tokenizer(config(folder, "one", tokenizer="two"), 300)
 
 
@@ -76,13 +76,13 @@ def tuning(folder: Path) -> Callable[..., RunConfig]:
 
 def test_weights_that_came_with_another_tokenizer_are_refused(tuning: Callable[..., RunConfig], folder: Path) -> None:
     with pytest.raises(
-        DataError, match=r"init_from = .*first: came with another tokenizer than that of the data.*two"
+        DataError, match=r"init_from = .*first requires data of its own tokenizer, found that of .*two"
     ) as told:
         run_training(tuning("two"), RankInfo())
     assert "data.allow_other_tokenizer=true" in str(told.value)
     assert not (folder / "run-two" / "run.yaml").exists()
     shutil.move(folder / "two", folder / "gone")  # the data set's description is enough to know
-    with pytest.raises(DataError, match="came with another tokenizer"):
+    with pytest.raises(DataError, match="requires data of its own tokenizer"):
         run_training(tuning("two"), RankInfo())
     shutil.move(folder / "gone", folder / "two")
     run_training(tuning("two", allow_other_tokenizer=True), RankInfo())

@@ -15,7 +15,7 @@ from mega_ckpt.source import open_weight_source
 from mega_ckpt.store import Checkpoint, list_checkpoints
 from mega_common.errors import CheckpointError, ConfigError
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.run import training_loop
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.training_run import run_training
@@ -62,9 +62,9 @@ def test_epochs_become_steps(settings: Settings) -> None:
     assert 0.25 * (1 - 1 / state.step) < passes <= 0.25
     assert len(told) == state.step == state.config.train.steps > 1
     assert trained(raw).step == state.step
-    with pytest.raises(ConfigError, match="depend on the length of the run"):
+    with pytest.raises(ConfigError, match="depend on the number of steps"):
         trained(settings(train={"epochs": 1}, data={"order": "megatron"}))
-    with pytest.raises(ConfigError, match="goes by validations"):
+    with pytest.raises(ConfigError, match="requires validation"):
         trained(settings(train={"early_stop": 1}))
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from mega_ckpt.store import latest_checkpoint
 from mega_common.errors import ConfigError, TrainingError
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.job.corruption_check import CorruptionCheck
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.gradient_buckets import StepGradientBucket

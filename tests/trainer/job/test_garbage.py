@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mega_trainer.run.training_loop import GarbageCollection
+from mega_trainer.job.garbage_collection import GarbageCollection
 
 
 class Knot:

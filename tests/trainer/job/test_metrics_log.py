@@ -14,7 +14,7 @@ import pytest
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.job import metrics_log as metrics_module
 from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel, drop_later_lines
-from mega_trainer.run.train_step import StepResult
+from mega_trainer.job.step_result import StepResult
 
 
 def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path: Path) -> None:
@@ -53,7 +53,25 @@ def test_the_screen_has_a_line_a_second_at_most_and_the_file_every_step(
     assert told == [1, 5, 6, 9]
     lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [*range(1, 10)]
-    assert "forward 33 %  goodput" in caplog.text
+    assert "forward 33 %" in caplog.text
+
+
+@pytest.mark.parametrize("steps", [9, 1000, 1_000_000])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_line_fits_the_screen_and_has_no_mfu_of_an_unknown_peak(
+    settings: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture, steps: int, known: bool
+) -> None:
+    config = RunConfig.parse(settings(train={"steps": steps}))
+    Path(config.output).mkdir()
+    phases = {"data": 0.01, "forward": 0.3, "backward": 0.5, "reduce": 0.1, "norm": 0.1, "update": 0.1}
+    speed = UtilizationModel(1e3, 1e3, 1e9, peak_is_known=known)
+    with caplog.at_level("INFO", "mega"), MetricsLogger(config, speed, 0, 0, writes=True) as metrics:
+        for step in (1, steps):
+            result = StepResult(12.3456, 123.456, 64.0, updated=True)
+            metrics.log_step(step, 4 * step, 1e-3, result, phases=phases, valid_loss=12.3456)
+    assert all(len(f"00:00:00 {record.message}") <= 120 for record in caplog.records)
+    assert (" MFU " in caplog.records[0].message) == known
+    assert "mfu" in json.loads((Path(config.output) / "metrics.jsonl").read_text().splitlines()[0])
 
 
 DAY, YEAR = 86400.0, 365 * 86400.0

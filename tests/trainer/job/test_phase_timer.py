@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.job import phase_timer as phases_module
 from mega_trainer.job.goodput import REASONS, GoodputCounter
 from mega_trainer.job.phase_timer import PhaseTimer, time_data_waits
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.run.training_run import run_training
 
 Settings = Callable[..., dict[str, Any]]

@@ -14,12 +14,12 @@ import torch
 from mega_ckpt.store import Checkpoint, list_checkpoints
 from mega_common.errors import ConfigError, TrainingError
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.job import rollback
 from mega_trainer.job import training_guard as guard_module
 from mega_trainer.job.rollback import SkippedRanges
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.run import train_step as step_module
-from mega_trainer.run import training_loop
+from mega_trainer.run import training_context
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.training_run import run_training
 
@@ -45,13 +45,13 @@ def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Fills with the first token of each sample that a step reads, step by step."""
     seen: list[tuple[int, ...]] = []
-    real = training_loop.split_micro_batches
+    real = training_context.split_micro_batches
 
     def noted(batch: Any, *more: Any) -> Any:
         seen.append(tuple(map(tuple, batch.tokens)))
         return real(batch, *more)
 
-    monkeypatch.setattr(training_loop, "split_micro_batches", noted)
+    monkeypatch.setattr(training_context, "split_micro_batches", noted)
     return seen
 
 
@@ -91,7 +91,7 @@ def test_a_rollback_goes_past_the_samples_and_every_way_there_has_the_same_bits(
     assert read == [*plain[:5], *plain[5:11]]  # steps 1 to 5, then 3 to 8 on what comes after the bad one
     assert "step 5: loss" in caplog.text
     assert "samples 16 to 19" in caplog.text
-    assert "back to step 2; left out: samples 8 to 19" in caplog.text
+    assert "rolled back to step 2; skipped samples 8 to 19" in caplog.text
     assert (whole.step, whole.consumed_samples, whole.skipped_ranges) == (8, 32, SkippedRanges(((8, 12),)))
     assert whole.count_samples_read is not None
     assert (
@@ -137,7 +137,7 @@ def test_a_rollback_without_a_checkpoint_or_that_never_helps_ends_the_run(
     with pytest.raises(TrainingError, match=r"step 3: loss nan .* no checkpoint in .*"):
         trained(settings(train=policy))
     done.clear()
-    with pytest.raises(TrainingError, match="going back to step 2 did not help 2 times in a row"):
+    with pytest.raises(TrainingError, match="2 consecutive rollbacks to step 2 failed"):
         trained(settings(train=policy, checkpoint={"every": 1}, output=settings()["output"] + "-saves"))
 
 

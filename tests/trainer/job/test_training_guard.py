@@ -9,8 +9,8 @@ import pytest
 from mega_common.errors import TrainingError
 from mega_trainer.config.sections import TrainConfig
 from mega_trainer.job import training_guard as guard_module
+from mega_trainer.job.step_result import StepResult
 from mega_trainer.job.training_guard import WARM, LossGuard, StopSignalHandler
-from mega_trainer.run.train_step import StepResult
 
 
 def good(loss: float = 2.0) -> StepResult:

@@ -71,17 +71,21 @@ def test_what_is_asked_for_is_taken(asked: tuple[str, str], there: dict[str, Any
 @pytest.mark.parametrize(
     ("asked", "there", "said"),
     [
-        (("te", "auto"), {}, "kernels.linear = te: it needs a GPU"),
+        (("te", "auto"), {}, "kernels.linear = te requires a GPU"),
         (
             ("te", "auto"),
             HOPPER | {"installed": {"transformer-engine": "2.9.0"}},
-            "2.9.0 is installed of transformer-engine; pip install",
+            "requires transformer-engine 2.10 or later, 2.9.0 is installed; pip install",
         ),
-        (("auto", "flash"), HOPPER, "kernels.attention = flash: none is installed of flash-attn; pip install"),
+        (
+            ("auto", "flash"),
+            HOPPER,
+            "kernels.attention = flash requires flash-attn 2.8.3 or later, none is installed; pip install",
+        ),
         (("auto", "flash"), HOPPER | {"half": False, "installed": FLASH3}, "precision = bf16"),
-        (("auto", "te"), HOPPER | {"installed": TE, "head": (100, 100)}, "a multiple of 8 up to 256"),
-        (("auto", "flex"), {}, "kernels.attention = flex: it needs a GPU"),
-        (("auto", "flex"), HOPPER | {"biased": True}, "flex: sdpa and varlen alone add relative positions"),
+        (("auto", "te"), HOPPER | {"installed": TE, "head": (100, 100)}, "a multiple of 8 and at most 256"),
+        (("auto", "flex"), {}, "kernels.attention = flex requires a GPU"),
+        (("auto", "flex"), HOPPER | {"biased": True}, "flex is not supported with a relative position bias"),
     ],
 )
 def test_what_is_missing_is_refused_in_one_line(asked: tuple[str, str], there: dict[str, Any], said: str) -> None:
@@ -104,9 +108,9 @@ RECURRENT = {"causal-conv1d": "1.7.0", "mamba-ssm": "2.3.2.post1", "fla-core": "
         ("auto", {"installed": RECURRENT}, "torch", "on a CPU"),
         ("auto", HOPPER | {"installed": RECURRENT}, "library", "auto: installed"),
         ("auto", HOPPER | {"installed": RECURRENT, "half": False}, "torch", "precision = bf16"),
-        ("auto", HOPPER, "torch", "none is installed of"),
-        ("torch", HOPPER | {"installed": RECURRENT}, "torch", "as asked"),
-        ("library", HOPPER | {"installed": RECURRENT}, "library", "as asked"),
+        ("auto", HOPPER, "torch", "none is installed"),
+        ("torch", HOPPER | {"installed": RECURRENT}, "torch", "as set"),
+        ("library", HOPPER | {"installed": RECURRENT}, "library", "as set"),
     ],
 )
 @pytest.mark.parametrize("kind", ["conv", "scan", "delta"])
@@ -121,11 +125,14 @@ def test_libraries_of_recurrent_mixers(kind: str, asked: str, there: Any, expect
 @pytest.mark.parametrize(
     ("there", "said"),
     [
-        ({}, "kernels.conv = causal_conv1d: it needs a GPU"),
-        (HOPPER | {"installed": {"causal-conv1d": "1.4.0"}}, "1.4.0 is installed of causal-conv1d; pip install"),
+        ({}, "kernels.conv = causal_conv1d requires a GPU"),
+        (
+            HOPPER | {"installed": {"causal-conv1d": "1.4.0"}},
+            "requires causal-conv1d 1.7 or later, 1.4.0 is installed; pip install",
+        ),
         (
             HOPPER | {"installed": RECURRENT, "taps": frozenset({2, 5})},
-            "it takes 2 to 4 taps, and the model's .* have 5",
+            "requires convolutions of 2 to 4 taps, not 5",
         ),
     ],
 )
@@ -141,7 +148,7 @@ def test_a_run_on_a_cpu_asks_torch() -> None:
         "num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2, "vocab_size": 8
     }  # fmt: skip
     choice = choose_kernels(RunConfig.parse(raw), torch.device("cpu"))
-    assert str(choice) == "kernels: linear torch (auto: as fast as any), attention varlen (as asked)"
+    assert str(choice) == "kernels: linear torch (auto: as fast as any), attention varlen (as set)"
     varlen, sdpa = (
         create_kernels(which, LeafCompiler())
         for which in (choice, BackendChoice("torch", "sdpa", {"linear": "", "attention": ""}))

@@ -33,5 +33,5 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
-    with pytest.raises(ConfigError, match=r"compile = true: there is no C\+\+ compiler here"):
+    with pytest.raises(ConfigError, match=r"compile = true requires a C\+\+ compiler"):
         should_compile(True, CPU)

@@ -43,6 +43,6 @@ def test_rows_that_blocks_do_not_fill_and_a_missing_library_are_told(
     with pytest.raises(ConfigError, match=r"a\.weight has rows of 96 on a rank"):
         PackedWeight("a.weight", (4, 96), torch.float32, torch.device("cpu"), nf4)
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    with pytest.raises(ConfigError, match="bitsandbytes, which packs the weights, cannot be imported") as told:
+    with pytest.raises(ConfigError, match="requires bitsandbytes, which cannot be imported") as told:
         Nf4Quantizer()
     assert "qlora" in str(told.value.hint)

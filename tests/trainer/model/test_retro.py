@@ -181,7 +181,7 @@ def test_a_token_attends_to_the_neighbours_of_the_last_complete_chunk() -> None:
 @pytest.mark.parametrize(
     ("neighbors", "told"),
     [
-        (None, "the samples have no neighbours"),
+        (None, "requires samples with neighbours"),
         (np.zeros((2, 4, 1, 8), np.int64), r"\(2, 4, 1, 8\), but model.retro reads \(2, 4, 2, 8\)"),
     ],
 )
@@ -193,16 +193,16 @@ def test_samples_without_the_models_neighbours_are_refused(neighbors: Any, told:
 @pytest.mark.parametrize(
     ("model", "more", "told"),
     [
-        ({}, {"parallel": {"cp": 2}}, "parallel.cp = 2: splits the text at places that no chunk of model.retro ends at"),
-        ({}, {"parallel": {"tp": 3, "sp": True}}, "must divide the 8 tokens of a neighbour"),
-        ({}, {"precision": "fp8"}, "precision = 'fp8': is not for model.retro"),
+        ({}, {"parallel": {"cp": 2}}, "parallel.cp = 2: is not supported with model.retro"),
+        ({}, {"parallel": {"tp": 3, "sp": True}}, "must divide model.retro.neighbor_length = 8"),
+        ({}, {"precision": "fp8"}, "precision = 'fp8': is not supported with model.retro"),
         ({}, {"data": {"train": ["none"], "seq_length": 18, "kind": "retro"}}, "data.seq_length = 18: must be a multiple of model.retro.chunk_length = 4"),
-        ({}, {"data": {"train": ["none"], "seq_length": S}}, "data.kind = 'text': has no neighbours, which model.retro reads"),
+        ({}, {"data": {"train": ["none"], "seq_length": S}}, "data.kind = 'text': must be retro for a retrieval model"),
         (
             {"retro": None}, {"data": {"train": ["none"], "seq_length": S, "kind": "retro"}},
-            "data.kind = 'retro': brings neighbours, which the model does not read",
+            "data.kind = 'retro': requires a retrieval model",
         ),
-        ({}, {"eval": {"tasks": ["piqa"]}}, "eval.tasks = ['piqa']: have no neighbours, which model.retro reads"),
+        ({}, {"eval": {"tasks": ["piqa"]}}, "eval.tasks = ['piqa']: is not supported with model.retro"),
         ({"moe": {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 8}}, {}, "model.moe: does not go with retro"),
         ({"retro": {"layers": [3]}}, {}, "model.retro.layers = 3: names a layer past the last, 2"),
         ({"retro": {}}, {}, "model.retro.layers: names none of the 3 layers"),

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from mega_common.errors import ConfigError
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.run.training_run import run_training
 
 transformers = pytest.importorskip("transformers", reason="whose logits are the truth here")
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_told(folder: Path, tmp_path: Path) -> None:
     raw = settings(folder, tmp_path)
     write_model(tmp_path / "other", 3, vocab_size=VOCABULARY + 1)
     raw["objective"]["teacher"] = str(tmp_path / "other")
-    with pytest.raises(ConfigError, match="has 33 tokens in its vocabulary, and the model 32"):
+    with pytest.raises(ConfigError, match="it has 33 tokens, the model 32"):
         run_training(RunConfig.parse(resolve_run_config(raw)), RankInfo())
     raw["objective"] = {"kind": "distill", "top_k": 99}
     with pytest.raises(ConfigError, match=r"objective.teacher: is not there") as told:

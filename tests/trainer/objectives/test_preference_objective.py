@@ -20,7 +20,7 @@ from mega_ckpt.convert import convert_checkpoint
 from mega_common.errors import ConfigError, DataError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.data.data_check import check_datasets
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.objectives.sample_cache import SampleCache
 from mega_trainer.run.training_run import run_training
 
@@ -168,7 +168,7 @@ def test_answers_that_are_rated_alone_are_no_pairs(folder: Path, tmp_path: Path,
     write_pairs(tmp_path / "rated", rated(24))
     data = {"train": str(tmp_path / "rated"), "kind": "pairs", "seq_length": LENGTH, "split": [1]}
     config = RunConfig.parse(resolve_run_config(settings(folder, kind, output=str(tmp_path / "run"), data=data)))
-    with pytest.raises(DataError, match=f"18 answers are rated alone, and objective.kind = {kind} requires pairs"):
+    with pytest.raises(DataError, match=f"objective.kind = {kind} requires pairs of answers, found 18 single answers"):
         check_datasets(config)
 
 
@@ -231,19 +231,22 @@ def test_what_a_killed_reference_left_is_gone_on_with_and_other_samples_are_refu
     again = SampleCache(tmp_path)
     assert [again.first_missing_sample(sample) for sample in (0, 4, 6)] == [0, 7, 7]
     assert [again.read_array("answers", sample).tolist() for sample in (6, 4, 5)] == [[-3.0], [1.5, 2.5], []]
-    with pytest.raises(DataError, match="has nothing of sample 7"):
+    with pytest.raises(DataError, match="sample 7 is missing"):
         again.read_array("answers", 7)
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"data": {"train": "x"}}, "objective.kind = 'dpo': compares preference pairs -> data.kind: pairs"),
-        ({"objective": {}}, "data.kind = 'pairs': needs an objective that compares answers"),
-        ({"objective": {"kind": "ipo"}, "init_from": None}, "compares with a reference model, and there is none"),
-        ({"objective": {"kind": "dpo", "gamma": 2}}, r"objective.gamma = 2.0: is read by kind simpo, not by dpo"),
+        ({"data": {"train": "x"}}, r"objective.kind = 'dpo': requires preference pairs .* -> set data\.kind=pairs"),
+        ({"objective": {}}, "data.kind = 'pairs': requires an objective on preference pairs"),
+        ({"objective": {"kind": "ipo"}, "init_from": None}, "requires a reference model"),
+        (
+            {"objective": {"kind": "dpo", "gamma": 2}},
+            r"objective.gamma = 2.0: has no effect with objective.kind = dpo \(used by simpo\)",
+        ),
         ({"objective": {"kind": "dpo", "bet": 2}}, "objective.bet: unknown key -> did you mean 'beta'?"),
-        ({"train": {"on_nan": "rollback"}}, "a rollback goes on with others"),
+        ({"train": {"on_nan": "rollback"}}, "reads samples outside of the cache"),
     ],
 )
 def test_what_does_not_fit_is_told_with_a_way_out(changed: dict[str, Any], expected: str) -> None:

@@ -81,8 +81,8 @@ def test_a_page_tells_all_that_a_run_has_logged(tmp_path: Path) -> None:
         record_error(folder, rank, words)
     html = check(render_run_page([RunLog.read_folder(folder)]))
     for told in (
-        "of 100 steps", "best validation loss", "Gradient norm", "Seconds of a step by phase", "restart: 1 min before step 13",
-        "Most loaded expert", "1f1b: 2 ranks, 8 microbatches", "step 20", "node7", "batch.global", "2.13.0", "planned 50 %",
+        "of 100 steps", "best validation loss", "Gradient norm", "Step time by phase", "restart: 1 min before step 13",
+        "Maximum expert load", "1f1b: 2 ranks, 8 microbatches", "step 20", "node7", "batch.global", "2.13.0", "planned 50 %",
         "0, 2</td><td>no answer\n  the &lt;hint&gt;", "1</td><td>gone", "the launcher</td><td>rank 1 was killed",
     ):  # fmt: skip
         assert told in html
@@ -114,9 +114,9 @@ def test_folders_without_a_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun/metrics.jsonl").touch()
     for name, words in (
-        ("none", "no such folder"),
-        ("empty", "holds no metrics.jsonl"),
-        ("begun", "no line of a step yet"),
+        ("none", "none does not exist"),
+        ("empty", "has no metrics.jsonl"),
+        ("begun", "no metrics of a step yet"),
     ):
         with pytest.raises(ConfigError, match=words):
             RunLog.read_folder(tmp_path / name)

@@ -51,7 +51,7 @@ def test_a_view_of_a_run_that_goes_on_or_does_not(tmp_path: Path) -> None:
         assert words in text
     assert re.search(r" ago, rank 2: no room", text)
     assert re.search(
-        r"rank 3 +node1 +step 6 +waiting: all_reduce in dp of ranks 0, 3 +for 1 min 1 s +heard of 3 s ago", text
+        r"rank 3 +node1 +step 6 +waiting: all_reduce in dp of ranks 0, 3 +for 1 min 1 s +heartbeat 3 s ago", text
     )
-    assert re.search(r"rank 3 .*\n *rank 0 +node1 +step 7 +forward +heard of 3 s ago", text)
+    assert re.search(r"rank 3 .*\n *rank 0 +node1 +step 7 +forward +heartbeat 3 s ago", text)
     assert "no step since 1 h" in told(4600.0)

@@ -84,7 +84,7 @@ def test_attributes_of_its_handle_are_there() -> None:
     (init,) = (node for node in handle.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     read = {
         node.attr for node in ast.walk(ast.parse(SOURCE))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("trip.handle", "ctx.trip.handle")
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("state.handle", "ctx.state.handle")
     }  # fmt: skip
     assert read == {"num_recv_tokens_per_expert_list", "psum_num_recv_tokens_per_scaleup_rank", "num_sms"}
     assert read <= {arg.arg for arg in init.args.args}

@@ -24,6 +24,7 @@ from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.process_groups import ProcessGroupCache, build_parallel_groups
+from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.parallel.fsdp import slice_piece_rows
 from mega_trainer.run.validation import evaluate_losses
 
@@ -88,7 +89,7 @@ def saved_by_levels(folder: Path) -> dict[str, Any]:
                     synthetic(it.config, 9, it.groups.dp.rank, it.groups.dp.size, True), it.config, torch.device("cpu")
                 )
             )
-            losses += evaluate_losses(it.executor, [batch])
+            losses += evaluate_losses(it.executor, [batch], TrainingObjective(it.groups, 0).validation_totals)
             save_sharded_checkpoint(
                 folder / name / str(level),
                 2,

@@ -123,7 +123,7 @@ def test_sums_over_ranks_start_as_soon_as_their_gradients_are_there(monkeypatch:
     )
     buckets: list[GradientBucket] = [bucket for buffer in stage.buffers for bucket in buffer.buckets]
     monkeypatch.setattr(
-        StepGradientBucket, "start_reduce", lambda bucket: (left.append(len(bucket._owed)), reduce(bucket))
+        StepGradientBucket, "start_reduce", lambda bucket: (left.append(len(bucket._missing)), reduce(bucket))
     )
     stage.begin_step()
     with stage.backward_context(last=True):

@@ -89,7 +89,7 @@ def executor(
     layers = split_stage_layers(model.num_layers, schedule.pp, schedule.virtual_stages)
     last, groups, stages = len(layers) - 1, build_parallel_groups(ParallelLayout(), 0, heads=[2]), {}
     for index in schedule.stages_of_rank(group.rank):
-        ends_meet = schedule.owner_of_stage(0) == schedule.owner_of_stage(last)
+        ends_meet = schedule.owners[0] == schedule.owners[last]
         part = StageLayers(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)
         deferred = DeferredWgradQueue() if schedule.splits_backward else None
         stages[index] = Decoder(LayerBuilder(model, groups, dtype=torch.float64, deferred=deferred), part, recompute)

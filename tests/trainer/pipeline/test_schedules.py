@@ -127,7 +127,7 @@ def test_both_ends_list_the_same_messages_in_the_same_order(shape) -> None:
                 continue
             way, direction = kind.split("_")
             other = stage + (1 if kind in ("SEND_F", "RECV_B") else -1)
-            if schedule.owner_of_stage(other) == peer:
+            if schedule.owners[other] == peer:
                 found.append((direction, stage if way == "SEND" else other, microbatch))
         return found
 

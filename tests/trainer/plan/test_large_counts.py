@@ -10,7 +10,6 @@ import pytest
 from mega_cli.plan import describe_plan
 from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_overrides
-from mega_trainer.config.parallel_layout import minimum_ranks
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.pipeline.schedules import make_schedule, simulate_schedule
 from mega_trainer.plan.pipeline_fill import estimate_bubble, estimate_makespan
@@ -23,7 +22,7 @@ RUN: Mapping[str, Any] = {
 
 def _plan(overrides: list[str]) -> dict[str, Any]:
     config = RunConfig.parse(apply_overrides(RUN, overrides))
-    ranks = minimum_ranks(config)
+    ranks = config.parallel_rules.minimum_ranks
     config.check_world_size(ranks)
     return describe_plan(config, ranks)
 
@@ -56,7 +55,7 @@ def test_a_plan_does_not_list_what_repeats(overrides: list[str]) -> None:
         (["parallel.cp=1000000"], "parallel.cp = 1000000"),
         (["model.mtp_layers=1000"], "model.mtp_layers = 1000"),
         (["batch.global=1000000", "batch.rampup={start: 1, increment: 1, samples: 1000000}"], "999999 batch sizes"),
-        (["model.num_layers=1024", "parallel.pp=1024", "batch.global=4096"], "in 1,024 pipeline stages"),
+        (["model.num_layers=1024", "parallel.pp=1024", "batch.global=4096"], "x 1,024 pipeline stages"),
     ],
 )
 def test_what_cannot_be_listed_is_refused(overrides: list[str], words: str) -> None:
@@ -68,7 +67,7 @@ def test_what_cannot_be_listed_is_refused(overrides: list[str], words: str) -> N
 def test_folded_time_is_that_of_all_micro_batches(
     name: str, pp: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mega_trainer.plan.pipeline_fill.MOST_SIMULATED", 0)
+    monkeypatch.setattr("mega_trainer.plan.pipeline_fill.MAX_SIMULATED", 0)
     count = pp * 20
     timeline = simulate_schedule(make_schedule(name, pp=pp, microbatches=count, virtual_stages=stages))
     makespan = estimate_makespan(name, pp=pp, microbatches=count, virtual_stages=stages)

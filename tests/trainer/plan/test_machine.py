@@ -33,5 +33,5 @@ def test_a_machine_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(figures + ", tflops: {bf16: 100}}")
     (tmp_path / "less.yaml").write_text(figures + "}")
     assert load_machine(str(tmp_path / "mine.yaml")).get_peak_flops("fp8") == 100e12
-    with pytest.raises(ConfigError, match="no peak rate of 'Mine'"):
+    with pytest.raises(ConfigError, match="peak rate of the GPU 'Mine' is unknown"):
         load_machine(str(tmp_path / "less.yaml")).get_peak_flops("bf16")

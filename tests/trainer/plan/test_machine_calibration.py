@@ -69,7 +69,7 @@ def test_medians_are_of_steps_that_did_nothing_else(tmp_path: Path) -> None:
     lines = [{"step": step, "seconds": 100.0 if step < 4 else 2.0, "phases/forward": 0.5} for step in range(1, 9)]
     lines.append({"step": 9, "seconds": 50.0, "phases/forward": 0.5, "phases/save": 48.0})
     assert read_measured_times(metrics(tmp_path / "m.jsonl", lines)) == MeasuredTimes(2.0, {"forward": 0.5})
-    with pytest.raises(ConfigError, match="2 steps after the first 3"):
+    with pytest.raises(ConfigError, match="5 steps after the first 3, but has 2"):
         read_measured_times(metrics(tmp_path / "few.jsonl", lines[:5]))
     with pytest.raises(ConfigError, match="no metrics of a run"):
         read_measured_times(metrics(tmp_path / "other.jsonl", [{"loss": 1.0}]))

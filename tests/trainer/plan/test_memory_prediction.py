@@ -185,7 +185,7 @@ def test_weights_kept_in_eight_bits_take_two_bytes_more_but_where_they_are_gathe
     count = count_parameters_by_layer(DENSE)
     for zero, more in ((1, 2 * sum(count.layers[index].split for index in range(2, 6))), (3, 0)):
         shape = RunShape(S, dp=4, zero=zero, precision="fp8")
-        (plain,), (kept,) = predict_memory(DENSE, shape), predict_memory(DENSE, replace(shape, eight_bits=range(2, 6)))
+        (plain,), (kept,) = predict_memory(DENSE, shape), predict_memory(DENSE, replace(shape, fp8_layers=range(2, 6)))
         assert kept["weights"] - plain["weights"] == more
 
 
@@ -232,7 +232,7 @@ def test_a_backward_cut_in_two_holds_inputs_and_gradients_of_products_until_its_
     run = RunShape(S, pp=4, microbatches=8, recompute=recompute, schedule="zb-h1")
     part = count_model_parts(DENSE, run).layers[0]
     # input and gradient of qkv, of the output, of gate and up, of down; the stream's gradient is that of two
-    assert S * 2 * (4 * D + 3 * D + 3 * F) <= part.put_off <= S * 2 * (6 * D + 3 * D + 3 * F)
+    assert S * 2 * (4 * D + 3 * D + 3 * F) <= part.deferred_wgrad <= S * 2 * (6 * D + 3 * D + 3 * F)
     whole, halves = predict_memory(DENSE, replace(run, schedule="1f1b")), predict_memory(DENSE, run)
     assert halves[2]["activations"] > whole[2]["activations"]
 

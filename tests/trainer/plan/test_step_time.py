@@ -19,8 +19,8 @@ MIXTRAL = ModelConfig.parse(load_model_preset("mixtral-8x7b"))
 RUN = RunShape(8192, micro_batch=1, microbatches=8, dp=8, zero=1)
 
 
-def seconds(run: RunShape, model: ModelConfig = LLAMA, habits: TrainerProfile | None = None) -> float:
-    return predict_step_time(model, run, H100, HOPPER, habits).seconds
+def seconds(run: RunShape, model: ModelConfig = LLAMA, profile: TrainerProfile | None = None) -> float:
+    return predict_step_time(model, run, H100, HOPPER, profile).seconds
 
 
 def test_parts_add_up_and_products_alone_take_no_less_than_their_flops() -> None:
@@ -62,7 +62,7 @@ def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microba
     planned = PlannedRun.from_settings(LLAMA, run, H100, HOPPER, TrainerProfile())
     works = planned.compute_stage_work()
     passes = tuple(PassSeconds(*(sum(cost) for cost in zip(*work.values(), strict=True))) for work in works)
-    message = planned.bench.wires.send_seconds(2 * 8192 * 4096, run.dp)
+    message = planned.cost_model.interconnect.send_seconds(2 * 8192 * 4096, run.dp)
     schedule = make_schedule("1f1b", pp=4, microbatches=37, virtual_stages=2)
     whole = simulate_schedule(schedule, StageCosts(message=message, passes=passes)).makespan
     told = planned.predict_step_time()

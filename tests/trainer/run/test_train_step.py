@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from ranks import run_ranks
 from mega_ckpt.store import save_sharded_checkpoint
 from mega_common.errors import TrainingError
 from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.data.token_counts import count_local_tokens, count_step_tokens
 from mega_trainer.distributed.process_groups import ProcessGroupCache
+from mega_trainer.job.step_result import StepScalars
 from mega_trainer.optim.loss_scale import LossScale
-from mega_trainer.run.train_step import count_local_tokens, count_step_tokens, train_step
+from mega_trainer.run.train_step import StepHooks, train_step
 
 MODEL = {
     "model": {
@@ -126,8 +129,18 @@ def test_all_ranks_skip_together() -> None:
     assert {overflowed for overflowed, _ in first} == {True, False}
 
 
-def ridden() -> list[tuple[list[float], list[float]]]:
-    """What rode with a step, and the tokens of the next step as all ranks count them, in several layouts."""
+@dataclass(frozen=True)
+class Scalars(StepHooks):
+    """Adds given scalars to a step."""
+
+    scalars: StepScalars
+
+    def local_scalars(self) -> StepScalars:
+        return self.scalars
+
+
+def ridden() -> list[tuple[StepScalars, list[float]]]:
+    """Return the summed scalars of a step, and the tokens of the next step as all ranks count them, in several layouts."""
     out, maker = [], ProcessGroupCache()
     for parallel in ({"tp": 2, "pp": 2}, {"cp": 2, "tp": 2}, {"zero": 3}):
         it = Trainer.make(Run.of({**MODEL, "parallel": parallel}, 4), dist.get_rank(), maker)
@@ -135,12 +148,12 @@ def ridden() -> list[tuple[list[float], list[float]]]:
         result = train_step(
             it.executor, it.optimizer, list(split_micro_batches(now, it.config, torch.device("cpu"), it.groups.cp)),
             tokens=count_step_tokens(now, 0, it.groups), lr=0.0, clip=1.0,
-            extra_scalars=lambda it=it, following=following: [dist.get_rank() == 3, *count_local_tokens(following, 0, it.groups)],
+            hooks=Scalars(StepScalars(stop_requested=dist.get_rank() == 3, next_tokens=count_local_tokens(following, 0, it.groups))),
         )  # fmt: skip
-        out.append((list(result.extra_scalars), count_step_tokens(following, 0, it.groups)))
+        out.append((result.scalars, count_step_tokens(following, 0, it.groups)))
     return out
 
 
 def test_votes_and_the_next_steps_tokens_ride_with_a_step() -> None:
     for found in run_ranks(ridden, 4, timeout=60):
-        assert [riders for riders, _ in found] == [[1.0, *tokens] for _, tokens in found]
+        assert [summed for summed, _ in found] == [StepScalars(1.0, next_tokens=tokens) for _, tokens in found]

@@ -31,7 +31,7 @@ from mega_common.errors import CheckpointError, ConfigError, DataError, Training
 from mega_common.model_config import MoeConfig
 from mega_common.object_store import ObjectStoreError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
-from mega_trainer.launch.local_ranks import RankInfo
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.plan.layout_search import make_planned_run
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.run import train_step as step_module
@@ -119,7 +119,7 @@ def test_a_run_goes_on_in_its_order_and_a_changed_blend_with_what_is_next(
     assert resolved["begun"] == {"samples": 8, "read": {tokens: 8}}
     assert state.count_samples_read is not None
     assert state.count_samples_read(20) == {tokens: 11, str(tmp_path / "more"): 9}
-    assert f"the blend changes at sample 8: {tokens} goes on after 8 of its samples" in caplog.text
+    assert f"the blend changes at sample 8: {tokens} continues after 8 of its samples" in caplog.text
     told = lines(settings())[-1]
     epochs = [told[f"epochs/{tokens}"], told[f"epochs/{tmp_path / 'more'}"]]
     assert epochs[0] / epochs[1] == pytest.approx(11 / 9)
@@ -172,7 +172,7 @@ def test_checkpoints_on_an_object_store_resume_bitwise(settings: Settings, tmp_p
     assert latest_checkpoint(parse_location(url)) == f"{url}/step-00000002"
     assert same_bits(whole, bits(trained({**halves, "train": {"steps": 4}})))
     branch = settings(output=str(tmp_path / "branch"), train={"steps": 4}, checkpoint={"load": url})
-    with pytest.raises(ConfigError, match="step-00000004 is of step 4, so that nothing is left to do"):
+    with pytest.raises(ConfigError, match=r"must be larger than the step of .*step-00000004, which is 4"):
         trained(branch)
     with pytest.raises(ConfigError, match=r"output = 's3://bucket/run'.*checkpoint\.path=s3://bucket/run"):
         RunConfig.parse(settings(output="s3://bucket/run"))
@@ -272,14 +272,14 @@ def test_a_run_that_began_from_another_resumes_from_its_own(settings: Settings, 
 
 
 def test_a_missing_checkpoint_that_was_asked_for_is_an_error(settings: Settings, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no complete checkpoint there"):
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         trained(settings(checkpoint={"load": str(tmp_path / "nowhere")}))
 
 
 def test_weights_alone_are_nothing_to_go_on_from(settings: Settings, tmp_path: Path) -> None:
     trained(settings(train={"steps": 1}))
     prune_checkpoint(tmp_path / "run", tmp_path / "weights")
-    with pytest.raises(CheckpointError, match="has weights alone") as refused:
+    with pytest.raises(CheckpointError, match="holds weights without the state of a run") as refused:
         trained(settings(checkpoint={"load": str(tmp_path / "weights")}, output=str(tmp_path / "second")))
     assert f"init_from={tmp_path / 'weights'}" in str(refused.value)
 
@@ -311,12 +311,14 @@ def test_a_finished_run_says_so_and_changes_nothing(settings: Settings, caplog: 
     for steps in (4, 3):
         with caplog.at_level("INFO", "mega"):
             trained({**raw, "train": {"steps": steps}, "optimizer": {"weight_decay": 0.3}})
-        assert "finished at step 4, nothing is changed: a larger train.steps goes on" in caplog.text
+        assert "finished at step 4; nothing is changed; a larger train.steps continues the run" in caplog.text
         assert files() == before
         assert "done" not in caplog.text
     assert trained({**raw, "train": {"steps": 5}}).step == 5
     branch = {**raw, "output": raw["output"] + "-branch", "checkpoint": {"load": raw["output"]}}
-    with pytest.raises(ConfigError, match=r"train\.steps = 5: .*step-00000005 is of step 5, so that nothing is left"):
+    with pytest.raises(
+        ConfigError, match=r"train\.steps = 5 must be larger than the step of .*step-00000005, which is 5"
+    ):
         trained({**branch, "train": {"steps": 5}})
 
 
@@ -473,7 +475,7 @@ def test_a_limit_saves_and_ends_and_the_same_command_goes_on(
 def test_tokens_outside_the_vocabulary_are_named(settings: Settings) -> None:
     raw = settings()
     raw["model"] = {**raw["model"], "vocab_size": 20}
-    with pytest.raises(DataError, match=r"has the token \d+, but model.vocab_size is 20"):
+    with pytest.raises(DataError, match=r"model.vocab_size = 20 must be larger than every token id, found \d+"):
         trained(raw)
 
 

@@ -1,40 +1,240 @@
-"""Encoders of the BERT kind. BERT (arXiv:1810.04805), and Megatron's with pre-norms and no embedding norm
-(arXiv:1909.08053). RoBERTa (arXiv:1907.11692): BERT without sentence pairs, positions after the padding position.
-ModernBERT (arXiv:2412.13663): pre-norms except before the first attention, bidirectional windows in two of three
-layers.
+"""Encoders. BERT (arXiv:1810.04805), and Megatron's with pre-norms and no embedding norm (arXiv:1909.08053). RoBERTa
+(arXiv:1907.11692): BERT without sentence pairs, positions after the padding position. ModernBERT (arXiv:2412.13663):
+pre-norms except before the first attention, bidirectional windows in two of three layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mega_ckpt.families.common_entries import MultiHeadEntry
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
+    ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
     HfConfigDict,
     KeyEntry,
+    MultiHeadEntry,
+    layer_indices,
 )
-from mega_ckpt.families.disk_layouts import TensorRule
-from mega_ckpt.families.encoder_family import (
-    BERT_HEAD,
-    CARRIED_BERT,
-    GELUS,
-    LAYER,
-    OUTPUT_BIAS,
-    POST_NORMS,
-    EncoderFamily,
-    LocalAttentionEntry,
-    OffsetPositionsEntry,
-    bert_config_entries,
-    bert_tensor_rules,
-    encoder_class_name,
-    weight_bias_rules,
-)
+from mega_ckpt.families.disk_layouts import LAYER, QKV, DiskTensor, TensorRule, weight_bias_rules
+from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
+from mega_ckpt.families.window_entries import model_layer_types, window_fields, window_layer_types
 from mega_common.model_config import MaskedLmConfig, ModelConfig
+
+OUTPUT_BIAS = "lm_head.bias"
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_OLD_NAMES = {".LayerNorm.weight": ".LayerNorm.gamma", ".LayerNorm.bias": ".LayerNorm.beta"}
+
+
+@dataclass(frozen=True)
+class EncoderFamily(ModelFamily):
+    """A family whose folders contain the heads of the class that saved them.
+
+    Attributes:
+        bias_copy: name of the second copy of the output's bias on disk; empty if there is none.
+    """
+
+    bias_copy: str = ""
+
+    def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
+        """Return `model` with the heads whose disk tensors exist, independent of the class in config.json; unchanged
+        without names.
+        """
+        if not (names := set(names)):
+            return model
+        head = model.masked_lm or MaskedLmConfig()
+        every = model.model_copy(update={"masked_lm": head, "pooler": True, "sentence_pairs": True})
+        stored = {
+            slab.name
+            for name, disk in self.disk_tensor_table(every, names).items()
+            if name in names
+            for slab in disk.slabs
+        }
+        return model.model_copy(
+            update={
+                "masked_lm": head if "lm_head.dense.weight" in stored else None,
+                "pooler": "model.pooler.weight" in stored,
+                "sentence_pairs": "pair_head.weight" in stored,
+            }
+        )
+
+    def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
+        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`; norms of the oldest folders have
+        TensorFlow's names.
+        """
+        names = None if names is None else set(names)
+        table = super().disk_tensor_table(model, names)
+        if names is None:
+            table.pop(self.bias_copy, None)
+        elif any(name.endswith(".LayerNorm.gamma") for name in names):
+            table = {disk.name: disk for disk in map(_with_tensorflow_name, table.values())}
+        return table
+
+    def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
+        """Return the disk tensors that repeat another one, with the second output bias."""
+        biased = self.bias_copy and model.masked_lm and model.masked_lm.bias
+        return super().duplicate_tensors(model) | ({self.bias_copy: OUTPUT_BIAS} if biased else {})
+
+
+def _with_tensorflow_name(disk: DiskTensor) -> DiskTensor:
+    old = next((disk.name.removesuffix(new) + old for new, old in _OLD_NAMES.items() if disk.name.endswith(new)), None)
+    return disk if old is None else replace(disk, name=old)
+
+
+@dataclass(frozen=True)
+class EncoderHeadsEntry:
+    """Heads of an encoder, from the class in config.json; `restrict_to_stored` then checks the tensors.
+
+    Attributes:
+        name: prefix of the names of the family's classes.
+        activation: activation of the masked-language-model head; empty: the model's.
+    """
+
+    name: str
+    activation: str = ""
+    covered_keys: frozenset[str] = frozenset()  # `architectures` is every family's
+    covered_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the heads of the class."""
+        (kind, *_) = raw.get("architectures") or [f"{self.name}ForMaskedLM"]
+        pairs = str(kind).endswith("ForPreTraining")
+        head = {"activation": self.activation or GELUS.get(raw.get("hidden_act", "gelu"))}
+        return {"masked_lm": head, "pooler": pairs, "sentence_pairs": pairs}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the class with the model's heads."""
+        expected = {"activation": self.activation or model.activation, "dense_bias": True, "bias": True}
+        if model.masked_lm and model.masked_lm.model_dump() != expected:
+            raise ConfigMismatchError(f"masked_lm must be {expected}, not {model.masked_lm.model_dump()}")
+        return {"architectures": [encoder_class_name(self.name, model)]}
+
+
+def encoder_class_name(name: str, model: ModelConfig) -> str:
+    """Return the name of transformers' class that has the heads of `model`."""
+    if model.masked_lm is None:
+        return f"{name}Model"
+    return f"{name}ForPreTraining" if model.sentence_pairs else f"{name}ForMaskedLM"
+
+
+@dataclass(frozen=True)
+class OffsetPositionsEntry:
+    """RoBERTa's positions, which start after the padding position: the table has that many extra rows."""
+
+    covered_keys: frozenset[str] = frozenset({"max_position_embeddings", "pad_token_id"})
+    covered_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the usable rows and the offset."""
+        pad, rows = raw.get("pad_token_id", 1), raw.get("max_position_embeddings", 512)
+        if not isinstance(pad, int) or not isinstance(rows, int) or rows <= pad + 1:
+            raise ConfigMismatchError(
+                f"max_position_embeddings = {rows!r} must be more than pad_token_id + 1, with pad_token_id = {pad!r}"
+            )
+        return {"max_position": rows - pad - 1, "position_offset": pad + 1}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the number of all rows and the padding token."""
+        if not model.position_offset:
+            raise ConfigMismatchError("position_offset must be more than 0")
+        return {
+            "max_position_embeddings": model.max_position + model.position_offset,
+            "pad_token_id": model.position_offset - 1,
+        }
+
+
+@dataclass(frozen=True)
+class LocalAttentionEntry:
+    """ModernBERT's windows: half of `local_attention` keys on each side, except in every n-th layer."""
+
+    covered_keys: frozenset[str] = frozenset({"local_attention", "layer_types", "global_attn_every_n_layers"})
+    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the window, own position included as always, and the full-attention layers."""
+        layers, every = layer_indices(raw), raw.get("global_attn_every_n_layers", 3)
+        kinds = raw.get("layer_types") or window_layer_types([layer % every == 0 for layer in layers])
+        return window_fields(kinds, raw.get("local_attention", 128) // 2 + 1, layers)
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the window and the types of all layers."""
+        size = 128 if model.sliding_window is None else 2 * (model.sliding_window - 1)
+        return {"local_attention": size, "layer_types": model_layer_types(model)}
+
+
+def bert_config_entries(
+    name: str, *, norm_position: str, positions: ConfigEntry | None = None, activation: str = ""
+) -> tuple[ConfigEntry, ...]:
+    """Return the entries of BERT and models like it; `activation` is the head's, if it differs from the model's."""
+    return (
+        KeyEntry("vocab_size", "vocab_size"),
+        KeyEntry("hidden_size", "hidden_size"),
+        KeyEntry("intermediate_size", "ffn_hidden_size"),
+        KeyEntry("num_hidden_layers", "num_layers"),
+        KeyEntry("num_attention_heads", "num_attention_heads"),
+        positions or KeyEntry("max_position_embeddings", "max_position", 512),
+        KeyEntry("type_vocab_size", "token_types", 2),
+        KeyEntry("initializer_range", "init_std", 0.02),
+        KeyEntry("hidden_act", "activation", "gelu", GELUS),
+        KeyEntry("layer_norm_eps", "norm_eps", 1e-12),
+        KeyEntry("hidden_dropout_prob", "embedding_dropout residual_dropout", 0.1),
+        KeyEntry("attention_probs_dropout_prob", "attention_dropout", 0.1),
+        MultiHeadEntry(),
+        EncoderHeadsEntry(name, activation),
+        # an untied output of transformers has another bias, and ignores this one
+        AllowedValuesEntry({"is_decoder": (False,), "position_embedding_type": ("absolute",), "sliding_window": (None,), "layer_types": (None,),
+              "tie_word_embeddings": (True,)}),
+        FixedFieldsEntry(
+            {"causal": False, "tie_embeddings": True, "norm": "layernorm", "position": "learned", "qkv_bias": True, "attention_out_bias": True,
+             "mlp_bias": True, "qk_norm": False, "norm_position": norm_position, "embedding_norm": norm_position == "sum"}
+        ),
+    )  # fmt: skip
+
+
+def bert_tensor_rules(body: str, norms: Mapping[str, str], head: Mapping[str, str]) -> tuple[TensorRule, ...]:
+    """Return the rules that BERT-like models share: `body` is their prefix, `norms` the names of the layer, embedding
+    and last norms, `head` those of the masked-language-model head.
+    """
+    layer = f"{body}.encoder.layer.{{i}}"
+    return (
+        TensorRule(f"{body}.embeddings.word_embeddings.weight", ("model.embed_tokens.weight",)),
+        TensorRule(f"{body}.embeddings.position_embeddings.weight", ("model.embed_positions.weight",)),
+        TensorRule(f"{body}.embeddings.token_type_embeddings.weight", ("model.embed_types.weight",)),
+        *(rule for name, here in norms.items() for rule in weight_bias_rules(f"{body}.{name}", here)),
+        *(
+            rule
+            for name, short in (("query", "q"), ("key", "k"), ("value", "v"))
+            for rule in weight_bias_rules(f"{layer}.attention.self.{name}", f"{LAYER}.self_attn.{short}_proj")
+        ),
+        *weight_bias_rules(f"{layer}.attention.output.dense", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{layer}.intermediate.dense", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{layer}.output.dense", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules(f"{body}.pooler.dense", "model.pooler"),
+        *weight_bias_rules("cls.seq_relationship", "pair_head"),
+        *weight_bias_rules(head["dense"], "lm_head.dense"),
+        *weight_bias_rules(head["norm"], "lm_head.norm"),
+        TensorRule(head["bias"], (OUTPUT_BIAS,)),
+        TensorRule(head["matrix"], ("lm_head.weight",)),
+    )
+
+
+POST_NORMS = {
+    "embeddings.LayerNorm": "model.embed_norm",
+    "encoder.layer.{i}.attention.output.LayerNorm": f"{LAYER}.post_attention_layernorm",
+    "encoder.layer.{i}.output.LayerNorm": f"{LAYER}.post_feedforward_layernorm",
+}
+BERT_HEAD = {
+    "dense": "cls.predictions.transform.dense", "norm": "cls.predictions.transform.LayerNorm", "bias": "cls.predictions.bias",
+    "matrix": "cls.predictions.decoder.weight",
+}  # fmt: skip
+CARRIED_BERT = frozenset({"classifier_dropout", "gradient_checkpointing", "layer_norm_type", "directionality"}) | {
+    f"pooler_{key}" for key in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
+}
+
 
 _BUFFERS = r"(bert\.)?embeddings\.position_ids"
 _PRE_NORMS = {
@@ -88,10 +288,6 @@ ROBERTA = EncoderFamily(
 )
 
 
-_DISK = "model.layers.{i}"
-_QKV = tuple(f"{LAYER}.self_attn.{name}_proj" for name in "qkv")
-
-
 @dataclass(frozen=True)
 class _ModernBertHeadEntry:
     """ModernBERT's masked-language-model head; its keys are named after classifiers."""
@@ -100,7 +296,7 @@ class _ModernBertHeadEntry:
     covered_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the head, whatever the class: `restrict_to_stored` checks the tensors."""
+        """Return the head, independent of the class: `restrict_to_stored` checks the tensors."""
         activation = raw.get("classifier_activation", "gelu")
         if activation not in GELUS:
             raise ConfigMismatchError(
@@ -116,7 +312,7 @@ class _ModernBertHeadEntry:
         head = model.masked_lm or MaskedLmConfig(dense_bias=False)
         return {
             "architectures": [encoder_class_name("ModernBert", model)],
-            "classifier_activation": next(there for there, here in GELUS.items() if here == head.activation),
+            "classifier_activation": next(key for key, value in GELUS.items() if value == head.activation),
             "classifier_bias": head.dense_bias,
             "decoder_bias": head.bias,
         }
@@ -158,12 +354,12 @@ MODERNBERT = EncoderFamily(
     rules=(
         TensorRule("model.embeddings.tok_embeddings.weight", ("model.embed_tokens.weight",)),
         *weight_bias_rules("model.embeddings.norm", "model.embed_norm"),
-        *weight_bias_rules(f"{_DISK}.attn_norm", f"{LAYER}.input_layernorm"),
-        *weight_bias_rules(f"{_DISK}.attn.Wqkv", *_QKV),
-        *weight_bias_rules(f"{_DISK}.attn.Wo", f"{LAYER}.self_attn.o_proj"),
-        *weight_bias_rules(f"{_DISK}.mlp_norm", f"{LAYER}.post_attention_layernorm"),
-        *weight_bias_rules(f"{_DISK}.mlp.Wi", f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
-        *weight_bias_rules(f"{_DISK}.mlp.Wo", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules(f"{LAYER}.attn_norm", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{LAYER}.attn.Wqkv", *QKV),
+        *weight_bias_rules(f"{LAYER}.attn.Wo", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{LAYER}.mlp_norm", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{LAYER}.mlp.Wi", f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{LAYER}.mlp.Wo", f"{LAYER}.mlp.down_proj"),
         *weight_bias_rules("model.final_norm", "model.norm"),
         *weight_bias_rules("head.dense", "lm_head.dense"),
         *weight_bias_rules("head.norm", "lm_head.norm"),

@@ -1,8 +1,9 @@
 """Entries that map keys of a HuggingFace config.json to fields of `ModelConfig` and back, one declaration for both
 directions.
 
-A family is a list of `Entry`s. Each names the keys and the fields it answers for, so that a key or a field that nobody
-answers for is noticed, and refused rather than dropped. `Key`, `Fixed` and `AllowedValuesEntry` serve sections such as `moe` too.
+A family is a list of `ConfigEntry`s. Each names the keys and fields that it covers, so that a setting without an entry is
+an error and never silently dropped. `KeyEntry`, `FixedFieldsEntry` and `AllowedValuesEntry` also serve sections such as
+`moe`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mega_common.hybrid_pattern import MOST_LAYERS
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import StrictConfig
 
 HfConfigDict = Mapping[str, Any]
 
 
-MOST_LAYERS = 10_000  # a pattern is a list as long as the model: no number in a file may make it take all memory
+def split_words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
 
 
 class ConfigMismatchError(ValueError):
-    """A setting that one side has and the other cannot express; the message names it."""
+    """Error for a setting of one side that the other side cannot express; the message names it."""
 
 
 class ConfigEntry(Protocol):
@@ -47,12 +51,12 @@ class KeyEntry:
     """One key for one field, or for several fields that must be equal.
 
     Attributes:
-        key: the key's name, and after spaces others that mean the same.
+        key: the key's name, and after spaces its aliases.
         field_names: the fields' names, separated by spaces.
-        default: what transformers takes for an absent key. `...` marks a key that must be there.
-        values: how values are called there and here; by default they are the same. The first match is written.
+        default: transformers' default for an absent key. `...` marks a required key.
+        values: {value of the key: value of the field}; None: values are equal. The first match is written.
         forbids_null: neither side may be null.
-        must_agree: where several of the key's names are there, they must say the same; else the first counts.
+        must_agree: values of several aliases in one file must be equal; else the first alias counts.
     """
 
     key: str
@@ -75,11 +79,11 @@ class KeyEntry:
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
         """Return the key's value for each field."""
         written, *_ = self.key.split()
-        there = [key for key in self.key.split() if key in raw]
-        value = raw[there[0]] if there else self.default
-        for key in there[1:]:
+        present = [key for key in self.key.split() if key in raw]
+        value = raw[present[0]] if present else self.default
+        for key in present[1:]:
             if self.must_agree and raw[key] != value:
-                raise ConfigMismatchError(f"{there[0]} = {value!r} and {key} = {raw[key]!r} must be the same")
+                raise ConfigMismatchError(f"{present[0]} = {value!r} and {key} = {raw[key]!r} must be equal")
         if value is ...:
             raise ConfigMismatchError(f"{written} is missing")
         if value is None and self.forbids_null:
@@ -96,16 +100,14 @@ class KeyEntry:
         value = getattr(model, first)
         for other in others:
             if getattr(model, other) != value:
-                raise ConfigMismatchError(
-                    f"{first} = {value!r} and {other} = {getattr(model, other)!r} must be the same"
-                )
+                raise ConfigMismatchError(f"{first} = {value!r} and {other} = {getattr(model, other)!r} must be equal")
         if value is None and self.forbids_null:
-            raise ConfigMismatchError(f"{first} must be given")
+            raise ConfigMismatchError(f"{first} is missing")
         if self.values is not None:
-            there = [name for name, here in self.values.items() if here == value]
-            if not there:
+            matches = [name for name, field_value in self.values.items() if field_value == value]
+            if not matches:
                 raise ConfigMismatchError(f"{first} must be {_join_values(self.values.values())}, not {value!r}")
-            value = there[0]
+            value = matches[0]
         return {self.key.split()[0]: value}
 
 
@@ -114,12 +116,12 @@ class HeadsEntry:
     """Number of key/value heads and head dimension: keys that may be absent or null.
 
     Attributes:
-        kv_default: key/value heads when the key is absent; None is every head its own.
-        dim_default: the same for the width of a head; None is hidden_size / num_attention_heads.
-        explicit_dim: whether transformers' class of the family has the key `head_dim`.
-        divisible: whether that class insists that the heads divide hidden_size.
-        derived: whether the family's code insists that all heads together are as wide as the model.
-        dim_key: what the width of a head is called, and after spaces other names of it.
+        kv_default: number of key/value heads if the key is absent; None: as many as attention heads.
+        dim_default: head dimension if the key is absent; None: hidden_size / num_attention_heads.
+        explicit_dim: transformers' class of the family has the key `head_dim`.
+        divisible: that class requires that hidden_size is a multiple of num_attention_heads.
+        derived: the family's code requires that all heads together are as wide as the model.
+        dim_key: key of the head dimension, and after spaces its aliases.
     """
 
     kv_default: int | None = None
@@ -147,7 +149,9 @@ class HeadsEntry:
         default applies.
         """
         if self.divisible and model.hidden_size % model.num_attention_heads:
-            raise ConfigMismatchError(f"hidden_size must be a multiple of {model.num_attention_heads} heads")
+            raise ConfigMismatchError(
+                f"hidden_size must be a multiple of num_attention_heads = {model.num_attention_heads}"
+            )
         derived = model.query_key_head_dim * model.num_attention_heads == model.hidden_size
         if self.derived:
             check_head_size(model)
@@ -242,7 +246,7 @@ def check_head_dim(raw: HfConfigDict) -> None:
     """Check that a head dimension, if given, is hidden_size / num_attention_heads.
 
     Raises:
-        MismatchError: when it is not.
+        ConfigMismatchError: when it is not.
     """
     width, heads, size = (raw.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
     if size is not None and width and heads and size != width // heads:
@@ -253,23 +257,77 @@ def check_head_size(model: ModelConfig) -> None:
     """Check that all heads together are as wide as the model.
 
     Raises:
-        MismatchError: when they are not.
+        ConfigMismatchError: when they are not.
     """
     if model.query_key_head_dim * model.num_attention_heads != model.hidden_size:
         raise ConfigMismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.query_key_head_dim}")
 
 
 def layer_indices(raw: HfConfigDict, mtp_layers: int = 0) -> range:
-    """Return the indices of a model's layers, and of `further` MTP layers behind them.
+    """Return the indices of a model's layers, followed by those of `mtp_layers` MTP layers.
 
     Raises:
-        MismatchError: when they are too many to be listed.
+        ConfigMismatchError: when there are more than `MOST_LAYERS`.
     """
     layers = raw.get("num_hidden_layers", 0)
     if layers + mtp_layers > MOST_LAYERS:
-        raise ConfigMismatchError(f"num_hidden_layers = {layers + mtp_layers} is more than {MOST_LAYERS}")
+        raise ConfigMismatchError(f"num_hidden_layers = {layers + mtp_layers} must be at most {MOST_LAYERS}")
     return range(layers + mtp_layers)
 
 
 def _join_values(values: Any) -> str:
     return " or ".join(repr(value) for value in values)
+
+
+# Keys of nearly every decoder.
+SIZES: tuple[ConfigEntry, ...] = (
+    KeyEntry("vocab_size", "vocab_size"),
+    KeyEntry("hidden_size", "hidden_size"),
+    KeyEntry("intermediate_size", "ffn_hidden_size"),
+    KeyEntry("num_hidden_layers", "num_layers"),
+    KeyEntry("num_attention_heads", "num_attention_heads"),
+    KeyEntry("max_position_embeddings", "max_position"),
+    KeyEntry("initializer_range", "init_std", 0.02),
+    KeyEntry("attention_dropout", "attention_dropout", 0.0),
+)
+SILU = {"silu": "swiglu"}
+TIED = KeyEntry("tie_word_embeddings", "tie_embeddings", False)
+
+
+def decoder_entries(norm_eps: float = 1e-6, hidden_act: Mapping[str, str] = SILU) -> tuple[ConfigEntry, ...]:
+    """Return the entries of Llama and models of its architecture.
+
+    `norm_eps` and the first key of `hidden_act` are transformers' defaults for absent keys.
+    """
+    return (
+        *SIZES,
+        TIED,
+        KeyEntry("hidden_act", "activation", next(iter(hidden_act)), hidden_act),
+        KeyEntry("rms_norm_eps", "norm_eps", norm_eps),
+        FixedFieldsEntry({"norm": "rmsnorm", "position": "rope"}),
+    )
+
+
+DECODER = decoder_entries()
+
+
+@dataclass(frozen=True)
+class MultiHeadEntry:
+    """Multi-head attention without grouped queries: each head has its own key and value, and all heads together are as
+    wide as the model.
+    """
+
+    covered_keys: frozenset[str] = frozenset({"head_dim"})
+    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return no fields: these are the defaults; a given head dimension must match."""
+        check_head_dim(raw)
+        return {}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys, after checking that the model agrees."""
+        if model.key_value_heads != model.num_attention_heads:
+            raise ConfigMismatchError(f"num_kv_heads must be num_attention_heads, not {model.key_value_heads}")
+        check_head_size(model)
+        return {}

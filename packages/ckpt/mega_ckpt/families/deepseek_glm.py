@@ -1,8 +1,6 @@
 """DeepSeek V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437), with latent attention, many small experts and shared
 experts; GLM 4 (arXiv:2406.12793), dense of 2024 (`glm`) and 2025 (`glm4`), and GLM 4.5 with DeepSeek's router and MTP
 layers (`glm4_moe`, arXiv:2508.06471).
-
-GLM 4.5 (`glm4_moe`, arXiv:2508.06471) has the router and the further predictors of DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -10,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.common_entries import DECODER, decoder_entries
 from mega_ckpt.families.config_entries import (
+    DECODER,
     AllowedValuesEntry,
     ConfigEntry,
     ConfigMismatchError,
@@ -19,8 +17,9 @@ from mega_ckpt.families.config_entries import (
     HeadsEntry,
     HfConfigDict,
     KeyEntry,
+    decoder_entries,
 )
-from mega_ckpt.families.disk_layouts import TensorRule
+from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.moe_entries import (
     DenseFirstEntry,
@@ -34,12 +33,12 @@ from mega_ckpt.families.window_entries import UniformWindowEntry
 from mega_common.model_config import MlaConfig, ModelConfig, MoeConfig
 from mega_common.strict_config import StrictConfig
 
-_MLP = "model.layers.{i}.mlp"
-FURTHER = KeyEntry("num_nextn_predict_layers num_mtp_layers", "mtp_layers", 1)
+_MLP = f"{LAYER}.mlp"
+MTP_LAYERS = KeyEntry("num_nextn_predict_layers num_mtp_layers", "mtp_layers", 1)
 SHARED_EXPERT_RULES = tuple(
-    TensorRule(f"{_MLP}.shared_experts.{part}.{kind}", (f"{_MLP}.shared_expert.{part}.{kind}",))
+    rule
     for part in ("gate_proj", "up_proj", "down_proj")
-    for kind in ("weight", "bias")
+    for rule in weight_bias_rules(f"{_MLP}.shared_experts.{part}", f"{_MLP}.shared_expert.{part}")
 )
 _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -55,10 +54,10 @@ class LatentAttentionEntry:
         """Return the widths; keys that repeat others must agree."""
         absent = [key for key in _LATENT if key not in raw]
         if absent:
-            raise ConfigMismatchError(f"{', '.join(absent)}: missing")
+            raise ConfigMismatchError(f"{', '.join(absent)} is missing")
         rotated, heads = raw["qk_rope_head_dim"], raw.get("num_attention_heads")
-        known = {"head_dim": rotated, "qk_head_dim": raw["qk_nope_head_dim"] + rotated, "num_key_value_heads": heads}
-        for key, value in known.items():
+        derived = {"head_dim": rotated, "qk_head_dim": raw["qk_nope_head_dim"] + rotated, "num_key_value_heads": heads}
+        for key, value in derived.items():
             if raw.get(key, value) not in (value, None):
                 raise ConfigMismatchError(f"{key} = {raw[key]!r} must be {value}")
         return {"mla": {key: raw[key] for key in _LATENT}}
@@ -66,7 +65,7 @@ class LatentAttentionEntry:
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return the widths."""
         if model.mla is None:
-            raise ConfigMismatchError("mla is missing: this is a family of latent attention")
+            raise ConfigMismatchError("mla is missing (all models of this family have latent attention)")
         if model.mla != MlaConfig(**{key: getattr(model.mla, key) for key in _LATENT}):
             raise ConfigMismatchError(f"mla = {model.mla!r} has fields without a counterpart")
         return {key: getattr(model.mla, key) for key in _LATENT} | {"num_key_value_heads": model.num_attention_heads}
@@ -74,12 +73,12 @@ class LatentAttentionEntry:
 
 @dataclass(frozen=True)
 class ExpertGroupsEntry:
-    """Groups of experts, of which a token uses some. V2 uses them only if its routing method says so.
+    """Groups of experts, of which a token uses some. In V2 they depend on the routing method.
 
     Attributes:
-        methods: names of the method without and with groups; the same where there is one method.
-        score: what a group is chosen by.
-        defaults: groups, and groups of a token, where the keys are absent.
+        methods: names of the routing methods without and with groups; equal if there is one method.
+        score: score of a group, by which groups are selected.
+        defaults: number of groups, and of groups per token, if the keys are absent.
     """
 
     methods: tuple[str, str]
@@ -89,7 +88,7 @@ class ExpertGroupsEntry:
     covered_fields: frozenset[str] = frozenset({"groups", "top_groups", "group_score"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return both numbers; one group if the method has none."""
+        """Return both numbers; one group if the method has no groups."""
         method = raw.get("topk_method") or self.methods[0]
         if method not in self.methods:
             raise ConfigMismatchError(f"topk_method = {method!r} is not supported (only {' or '.join(self.methods)})")
@@ -113,7 +112,7 @@ class ExpertGroupsEntry:
 def deepseek_family(
     version: str, moe: tuple[MoeFieldEntry, ...], layers: DenseFirstEntry, *more: ConfigEntry
 ) -> ModelFamily:
-    """Return a version of DeepSeek: `moe` are the entries of its router, `layers` the entry of the layers with experts."""
+    """Return a version of DeepSeek: `moe` has the entries of its router, `layers` that of the layers with experts."""
     return ModelFamily(
         name=f"deepseek_{version.lower()}",
         architecture=f"Deepseek{version}ForCausalLM",
@@ -168,14 +167,13 @@ DEEPSEEK_V3 = deepseek_family(
         AllowedValuesEntry({"scoring_func": ("sigmoid",)}),
         FixedFieldsEntry({"score": "sigmoid", "selection_bias": True}),
     ),
-    DenseFirstEntry(3, mtp_entry=FURTHER),
-    FURTHER,
+    DenseFirstEntry(3, mtp_entry=MTP_LAYERS),
+    MTP_LAYERS,
     AllowedValuesEntry({"rope_interleave": (True,)}),
     FixedFieldsEntry({"mlp_bias": False}),
 )
 
 
-_LAYER = "model.layers.{i}"
 _SHARED: tuple[ConfigEntry, ...] = (
     *decoder_entries(norm_eps=1.5625e-7),
     HeadsEntry(kv_default=2, dim_default=128),
@@ -185,7 +183,7 @@ _SHARED: tuple[ConfigEntry, ...] = (
     FixedFieldsEntry({"attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
 )
 _GATE_UP = TensorRule(
-    f"{_LAYER}.mlp.gate_up_proj.weight", (f"{_LAYER}.mlp.gate_proj.weight", f"{_LAYER}.mlp.up_proj.weight")
+    f"{LAYER}.mlp.gate_up_proj.weight", (f"{LAYER}.mlp.gate_proj.weight", f"{LAYER}.mlp.up_proj.weight")
 )
 
 GLM = ModelFamily(
@@ -198,9 +196,9 @@ GLM4 = ModelFamily(
     entries=(*_SHARED, FixedFieldsEntry({"norm_position": "both"})),
     rules=(
         _GATE_UP,
-        TensorRule(f"{_LAYER}.post_self_attn_layernorm.weight", (f"{_LAYER}.post_attention_layernorm.weight",)),
-        TensorRule(f"{_LAYER}.post_attention_layernorm.weight", (f"{_LAYER}.pre_feedforward_layernorm.weight",)),
-        TensorRule(f"{_LAYER}.post_mlp_layernorm.weight", (f"{_LAYER}.post_feedforward_layernorm.weight",)),
+        TensorRule(f"{LAYER}.post_self_attn_layernorm.weight", (f"{LAYER}.post_attention_layernorm.weight",)),
+        TensorRule(f"{LAYER}.post_attention_layernorm.weight", (f"{LAYER}.pre_feedforward_layernorm.weight",)),
+        TensorRule(f"{LAYER}.post_mlp_layernorm.weight", (f"{LAYER}.post_feedforward_layernorm.weight",)),
     ),
     tokens=("pad_token_id",),
 )
@@ -225,11 +223,11 @@ GLM4_MOE = ModelFamily(
                 ExpertGroupsEntry(("noaux_tc", "noaux_tc"), "top2", (1, 1)),
                 FixedFieldsEntry({"score": "sigmoid", "selection_bias": True}),
             ),
-            DenseFirstEntry(1, mtp_entry=FURTHER),
+            DenseFirstEntry(1, mtp_entry=MTP_LAYERS),
         ),
-        FURTHER,
+        MTP_LAYERS,
         UniformWindowEntry(supports_windows=False),
         FixedFieldsEntry({"attention_out_bias": False, "mlp_bias": False}),
     ),
-    rules=(*per_expert_rules(f"{_LAYER}.mlp.experts"), *SHARED_EXPERT_RULES),
+    rules=(*per_expert_rules(f"{LAYER}.mlp.experts"), *SHARED_EXPERT_RULES),
 )

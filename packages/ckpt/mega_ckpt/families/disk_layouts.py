@@ -112,6 +112,8 @@ class ConcatExpertsLayout:
 
 PLAIN = ConcatLayout()
 TRANSPOSED = ConcatLayout(transposed=True)
+LAYER = "model.layers.{i}"  # prefix of a decoder layer's canonical tensors
+QKV = tuple(f"{LAYER}.self_attn.{name}_proj" for name in "qkv")
 
 
 @dataclass(frozen=True)
@@ -119,22 +121,46 @@ class TensorRule:
     """Names and layout of canonical tensors on disk. `{i}` in the names runs over layers, `{e}` in `disk` over the
     first axis of a stack, usually of experts.
 
-    A rule whose canonical tensors a model does not have (a bias, say) does not apply to it; nor does one whose `beside`
-    it lacks, or whose `unless` it has. `by` names a kind of heads ("kv", "query", "delta") where the rows of each head follow those of the
-    one before: all parts of the first head, then all of the second.
+    A rule applies only to models that have all of its canonical tensors (some models lack biases).
+
+    Attributes:
+        disk: name on disk.
+        parts: canonical names of the tensors in it.
+        layout: their layout.
+        per_head: kind of heads ("kv", "query", "delta") by which the rows of the parts are interleaved: all parts of the
+            first head, then all of the second. Empty: the parts are not interleaved.
+        requires: a canonical tensor that the model must have.
+        unless: a canonical tensor that the model must not have.
     """
 
     disk: str
     parts: tuple[str, ...]
     layout: DiskLayout = PLAIN
-    by: str = ""
-    beside: str = ""
+    per_head: str = ""
+    requires: str = ""
     unless: str = ""
 
     def applies_to_layer(self, index: int, tensors: Mapping[str, TensorShape]) -> bool:
         """Return whether the rule applies to layer `index` of a model with these tensors."""
-        beside, *parts, unless = (name.replace("{i}", str(index)) for name in (self.beside, *self.parts, self.unless))
-        return all(name in tensors for name in (*parts, *([beside] if beside else []))) and unless not in tensors
+        required = [*self.parts, self.requires] if self.requires else self.parts
+        return self.unless.replace("{i}", str(index)) not in tensors and all(
+            name.replace("{i}", str(index)) in tensors for name in required
+        )
+
+
+def weight_bias_rules(
+    disk: str, *modules: str, layout: DiskLayout = PLAIN, per_head: str = "", requires: str = "", unless: str = ""
+) -> tuple[TensorRule, TensorRule]:
+    """Return the rules of the weights and the biases of canonical `modules`, stored as one module `disk`.
+
+    `requires` and `unless` are modules, which a model has if it has their weights.
+    """
+    requires, unless = (f"{module}.weight" if module else "" for module in (requires, unless))
+    weight, bias = (
+        TensorRule(f"{disk}.{kind}", tuple(f"{name}.{kind}" for name in modules), layout, per_head, requires, unless)
+        for kind in ("weight", "bias")
+    )
+    return weight, bias
 
 
 @dataclass(frozen=True)
@@ -176,8 +202,8 @@ def expand_rules(
 ) -> dict[str, DiskTensor]:
     """Expand `rules` for a model with these canonical `tensors`; a tensor without a rule keeps its own name.
 
-    `heads` tells how many there are of each kind that rules go by. The result is in the order of `tensors`, which is the
-    order of the forward pass.
+    `heads` is the number of heads of each kind that rules refer to (`TensorRule.per_head`). The result is in the order
+    of `tensors`, which is the order of the forward pass.
     """
     found: dict[str, list[DiskTensor]] = {name: [] for name in tensors}
     covered: set[str] = set()
@@ -197,8 +223,8 @@ def _expand_rule(
     rule: TensorRule, index: int, parts: Sequence[str], tensors: Mapping[str, TensorShape], heads: Mapping[str, int]
 ) -> list[DiskTensor]:
     name = rule.disk.replace("{i}", str(index))
-    if rule.by:
-        count = heads[rule.by]
+    if rule.per_head:
+        count = heads[rule.per_head]
         slabs = [_head_slice(part, tensors[part], head, count) for head in range(count) for part in parts]
         return [_disk_tensor(rule.layout, name, slabs)]
     if "{e}" not in name:

@@ -14,22 +14,17 @@ from mega_ckpt.families.config_entries import (
     ConfigMismatchError,
     FixedFieldsEntry,
     HfConfigDict,
+    split_words,
 )
 from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_rules
-from mega_ckpt.families.model_equivalence import OF_ATTENTION, TRAINING_FIELDS, normalize_config
+from mega_ckpt.families.model_equivalence import ATTENTION_FIELDS, TRAINING_FIELDS, normalize_config
 from mega_ckpt.families.rope_entries import unread_rope_keys
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.layer_kinds import expand_layer_pattern
 from mega_common.model_config import ModelConfig
 
-
-def split_words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
-    return frozenset(text.split())
-
-
-# Keys that say nothing about what the model computes from its weights. They are carried, not translated. (How weights
-# are quantised is a matter of reading them.)
+# Keys that do not affect what the model computes from its weights. They are carried, not translated. (Quantization is
+# handled where weights are read.)
 CARRIED = split_words(
     """_attn_implementation _name_or_path architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id
     chunk_size_feed_forward cls_token_id compression_config decoder_start_token_id diversity_penalty do_sample dtype early_stopping
@@ -44,10 +39,10 @@ CARRIED = split_words(
 )
 
 _INNER = "model.language_model."
-SCORES = "ForSequenceClassification"  # a reward model in transformers: of each of its families, with one label
+SCORES = "ForSequenceClassification"  # end of the class names of reward models in transformers: one label each
 
-# Keys that transformers' own machinery reads of every configuration, and that must say that there is nothing unusual.
-_USUAL = AllowedValuesEntry(
+# Keys that transformers reads in the configuration of any family, and the values that change nothing.
+_COMMON = AllowedValuesEntry(
     {
         "add_cross_attention": (False,),
         "attention_chunk_size": (None,),
@@ -70,17 +65,18 @@ class ModelFamily:
     Attributes:
         name: `model_type` in config.json.
         architecture: the class that transformers loads it with.
-        entries: how config.json and `ModelConfig` correspond.
-        prefix: what the body's names begin with; folders saved without the head lack it.
+        entries: mapping between config.json and `ModelConfig`.
+        prefix: prefix of the body's tensor names; absent in folders saved without the head.
         head: the output projection's name on disk.
-        rules: where tensors are on disk; what no rule covers has its canonical name there.
-        buffers: pattern of disk tensors that are no weights (masks, frequencies): carried, not translated.
-        carried: keys of config.json that change nothing, beside those of every family.
-        outer_model_type: `model_type` of a model of which this is the text part: `text_config` in its config.json, and on disk
-            `model.language_model.` instead of `model.`.
-        fused: the rules of a folder whose experts are one tensor for each projection, where others have one an expert.
-        tokens: special tokens whose default in transformers lies outside a small vocabulary, so that a model which
-            never had any says null.
+        rules: names and layouts of tensors on disk; a tensor without a rule has its canonical name there.
+        buffers: pattern of disk tensors that are buffers (masks, frequencies): carried, not translated.
+        carried: keys of config.json that change nothing, in addition to `CARRIED`.
+        outer_model_type: `model_type` of a vision-language model with this text model: its config.json has the text
+            model's in `text_config`, and its tensors begin with `model.language_model.` instead of `model.`.
+        fused: rules of folders with one stacked tensor per projection of all experts; `rules` are of those with one
+            tensor per expert.
+        tokens: special tokens whose default in transformers is outside a small vocabulary; written as null if the model
+            has none.
     """
 
     name: str
@@ -99,30 +95,33 @@ class ModelFamily:
         """Return the model configuration that a config.json describes.
 
         Raises:
-            CheckpointError: naming every key that is missing or has a value that `ModelConfig` cannot express. A key that
-                the family does not know is none of these: nothing reads it (see `unread_keys`).
+            CheckpointError: naming every key that is missing or has a value that `ModelConfig` cannot express. Unknown
+                keys are ignored (see `unread_keys`).
         """
         fields: dict[str, Any] = {}
         found: list[str] = []
         raw = self.select_text_config(raw)
-        answered = frozenset[str]().union(*(entry.covered_keys for entry in self.entries))
-        usual = AllowedValuesEntry({key: values for key, values in _USUAL.values.items() if key not in answered})
-        for entry in (*self.entries, usual):
+        covered = frozenset[str]().union(*(entry.covered_keys for entry in self.entries))
+        common = AllowedValuesEntry({key: values for key, values in _COMMON.values.items() if key not in covered})
+        for entry in (*self.entries, common):
             try:
                 fields |= entry.read_config_keys(raw)
             except ConfigMismatchError as error:
                 found.append(str(error))
             except TypeError:
-                found.append(f"{', '.join(sorted(entry.covered_keys & raw.keys()))}: a value of the wrong kind")
+                found.append(f"{', '.join(sorted(entry.covered_keys & raw.keys()))}: a value has the wrong type")
         if found:
             raise CheckpointError(
-                f"{source}: this model cannot be expressed: {'; '.join(found)}",
-                hint="a setting that changes what the model computes is refused rather than dropped",
+                f"{source}: this model is not supported: {'; '.join(found)}",
+                hint="settings that change what the model computes are never ignored",
             )
         if SCORES in str(raw.get("architectures")):
             labels = len(raw.get("id2label") or (0, 1))
             if labels != 1:
-                raise CheckpointError(f"{source}: id2label has {labels} labels", hint="a reward model has one")
+                raise CheckpointError(
+                    f"{source}: id2label must have one label, as in a reward model, not {labels}",
+                    hint="classifiers are not supported",
+                )
             fields["score"] = True
         try:
             return ModelConfig.parse(fields, source=source)
@@ -133,10 +132,10 @@ class ModelFamily:
         """Return the keys of a config.json that neither the family's published class nor its code reads, null ones left
         out.
 
-        They change nothing of what the family's model computes; they are carried, and worth a word.
+        They do not affect what the family's model computes; they are carried, and reported.
         """
-        known, raw = self.known_keys, self.select_text_config(raw)
-        unread = sorted(key for key, value in raw.items() if key not in known and value is not None)
+        read, raw = self.known_keys, self.select_text_config(raw)
+        unread = sorted(key for key, value in raw.items() if key not in read and value is not None)
         return unread + unread_rope_keys(raw)
 
     def select_text_config(self, raw: HfConfigDict) -> HfConfigDict:
@@ -150,8 +149,8 @@ class ModelFamily:
 
     @property
     def known_keys(self) -> frozenset[str]:
-        """Keys of config.json that are translated or known to be harmless: all that the family's class or code reads."""
-        return CARRIED.union(self.carried, _USUAL.covered_keys, *(entry.covered_keys for entry in self.entries))
+        """Keys of config.json that are translated or harmless: all that the family's class or code reads."""
+        return CARRIED.union(self.carried, _COMMON.covered_keys, *(entry.covered_keys for entry in self.entries))
 
     def unsupported_settings(self, model: ModelConfig) -> list[str]:
         """Return the settings of `model` that this family's config.json cannot express; empty if it fits."""
@@ -161,11 +160,11 @@ class ModelFamily:
                 entry.write_config_keys(model)
             except ConfigMismatchError as error:
                 found.append(str(error))
-        answered = TRAINING_FIELDS.union(*(entry.covered_fields for entry in self.entries))
+        covered = TRAINING_FIELDS.union(*(entry.covered_fields for entry in self.entries))
         if self.architecture.endswith("ForCausalLM"):
-            answered |= {"score"}
+            covered |= {"score"}
         for name, field in ModelConfig.model_fields.items():
-            if name not in answered and getattr(model, name) != field.get_default(call_default_factory=True):
+            if name not in covered and getattr(model, name) != field.get_default(call_default_factory=True):
                 found.append(f"{name} = {getattr(model, name)!r} has no counterpart")
         return found
 
@@ -192,14 +191,14 @@ class ModelFamily:
             if isinstance(entry, FixedFieldsEntry)
             for name, value in entry.values.items()
         }
-        unasked = OF_ATTENTION | ({"position"} if model.position == "none" else set())
-        return model.model_copy(update={name: value for name, value in fixed.items() if name in unasked})
+        unused = ATTENTION_FIELDS | ({"position"} if model.position == "none" else set())
+        return model.model_copy(update={name: value for name, value in fixed.items() if name in unused})
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
         """Return {disk name: DiskTensor} of the tensors of `model`.
 
-        `names` are those that a folder has: they tell whether it lacks the prefix, and whether it stores tied
-        embeddings twice.
+        `names` are the disk tensors of a folder. They decide the form of its names: with or without the prefix, stacked
+        experts, tied embeddings stored once or twice. Without them, it is the form that is written.
         """
         names = set(names) if names is not None else None
         layers = model.num_layers + model.mtp_layers
@@ -236,12 +235,9 @@ class ModelFamily:
         return found
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """Return the part of `model` whose disk tensors exist: multi-token prediction (MTP) layers are often left out,
-        all of them.
-        """
+        """Return `model` without its multi-token prediction (MTP) layers if the folder has none of their tensors."""
         first = f"{self.prefix}layers.{model.num_layers}."
-        there = not model.mtp_layers or any(name.startswith(first) for name in names)
-        if there:
+        if not model.mtp_layers or any(name.startswith(first) for name in names):
             return model
         moe = model.moe and model.moe.model_copy(update={"layers": _layers_below(model.num_layers, model.moe.layers)})
         layers = model.layers and expand_layer_pattern(model.layers)[: model.num_layers]

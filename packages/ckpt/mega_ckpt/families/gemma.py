@@ -5,11 +5,24 @@ of soft caps, five windowed layers per full-attention layer. Gemma 1: arXiv:2403
 
 from __future__ import annotations
 
-from mega_ckpt.families.common_entries import SIZES, gemma_entries
-from mega_ckpt.families.config_entries import AllowedValuesEntry, FixedFieldsEntry, HeadsEntry, KeyEntry
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mega_ckpt.families.config_entries import (
+    SIZES,
+    AllowedValuesEntry,
+    ConfigEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HeadsEntry,
+    HfConfigDict,
+    KeyEntry,
+)
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
 from mega_ckpt.families.window_entries import LayerTypesEntry, UniformWindowEntry
+from mega_common.model_config import ModelConfig
 
 GEMMA = ModelFamily(
     name="gemma",
@@ -31,6 +44,52 @@ GEMMA = ModelFamily(
         ),
     ),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QueryScaleEntry:
+    """Gemma's integer `query_pre_attn_scalar`: attention scores are divided by its square root."""
+
+    default: int
+    covered_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})
+    covered_fields: frozenset[str] = frozenset({"attention_scale"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the attention scale if it is not the default."""
+        scalar = raw.get("query_pre_attn_scalar", self.default)
+        if not scalar > 0:
+            raise ConfigMismatchError(f"query_pre_attn_scalar = {scalar} must be more than 0")
+        usual = scalar == (raw.get("head_dim") or self.default)
+        return {"attention_scale": None if usual else scalar**-0.5}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the integer whose square root divides the scores."""
+        if model.attention_scale is None:
+            return {"query_pre_attn_scalar": model.query_key_head_dim}
+        scalar = round(model.attention_scale**-2)
+        if scalar < 1 or not math.isclose(scalar**-0.5, model.attention_scale, rel_tol=1e-12):
+            raise ConfigMismatchError(
+                f"attention_scale must be 1 / sqrt(a whole number), not {model.attention_scale!r}"
+            )
+        return {"query_pre_attn_scalar": scalar}
+
+
+def gemma_entries() -> tuple[ConfigEntry, ...]:
+    """Return the entries that Gemma 2 and 3 share."""
+    return (
+        *SIZES,
+        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
+        KeyEntry("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
+        KeyEntry("rms_norm_eps", "norm_eps", 1e-6),
+        KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
+        HeadsEntry(kv_default=4, dim_default=256, divisible=True),
+        QueryScaleEntry(256),
+        FixedFieldsEntry(
+            {"norm": "rmsnorm", "position": "rope", "norm_position": "both", "zero_centered_norm": True,
+             "scale_embeddings": True, "mlp_bias": False}
+        ),
+        AllowedValuesEntry({"use_bidirectional_attention": (None, False), "hidden_act": ("gelu_pytorch_tanh",)}),
+    )  # fmt: skip
 
 
 GEMMA2 = ModelFamily(

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.common_entries import MultiHeadEntry
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
     ConfigEntry,
@@ -15,16 +14,16 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     HfConfigDict,
     KeyEntry,
+    MultiHeadEntry,
     check_head_dim,
     check_head_size,
 )
-from mega_ckpt.families.disk_layouts import PLAIN, TRANSPOSED, DiskLayout, TensorRule
+from mega_ckpt.families.disk_layouts import LAYER, PLAIN, QKV, TRANSPOSED, DiskLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.window_entries import UniformWindowEntry
 from mega_common.model_config import ModelConfig
 
-_LAYER, _H = "model.layers.{i}", "transformer.h.{i}"
-_QKV = tuple(f"{_LAYER}.self_attn.{name}_proj" for name in "qkv")
+_H = "transformer.h.{i}"
 
 
 @dataclass(frozen=True)
@@ -80,29 +79,19 @@ def gpt2_config_entries(activation: str) -> tuple[ConfigEntry, ...]:
     )
 
 
-def gpt2_tensor_rules(layout: DiskLayout, *, by: str = "") -> tuple[TensorRule, ...]:
-    """Return the rules that GPT-2 and GPT-BigCode share: `layout` is the layout of linear layers, `by` how queries,
-    keys and values are joined.
+def gpt2_tensor_rules(layout: DiskLayout, *, per_head: str = "") -> tuple[TensorRule, ...]:
+    """Return the rules that GPT-2 and GPT-BigCode share: `layout` is the layout of linear layers, `per_head` the
+    heads by which queries, keys and values are interleaved.
     """
-
-    def weight_bias_rules(
-        disk: str, *names: str, layout: DiskLayout = PLAIN, by: str = ""
-    ) -> tuple[TensorRule, TensorRule]:
-        weights, biases = (tuple(f"{name}.{kind}" for name in names) for kind in ("weight", "bias"))
-        return (
-            TensorRule(f"{disk}.weight", weights, layout, by=by),
-            TensorRule(f"{disk}.bias", biases, by=by),
-        )
-
     return (
         TensorRule("transformer.wte.weight", ("model.embed_tokens.weight",)),
         TensorRule("transformer.wpe.weight", ("model.embed_positions.weight",)),
-        *weight_bias_rules(f"{_H}.ln_1", f"{_LAYER}.input_layernorm"),
-        *weight_bias_rules(f"{_H}.attn.c_attn", *_QKV, layout=layout, by=by),
-        *weight_bias_rules(f"{_H}.attn.c_proj", f"{_LAYER}.self_attn.o_proj", layout=layout),
-        *weight_bias_rules(f"{_H}.ln_2", f"{_LAYER}.post_attention_layernorm"),
-        *weight_bias_rules(f"{_H}.mlp.c_fc", f"{_LAYER}.mlp.up_proj", layout=layout),
-        *weight_bias_rules(f"{_H}.mlp.c_proj", f"{_LAYER}.mlp.down_proj", layout=layout),
+        *weight_bias_rules(f"{_H}.ln_1", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{_H}.attn.c_attn", *QKV, layout=layout, per_head=per_head),
+        *weight_bias_rules(f"{_H}.attn.c_proj", f"{LAYER}.self_attn.o_proj", layout=layout),
+        *weight_bias_rules(f"{_H}.ln_2", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{_H}.mlp.c_fc", f"{LAYER}.mlp.up_proj", layout=layout),
+        *weight_bias_rules(f"{_H}.mlp.c_proj", f"{LAYER}.mlp.down_proj", layout=layout),
         *weight_bias_rules("transformer.ln_f", "model.norm"),
     )
 
@@ -156,7 +145,7 @@ GPT_BIGCODE = ModelFamily(
         MultiQueryEntry(),
         AllowedValuesEntry({"scale_attn_weights": (True,)}),
     ),
-    rules=gpt2_tensor_rules(PLAIN, by="kv"),
+    rules=gpt2_tensor_rules(PLAIN, per_head="kv"),
     carried=frozenset(
         {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "classifier_dropout", "hidden_dropout"}
     ),

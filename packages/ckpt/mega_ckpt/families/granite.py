@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.common_entries import DECODER
 from mega_ckpt.families.config_entries import (
+    DECODER,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
@@ -61,7 +61,7 @@ class AttentionMultiplierEntry:
         return {"attention_scale": raw.get("attention_multiplier", 1.0)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the factor, even if it is the usual one."""
+        """Return the factor, even at the default."""
         return {"attention_multiplier": model.attention_scale or model.query_key_head_dim**-0.5}
 
 

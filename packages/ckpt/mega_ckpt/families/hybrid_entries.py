@@ -15,18 +15,18 @@ from mega_ckpt.families.config_entries import (
     HfConfigDict,
     KeyEntry,
 )
-from mega_ckpt.families.disk_layouts import ConvLayout, TensorRule
+from mega_ckpt.families.disk_layouts import LAYER, ConvLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.moe_entries import MoeFieldEntry
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_common.layer_kinds import MambaConfig
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import StrictConfig
 
-# What transformers calls the mixer of a layer; the first names are those of transformers 5.
+# Names of a layer's mixer in transformers; the first names are those of transformers 5.
 ATTENTION = {"full_attention": "attention", "attention": "attention"}
 RECURRENT = ("linear_attention", "mamba")
-TAPS = ConvLayout()
-# No layer has a window. The lists of kinds, which elsewhere tell of windows, here tell of mixers.
+CONV1D = ConvLayout()
+# No layer has a window: `layer_types`, which lists windows in other families, lists mixers in hybrids.
 NO_WINDOW: tuple[ConfigEntry, ...] = (
     AllowedValuesEntry({"sliding_window": (None,)}),
     FixedFieldsEntry({"sliding_window": None}),
@@ -38,7 +38,7 @@ def parse_mixer_names(kinds: Any, recurrent: str, layers: Sequence[int]) -> list
     not attention.
 
     Raises:
-        MismatchError: for another kind, or another number of layers.
+        ConfigMismatchError: for another type, or another number of layers.
     """
     names = ATTENTION | dict.fromkeys(RECURRENT, recurrent)
     if not isinstance(kinds, list) or not set(map(str, kinds)) <= names.keys():
@@ -46,7 +46,7 @@ def parse_mixer_names(kinds: Any, recurrent: str, layers: Sequence[int]) -> list
             f"layer_types = {kinds!r:.80} is not supported (only a list of {' and '.join(names)})"
         )
     if len(kinds) != len(layers):
-        raise ConfigMismatchError(f"layer_types names {len(kinds)} layers, but num_hidden_layers = {len(layers)}")
+        raise ConfigMismatchError(f"layer_types has {len(kinds)} layers, but num_hidden_layers = {len(layers)}")
     return [names[kind] for kind in kinds]
 
 
@@ -54,11 +54,11 @@ def check_layer_mixers(model: ModelConfig, recurrent: str) -> list[str]:
     """Return the mixer of each layer of `model`, after checking that each has one and a feed-forward block.
 
     Raises:
-        MismatchError: when they have not, or one that is neither attention nor `recurrent`.
+        ConfigMismatchError: for a layer without either, or with another mixer than attention or `recurrent`.
     """
     kinds = model.layer_kinds[: model.num_layers]
     if not all(kind.mixer in ("attention", recurrent) and kind.feed_forward for kind in kinds):
-        raise ConfigMismatchError(f"layers must each be attention or {recurrent}, and a feed-forward")
+        raise ConfigMismatchError(f"layers must each have attention or {recurrent}, and a feed-forward block")
     return [str(kind.mixer) for kind in kinds]
 
 
@@ -90,7 +90,7 @@ class UnusedFieldsEntry:
 
 @dataclass(frozen=True)
 class OptionalRopeEntry:
-    """Rotary positions if a key says so, else none (Granite 4)."""
+    """Rotary positions or no positions, selected by a key (Granite 4)."""
 
     rope: RopeEntry
 
@@ -111,7 +111,7 @@ class OptionalRopeEntry:
         return {"position": "rope", **self.rope.read_config_keys(raw)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys; the hub's word for no positions is `nope`."""
+        """Return the keys; `nope` stands for no positions, as in published folders."""
         if model.position == "learned":
             raise ConfigMismatchError("position must be rope or none, not learned")
         kind = "rope" if model.position == "rope" else "nope"
@@ -123,11 +123,11 @@ class MambaSectionEntry:
     """The section `mamba`; a model without Mamba layers may lack it.
 
     Attributes:
-        entries: how the keys and the section's fields correspond.
-        expand: the key of how many times the model's width all heads together are wide, which the family's class insists
-            on; none where it does not.
-        auto: the key of the heads' width where "auto" leaves it to `expand`.
-        expand_default: what transformers takes where that key is absent.
+        entries: mapping between the keys and the section's fields.
+        expand: the key of the ratio of the width of all heads to the model's width, which the family's class checks;
+            None if the family has no such key.
+        auto: the key of the head width whose value "auto" means that it follows from `expand`.
+        expand_default: transformers' default for an absent `expand`.
     """
 
     entries: tuple[MoeFieldEntry, ...]
@@ -155,8 +155,8 @@ class MambaSectionEntry:
         for entry in self.entries:
             section |= entry.read_config_keys(raw)
         if width not in (None, section["num_heads"] * section["head_dim"]):
-            sizes = f"{section['num_heads']} heads of {section['head_dim']}"
-            raise ConfigMismatchError(f"{self.expand} x hidden_size = {width} must be that of {sizes}")
+            sizes = f"{section['num_heads']} heads x {section['head_dim']}"
+            raise ConfigMismatchError(f"{self.expand} x hidden_size = {width} must equal {sizes}")
         return {"mamba": section}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class MambaSectionEntry:
             out[self.expand], rest = divmod(section.inner_size, model.hidden_size)
             if rest:
                 raise ConfigMismatchError(
-                    f"mamba: the heads' width must be a multiple of hidden_size = {model.hidden_size}"
+                    f"mamba.num_heads x mamba.head_dim must be a multiple of hidden_size = {model.hidden_size}"
                 )
         if section.norm_eps not in (None, model.norm_eps):
             raise ConfigMismatchError(f"mamba.norm_eps must be norm_eps = {model.norm_eps}, not {section.norm_eps}")
@@ -194,12 +194,12 @@ class TimeStepLimitEntry:
         if given is None:
             return {}
         if not isinstance(given, list | tuple) or len(given) != 2:
-            raise ConfigMismatchError(f"time_step_limit = {given!r} is no pair of numbers")
+            raise ConfigMismatchError(f"time_step_limit = {given!r} must be two numbers")
         low, high = map(_parse_number, given)
         return {"dt_limit": (low, None if math.isinf(high) else high)}
 
     def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
-        """Return no key if there is no limit, which is the default, so that no reader needs to parse infinity."""
+        """Return no key without limits, the default, so that no reader needs to parse infinity."""
         assert isinstance(model, MambaConfig)
         low, high = model.dt_limit
         if (low, high) == (0.0, None):
@@ -214,10 +214,10 @@ def _parse_number(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise ConfigMismatchError(f"time_step_limit: {value!r} is no number") from None
+        raise ConfigMismatchError(f"time_step_limit: {value!r} must be a number") from None
 
 
-# The spelling of Bamba and Granite.
+# Keys of Bamba and Granite.
 MAMBA = MambaSectionEntry(
     (
         KeyEntry("mamba_n_heads", "num_heads", 128),
@@ -239,15 +239,12 @@ def mamba_tensor_rules(module: str) -> tuple[TensorRule, ...]:
     """Return the rules of one projection z|x|B|C|dt and one convolution over x|B|C; `module` is the layer's name with
     `{i}` for its number.
     """
-    ours = "model.layers.{i}.mamba"
-    into, taps = ([f"{ours}.{name}.{part}" for part in parts] for name, parts in (
-        ("in_proj", ("z", "x", "B", "C", "dt")), ("conv1d", ("x", "B", "C")),
-    ))  # fmt: skip
-    own = ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight", "out_proj.bias")
+    mamba = f"{LAYER}.mamba"
+    channels = [f"{mamba}.conv1d.{part}" for part in ("x", "B", "C")]
+    unfused = ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight", "out_proj.bias")
     return (
-        TensorRule(f"{module}.in_proj.weight", tuple(f"{part}.weight" for part in into)),
-        TensorRule(f"{module}.in_proj.bias", tuple(f"{part}.bias" for part in into)),
-        TensorRule(f"{module}.conv1d.weight", tuple(f"{part}.weight" for part in taps), TAPS),
-        TensorRule(f"{module}.conv1d.bias", tuple(f"{part}.bias" for part in taps)),
-        *(TensorRule(f"{module}.{name}", (f"{ours}.{name}",)) for name in own),
+        *weight_bias_rules(f"{module}.in_proj", *(f"{mamba}.in_proj.{part}" for part in ("z", "x", "B", "C", "dt"))),
+        TensorRule(f"{module}.conv1d.weight", tuple(f"{part}.weight" for part in channels), CONV1D),
+        TensorRule(f"{module}.conv1d.bias", tuple(f"{part}.bias" for part in channels)),
+        *(TensorRule(f"{module}.{name}", (f"{mamba}.{name}",)) for name in unfused),
     )

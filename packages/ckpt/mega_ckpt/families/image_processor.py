@@ -1,6 +1,7 @@
 """Image preprocessing settings of a HuggingFace folder and the matching fields of `VisionConfig`, both ways.
 
-It is transformers' `preprocessor_config.json`, or from version 5 the section `image_processor` of `processor_config.json`.
+The settings are in transformers' `preprocessor_config.json` or, from version 5, in the section `image_processor` of
+`processor_config.json`.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from mega_common.errors import CheckpointError, ConfigError
 from mega_common.vision_config import VisionConfig
 
 FILE = "preprocessor_config.json"
-WHOLE, SECTION = "processor_config.json", "image_processor"
+PROCESSOR_FILE, SECTION = "processor_config.json", "image_processor"
 _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
 def image_processor_section(read: Callable[[str], HfConfigDict]) -> HfConfigDict:
-    """Return the image processor settings of a folder; `read` returns the keys of a file by name, empty if there is no
-    such file.
+    """Return the image processor settings of a folder; `read` returns the keys of a file by name, empty if the file is
+    missing.
     """
-    whole = read(WHOLE).get(SECTION)
-    return whole if isinstance(whole, Mapping) else read(FILE)
+    section = read(PROCESSOR_FILE).get(SECTION)
+    return section if isinstance(section, Mapping) else read(FILE)
 
 
 def apply_image_processor(vision: VisionConfig, raw: HfConfigDict) -> VisionConfig:
-    """Return the section `vision` with the preprocessing settings of `raw`; settings that are absent there stay.
+    """Return the section `vision` updated with the preprocessing settings of `raw`.
 
     Raises:
-        CheckpointError: for values that no images could be made by.
+        CheckpointError: for invalid values.
     """
     fields: dict[str, Any] = {}
     for key, name in (("image_mean", "mean"), ("image_std", "std")):
@@ -49,7 +50,7 @@ def apply_image_processor(vision: VisionConfig, raw: HfConfigDict) -> VisionConf
 
 def unsupported_image_settings(vision: VisionConfig, raw: HfConfigDict) -> Iterator[str]:
     """Yield the settings of `raw` that are not supported, key by key."""
-    usual: dict[str, tuple[Any, ...]] = {
+    supported: dict[str, tuple[Any, ...]] = {
         "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_pan_and_scan": (False,),
         "do_pad": (True, False) if vision.pinpoints else (False,), "resample": tuple(_FILTERS),
     }  # fmt: skip
@@ -58,13 +59,15 @@ def unsupported_image_settings(vision: VisionConfig, raw: HfConfigDict) -> Itera
     if vision.native is not None:
         native = vision.native
         sizes = {"patch_size": vision.patch_size, "merge_size": native.merge, "temporal_patch_size": native.frames}
-        usual |= {key: (size,) for key, size in sizes.items()}
+        supported |= {key: (size,) for key, size in sizes.items()}
     elif vision.resize == "crop" or vision.pinpoints is not None:
-        usual |= {"size": (square, side, {"shortest_edge": side}), "crop_size": (square, side)}
+        supported |= {"size": (square, side, {"shortest_edge": side}), "crop_size": (square, side)}
     else:
-        usual["size"] = (square, side)
+        supported["size"] = (square, side)
     yield from (
-        f"{key} = {raw[key]}" for key, known in usual.items() if raw.get(key) is not None and raw[key] not in known
+        f"{key} = {raw[key]}"
+        for key, values in supported.items()
+        if raw.get(key) is not None and raw[key] not in values
     )
 
 
@@ -73,25 +76,25 @@ def build_preprocessor_config(vision: VisionConfig) -> dict[str, Any]:
     side = vision.image_size
     square = {"height": side, "width": side}
     kind = "SiglipImageProcessor" if vision.resize == "stretch" else "CLIPImageProcessor"
-    own: dict[str, Any] = {"size": square, "do_center_crop": False}
+    sizes: dict[str, Any] = {"size": square, "do_center_crop": False}
     if vision.native is not None:
         native, kind = vision.native, "Qwen2VLImageProcessor"
-        own = {
+        sizes = {
             "min_pixels": native.min_pixels, "max_pixels": native.max_pixels, "patch_size": vision.patch_size,
             "merge_size": native.merge, "temporal_patch_size": native.frames,
         }  # fmt: skip
     elif vision.pinpoints is not None:
         kind = "LlavaNextImageProcessor"
-        own = {"do_pad": True, "image_grid_pinpoints": [list(one) for one in vision.pinpoints]}
+        sizes = {"do_pad": True, "image_grid_pinpoints": [list(size) for size in vision.pinpoints]}
     elif vision.bidirectional:
         kind = "Gemma3ImageProcessor"
     if vision.native is None and (vision.pinpoints or vision.resize == "crop"):
-        own |= {"size": {"shortest_edge": side}, "crop_size": square, "do_center_crop": True}
+        sizes |= {"size": {"shortest_edge": side}, "crop_size": square, "do_center_crop": True}
     filters = {name: number for number, name in _FILTERS.items()}
     return {
         "image_processor_type": kind, "do_convert_rgb": True, "do_resize": True, "resample": filters[vision.resample],
         "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": list(vision.mean),
-        "image_std": list(vision.std), **own,
+        "image_std": list(vision.std), **sizes,
     }  # fmt: skip
 
 

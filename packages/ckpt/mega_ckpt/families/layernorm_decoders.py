@@ -3,21 +3,40 @@ logits, interleaved rotation; Command R+ normalises each head of queries and key
 (arXiv:2204.06745): parallel attention and MLP, partial rotation, heads interleaved on disk. StableLM
 (arXiv:2402.17834): Llama with LayerNorm and a quarter of each head rotated. StarCoder 2 (arXiv:2402.19173): biases,
 grouped queries, an MLP without gate. Nemotron and Minitron (arXiv:2402.16819): squared ReLU, norms that multiply by 1 +
-weight, partial rotation. Jais 2: biases, squared ReLU without gate.
+weight, partial rotation. Jais 2: biases, squared ReLU without gate. Falcon (arXiv:2311.16867): parallel attention and
+MLP, with multi-query or grouped-query attention.
 
-Command R7B and A (`cohere2`, arXiv:2504.00698) have a window in three of four layers and rotate in these alone.
-
-The 12B of StableLM 2 has one norm before attention and MLP, and one for each head of queries and keys.
+Command R7B and A (`cohere2`, arXiv:2504.00698) have a sliding window in three of four layers, and rotary positions only
+in these. The 12B of StableLM 2 has one norm before attention and MLP, and one for each head of queries and keys. The
+old architecture of Falcon (7B) has one norm before attention and MLP, the new one (40B, 180B) one before each or,
+by a setting, one (11B).
 """
 
 from __future__ import annotations
 
-from mega_ckpt.families.common_entries import SIZES, TIED, MultiHeadEntry
-from mega_ckpt.families.config_entries import ConfigEntry, FixedFieldsEntry, HeadsEntry, KeyEntry, PerHeadNormEntry
-from mega_ckpt.families.disk_layouts import TensorRule, UnstackedLayout
+from dataclasses import dataclass
+from typing import Any
+
+from mega_ckpt.families.config_entries import (
+    SIZES,
+    TIED,
+    AllowedValuesEntry,
+    ConfigEntry,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    HeadsEntry,
+    HfConfigDict,
+    KeyEntry,
+    MultiHeadEntry,
+    PerHeadNormEntry,
+    check_head_dim,
+    check_head_size,
+)
+from mega_ckpt.families.disk_layouts import LAYER, QKV, TensorRule, UnstackedLayout, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.window_entries import RopeInWindowsEntry, UniformWindowEntry
+from mega_common.model_config import ModelConfig
 
 _SHARED: tuple[ConfigEntry, ...] = (
     *SIZES,
@@ -59,15 +78,7 @@ COHERE2 = ModelFamily(
 )
 
 
-_LAYER, _NEOX = "model.layers.{i}", "gpt_neox.layers.{i}"
-_QKV = tuple(f"{_LAYER}.self_attn.{name}_proj" for name in "qkv")
-
-
-def _neox_rules(disk: str, *names: str, by: str = "") -> tuple[TensorRule, ...]:
-    """Return the rules of the weight and the bias of a GPT-NeoX module."""
-    return tuple(
-        TensorRule(f"{disk}.{kind}", tuple(f"{name}.{kind}" for name in names), by=by) for kind in ("weight", "bias")
-    )
+_NEOX = "gpt_neox.layers.{i}"
 
 
 GPT_NEOX = ModelFamily(
@@ -92,13 +103,13 @@ GPT_NEOX = ModelFamily(
     ),
     rules=(
         TensorRule("gpt_neox.embed_in.weight", ("model.embed_tokens.weight",)),
-        *_neox_rules(f"{_NEOX}.input_layernorm", f"{_LAYER}.input_layernorm"),
-        *_neox_rules(f"{_NEOX}.attention.query_key_value", *_QKV, by="kv"),
-        *_neox_rules(f"{_NEOX}.attention.dense", f"{_LAYER}.self_attn.o_proj"),
-        *_neox_rules(f"{_NEOX}.post_attention_layernorm", f"{_LAYER}.post_attention_layernorm"),
-        *_neox_rules(f"{_NEOX}.mlp.dense_h_to_4h", f"{_LAYER}.mlp.up_proj"),
-        *_neox_rules(f"{_NEOX}.mlp.dense_4h_to_h", f"{_LAYER}.mlp.down_proj"),
-        *_neox_rules("gpt_neox.final_layer_norm", "model.norm"),
+        *weight_bias_rules(f"{_NEOX}.input_layernorm", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{_NEOX}.attention.query_key_value", *QKV, per_head="kv"),
+        *weight_bias_rules(f"{_NEOX}.attention.dense", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{_NEOX}.post_attention_layernorm", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{_NEOX}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_NEOX}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules("gpt_neox.final_layer_norm", "model.norm"),
         TensorRule("embed_out.weight", ("lm_head.weight",)),
     ),
     carried=frozenset({"classifier_dropout"}),
@@ -124,16 +135,14 @@ STABLELM = ModelFamily(
     ),
     rules=tuple(
         TensorRule(
-            f"model.layers.{{i}}.self_attn.{x}_layernorm.norms.{{e}}.weight",
-            (f"model.layers.{{i}}.self_attn.{x}_norm.weight",),
+            f"{LAYER}.self_attn.{x}_layernorm.norms.{{e}}.weight",
+            (f"{LAYER}.self_attn.{x}_norm.weight",),
             UnstackedLayout(),
         )
         for x in "qk"
     ),
 )
 
-
-_MLP = "model.layers.{i}.mlp"
 
 STARCODER2 = ModelFamily(
     name="starcoder2",
@@ -153,10 +162,9 @@ STARCODER2 = ModelFamily(
         UniformWindowEntry(),
         FixedFieldsEntry({"norm": "layernorm", "position": "rope", "qk_norm": False}),
     ),
-    rules=tuple(
-        TensorRule(f"{_MLP}.{disk}.{kind}", (f"{_MLP}.{name}.{kind}",))
-        for disk, name in (("c_fc", "up_proj"), ("c_proj", "down_proj"))
-        for kind in ("weight", "bias")
+    rules=(
+        *weight_bias_rules(f"{LAYER}.mlp.c_fc", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{LAYER}.mlp.c_proj", f"{LAYER}.mlp.down_proj"),
     ),
 )  # fmt: skip
 
@@ -197,3 +205,109 @@ JAIS2 = ModelFamily(
     ),
     tokens=("eos_token_id",),
 )
+
+
+_H = "transformer.h.{i}"
+_MLP_NORM = f"{LAYER}.post_attention_layernorm"
+
+
+@dataclass(frozen=True)
+class FalconArchitectureEntry:
+    """Heads and norms, from the switches of Falcon's two architectures."""
+
+    covered_keys: frozenset[str] = frozenset(
+        {
+            "num_kv_heads",
+            "new_decoder_architecture",
+            "multi_query",
+            "parallel_attn",
+            "num_ln_in_parallel_attn",
+            "head_dim",
+        }
+    )
+    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim", "parallel_residual", "shared_norm"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the number of key/value heads and whether there is one shared norm."""
+        new, norms = bool(raw.get("new_decoder_architecture")), raw.get("num_ln_in_parallel_attn")
+        if not raw.get("parallel_attn", True):
+            raise ConfigMismatchError("parallel_attn = False is not supported (only True)")
+        if norms not in ((None, 1, 2) if new else (None, 1)):
+            raise ConfigMismatchError(f"num_ln_in_parallel_attn = {norms!r} is not supported")
+        check_head_dim(raw)
+        single = not new and raw.get("multi_query", True)
+        return {
+            "num_kv_heads": 1 if single else raw.get("num_kv_heads"),
+            "parallel_residual": True,
+            "shared_norm": not new or norms == 1,
+        }
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the switches of the old architecture if it can express the model, else of the new one."""
+        if not model.parallel_residual:
+            raise ConfigMismatchError("parallel_residual must be True")
+        check_head_size(model)
+        new = not model.shared_norm or model.key_value_heads not in (1, model.num_attention_heads)
+        return {
+            "new_decoder_architecture": new,
+            "num_ln_in_parallel_attn": (1 if model.shared_norm else 2) if new else None,
+            "multi_query": new or model.key_value_heads == 1,
+            # the old architecture ignores the key
+            "num_kv_heads": model.key_value_heads if new else model.num_attention_heads,
+            "parallel_attn": True,
+        }
+
+
+@dataclass(frozen=True)
+class FalconWidthEntry:
+    """Width of the MLP, four times the model's by default."""
+
+    covered_keys: frozenset[str] = frozenset({"ffn_hidden_size"})
+    covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the width."""
+        return {"ffn_hidden_size": raw.get("ffn_hidden_size") or 4 * raw.get("hidden_size", 0)}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the width."""
+        return {"ffn_hidden_size": model.ffn_hidden_size}
+
+
+FALCON = ModelFamily(
+    name="falcon",
+    architecture="FalconForCausalLM",
+    prefix="transformer.",
+    entries=(
+        KeyEntry("vocab_size", "vocab_size"),
+        KeyEntry("hidden_size", "hidden_size"),
+        KeyEntry("num_hidden_layers", "num_layers"),
+        KeyEntry("num_attention_heads", "num_attention_heads"),
+        KeyEntry("max_position_embeddings", "max_position", 2048),
+        KeyEntry("initializer_range", "init_std", 0.02),
+        KeyEntry("layer_norm_epsilon", "norm_eps", 1e-5),
+        KeyEntry("hidden_dropout", "residual_dropout", 0.0),
+        KeyEntry("attention_dropout", "attention_dropout", 0.0),
+        KeyEntry("activation", "activation", "gelu", {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
+        KeyEntry("bias", "qkv_bias attention_out_bias mlp_bias", False),
+        FalconArchitectureEntry(),
+        FalconWidthEntry(),
+        RopeEntry(),
+        UniformWindowEntry(supports_windows=False),
+        AllowedValuesEntry({"alibi": (False, None)}),
+        FixedFieldsEntry({"norm": "layernorm", "position": "rope", "qk_norm": False}),
+    ),
+    rules=(
+        TensorRule("transformer.word_embeddings.weight", ("model.embed_tokens.weight",)),
+        *weight_bias_rules(f"{_H}.input_layernorm", f"{LAYER}.input_layernorm", unless=_MLP_NORM),
+        *weight_bias_rules(f"{_H}.ln_attn", f"{LAYER}.input_layernorm", requires=_MLP_NORM),
+        *weight_bias_rules(f"{_H}.ln_mlp", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{_H}.self_attention.query_key_value", *QKV, per_head="kv"),
+        *weight_bias_rules(f"{_H}.self_attention.dense", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{_H}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_H}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules("transformer.ln_f", "model.norm"),
+    ),
+    carried=frozenset({"classifier_dropout"}),
+)  # fmt: skip

@@ -16,14 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.common_entries import DECODER, decoder_entries
 from mega_ckpt.families.config_entries import (
+    DECODER,
     AllowedValuesEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
     HeadsEntry,
     HfConfigDict,
     KeyEntry,
+    decoder_entries,
     layer_indices,
 )
 from mega_ckpt.families.disk_layouts import TensorRule

@@ -10,13 +10,13 @@ from mega_common.encoder_config import RelativePositionConfig
 from mega_common.model_config import ModelConfig, RopeConfig
 from mega_common.strict_config import StrictConfig
 
-# How a model is trained rather than what it is: a config.json that cannot say it loses nothing that inference needs.
+# Training settings: a config.json without a key for them lacks nothing that inference needs.
 TRAINING_FIELDS = frozenset(
     {"attention_dropout", "embedding_dropout", "init_std", "mtp_loss", "residual_dropout", "scale_residual_init"}
 )
 _MIXER_TRAINING = ("chunk_size", "dt_init", "dt_init_floor")  # of Mamba-2 and of gated delta nets
 _NO_HEADS = {"num_attention_heads": 1, "num_kv_heads": 1, "head_dim": 1}
-OF_ATTENTION = frozenset({
+ATTENTION_FIELDS = frozenset({
     "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "attention_out_bias", "qk_norm",
     "qk_norm_span", "sliding_window", "full_attention_layers", "attention_scale", "attention_softcap", "attention_sinks",
     "attention_gate",
@@ -25,9 +25,7 @@ MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "cap
 
 
 def is_same_model(one: ModelConfig, other: ModelConfig) -> bool:
-    """Return whether two configurations compute the same from the same weights: defaults filled in, training settings
-    ignored.
-    """
+    """Return whether two configurations compute the same from the same weights; training settings are ignored."""
     return one.num_layers == other.num_layers and resolve_config(one) == resolve_config(other)
 
 
@@ -108,9 +106,11 @@ def _normalize_layers(model: ModelConfig) -> dict[str, Any]:
 
 def _reset_unused_mixers(model: ModelConfig) -> dict[str, Any]:
     """Return default settings for the mixers that no layer has."""
-    there = {kind.mixer for kind in model.layer_kinds}
-    unused: dict[str, Any] = dict.fromkeys({"mamba", "delta"} - there)
-    if "attention" not in there:
-        unused |= {name: ModelConfig.model_fields[name].get_default(call_default_factory=True) for name in OF_ATTENTION}
+    used = {kind.mixer for kind in model.layer_kinds}
+    unused: dict[str, Any] = dict.fromkeys({"mamba", "delta"} - used)
+    if "attention" not in used:
+        unused |= {
+            name: ModelConfig.model_fields[name].get_default(call_default_factory=True) for name in ATTENTION_FIELDS
+        }
         unused["position"] = "learned" if model.position == "learned" else "none"
     return unused

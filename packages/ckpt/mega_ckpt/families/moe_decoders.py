@@ -9,8 +9,14 @@ On disk the rows of gate and up projection take turns, and every expert's matrix
 
 from __future__ import annotations
 
-from mega_ckpt.families.common_entries import DECODER, decoder_entries
-from mega_ckpt.families.config_entries import AllowedValuesEntry, FixedFieldsEntry, HeadsEntry, KeyEntry
+from mega_ckpt.families.config_entries import (
+    DECODER,
+    AllowedValuesEntry,
+    FixedFieldsEntry,
+    HeadsEntry,
+    KeyEntry,
+    decoder_entries,
+)
 from mega_ckpt.families.disk_layouts import InterleavedExpertsLayout, TensorRule
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.moe_entries import (

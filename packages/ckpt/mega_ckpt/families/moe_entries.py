@@ -39,7 +39,7 @@ class MoeFieldEntry(Protocol):
 
 
 class MoeLayersEntry(Protocol):
-    """Interface of the keys that say which layers have experts."""
+    """Interface of the keys that select the layers with experts."""
 
     @property
     def covered_keys(self) -> frozenset[str]:
@@ -49,7 +49,7 @@ class MoeLayersEntry(Protocol):
         """Return `MoeConfig.layers`."""
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return keys from the layers of `model`; ConfigMismatchError if they do not form such a pattern."""
+        """Return keys from the layers of `model`; ConfigMismatchError if the keys cannot express them."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class MoeSectionEntry:
     """The section `moe`, which a model of the family must have.
 
     Attributes:
-        entries: how the keys and the section's fields correspond.
-        layers: the keys about which layers have experts.
+        entries: mapping between the keys and the section's fields.
+        layers: the keys that select the layers with experts.
     """
 
     entries: tuple[MoeFieldEntry, ...]
@@ -86,13 +86,13 @@ class MoeSectionEntry:
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of the section."""
         if model.moe is None:
-            raise ConfigMismatchError("moe is missing: this is a family of mixtures of experts")
+            raise ConfigMismatchError("moe is missing (all models of this family have experts)")
         out = self.layers.write_config_keys(model)
         for entry in self.entries:
             out |= entry.write_config_keys(model.moe)
-        answered = MOE_TRAINING_FIELDS.union({"layers"}, *(entry.covered_fields for entry in self.entries))
+        covered = MOE_TRAINING_FIELDS.union({"layers"}, *(entry.covered_fields for entry in self.entries))
         for name, field in MoeConfig.model_fields.items():
-            if name not in answered and getattr(model.moe, name) != field.default:
+            if name not in covered and getattr(model.moe, name) != field.default:
                 raise ConfigMismatchError(f"moe.{name} = {getattr(model.moe, name)!r} has no counterpart")
         return out
 
@@ -109,13 +109,13 @@ class MoeInAllLayersEntry:
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return no keys, after checking that every layer has experts."""
         if len(moe_layer_indices(model)) < model.num_layers:
-            raise ConfigMismatchError("moe.layers must name every layer")
+            raise ConfigMismatchError("moe.layers must be all layers")
         return {}
 
 
 @dataclass(frozen=True)
 class MoeInLayerPatternEntry:
-    """Experts in the layers that the pattern of layer kinds says; another entry reads and writes it."""
+    """Experts in the layers of a pattern of layer kinds, which another entry reads and writes."""
 
     covered_keys: frozenset[str] = frozenset()
 
@@ -153,8 +153,8 @@ class DenseFirstEntry:
     """Dense first layers; experts in all others, MTP layers included (DeepSeek).
 
     Attributes:
-        default: how many are dense where the key is absent.
-        mtp_entry: the key that tells the number of predictors.
+        default: number of dense layers if the key is absent.
+        mtp_entry: the key of the number of MTP layers.
     """
 
     default: int
@@ -166,15 +166,15 @@ class DenseFirstEntry:
         if raw.get("moe_layer_freq", 1) != 1:
             raise ConfigMismatchError(f"moe_layer_freq = {raw['moe_layer_freq']!r} is not supported (only 1)")
         dense = raw.get("first_k_dense_replace", self.default)
-        further = self.mtp_entry.read_config_keys(raw)["mtp_layers"] if self.mtp_entry is not None else 0
-        return list(layer_indices(raw, further)[dense:]) if dense else None
+        mtp_layers = self.mtp_entry.read_config_keys(raw)["mtp_layers"] if self.mtp_entry is not None else 0
+        return list(layer_indices(raw, mtp_layers)[dense:]) if dense else None
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return the number of dense layers."""
         layers = model.num_layers + model.mtp_layers
         dense = next((layer for layer in range(layers) if model.is_moe_layer(layer)), layers)
         if not all(model.is_moe_layer(layer) for layer in range(dense, layers)):
-            raise ConfigMismatchError(f"moe.layers must be all layers from {dense} on")
+            raise ConfigMismatchError(f"moe.layers must be all layers from {dense} to the last")
         return {"first_k_dense_replace": dense}
 
 
@@ -188,8 +188,8 @@ def router_entries(
 ) -> tuple[MoeFieldEntry, ...]:
     """Return the entries that Mixtral, Qwen and GPT-OSS share.
 
-    `name` is the key of how many experts there are; `top_k`, `experts` and `aux_loss` are what transformers takes for
-    absent keys. With `normalize` the weights of a token's experts always sum to one, which elsewhere a key says.
+    `name` is the key of the number of experts; `top_k`, `experts` and `aux_loss` are transformers' defaults for absent
+    keys. With `normalize`, the weights of a token's experts always sum to one; else the key `norm_topk_prob` decides.
     """
     return (
         KeyEntry(name, "num_experts", experts),
@@ -228,6 +228,6 @@ class SharedExpertsEntry:
         count, rest = divmod(model.shared_ffn_hidden_size, model.ffn_hidden_size)
         if rest or not count:
             raise ConfigMismatchError(
-                f"moe.shared_ffn_hidden_size must be a multiple of {model.ffn_hidden_size}, at least one"
+                f"moe.shared_ffn_hidden_size must be a positive multiple of moe.ffn_hidden_size = {model.ffn_hidden_size}"
             )
         return {"n_shared_experts": count}

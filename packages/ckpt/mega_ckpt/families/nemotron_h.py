@@ -1,8 +1,8 @@
 """Nemotron-H (arXiv:2504.03624), Nemotron Nano 2 and Nemotron 3: one norm and one mixer or feed-forward block per
 layer.
 
-transformers 5.23 keeps the length of a step at or above `time_step_min`, where Megatron and NVIDIA's own code have the limits
-of `time_step_limit`, by default none; mega goes by these, and so differs from transformers where steps are short.
+mega limits time steps by `time_step_limit` (by default unlimited), like Megatron and NVIDIA's code. transformers 5.23
+also clamps them to at least `time_step_min`, so the two differ for short time steps.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.common_entries import TIED
 from mega_ckpt.families.config_entries import (
-    MOST_LAYERS,
+    TIED,
     AllowedValuesEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
     HeadsEntry,
     HfConfigDict,
     KeyEntry,
+    split_words,
 )
 from mega_ckpt.families.deepseek_glm import ExpertGroupsEntry
-from mega_ckpt.families.disk_layouts import TensorRule
-from mega_ckpt.families.family import ModelFamily, split_words
+from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
+from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.hybrid_entries import (
     ATTENTION,
     NO_WINDOW,
@@ -32,12 +32,13 @@ from mega_ckpt.families.hybrid_entries import (
     mamba_tensor_rules,
 )
 from mega_ckpt.families.moe_entries import MoeInLayerPatternEntry, MoeSectionEntry, per_expert_rules
+from mega_common.hybrid_pattern import MOST_LAYERS
 from mega_common.layer_kinds import LETTERS
 from mega_common.model_config import ModelConfig
 
-_LAYER, _OURS = "backbone.layers.{i}", "model.layers.{i}"
-_NAMES = ATTENTION | dict.fromkeys(RECURRENT, "mamba") | {"mlp": "mlp", "moe": "moe"}
-_THEIRS = {"attention": "full_attention", "mamba": "linear_attention", "mlp": "mlp", "moe": "moe"}
+_DISK_LAYER = "backbone.layers.{i}"
+_KINDS = ATTENTION | dict.fromkeys(RECURRENT, "mamba") | {"mlp": "mlp", "moe": "moe"}
+_DISK_KINDS = {"attention": "full_attention", "mamba": "linear_attention", "mlp": "mlp", "moe": "moe"}
 
 
 @dataclass(frozen=True)
@@ -57,22 +58,22 @@ class NemotronLayersEntry:
             layers = [LETTERS.get(letter, letter) for letter in str(pattern)]
         else:
             kinds = kinds or ["linear_attention", "moe", "full_attention", "mlp"]
-            layers = [_NAMES.get(str(kind), str(kind)) for kind in kinds]
-        strange = sorted(set(layers) - set(_THEIRS))
-        if strange or not 0 < len(layers) <= MOST_LAYERS:
-            raise ConfigMismatchError(
-                f"layers_block_type: {strange or len(layers)} is not supported (only {sorted(_NAMES)})"
-            )
+            layers = [_KINDS.get(str(kind), str(kind)) for kind in kinds]
+        unsupported = sorted(set(layers) - set(_DISK_KINDS))
+        if unsupported:
+            raise ConfigMismatchError(f"layers_block_type: {unsupported} is not supported (only {sorted(_KINDS)})")
+        if not 0 < len(layers) <= MOST_LAYERS:
+            raise ConfigMismatchError(f"layers_block_type must have 1 to {MOST_LAYERS} layers, not {len(layers)}")
         return {"num_layers": len(layers), "layers": layers}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return both the names and the letters, for old and new software."""
         halves = [[half for half in kind if half] for kind in model.layer_kinds]
-        if not all(len(half) == 1 and half[0] in _THEIRS for half in halves):
-            raise ConfigMismatchError("layers must each be mamba, attention, mlp or moe, and only one of them")
+        if not all(len(half) == 1 and half[0] in _DISK_KINDS for half in halves):
+            raise ConfigMismatchError("layers must each be one of mamba, attention, mlp and moe")
         letters = {kind: letter for letter, kind in LETTERS.items()}
         return {
-            "layers_block_type": [_THEIRS[half] for (half,) in halves],
+            "layers_block_type": [_DISK_KINDS[half] for (half,) in halves],
             "hybrid_override_pattern": "".join(letters[half] for (half,) in halves),
             "num_hidden_layers": len(halves),
         }
@@ -96,7 +97,7 @@ class OptionalMoeEntry:
         if "moe" not in NemotronLayersEntry().read_config_keys(raw)["layers"]:
             return {"moe": None, "mlp_bias": biased}
         if biased:
-            raise ConfigMismatchError("mlp_bias = True is not supported where layers have experts")
+            raise ConfigMismatchError("mlp_bias = True is not supported with experts")
         return {**self.experts.read_config_keys(raw), "mlp_bias": False}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
@@ -104,18 +105,18 @@ class OptionalMoeEntry:
         if model.moe is None:
             return {"mlp_bias": model.mlp_bias}
         if model.mlp_bias:
-            raise ConfigMismatchError("mlp_bias must be False where layers have experts")
+            raise ConfigMismatchError("mlp_bias must be False with experts")
         return {"mlp_bias": False, **self.experts.write_config_keys(model)}
 
 
 def _mixer_rules(disk: str, *names: str) -> tuple[TensorRule, ...]:
-    """Return the rules of the tensors `names` of a layer, with equal names inside `disk`."""
+    """Return the rules of modules of a layer, given as `parent/module`; on disk the parent is `disk`."""
     return tuple(
-        TensorRule(
-            f"{_LAYER}.mixer.{disk}{name.rpartition('/')[2]}.{kind}", (f"{_OURS}.{name.replace('/', '.')}.{kind}",)
-        )
+        rule
         for name in names
-        for kind in ("weight", "bias")
+        for rule in weight_bias_rules(
+            f"{_DISK_LAYER}.mixer.{disk}{name.rpartition('/')[2]}", f"{LAYER}.{name.replace('/', '.')}"
+        )
     )
 
 
@@ -174,13 +175,13 @@ NEMOTRON_H = ModelFamily(
     prefix="backbone.",
     rules=(
         TensorRule("backbone.embeddings.weight", ("model.embed_tokens.weight",)),
-        TensorRule(f"{_LAYER}.norm.weight", (f"{_OURS}.input_layernorm.weight",)),
-        TensorRule(f"{_LAYER}.norm.weight", (f"{_OURS}.post_attention_layernorm.weight",)),
-        *mamba_tensor_rules(f"{_LAYER}.mixer"),
+        TensorRule(f"{_DISK_LAYER}.norm.weight", (f"{LAYER}.input_layernorm.weight",)),
+        TensorRule(f"{_DISK_LAYER}.norm.weight", (f"{LAYER}.post_attention_layernorm.weight",)),
+        *mamba_tensor_rules(f"{_DISK_LAYER}.mixer"),
         *_mixer_rules("", *(f"self_attn/{name}_proj" for name in "qkvo"), "mlp/up_proj", "mlp/down_proj", "mlp/gate"),
         *_mixer_rules("", "mlp/fc1_latent_proj", "mlp/fc2_latent_proj"),
-        TensorRule(f"{_LAYER}.mixer.gate.e_score_correction_bias", (f"{_OURS}.mlp.gate.e_score_correction_bias",)),
-        *per_expert_rules(f"{_LAYER}.mixer.experts"),
+        TensorRule(f"{_DISK_LAYER}.mixer.gate.e_score_correction_bias", (f"{LAYER}.mlp.gate.e_score_correction_bias",)),
+        *per_expert_rules(f"{_DISK_LAYER}.mixer.experts"),
         *_mixer_rules("shared_experts.", "mlp.shared_expert/up_proj", "mlp.shared_expert/down_proj"),
         TensorRule("backbone.norm_f.weight", ("model.norm.weight",)),
     ),

@@ -11,7 +11,7 @@ from typing import Any
 from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict
 from mega_common.model_config import ModelConfig, RopeConfig
 
-# Parameters of each rope_type: {key: field of RopeConfig}. transformers warns of others and ignores them, and so do we.
+# Parameters of each rope_type: {key: field of RopeConfig}. Others are ignored with a warning, as in transformers.
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 _ORIGINAL_KEY = "original_max_position_embeddings"
 _ORIGINAL = {_ORIGINAL_KEY: "original_max_position"}
@@ -25,10 +25,10 @@ _PARAMETERS: Mapping[str, Mapping[str, str]] = {
 }
 EVERY_SCALING = frozenset(_PARAMETERS)
 _SETS = ("full_attention", "sliding_attention")
-_UNSAID = {"truncate": True, "factor": 1.0}  # not written at these values, which are what an absent key means
-_ANSWERED = {"theta", "fraction", "interleaved", "scaling"}.union(*(fields.values() for fields in _PARAMETERS.values()))
-_OF_IMAGES = {"mrope_section", "mrope_interleaved"}  # places of an image's parts; in a text they are those of tokens
-_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}) | _OF_IMAGES
+_DEFAULTS = {"truncate": True, "factor": 1.0}  # keys that are left out at these values
+_COVERED = {"theta", "fraction", "interleaved", "scaling"}.union(*(fields.values() for fields in _PARAMETERS.values()))
+_MULTIMODAL = {"mrope_section", "mrope_interleaved"}  # without effect on text, whose tokens have one position each
+_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}) | _MULTIMODAL
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class RopeEntry:
     """All keys about rotary position embeddings.
 
     Attributes:
-        theta, fraction: what transformers takes where the keys are absent.
-        partial: whether the family's model code goes by the fraction; else it is always the one of above.
-        theta_key, fraction_key: what older folders of the family call them.
-        scalings: the kinds that the family's configuration accepts.
-        aliases: older names of kinds.
-        absent: parameters that a folder without any stands for.
-        original: the original length, where the family has a key beside the parameters for it, which then is the one
-            that counts.
-        interleaved: whether the family's model code rotates neighbours.
+        theta, fraction: transformers' defaults for absent keys.
+        partial: the family's code applies the fraction of a file; else it is always `fraction`.
+        theta_key, fraction_key: names of their keys in older folders of the family.
+        scalings: values of `rope_type` that the family's configuration accepts.
+        aliases: older names of values of `rope_type`.
+        absent: parameters of a folder that has none.
+        original: default of the original length in families that have its key outside the parameters, where it takes
+            precedence.
+        interleaved: the family's code rotates adjacent elements.
     """
 
     theta: float = 10_000.0
@@ -69,12 +69,12 @@ class RopeEntry:
         """Return `rope` from either form; from the older one if both are there, like transformers."""
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.absent
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
-            raise ConfigMismatchError(f"rope_parameters = {given!r} is not one set of parameters for all layers")
+            raise ConfigMismatchError(f"rope_parameters = {given!r} must be one set of parameters for all layers")
         kind = given.get("rope_type", given.get("type", "default"))
         scaling = "none" if kind == "default" else self.aliases.get(kind, kind)
         if scaling not in self.scalings:
-            known = ", ".join(["default", *(name for name in _PARAMETERS if name in self.scalings - {"none"})])
-            raise ConfigMismatchError(f"rope_type = {kind!r} is not supported (known: {known})")
+            supported = ", ".join(["default", *(name for name in _PARAMETERS if name in self.scalings - {"none"})])
+            raise ConfigMismatchError(f"rope_type = {kind!r} is not supported (only {supported})")
         out = {
             "theta": given.get("rope_theta") or raw.get(self.theta_key) or self.theta,
             "fraction": given.get("partial_rotary_factor") or raw.get(self.fraction_key) or self.fraction,
@@ -91,7 +91,7 @@ class RopeEntry:
         return {"rope": out}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both forms, so that old and new software reads the model: each ignores or confirms the other."""
+        """Return the keys of both the new and the old form, for new and old versions of transformers."""
         rope = model.rope
         self._check_fraction(rope.fraction)
         if rope.interleaved != self.interleaved:
@@ -103,10 +103,9 @@ class RopeEntry:
         kind = "default" if rope.scaling == "none" else rope.scaling
         parameters = {"rope_type": kind, **_write_parameters(rope)}
         partial = {"partial_rotary_factor": rope.fraction} if self.partial else {}
-        beside = self.original is not None and rope.scaling == "longrope"
-        original = {_ORIGINAL_KEY: rope.original_max_position} if beside else {}
+        separate = self.original is not None and rope.scaling == "longrope"
         return {
-            **original,
+            **({_ORIGINAL_KEY: rope.original_max_position} if separate else {}),
             self.theta_key: rope.theta,
             **({self.fraction_key: rope.fraction} if self.partial else {}),
             "rope_scaling": None if kind == "default" else dict(parameters),
@@ -122,11 +121,11 @@ def _read_parameters(scaling: str, given: HfConfigDict, raw: HfConfigDict) -> di
     names = _PARAMETERS[scaling]
     out = {field: given[key] for key, field in names.items() if given.get(key) is not None}
     longest = raw.get("max_position_embeddings")
-    if "original_max_position" in names.values():  # beside the parameters it counts before the one among them
+    if "original_max_position" in names.values():  # the key outside the parameters takes precedence
         out["original_max_position"] = raw.get(_ORIGINAL_KEY) or out.get("original_max_position", longest)
     if scaling == "yarn" and "factor" not in out and longest and out["original_max_position"]:
         out["factor"] = longest / out["original_max_position"]
-    if "factor" in names and "factor" not in out and scaling != "longrope":  # which derives it from the two lengths
+    if "factor" in names and "factor" not in out and scaling != "longrope":  # longrope derives it from the two lengths
         raise ConfigMismatchError(f"factor of rope_type {scaling!r} is missing")
     return out
 
@@ -138,18 +137,18 @@ def unread_rope_keys(raw: HfConfigDict) -> list[str]:
         given = raw.get(name)
         sets = [given, *given.values()] if isinstance(given, Mapping) else []
         for each in (part for part in sets if isinstance(part, Mapping)):
-            asked = _PARAMETERS.get(str(each.get("rope_type", each.get("type"))), {})
-            unasked = each.keys() - asked.keys() - _COMMON - set(_SETS)
-            found += [f"{name}.{key}" for key in sorted(unasked) if each[key] is not None]
+            used = _PARAMETERS.get(str(each.get("rope_type", each.get("type"))), {})
+            unused = each.keys() - used.keys() - _COMMON - set(_SETS)
+            found += [f"{name}.{key}" for key in sorted(unused) if each[key] is not None]
     return found
 
 
 def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
     for name, info in RopeConfig.model_fields.items():
-        if name not in _ANSWERED and getattr(rope, name) != info.default:
+        if name not in _COVERED and getattr(rope, name) != info.default:
             raise ConfigMismatchError(f"rope.{name} = {getattr(rope, name)!r} has no counterpart")
     found = {key: getattr(rope, field) for key, field in _PARAMETERS[rope.scaling].items()}
-    return {key: value for key, value in found.items() if value is not None and _UNSAID.get(key) != value}
+    return {key: value for key, value in found.items() if value is not None and _DEFAULTS.get(key) != value}
 
 
 @dataclass(frozen=True)
@@ -157,9 +156,9 @@ class GlobalLocalRopeEntry:
     """One set of rotary parameters for full-attention layers and one for sliding-window layers, as in Gemma 3.
 
     Attributes:
-        rope, local: what each set's keys are and stand for.
-        local_key: what older folders call the base of the second, which they only have without scaling; None: they have
-            no key for it.
+        rope, local: entries of the two sets.
+        local_key: key of the second set's base frequency in older folders, which do not scale the second set; None: they
+            have no such key.
     """
 
     rope: RopeEntry
@@ -176,7 +175,7 @@ class GlobalLocalRopeEntry:
         """Return both sets; `rope_scaling` applies to full-attention layers only."""
         given = raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping) or not given.keys() <= set(_SETS):
-            raise ConfigMismatchError(f"rope_parameters = {given!r} is not one set of parameters for each of {_SETS}")
+            raise ConfigMismatchError(f"rope_parameters = {given!r} must be one set of parameters for each of {_SETS}")
         full, local = (given.get(name) or {} for name in _SETS)
         rest = {key: value for key, value in raw.items() if key not in ("rope_parameters", "rope_scaling")}
         base = (raw.get(self.local_key) if self.local_key else None) or self.local.theta

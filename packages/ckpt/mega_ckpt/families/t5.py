@@ -18,7 +18,7 @@ from mega_ckpt.families.config_entries import (
     HfConfigDict,
     KeyEntry,
 )
-from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule
+from mega_ckpt.families.disk_layouts import LAYER, DiskTensor, TensorRule
 from mega_ckpt.families.family import ModelFamily
 from mega_common.model_config import ModelConfig
 
@@ -50,7 +50,7 @@ class StackLayersEntry:
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return the numbers and the start token."""
         if model.encoder is None:
-            raise ConfigMismatchError("encoder must be given")
+            raise ConfigMismatchError("encoder is missing")
         if model.encoder.head_bias:
             raise ConfigMismatchError("encoder.head_bias must be False")
         encoder = model.encoder.num_layers
@@ -77,8 +77,7 @@ class RelativePositionsEntry:
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return number of buckets and maximum distance."""
         if model.position != "relative" or model.relative.every_layer != self.every_layer:
-            where = "each layer" if self.every_layer else "each stack"
-            raise ConfigMismatchError(f"position must be relative, with a table of {where}")
+            raise ConfigMismatchError(f"position must be relative, with relative.every_layer = {self.every_layer}")
         return {
             "relative_attention_num_buckets": model.relative.buckets,
             "relative_attention_max_distance": model.relative.max_distance,
@@ -90,14 +89,14 @@ class OutputScaleEntry:
     """Output projection, and the scale hidden_size^-0.5 of its input: used by T5 1.0, which ties it to the embedding,
     but not by 1.1.
 
-    A config.json says the former with `tie_word_embeddings`, by which older versions of transformers know the latter too.
-    From version 5 on transformers writes `true` there in any case, and `scale_decoder_outputs` beside it: whether the
-    matrices are tied the tensors tell (`T5Family.restrict_to_stored`). mT5, which is 1.1, is never `scaled`.
+    Older versions of transformers derive both from `tie_word_embeddings`. Version 5 always writes true there, and adds
+    `scale_decoder_outputs`; whether the matrices are tied follows from the tensors (`T5Family.restrict_to_stored`). mT5
+    is a T5 1.1 and never `scaled`.
 
-    UMT5 has no `scale_decoder_outputs` (`by_tie`). Version 4 scales where the key says that the matrices are tied, as
-    UMT5's own checkpoints do not; version 5 takes them for tied, and scales, always. So `true` with a head of its own is a
-    model of version 5, and scaled. An unscaled one (`false`) has the logits of version 4; those of version 5 are smaller by
-    hidden_size^-0.5.
+    UMT5 has no `scale_decoder_outputs` (`by_tie`). Version 4 of transformers scales if `tie_word_embeddings` is true, which
+    UMT5's own checkpoints do not set; version 5 always ties and scales. So true with an output projection of its own is a
+    scaled model of version 5. An unscaled one (false) has the logits of version 4, which are larger than those of version 5
+    by hidden_size^0.5.
     """
 
     scaled: bool
@@ -109,18 +108,18 @@ class OutputScaleEntry:
         """Return tied embeddings and logit scale."""
         tied = raw.get("tie_word_embeddings") is not False
         scaled = self.scaled and raw.get("scale_decoder_outputs", tied)
-        width = raw.get("d_model") or raw.get("hidden_size") or 1  # which its own entry misses
+        width = raw.get("d_model") or raw.get("hidden_size") or 1  # another entry reports its absence
         return {"tie_embeddings": tied, "logit_scale": width**-0.5 if scaled else 1.0}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return both keys."""
         factors = {1.0: False, model.hidden_size**-0.5: True}
         if model.logit_scale not in factors or (factors[model.logit_scale] and not self.scaled):
-            may = "1 or hidden_size^-0.5" if self.scaled else "1"
-            raise ConfigMismatchError(f"logit_scale must be {may}, not {model.logit_scale}")
+            allowed = "1 or hidden_size^-0.5" if self.scaled else "1"
+            raise ConfigMismatchError(f"logit_scale must be {allowed}, not {model.logit_scale}")
         if self.by_tie:
             if model.tie_embeddings and not factors[model.logit_scale]:
-                raise ConfigMismatchError("logit_scale must be hidden_size^-0.5 where the embeddings are tied, not 1")
+                raise ConfigMismatchError("logit_scale must be hidden_size^-0.5 for tied embeddings, not 1")
             return {"tie_word_embeddings": factors[model.logit_scale]}
         return {"tie_word_embeddings": model.tie_embeddings, "scale_decoder_outputs": factors[model.logit_scale]}
 
@@ -165,8 +164,8 @@ class T5Family(ModelFamily):
     """
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`. The embedding is written once, though
-        older versions of transformers repeat it.
+        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`. The embedding is written once; older
+        versions of transformers repeat it.
         """
         first = model.encoder.num_layers if model.encoder else 0
 
@@ -187,12 +186,12 @@ class T5Family(ModelFamily):
         return super().duplicate_tensors(model) | {f"{stack}.embed_tokens.weight": EMBEDDING for stack in _STACKS}
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """Return `model` with its own output projection if that tensor exists, except for T5 1.0, which has none."""
+        """Return `model` with untied embeddings if both tensors exist, except for T5 1.0, which always ties them."""
         names = set(names)
         embedded = names & {"shared.weight", *(f"{stack}.embed_tokens.weight" for stack in _STACKS)}
-        may = model.logit_scale == 1 or model.relative.every_layer
-        own = self.head in names and bool(embedded) and may
-        return model.model_copy(update={"tie_embeddings": False}) if own else model
+        may_untie = model.logit_scale == 1 or model.relative.every_layer
+        untied = self.head in names and bool(embedded) and may_untie
+        return model.model_copy(update={"tie_embeddings": False}) if untied else model
 
 
 def _entries(activation: str, *, every_layer: bool, scaled: bool) -> tuple[ConfigEntry, ...]:
@@ -210,12 +209,12 @@ def _entries(activation: str, *, every_layer: bool, scaled: bool) -> tuple[Confi
     )  # fmt: skip
 
 
-def _weight(disk: str, name: str, *, beside: str = "", unless: str = "") -> TensorRule:
-    return TensorRule(f"{disk}.weight", (f"{name}.weight",), beside=beside, unless=unless)
+def _weight(disk: str, name: str, *, requires: str = "", unless: str = "") -> TensorRule:
+    return TensorRule(f"{disk}.weight", (f"{name}.weight",), requires=requires, unless=unless)
 
 
 def _rules() -> tuple[TensorRule, ...]:
-    block, layer = "block.{i}.layer", "model.layers.{i}"
+    block, layer = "block.{i}.layer", LAYER
     gate = f"{layer}.mlp.gate_proj.weight"
     table, feed = "SelfAttention.relative_attention_bias", f"{block}.feed"
     return (
@@ -230,7 +229,7 @@ def _rules() -> tuple[TensorRule, ...]:
         _weight(f"{block}.1.layer_norm", f"{layer}.cross_attn_layernorm"),
         _weight(f"{feed}.DenseReluDense.wi", f"{layer}.mlp.up_proj", unless=gate),
         _weight(f"{feed}.DenseReluDense.wi_0", f"{layer}.mlp.gate_proj"),
-        _weight(f"{feed}.DenseReluDense.wi_1", f"{layer}.mlp.up_proj", beside=gate),
+        _weight(f"{feed}.DenseReluDense.wi_1", f"{layer}.mlp.up_proj", requires=gate),
         _weight(f"{feed}.DenseReluDense.wo", f"{layer}.mlp.down_proj"),
         _weight(f"{feed}.layer_norm", f"{layer}.post_attention_layernorm"),
     )

@@ -1,8 +1,7 @@
-"""Tensor names of other trainers (LitGPT, torchtitan) for these families where they differ from HuggingFace's. They are
-read, not written.
+"""Tensor names of other trainers (LitGPT, torchtitan), which are read and not written.
 
-Facts: LitGPT 0.5 (model.py, scripts/convert_lit_checkpoint.py), torchtitan 0.3 (models/llama3, qwen3: state_dict_adapter.py), whose
-older releases have Meta's own names.
+Sources: LitGPT 0.5 (model.py, scripts/convert_lit_checkpoint.py), torchtitan 0.3 (models/llama3, qwen3:
+state_dict_adapter.py); older releases of torchtitan have Meta's names.
 """
 
 from __future__ import annotations
@@ -13,20 +12,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mega_ckpt.families.disk_layouts import PLAIN, DiskLayout, TensorRule
+from mega_ckpt.families.disk_layouts import LAYER, PLAIN, QKV, DiskLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.moe_entries import per_expert_rules
 from mega_ckpt.tensor_pieces import TensorShape
 
-_LAYER = "model.layers.{i}"
 _META_HEAD = "output.weight"
-_QKV = tuple(f"{_LAYER}.self_attn.{name}_proj" for name in "qkv")
 
 
 @dataclass(frozen=True)
 class RotaryPairsLayout:
-    """Rows of queries or keys whose rotary pairs are adjacent, as in Meta's code; in canonical tensors a pair is half a
-    head apart.
+    """Rows of queries or keys with adjacent rotary pairs, as in Meta's code; in canonical tensors the rows of a pair are
+    half a head apart.
     """
 
     splits_on_first_axis: bool = False
@@ -36,64 +33,53 @@ class RotaryPairsLayout:
         return (sum(part[0] for part in parts), *parts[0][1:])
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return a copy of each head's rows: they are only read."""
+        """Return copies of each head's rows, not views: the layout is read-only."""
         heads = torch.split(disk, [part[0] for part in parts])
         return [head.view(-1, 2, *head.shape[1:]).transpose(0, 1).reshape(head.shape) for head in heads]
 
 
-def _module_rules(
-    disk: str, *parts: str, layout: DiskLayout = PLAIN, by: str = "", beside: str = "", unless: str = ""
-) -> tuple[TensorRule, ...]:
-    """Return the rules of a module's weight and bias; `beside` and `unless` refer to weights."""
-    beside, unless = (f"{name}.weight" if name else "" for name in (beside, unless))
-    return tuple(
-        TensorRule(f"{disk}.{kind}", tuple(f"{part}.{kind}" for part in parts), layout, by, beside, unless)
-        for kind in ("weight", "bias")
-    )
-
-
-def _litgpt(qkv: str, by: str = "") -> tuple[TensorRule, ...]:
-    block, both = "transformer.h.{i}", f"{_LAYER}.post_feedforward_layernorm"
+def _litgpt(qkv: str, per_head: str = "") -> tuple[TensorRule, ...]:
+    block, both = "transformer.h.{i}", f"{LAYER}.post_feedforward_layernorm"
     return (
-        *_module_rules("transformer.wte", "model.embed_tokens"),
-        *_module_rules(f"{block}.norm_1", f"{_LAYER}.input_layernorm"),
-        *_module_rules(f"{block}.attn.{qkv}", *_QKV, by=by),
-        *_module_rules(f"{block}.attn.norm_q", f"{_LAYER}.self_attn.q_norm"),
-        *_module_rules(f"{block}.attn.norm_k", f"{_LAYER}.self_attn.k_norm"),
-        *_module_rules(f"{block}.attn.proj", f"{_LAYER}.self_attn.o_proj"),
-        *_module_rules(f"{block}.post_attention_norm", f"{_LAYER}.post_attention_layernorm", beside=both),
-        *_module_rules(f"{block}.norm_2", f"{_LAYER}.post_attention_layernorm", unless=both),
-        *_module_rules(f"{block}.norm_2", f"{_LAYER}.pre_feedforward_layernorm"),
-        *_module_rules(f"{block}.mlp.fc_1", f"{_LAYER}.mlp.gate_proj"),
-        *_module_rules(f"{block}.mlp.fc_2", f"{_LAYER}.mlp.up_proj", beside=f"{_LAYER}.mlp.gate_proj"),
-        *_module_rules(f"{block}.mlp.fc", f"{_LAYER}.mlp.up_proj", unless=f"{_LAYER}.mlp.gate_proj"),
-        *_module_rules(f"{block}.mlp.proj", f"{_LAYER}.mlp.down_proj"),
-        *_module_rules(f"{block}.mlp.gate", f"{_LAYER}.mlp.gate"),
+        *weight_bias_rules("transformer.wte", "model.embed_tokens"),
+        *weight_bias_rules(f"{block}.norm_1", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{block}.attn.{qkv}", *QKV, per_head=per_head),
+        *weight_bias_rules(f"{block}.attn.norm_q", f"{LAYER}.self_attn.q_norm"),
+        *weight_bias_rules(f"{block}.attn.norm_k", f"{LAYER}.self_attn.k_norm"),
+        *weight_bias_rules(f"{block}.attn.proj", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{block}.post_attention_norm", f"{LAYER}.post_attention_layernorm", requires=both),
+        *weight_bias_rules(f"{block}.norm_2", f"{LAYER}.post_attention_layernorm", unless=both),
+        *weight_bias_rules(f"{block}.norm_2", f"{LAYER}.pre_feedforward_layernorm"),
+        *weight_bias_rules(f"{block}.mlp.fc_1", f"{LAYER}.mlp.gate_proj"),
+        *weight_bias_rules(f"{block}.mlp.fc_2", f"{LAYER}.mlp.up_proj", requires=f"{LAYER}.mlp.gate_proj"),
+        *weight_bias_rules(f"{block}.mlp.fc", f"{LAYER}.mlp.up_proj", unless=f"{LAYER}.mlp.gate_proj"),
+        *weight_bias_rules(f"{block}.mlp.proj", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules(f"{block}.mlp.gate", f"{LAYER}.mlp.gate"),
         *per_expert_rules(f"{block}.mlp.experts", ("fc_1", "fc_2", "proj")),
-        *_module_rules(f"{block}.post_mlp_norm", both),
-        *_module_rules("transformer.ln_f", "model.norm"),
+        *weight_bias_rules(f"{block}.post_mlp_norm", both),
+        *weight_bias_rules("transformer.ln_f", "model.norm"),
     )
 
 
 def _titan(projections: str, experts: Sequence[str], *, pairs: bool) -> tuple[TensorRule, ...]:
     rotated: DiskLayout = RotaryPairsLayout() if pairs else PLAIN
-    block, attention, moe = "layers.{i}", "layers.{i}.attention", f"{_LAYER}.mlp.experts"
+    block, attention, moe = "layers.{i}", "layers.{i}.attention", f"{LAYER}.mlp.experts"
     return (
-        *_module_rules("tok_embeddings", "model.embed_tokens"),
-        *_module_rules(f"{block}.attention_norm", f"{_LAYER}.input_layernorm"),
-        *_module_rules(f"{attention}.{projections}wq", _QKV[0], layout=rotated, by="query"),
-        *_module_rules(f"{attention}.{projections}wk", _QKV[1], layout=rotated, by="kv"),
-        *_module_rules(f"{attention}.{projections}wv", _QKV[2]),
-        *_module_rules(f"{attention}.q_norm", f"{_LAYER}.self_attn.q_norm"),
-        *_module_rules(f"{attention}.k_norm", f"{_LAYER}.self_attn.k_norm"),
-        *_module_rules(f"{attention}.wo", f"{_LAYER}.self_attn.o_proj"),
-        *_module_rules(f"{block}.ffn_norm", f"{_LAYER}.post_attention_layernorm"),
-        *_module_rules(f"{block}.feed_forward.w1", f"{_LAYER}.mlp.gate_proj"),
-        *_module_rules(f"{block}.feed_forward.w3", f"{_LAYER}.mlp.up_proj"),
-        *_module_rules(f"{block}.feed_forward.w2", f"{_LAYER}.mlp.down_proj"),
-        *_module_rules(f"{block}.moe.router.gate", f"{_LAYER}.mlp.gate"),
+        *weight_bias_rules("tok_embeddings", "model.embed_tokens"),
+        *weight_bias_rules(f"{block}.attention_norm", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{attention}.{projections}wq", QKV[0], layout=rotated, per_head="query"),
+        *weight_bias_rules(f"{attention}.{projections}wk", QKV[1], layout=rotated, per_head="kv"),
+        *weight_bias_rules(f"{attention}.{projections}wv", QKV[2]),
+        *weight_bias_rules(f"{attention}.q_norm", f"{LAYER}.self_attn.q_norm"),
+        *weight_bias_rules(f"{attention}.k_norm", f"{LAYER}.self_attn.k_norm"),
+        *weight_bias_rules(f"{attention}.wo", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{block}.ffn_norm", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{block}.feed_forward.w1", f"{LAYER}.mlp.gate_proj"),
+        *weight_bias_rules(f"{block}.feed_forward.w3", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{block}.feed_forward.w2", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules(f"{block}.moe.router.gate", f"{LAYER}.mlp.gate"),
         *(TensorRule(f"{block}.moe.{disk}", (f"{moe}.{name}_proj.weight",)) for disk, name in zip(experts, ("gate", "up", "down"), strict=True)),
-        *_module_rules("norm", "model.norm"),
+        *weight_bias_rules("norm", "model.norm"),
     )  # fmt: skip
 
 
@@ -102,9 +88,9 @@ class TrainerNaming:
     """Tensor names of one trainer.
 
     Attributes:
-        marker_suffix: a name that only its folders have, at the end of a tensor's name.
-        rules: where tensors are.
-        families: that it is for; empty for all.
+        marker_suffix: end of a tensor name that identifies the trainer's folders.
+        rules: names and layouts of its tensors.
+        families: names of the families that it applies to; empty for all.
     """
 
     marker_suffix: str
@@ -112,7 +98,7 @@ class TrainerNaming:
     families: frozenset[str] = frozenset()
 
     def matches_names(self, family: ModelFamily, names: Iterable[str]) -> bool:
-        """Return whether the tensor names of a folder of that family are this trainer's."""
+        """Return whether the tensor names of a folder of `family` are this trainer's."""
         return (not self.families or family.name in self.families) and any(
             name.endswith(self.marker_suffix) for name in names
         )
@@ -129,9 +115,9 @@ _EXPERTS = tuple(f"routed_experts.inner_experts.{name}" for name in ("w1_EFD", "
 _OLD_EXPERTS = tuple(f"experts.{name}" for name in ("w1", "w3", "w2"))
 _META, _QWEN = frozenset({"llama"}), frozenset({"qwen3", "qwen3_moe"})
 
-DIALECTS = (
+TRAINER_NAMINGS = (
     TrainerNaming("transformer.h.0.attn.qkv.weight", _litgpt("qkv")),
-    TrainerNaming("transformer.h.0.attn.attn.weight", _litgpt("attn", by="kv")),
+    TrainerNaming("transformer.h.0.attn.attn.weight", _litgpt("attn", per_head="kv")),
     *(
         TrainerNaming(f"layers.0.attention.{projections}wq.weight", _titan(projections, experts, pairs=families is _META), families)
         for projections, experts in (("qkv_linear.", _EXPERTS), ("", _OLD_EXPERTS))
@@ -143,6 +129,5 @@ DIALECTS = (
 def adapt_to_naming(family: ModelFamily, names: Iterable[str]) -> ModelFamily:
     """Return the family with the tensor names that a folder uses."""
     names = list(names)
-    return next(
-        (dialect.adapt_family(family, names) for dialect in DIALECTS if dialect.matches_names(family, names)), family
-    )
+    naming = next((naming for naming in TRAINER_NAMINGS if naming.matches_names(family, names)), None)
+    return naming.adapt_family(family, names) if naming else family

@@ -19,9 +19,10 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     HfConfigDict,
     KeyEntry,
+    split_words,
 )
-from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_rules
-from mega_ckpt.families.family import CARRIED, ModelFamily, split_words
+from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_rules, weight_bias_rules
+from mega_ckpt.families.family import CARRIED, ModelFamily
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
@@ -70,7 +71,7 @@ class NativeResolutionEntry:
         """Return the section; ConfigMismatchError for another kind of rotary positions."""
         rope = raw.get("rope_parameters") or {}
         if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000) != 10_000:
-            raise ConfigMismatchError(f"rope_parameters = {rope!r} is not axial with rope_theta = 10000")
+            raise ConfigMismatchError(f"rope_parameters = {rope!r} must be axial with rope_theta = 10000")
         return {
             "native": {name: value for entry in _NATIVE_SIZES for name, value in entry.read_config_keys(raw).items()}
         }
@@ -78,11 +79,10 @@ class NativeResolutionEntry:
     def write_config_keys(self, model: Any) -> dict[str, Any]:
         """Return the keys from the fields of a `VisionConfig`."""
         if model.native is None:
-            raise ConfigMismatchError("native must be given")
+            raise ConfigMismatchError("vision.native is missing")
         return {key: value for entry in _NATIVE_SIZES for key, value in entry.write_config_keys(model.native).items()}
 
 
-# By the `model_type` of the vision_config.
 _NATIVE = (
     KeyEntry("depth num_hidden_layers", "num_layers", 32),
     KeyEntry("hidden_size", "hidden_size", 3584),
@@ -98,7 +98,8 @@ _NATIVE = (
         "projector_activation": "gelu", "pinpoints": None,
     }),
 )  # fmt: skip
-TOWERS: Mapping[str, tuple[ConfigEntry, ...]] = {
+# Entries of vision encoders by the `model_type` of the vision_config.
+VISION_ENCODERS: Mapping[str, tuple[ConfigEntry, ...]] = {
     "qwen2_5_vl_vision": _NATIVE, "qwen2_5_vl": _NATIVE,
     "clip_vision_model": _encoder_entries(
         12, 12, 32, "quick_gelu", 1e-5, class_token=True, patch_bias=False, pre_norm=True
@@ -107,7 +108,7 @@ TOWERS: Mapping[str, tuple[ConfigEntry, ...]] = {
         12, 12, 16, "gelu_pytorch_tanh", 1e-6, class_token=False, patch_bias=True, pre_norm=False
     ),
 }  # fmt: skip
-# How images are made ready for each, which no config.json says: see `VisionConfig`.
+# Preprocessing of their images that config.json has no keys for: fields of `VisionConfig`.
 PIXELS: Mapping[str, dict[str, Any]] = {
     "qwen2_5_vl_vision": {}, "qwen2_5_vl": {},
     "clip_vision_model": {}, "siglip_vision_model": {"resize": "stretch", "mean": _HALF, "std": _HALF},
@@ -115,7 +116,7 @@ PIXELS: Mapping[str, dict[str, Any]] = {
 _CARRIED = split_words(
     "out_hidden_size spatial_patch_size tokens_per_second initializer_factor initializer_range projection_dim vision_use_head vocab_size"
 )
-# What transformers takes for absent keys of a text_config, where published folders leave some out.
+# transformers' defaults for keys of a text_config that published folders leave out.
 _TEXTS: Mapping[object, dict[str, float]] = {
     "llama": {
         "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -164,17 +165,13 @@ def clip_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
         "mlp.down_proj": "mlp.fc2", "self_attn.o_proj": "self_attn.out_proj",
         **{f"self_attn.{x}_proj": f"self_attn.{x}_proj" for x in "qkv"},
     }  # fmt: skip
-    names = {f"layers.{{i}}.{ours}": f"encoder.layers.{{i}}.{theirs}" for ours, theirs in layer.items()}
+    names = {f"layers.{{i}}.{canonical}": f"encoder.layers.{{i}}.{disk}" for canonical, disk in layer.items()}
     names |= {"pre_norm": "pre_layrnorm", "norm": "post_layernorm", "embed_positions": "embeddings.position_embedding"}
     return (
         TensorRule("embeddings.patch_embedding.weight", (f"{TOWER}embed_patches.weight",), PatchConvLayout()),
         TensorRule("embeddings.patch_embedding.bias", (f"{TOWER}embed_patches.bias",)),
         TensorRule("embeddings.class_embedding", (f"{TOWER}class_embedding",)),
-        *(
-            TensorRule(f"{theirs}.{kind}", (f"{TOWER}{ours}.{kind}",))
-            for ours, theirs in names.items()
-            for kind in ("weight", "bias")
-        ),
+        *(rule for canonical, disk in names.items() for rule in weight_bias_rules(disk, f"{TOWER}{canonical}")),
     )
 
 
@@ -184,14 +181,14 @@ class VisionLanguageFamily(ModelFamily):
     a `VisionConfig`.
 
     Attributes:
-        text: the text model's family, where it is known.
-        tower: where a tower's tensors are on disk, below its own prefix.
-        styles: what names begin with; the first is written.
-        flat: older folders have the text model's keys beside `vision_config`, in no `text_config`.
-        projector: where the projector's tensors are on disk.
-        towers: kinds of tower that it may have, by their `model_type`.
-        texts: likewise of text models; empty: any.
-        pixels: as `PIXELS`, where it is another.
+        text: family of the text model; None until a config.json selects it.
+        tower: rules of the vision encoder's tensors, without its prefix.
+        styles: prefixes of tensor names; the first style is written.
+        flat: older folders have the text model's keys next to `vision_config` instead of in a `text_config`.
+        projector: rules of the projector's tensors.
+        towers: allowed `model_type`s of the vision encoder.
+        texts: allowed `model_type`s of the text model; empty: any.
+        pixels: preprocessing that differs from `PIXELS`.
     """
 
     text: ModelFamily | None = None
@@ -199,7 +196,7 @@ class VisionLanguageFamily(ModelFamily):
     styles: tuple[TensorNameStyle, ...] = field(default_factory=lambda: STYLES)
     flat: bool = False
     projector: tuple[TensorRule, ...] = ()
-    towers: tuple[str, ...] = tuple(TOWERS)
+    towers: tuple[str, ...] = tuple(VISION_ENCODERS)
     texts: tuple[str, ...] = ()
     pixels: Mapping[str, Any] = field(default_factory=dict)
 
@@ -220,16 +217,19 @@ class VisionLanguageFamily(ModelFamily):
         inner = raw.get("vision_config") or {}
         kind = inner.get("model_type", self.towers[0])
         if kind not in self.towers:
-            raise CheckpointError(f"{source}: the vision tower {kind!r} is not known", hint=f"known: {self.towers}")
+            raise CheckpointError(
+                f"{source}: vision encoder {kind!r} is not supported", hint=f"supported: {', '.join(self.towers)}"
+            )
         fields: dict[str, Any] = {**PIXELS[kind], **self.pixels}
         found = self._text_family_problems()
-        for entry, keys in [*((one, inner) for one in TOWERS[kind]), *((one, raw) for one in self.entries)]:
-            try:
-                fields |= entry.read_config_keys(keys)
-            except ConfigMismatchError as error:
-                found.append(str(error))
+        for entries, keys in ((VISION_ENCODERS[kind], inner), (self.entries, raw)):
+            for entry in entries:
+                try:
+                    fields |= entry.read_config_keys(keys)
+                except ConfigMismatchError as error:
+                    found.append(str(error))
         if found:
-            raise CheckpointError(f"{source}: this model cannot be expressed: {'; '.join(found)}")
+            raise CheckpointError(f"{source}: this model is not supported: {'; '.join(found)}")
         try:
             vision = VisionConfig.parse(fields, source=f"{source}: vision_config")
             return ModelConfig.parse({**text.model_dump(exclude_unset=True), "vision": vision}, source=source)
@@ -240,8 +240,8 @@ class VisionLanguageFamily(ModelFamily):
         """Return the `text_config`, with transformers' defaults for absent keys, and tied if the whole model is."""
         inner = dict(raw.get("text_config") or {})
         if not inner and self.flat:
-            own = frozenset({"vision_config", "model_type"}).union(*(entry.covered_keys for entry in self.entries))
-            inner = {key: value for key, value in raw.items() if key not in own | self.carried}
+            outer = frozenset({"vision_config", "model_type"}).union(*(entry.covered_keys for entry in self.entries))
+            inner = {key: value for key, value in raw.items() if key not in outer | self.carried}
             inner["model_type"] = self.text_family.name
         tied = {_TIED: True} if raw.get(_TIED) else {}
         return _TEXTS.get(inner.get("model_type"), {}) | inner | tied
@@ -249,20 +249,22 @@ class VisionLanguageFamily(ModelFamily):
     def unread_keys(self, raw: HfConfigDict) -> list[str]:
         """Return the keys of a config.json that nothing reads; see `ModelFamily.unread_keys`."""
         inner = raw.get("vision_config") or {}
-        tower = TOWERS.get(inner.get("model_type", self.towers[0]), ())
-        known = CARRIED.union(_CARRIED, *(entry.covered_keys for entry in tower))
-        own = CARRIED.union(
-            self.carried, {"text_config", "vision_config", _TIED}, *(one.covered_keys for one in self.entries)
+        tower = VISION_ENCODERS.get(inner.get("model_type", self.towers[0]), ())
+        vision_keys = CARRIED.union(_CARRIED, *(entry.covered_keys for entry in tower))
+        outer_keys = CARRIED.union(
+            self.carried, {"text_config", "vision_config", _TIED}, *(entry.covered_keys for entry in self.entries)
         )
-        unread = [f"vision_config.{key}" for key, value in inner.items() if key not in known and value is not None]
+        unread = [
+            f"vision_config.{key}" for key, value in inner.items() if key not in vision_keys and value is not None
+        ]
         if "text_config" in raw or not self.flat:
-            unread += [key for key, value in raw.items() if key not in own and value is not None]
+            unread += [key for key, value in raw.items() if key not in outer_keys and value is not None]
         return sorted(unread) + self.text_family.unread_keys(self.text_config_of(raw))
 
     def unsupported_settings(self, model: ModelConfig) -> list[str]:
         """Return the settings of `model` that config.json cannot express; see `ModelFamily.unsupported_settings`."""
         if model.vision is None:
-            return ["vision must be given"]
+            return ["vision is missing"]
         try:
             self._write_vision_keys(model.vision)
         except ConfigMismatchError as error:
@@ -272,7 +274,7 @@ class VisionLanguageFamily(ModelFamily):
         )
 
     def _text_family_problems(self) -> list[str]:
-        """Return the problem of a text model whose family is not supported here, if any."""
+        """Return the problem of a text model whose family is not in `texts`; else an empty list."""
         if self.text is None or not self.texts or self.text.name in self.texts:
             return []
         return [f"the text model must be {' or '.join(self.texts)}, not {self.text.name}"]
@@ -281,8 +283,8 @@ class VisionLanguageFamily(ModelFamily):
         """Return the config.json of `model`; see `ModelFamily.write_config_json`."""
         assert model.vision is not None
         text = self.text_family.write_config_json(text_only_config(model))
-        own = {"architectures": [self.architecture], "model_type": self.name, _TIED: model.tie_embeddings}
-        return own | self._write_vision_keys(model.vision) | {"text_config": text}
+        outer = {"architectures": [self.architecture], "model_type": self.name, _TIED: model.tie_embeddings}
+        return outer | self._write_vision_keys(model.vision) | {"text_config": text}
 
     def _write_vision_keys(self, vision: VisionConfig) -> dict[str, Any]:
         """Return the keys of the vision encoder and the projector, `vision_config` included."""
@@ -290,28 +292,28 @@ class VisionLanguageFamily(ModelFamily):
         reasons: list[str] = []
         for kind in self.towers:
             try:
-                inner = {k: v for entry in TOWERS[kind] for k, v in entry.write_config_keys(vision).items()}  # type: ignore[arg-type]
+                inner = {k: v for entry in VISION_ENCODERS[kind] for k, v in entry.write_config_keys(vision).items()}  # type: ignore[arg-type]
                 return out | {"vision_config": {"model_type": kind, **inner}}
             except ConfigMismatchError as error:
                 reasons.append(f"{kind}: {error}")
         raise ConfigMismatchError("; ".join(reasons))
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`, in the naming style that this folder
-        uses.
+        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`, in the name style of the folder with
+        these `names`.
         """
-        held = None if names is None else set(names)
-        style = TensorNameStyle.detect_style(held, self.styles)
-        theirs = None if held is None else {name for name in map(style.to_text_name, held) if name is not None}
-        text = self.text_family.disk_tensor_table(text_only_config(model), theirs)
-        vision = {
+        names = None if names is None else set(names)
+        style = TensorNameStyle.detect_style(names, self.styles)
+        text_names = None if names is None else {name for name in map(style.to_text_name, names) if name is not None}
+        text = self.text_family.disk_tensor_table(text_only_config(model), text_names)
+        shapes = {
             name: shape for name, shape in canonical_tensors(model).items() if name.startswith((TOWER, PROJECTOR))
         }
         assert model.vision is not None
         rules = (*_add_prefix(style.tower, self.tower(model.vision)), *_add_prefix(style.outer, self.projector))
-        seen = expand_rules(rules, vision, model.vision.num_layers)
+        vision = expand_rules(rules, shapes, model.vision.num_layers)
         named = {style.to_disk_name(name): replace(disk, name=style.to_disk_name(name)) for name, disk in text.items()}
-        return seen | named
+        return vision | named
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
         """Return the disk tensors that repeat another one; see `ModelFamily.duplicate_tensors`."""
@@ -329,7 +331,7 @@ class TensorNameStyle:
     """Name prefixes of a folder's tensors: vision encoder, projector, text model body and head.
 
     Attributes:
-        marker: what those of the tower go on with.
+        marker: continuation of the vision encoder's prefix, which tells this style from others.
     """
 
     tower: str
@@ -341,21 +343,24 @@ class TensorNameStyle:
     @staticmethod
     def detect_style(names: set[str] | None, styles: Sequence[TensorNameStyle]) -> TensorNameStyle:
         """Return the style of a folder with these names; the first one for a new folder, as most software reads it."""
-        fits = (one for one in styles if any(name.startswith(one.tower + one.marker) for name in names or ()))
-        return next(fits, styles[0])
+        matches = (
+            style for style in styles if any(name.startswith(style.tower + style.marker) for name in names or ())
+        )
+        return next(matches, styles[0])
 
     def to_disk_name(self, name: str) -> str:
         """Return the disk name of a tensor of the text model."""
         return self.body + name.removeprefix("model.") if name.startswith("model.") else self.head + name
 
     def to_text_name(self, name: str) -> str | None:
-        """Return the name of a disk tensor in the text model alone, or None if it has no such tensor."""
+        """Return the name of a disk tensor in the text model, or None if it is not in the text model."""
         if name.startswith(self.body):
             return "model." + name.removeprefix(self.body)
         return name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head.") else None
 
 
-# As published, as transformers 5 saves them, and as it holds them. A tower's names go on with `embeddings` or `encoder`.
+# As published, as saved by transformers 5, and as named in its modules. The vision encoder's prefix is followed by
+# `embeddings` or `encoder`: the marker "e".
 STYLES: tuple[TensorNameStyle, ...] = (
     TensorNameStyle("vision_tower.vision_model.", "", "language_model.model.", "language_model."),
     TensorNameStyle("vision_tower.", "", "language_model.model.", "language_model."),

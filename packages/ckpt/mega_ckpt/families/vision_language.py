@@ -3,7 +3,7 @@ text model of any family. LLaVA-NeXT (1.6): images in tiles, with a learned newl
 Gemma 3 (arXiv:2503.19786): SigLIP with average-pooled patches, a norm and a matrix as projector. Qwen2.5-VL
 (arXiv:2502.13923): multimodal rotary positions (time, row, column) and a vision encoder for images of any shape.
 
-The tokens of an image see one another in the text model, within a window or without.
+In Gemma 3, attention of the text model is bidirectional among the tokens of an image, within a window or without.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     HfConfigDict,
     KeyEntry,
+    split_words,
 )
-from mega_ckpt.families.disk_layouts import TRANSPOSED, TensorRule
-from mega_ckpt.families.family import split_words
+from mega_ckpt.families.disk_layouts import TRANSPOSED, TensorRule, weight_bias_rules
 from mega_ckpt.families.llama_decoders import QWEN2
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.vision_family import ACTIVATIONS, PatchConvLayout, TensorNameStyle, VisionLanguageFamily
@@ -35,7 +35,7 @@ TOWER_BUFFERS = r"(.*\.)?(rotary_emb\.inv_freq|embeddings\.position_ids|vision_t
 class FeatureSelectEntry:
     """Selection of the vision encoder's outputs: `default` drops the first one, the class token of CLIP.
 
-    Of a tower without one it would leave out a patch, which nothing published does.
+    Without a class token it would drop a patch, which is not supported.
     """
 
     covered_keys: frozenset[str] = frozenset({"vision_feature_select_strategy"})
@@ -43,18 +43,21 @@ class FeatureSelectEntry:
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
         """Return the setting; ConfigMismatchError if a patch would be dropped."""
-        kind, chosen = (
-            (raw.get("vision_config") or {}).get("model_type"),
-            raw.get("vision_feature_select_strategy", "default"),
-        )
-        if chosen not in ("default", "full") or (chosen == "default" and kind == "siglip_vision_model"):
-            raise ConfigMismatchError(f"vision_feature_select_strategy = {chosen!r} is not supported with this tower")
-        return {"feature_class": chosen == "full" and kind != "siglip_vision_model"}
+        siglip = (raw.get("vision_config") or {}).get("model_type") == "siglip_vision_model"
+        strategy = raw.get("vision_feature_select_strategy", "default")
+        if strategy not in ("default", "full") or (strategy == "default" and siglip):
+            raise ConfigMismatchError(
+                f"vision_feature_select_strategy = {strategy!r} is not supported with this vision encoder"
+            )
+        return {"feature_class": strategy == "full" and not siglip}
 
     def write_config_keys(self, model: Any) -> dict[str, Any]:
         """Return the key from the fields of a `VisionConfig`."""
         full = model.feature_class or not model.class_token
-        return {"vision_feature_select_strategy": "full" if full else "default", "image_seq_length": model.tokens}
+        return {
+            "vision_feature_select_strategy": "full" if full else "default",
+            "image_seq_length": model.tokens_per_image,
+        }
 
 
 LLAVA = VisionLanguageFamily(
@@ -78,17 +81,16 @@ LLAVA = VisionLanguageFamily(
             }
         ),
     ),
-    projector=tuple(
-        TensorRule(f"multi_modal_projector.{part}.{kind}", (f"{PROJECTOR}{part}.{kind}",))
-        for part in ("linear_1", "linear_2")
-        for kind in ("weight", "bias")
+    projector=(
+        *weight_bias_rules("multi_modal_projector.linear_1", f"{PROJECTOR}linear_1"),
+        *weight_bias_rules("multi_modal_projector.linear_2", f"{PROJECTOR}linear_2"),
     ),
     buffers=TOWER_BUFFERS,
     carried=split_words("ignore_index image_seq_length pad_token_id projector_hidden_act vocab_size"),
 )
 
 
-_USUAL = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]  # where a config.json says nothing
+_DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,11 @@ class GridPinpointsEntry:
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
         """Return heights and widths."""
-        return {"pinpoints": raw.get("image_grid_pinpoints") or _USUAL}
+        return {"pinpoints": raw.get("image_grid_pinpoints") or _DEFAULT_PINPOINTS}
 
     def write_config_keys(self, model: Any) -> dict[str, Any]:
         """Return the key from the fields of a `VisionConfig`."""
-        return {"image_grid_pinpoints": [list(one) for one in model.pinpoints or ()]}
+        return {"image_grid_pinpoints": [list(size) for size in model.pinpoints or ()]}
 
 
 _FIXED: Mapping[str, Any] = {
@@ -138,13 +140,13 @@ class TokensPerImageEntry:
         patches, side = tower.get("image_size", 224) // tower.get("patch_size", 16), isqrt(tokens)
         if side * side != tokens or not side or patches % side:
             raise ConfigMismatchError(
-                f"mm_tokens_per_image = {tokens} is no square that divides {patches} x {patches} patches"
+                f"mm_tokens_per_image = {tokens} must be a square that divides {patches} x {patches} patches"
             )
         return {"pool": patches // side}
 
     def write_config_keys(self, model: Any) -> dict[str, Any]:
         """Return the key from the fields of a `VisionConfig`."""
-        return {"mm_tokens_per_image": model.tokens}
+        return {"mm_tokens_per_image": model.tokens_per_image}
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ class MultimodalRopeEntry(RopeEntry):
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return both forms, like `RopeEntry.write_config_keys`."""
         if model.rope.sections is None:
-            raise ConfigMismatchError("rope.sections must be given")
+            raise ConfigMismatchError("rope.sections is missing")
         sections = {_SECTIONS: list(model.rope.sections)}
         plain = model.model_copy(update={"rope": model.rope.model_copy(update={"sections": None})})
         out = super().write_config_keys(plain)
@@ -252,16 +254,11 @@ def qwen_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
             "patch_embed.proj.weight", (f"{TOWER}embed_patches.weight",), PatchConvLayout(frames=vision.native.frames)
         ),
         *(
-            TensorRule(f"blocks.{{i}}.{theirs}.{kind}", (f"{TOWER}layers.{{i}}.{ours}.{kind}",))
-            for ours, theirs in layer.items()
-            for kind in ("weight", "bias")
+            rule
+            for canonical, disk in layer.items()
+            for rule in weight_bias_rules(f"blocks.{{i}}.{disk}", f"{TOWER}layers.{{i}}.{canonical}")
         ),
-        *(
-            TensorRule(
-                f"blocks.{{i}}.attn.qkv.{kind}", tuple(f"{TOWER}layers.{{i}}.self_attn.{x}_proj.{kind}" for x in "qkv")
-            )
-            for kind in ("weight", "bias")
-        ),
+        *weight_bias_rules("blocks.{i}.attn.qkv", *(f"{TOWER}layers.{{i}}.self_attn.{name}_proj" for name in "qkv")),
     )
 
 
@@ -277,7 +274,7 @@ class OutHiddenSizeEntry:
         out, text = (raw.get("vision_config") or {}).get("out_hidden_size"), raw.get("text_config") or raw
         if out is not None and out != text.get("hidden_size", out):
             raise ConfigMismatchError(
-                f"vision_config.out_hidden_size = {out} is not hidden_size = {text['hidden_size']}"
+                f"vision_config.out_hidden_size = {out} must equal hidden_size = {text['hidden_size']}"
             )
         return {}
 
@@ -286,7 +283,6 @@ class OutHiddenSizeEntry:
         return {}
 
 
-_MERGER = {"ln_q": "norm", "mlp.0": "linear_1", "mlp.2": "linear_2"}
 QWEN2_5_VL = VisionLanguageFamily(
     name="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
@@ -303,10 +299,10 @@ QWEN2_5_VL = VisionLanguageFamily(
         TensorNameStyle("model.visual.", "model.visual.", "model.language_model.", "", ""),
     ),
     flat=True,
-    projector=tuple(
-        TensorRule(f"merger.{theirs}.{kind}", (f"{PROJECTOR}{ours}.{kind}",))
-        for theirs, ours in _MERGER.items()
-        for kind in ("weight", "bias")
+    projector=(
+        *weight_bias_rules("merger.ln_q", f"{PROJECTOR}norm"),
+        *weight_bias_rules("merger.mlp.0", f"{PROJECTOR}linear_1"),
+        *weight_bias_rules("merger.mlp.2", f"{PROJECTOR}linear_2"),
     ),
     buffers=r"(.*\.)?(rotary_emb|rotary_pos_emb)\.inv_freq",
     carried=split_words("initializer_range video_token_id vision_token_id"),

@@ -17,8 +17,8 @@ class UniformWindowEntry:
     """One sliding window in every layer, or none. A list of layer types, which transformers' caches use, must agree.
 
     Attributes:
-        size: the window where the key is absent.
-        supports_windows: whether the family's code has windows at all.
+        size: the window if the key is absent.
+        supports_windows: the family's code supports windows.
     """
 
     size: int | None = None
@@ -50,9 +50,9 @@ class LayerTypesEntry:
     """A window size and a list of layer types; without the list, every n-th layer has full attention.
 
     Attributes:
-        size: the window where the key is absent.
-        every: layers `every - 1`, `2 every - 1`, ... have no window; None: all have.
-        every_keys: keys that say so, if the family has one.
+        size: the window if the key is absent.
+        every: layers `every - 1`, `2 every - 1`, ... have no window; None: all layers have one.
+        every_keys: aliases of the key of `every`; empty if the family has no such key.
     """
 
     size: int | None
@@ -82,8 +82,8 @@ class QwenWindowEntry:
     """Qwen's sliding window: a switch, a size, the first layer that has it, and the redundant list of layer types.
 
     Attributes:
-        size, first: what transformers takes where the keys are absent.
-        alternating: without a list, every second of the layers *before* `max_window_layers` has a window instead.
+        size, first: transformers' defaults for absent keys.
+        alternating: without a list, every second layer *before* `max_window_layers` has a window instead.
     """
 
     size: int = 4096
@@ -142,8 +142,8 @@ class RopeInWindowsEntry:
     (Command R7B).
 
     Attributes:
-        every_key: the key that says how many, where there is no list of kinds.
-        none_rotates_all: without any window all layers rotate, as in EXAONE 4.
+        every_key: the key of `every`, read without a list of layer types.
+        none_rotates_all: in a model without windows, all layers have rotary positions, as in EXAONE 4.
     """
 
     every_key: str
@@ -190,7 +190,7 @@ def check_layer_types(raw: HfConfigDict, size: int | None) -> None:
     """
     kind = _LOCAL if size else _FULL
     if any(each != kind for each in raw.get("layer_types") or ()):
-        raise ConfigMismatchError(f"layer_types is not supported where it names layers other than {kind}")
+        raise ConfigMismatchError(f"layer_types is not supported with layers other than {kind}")
 
 
 def model_layer_types(model: ModelConfig) -> list[str]:
@@ -206,13 +206,13 @@ def window_layer_types(full: Sequence[bool]) -> list[str]:
 def window_fields(kinds: Any, size: int | None, layers: Sequence[int]) -> dict[str, Any]:
     """Return `ModelConfig`'s window fields for layers of these types."""
     if not isinstance(kinds, list) or not set(kinds) <= {_FULL, _LOCAL}:
-        strange = sorted(set(map(str, kinds)) - {_FULL, _LOCAL}) if isinstance(kinds, list) else kinds
-        raise ConfigMismatchError(f"layer_types: {strange} is not supported (only {_FULL} and {_LOCAL})")
+        unsupported = sorted(set(map(str, kinds)) - {_FULL, _LOCAL}) if isinstance(kinds, list) else kinds
+        raise ConfigMismatchError(f"layer_types: {unsupported} is not supported (only {_FULL} and {_LOCAL})")
     if len(kinds) != len(layers):
-        raise ConfigMismatchError(f"layer_types names {len(kinds)} layers, but num_hidden_layers = {len(layers)}")
+        raise ConfigMismatchError(f"layer_types has {len(kinds)} layers, but num_hidden_layers = {len(layers)}")
     if _LOCAL not in kinds:
         return {"sliding_window": None}
     if not size:
-        raise ConfigMismatchError(f"layer_types has layers of {_LOCAL}, but there is no sliding_window")
+        raise ConfigMismatchError(f"layer_types with {_LOCAL} requires sliding_window")
     full = [layer for layer, kind in enumerate(kinds) if kind == _FULL]
     return {"sliding_window": size, "full_attention_layers": full or None}

@@ -1,23 +1,31 @@
-"""Adam moments of other trainers, by name or by parameter number: in `torch.optim.Optimizer.state_dict`, and in
-Colossal-AI's split files.
+"""Adam moments of other trainers, by name or by parameter number: state dicts of `torch.optim.Optimizer`, Colossal-AI's
+sharded files, `optimizer.pt` of transformers' Trainer and `optimizer.bin` of Accelerate.
 
     {"state": {0: {"step", "exp_avg", "exp_avg_sq"}, ...}, "param_groups": [{"params": [0, ...], ...}]}
 
-Parameters are called by their number, in the order in which the optimizer was given them. Given all of a model's in one group,
-as `model.parameters()` has them, these are the weights in the order of the model's own state. Names, where there are some, are
-in `param_names` of the groups, or stand for the numbers (`FSDP.optim_state_dict`).
+Parameters are numbered in the order in which the optimizer received them. With one group, `model.parameters()`, this is
+the order of the model's state dict. Some state dicts have names: in `param_names` of the groups, or instead of numbers
+(`FSDP.optim_state_dict`).
 
     modeling/     pytorch_model.bin, or pytorch_model.bin.index.json and its shards
     optimizer/    pytorch_optim.bin.index.json, pytorch_optim_group.bin (`param_groups`), pytorch_optim-00001.bin (of `state`)
+
+Next to a HuggingFace model the weight files have another order, so the order of the parameters is that of the model in
+transformers, which is built on the meta device. Accelerate's programs usually give the optimizer all parameters as one
+group; the Trainer makes two groups, without weight decay for norms and biases.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from mega_ckpt.formats.dcp import malformed_as_error
 from mega_ckpt.formats.disk_source import LazyTensor
@@ -32,22 +40,23 @@ class NamedAdamState:
     """Weights and Adam moments in another trainer's folder, by the names of the weights.
 
     Attributes:
-        weights: by name.
-        moments: by kind (`exp_avg`, `exp_avg_sq`) and the name of the weight; empty where there are none, or nobody knows whose they are.
-        steps: updates that the moments have seen, if it says so.
-        samples: read until then, if it says so.
-        missing_reason: why there are no moments, where there are none.
+        weights: weights by name.
+        moments: moments by kind (`exp_avg`, `exp_avg_sq`) and name of the weight; empty if they are missing or cannot be
+            assigned to weights.
+        steps: number of updates of the moments, if stored.
+        samples: number of consumed samples, if stored.
+        missing_reason: reason for empty `moments`.
     """
 
     weights: Mapping[str, LazyTensor]
     moments: Mapping[str, Mapping[str, LazyTensor]] = field(default_factory=dict)
     steps: int | None = None
     samples: int | None = None
-    missing_reason: str = "there are no moments of Adam by the names of the weights"
+    missing_reason: str = "Adam moments with the names of the weights are missing"
 
     def rename_weights(self, name: Callable[[str], str]) -> NamedAdamState:
         """Return the state with renamed weights."""
-        moments = {kind: {name(key): one for key, one in held.items()} for kind, held in self.moments.items()}
+        moments = {kind: {name(key): one for key, one in tensors.items()} for kind, tensors in self.moments.items()}
         weights = {name(key): one for key, one in self.weights.items()}
         return replace(self, weights=weights, moments=moments)
 
@@ -67,12 +76,12 @@ def parse_integer(value: Any) -> int | None:
 
 
 SHARDED, GROUPS = "pytorch_optim.bin.index.json", "pytorch_optim_group.bin"
-BESIDE = "optimizer"  # Colossal-AI's folder of the optimizer's state, beside that of the weights
-BY_NUMBER = "the moments are kept by the number of a parameter"
+OPTIMIZER_FOLDER = "optimizer"  # Colossal-AI's folder of the optimizer state, a sibling of that of the weights
+BY_NUMBER = "the moments are stored by parameter number"
 
 
 def attach_moments(path: Path, weights: Mapping[str, StoredTensor], optimizer: Mapping[Any, Any]) -> NamedAdamState:
-    """Return the weights with the moments of an optimizer that got the weights in the order of `weights`."""
+    """Return the weights with the moments of an optimizer whose parameters are in the order of `weights`."""
     held = {name: to_lazy_tensor(one.path, one) for name, one in weights.items()}
     return name_moments(path, held, optimizer, [[_distinct_names(weights)]])
 
@@ -84,15 +93,15 @@ def name_moments(
     unknown.
 
     Args:
-        path: the file that the moments are in, for messages.
+        path: the file of the moments, for messages.
         held: the weights of the whole model.
-        optimizer: the optimizer's state.
-        orders: of the names that it may have been given, by group; the first with as many in each counts.
+        optimizer: the optimizer's state dict.
+        orders: candidates for the order of the names, by group; the first one whose group sizes match is used.
 
     Raises:
-        CheckpointError: when that is not laid out so.
+        CheckpointError: when `optimizer` is no state dict of an optimizer.
     """
-    with malformed_as_error(f"{path}: not the state of an optimizer of torch"):
+    with malformed_as_error(f"{path}: not a state dict of a torch optimizer"):
         groups, state = optimizer["param_groups"], optimizer["state"]
         keys = [key for group in groups for key in group["params"]]
         names = [name for group in groups for name in group.get("param_names", ())] or keys
@@ -100,41 +109,43 @@ def name_moments(
             counts = [len(group["params"]) for group in groups]
             order = next((order for order in orders if [len(group) for group in order] == counts), None)
             if order is None:
-                counted = f"{len(keys)} in {len(groups)} groups, the weights are {sum(map(len, orders[0]))}"
+                counted = f"of {len(keys)} parameters in {len(groups)} groups, but there are {sum(map(len, orders[0]))} weights"
                 return NamedAdamState(held, missing_reason=f"{BY_NUMBER}, {counted}")
             names = [name for group in order for name in group]
-        told = dict(zip(names, (state.get(key, {}) for key in keys), strict=True))
+        by_name = dict(zip(names, (state.get(key, {}) for key in keys), strict=True))
         if any(
-            name in held and kind in one and one[kind].shape != held[name].shape
-            for name, one in told.items()
+            name in held and kind in entry and entry[kind].shape != held[name].shape
+            for name, entry in by_name.items()
             for kind in MOMENTS
         ):
             return NamedAdamState(held, missing_reason=f"{BY_NUMBER}, in another order than the weights")
         moments = {
-            kind: {name: to_lazy_tensor(one[kind].path, one[kind]) for name, one in told.items() if kind in one}
+            kind: {
+                name: to_lazy_tensor(entry[kind].path, entry[kind]) for name, entry in by_name.items() if kind in entry
+            }
             for kind in MOMENTS
         }
-        steps = {parse_integer(one["step"]) for one in told.values() if "step" in one}
+        steps = {parse_integer(entry["step"]) for entry in by_name.values() if "step" in entry}
     return NamedAdamState(held, moments, steps.pop() if len(steps) == 1 else None)
 
 
 def read_colossalai_state(folder: Path, files: Mapping[str, Mapping[str, StoredTensor]]) -> NamedAdamState | None:
-    """Return weights that Colossal-AI saved in `folder`, file by file in order, with the moments next to them; None if
-    there are none.
+    """Return weights that Colossal-AI saved in `folder`, file by file in order, with the moments next to them; None
+    without moments.
 
     Raises:
         CheckpointError: when files are missing or damaged.
     """
-    index = folder.parent / BESIDE / SHARDED
+    index = folder.parent / OPTIMIZER_FOLDER / SHARDED
     if not index.is_file():
         return None
-    with malformed_as_error(f"{index}: not an index of an optimizer's files"):
+    with malformed_as_error(f"{index}: not an index of optimizer files"):
         shards = sorted({str(Path(name).name) for name in json.loads(index.read_bytes())["weight_map"].values()})
     if missing := [name for name in (*shards, GROUPS) if not (index.parent / name).is_file()]:
-        raise CheckpointError(f"{index.parent}: {missing[0]} is missing", hint="was it copied whole?")
+        raise CheckpointError(f"{index.parent}: {missing[0]} is missing", hint="copy the folder again")
     parts = [load_torch_archive(index.parent / name) for name in shards]
     weights = {name: one for _, file in sorted(files.items()) for name, one in file.items()}
-    with malformed_as_error(f"{index}: names files that are none of an optimizer"):
+    with malformed_as_error(f"{index}: its files have no optimizer state"):
         optimizer = {
             "state": {key: one for part in parts for key, one in part.items()},
             "param_groups": load_torch_archive(index.parent / GROUPS),
@@ -148,3 +159,50 @@ def _distinct_names(weights: Mapping[str, StoredTensor]) -> list[str]:
     for name, one in weights.items():
         found.setdefault((one.path, one.begin, one.start, one.shape), name)
     return list(found.values())
+
+
+FILES = ("optimizer.pt", "optimizer.bin")
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm(\.|$)")
+
+
+def read_trainer_state(folder: Path, weights: Mapping[str, LazyTensor]) -> NamedAdamState | None:
+    """Return the weights of a folder with the moments in it, or the reason why they cannot be read; None without an
+    optimizer file.
+
+    An unreadable optimizer file is not an error, since the weights are in other files.
+    """
+    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if path is None:
+        return None
+    try:
+        orders = _parameter_orders(folder)
+    except ImportError:
+        reason = f"{BY_NUMBER}, and transformers, which defines the order of the parameters, is not installed"
+        return NamedAdamState(weights, missing_reason=reason)
+    except Exception as error:  # noqa: BLE001  # code of any model in transformers may raise any exception
+        return NamedAdamState(weights, missing_reason=f"{BY_NUMBER}, and transformers cannot build the model ({error})")
+    try:
+        optimizer = load_torch_archive(path)
+        if not isinstance(optimizer, Mapping):
+            raise CheckpointError(f"{path}: not a state dict of a torch optimizer")
+        return name_moments(path, weights, optimizer, orders)
+    except CheckpointError as error:
+        return NamedAdamState(weights, missing_reason=error.message)
+
+
+def _parameter_orders(folder: Path) -> list[list[list[str]]]:
+    """Return the possible parameter orders of the optimizer: parameter names by group."""
+    import transformers  # takes seconds, and only this function needs it
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    model_class = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            model: nn.Module = model_class(config)
+        else:
+            auto = transformers.AutoModelForCausalLM
+            model = auto.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    norms = {name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+    names = [name for name, _ in model.named_parameters()]
+    decayed = [name for name in names if not _UNDECAYED.search(name.lower()) and name.rpartition(".")[0] not in norms]
+    return [[names], [decayed, [name for name in names if name not in set(decayed)]]]

@@ -4,7 +4,7 @@ Megatron.
     .metadata            pickle: {name: shape, dtype, chunks}, {(name, offset): file, first byte, bytes}
     __0_0.distcp ...     one `torch.save` archive after another
 
-All pickles go through `pickles`, and tensors stay in their files until they are read.
+Pickles are loaded with `safe_pickles`; tensors are read on use.
 """
 
 from __future__ import annotations
@@ -51,14 +51,18 @@ class SavedTensor:
         """Read the whole tensor: mapped if it is one rectangle."""
         held = sum(math.prod(chunk.shape) for chunk in self.chunks)
         if held < math.prod(self.shape):
-            raise CheckpointError(f"the shards of a tensor of shape {list(self.shape)} have {held} of its elements")
+            raise CheckpointError(
+                f"the shards of a tensor of shape {list(self.shape)} have only {held} of its elements"
+            )
         if len(self.chunks) == 1 and self.chunks[0].shape == self.shape:
             return self.chunks[0].read()
         out, copied = torch.empty(self.shape, dtype=self.dtype), 0
         for chunk in self.chunks:
             copied += copy_overlap(TensorBox((0,) * out.dim(), out), TensorBox(chunk.offset, chunk.read()))
         if copied != out.numel():
-            raise CheckpointError(f"the shards of a tensor of shape {list(self.shape)} have {copied} of its elements")
+            raise CheckpointError(
+                f"the shards of a tensor of shape {list(self.shape)} have only {copied} of its elements"
+            )
         return out
 
 
@@ -76,7 +80,7 @@ class ArchiveRange:
         return load_torch_archive(self.path, self.begin, self.end)
 
 
-DcpEntries = Mapping[tuple[str, TensorShape | None], ArchiveRange]  # by name and, of tensors, offset
+DcpEntries = Mapping[tuple[str, TensorShape | None], ArchiveRange]  # by name, and offset of tensors
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,9 @@ class DcpFolder:
     """Contents of a folder of torch.distributed.checkpoint.
 
     Attributes:
-        keys: all names, of objects too.
-        tensors: by name.
-        entries: where tensors' rectangles and objects lie.
+        keys: names of all tensors and objects.
+        tensors: tensors by name.
+        entries: byte ranges of the rectangles of tensors, and of objects.
     """
 
     keys: Sequence[str]
@@ -98,11 +102,11 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
     """Open a folder without reading its tensors.
 
     Raises:
-        CheckpointError: when it is damaged, or asks for what no checkpoint needs.
+        CheckpointError: when it is damaged, or has a function or class that is not allowed.
     """
     path = folder / METADATA
     if path.stat().st_size > MAX_PICKLE_BYTES:
-        raise CheckpointError(f"{path}: larger than {MAX_PICKLE_BYTES} bytes, which no metadata is")
+        raise CheckpointError(f"{path}: must have at most {MAX_PICKLE_BYTES} bytes, not {path.stat().st_size}")
     metadata = load_untrusted_pickle(path.read_bytes(), str(path))
     with bad_metadata_as_error(folder):
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
@@ -119,7 +123,7 @@ def malformed_as_error(message: str) -> Iterator[None]:
     """Convert the exceptions of code that parses untrusted data into a CheckpointError with `message`.
 
     Raises:
-        CheckpointError: with the message and what failed.
+        CheckpointError: with the message and the exception.
     """
     try:
         yield
@@ -142,13 +146,11 @@ class _Chunk:
         """Return the chunk, mapped.
 
         Raises:
-            CheckpointError: when the file holds another tensor than the metadata says.
+            CheckpointError: when the tensor in the file conflicts with the metadata.
         """
         value = self.entry.archived_value
         if not isinstance(value, StoredTensor) or (value.dtype, value.shape) != (self.dtype, self.shape):
-            raise CheckpointError(
-                f"{self.entry.path}: at byte {self.entry.begin} is not the tensor that {METADATA} says"
-            )
+            raise CheckpointError(f"{self.entry.path}: the tensor at byte {self.entry.begin} conflicts with {METADATA}")
         return value.read()
 
 
@@ -159,8 +161,8 @@ def _saved_tensor(key: str, one: Any, entries: DcpEntries) -> SavedTensor:
         entry = entries[key, offset]
         if math.prod(shape) * dtype.itemsize > entry.end - entry.begin:
             raise CheckpointError(
-                f"{entry.path}: at byte {entry.begin} is not the tensor that {METADATA} says: {key} {list(shape)} does not "
-                f"fit {entry.end - entry.begin:,} bytes"
+                f"{entry.path}: the tensor at byte {entry.begin} conflicts with {METADATA}: {key} {list(shape)} does not fit "
+                f"in {entry.end - entry.begin:,} bytes"
             )
         chunks.append(StoredBox(offset, shape, _Chunk(entry, dtype, shape).read))
     return SavedTensor(dtype, _parse_sizes(one.size), chunks)
@@ -174,12 +176,15 @@ def _storage_key(index: Any) -> tuple[str, TensorShape | None]:
 def _archive_range(folder: Path, info: Any, sizes: Mapping[str, int]) -> ArchiveRange:
     name, begin, length = info.relative_path, info.offset, info.length
     if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+\.distcp", name):
-        raise CheckpointError(f"{folder / METADATA}: {name!r} is not the plain name of a file in the same folder")
+        raise CheckpointError(f"{folder / METADATA}: {name!r} must be the plain name of a file in the same folder")
     if info.state.get("transform_descriptors"):
-        raise CheckpointError(f"{folder / METADATA}: {name} is compressed", hint="save it again without compression")
+        raise CheckpointError(
+            f"{folder / METADATA}: compressed files such as {name} are not supported",
+            hint="save the checkpoint again without compression",
+        )
     (begin, length) = _parse_sizes((begin, length))
-    if begin + length > (size := sizes.get(name, 0)):  # of a file that is not there too
-        state = f"{size:,} bytes long, but {begin + length:,} are expected" if name in sizes else "no such file"
+    if begin + length > (size := sizes.get(name, 0)):  # a missing file has size 0
+        state = f"{size:,} bytes instead of {begin + length:,}" if name in sizes else "no such file"
         raise CheckpointError(f"{folder / name}: cannot be read ({state})", hint="copy the file again")
     return ArchiveRange(folder / name, begin, begin + length)
 
@@ -191,7 +196,7 @@ def _is_tensor_metadata(one: Any) -> bool:
 def _parse_sizes(numbers: Any) -> TensorShape:
     out = tuple(numbers)
     if len(out) > MAX_AXES or not all(isinstance(n, int) and 0 <= n < 1 << 62 for n in out):
-        raise ValueError(f"{out!r:.80} are not sizes")
+        raise ValueError(f"{out!r:.80} must be sizes")
     return out
 
 

@@ -1,10 +1,10 @@
-"""DeepSpeed's folders: fp32 weights and Adam moments, reassembled from the ZeRO partitions of its ranks.
+"""DeepSpeed checkpoints: fp32 weights and Adam moments, reassembled from the ZeRO partitions of its ranks.
 
-    global_step100/*_model_states.pt, *_optim_states.pt      ZeRO-1 to 3, and without ZeRO the first alone
+    global_step100/*_model_states.pt, *_optim_states.pt      ZeRO-1 to 3; without ZeRO only the first
     zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt  universal checkpoints
 
-The fp32 weights that the optimizer keeps are read, as its own `zero_to_fp32` does: with ZeRO-1 and 2 each rank has a stretch of
-a group's parameters one after another, with ZeRO-3 of every parameter its part. Moments lie as the weights do.
+Like DeepSpeed's `zero_to_fp32`, it reads the fp32 weights of the optimizer: with ZeRO-1 and 2 each rank has a range of
+the concatenated parameters of a group, with ZeRO-3 a part of every parameter. Moments are sharded like the weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mega_ckpt.training_state import MOMENTS
 from mega_common.errors import CheckpointError
 
 MODEL_STATES, OPTIM_STATES = "*_model_states.pt", "*_optim_states.pt"
-FlatPartitions = Sequence[StoredTensor]  # what a rank has of each group of parameters
+FlatPartitions = Sequence[StoredTensor]  # partitions of one rank, one per parameter group
 
 
 def read_universal_checkpoint(folder: Path) -> NamedAdamState:
@@ -36,28 +36,28 @@ def read_universal_checkpoint(folder: Path) -> NamedAdamState:
     ZeRO-3.
 
     Raises:
-        CheckpointError: when a file holds no tensor.
+        CheckpointError: when a file has no tensor.
     """
     model = next(map(_load_mapping, _rank_files(folder, MODEL_STATES)), {})
     shapes = {name: tuple(shape) for group in model.get("param_shapes") or () for name, shape in group.items()}
-    held: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in ("fp32", *MOMENTS)}
-    for kind, tensors in held.items():
+    found: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in ("fp32", *MOMENTS)}
+    for kind, tensors in found.items():
         for path in sorted(folder.glob(f"zero/*/{kind}.pt")):
             value, name = load_torch_archive(path), path.parent.name
             one = value.get("param") if isinstance(value, Mapping) else value
             if not isinstance(one, StoredTensor):
-                raise CheckpointError(f"{path}: holds no tensor")
+                raise CheckpointError(f"{path}: must have a tensor", hint="copy the checkpoint again")
             tensors[name] = _reshaped(path, one, shapes.get(name, one.shape))
     steps = {parse_integer(load_torch_archive(path)) for path in folder.glob("zero/*/step.pt")} or {
         _count_updates(model)
     }
     return NamedAdamState(
-        held.pop("fp32"), held, steps.pop() if len(steps) == 1 else None, parse_integer(model.get("global_samples"))
+        found.pop("fp32"), found, steps.pop() if len(steps) == 1 else None, parse_integer(model.get("global_samples"))
     )
 
 
 def _reshaped(path: Path, one: StoredTensor, shape: tuple[int, ...]) -> LazyTensor:
-    """Return a stored tensor in another shape with as many elements."""
+    """Return a stored tensor in another shape with the same number of elements."""
     if math.prod(shape) != math.prod(one.shape):
         raise CheckpointError(f"{path}: has {math.prod(one.shape)} elements instead of {math.prod(shape)}")
     return LazyTensor(path, one.dtype, shape, lambda: one.read().reshape(shape))
@@ -74,12 +74,13 @@ def read_zero_checkpoint(folder: Path) -> NamedAdamState:
     model files.
 
     Raises:
-        CheckpointError: when files are missing, or are not as DeepSpeed writes them.
+        CheckpointError: when files are missing, or do not have DeepSpeed's format.
     """
     models = [_load_mapping(path) for path in _rank_files(folder, MODEL_STATES)]
     if len({path.name.rpartition("mp_rank_")[2] for path in folder.glob(MODEL_STATES)}) > 1:
         raise CheckpointError(
-            f"{folder}: its weights are split over tensor ranks, which only the program that split them can join"
+            f"{folder}: weights that are sharded by tensor parallelism are not supported",
+            hint="join them with the program that trained the model",
         )
     model = models[0]
     held = {
@@ -90,15 +91,18 @@ def read_zero_checkpoint(folder: Path) -> NamedAdamState:
     states = [_load_mapping(path).get("optimizer_state_dict") for path in _rank_files(folder, OPTIM_STATES)]
     if not states:
         return _without_zero(folder, model, held)
-    with dcp.malformed_as_error(f"{folder}: its files are not laid out as DeepSpeed does"):
+    with dcp.malformed_as_error(f"{folder}: its files do not have DeepSpeed's format"):
         found, moments, steps = _from_partitions(folder, states, model)
-        kept = set(model.get("buffer_names") or ())
-        found |= {name: held[name] for name in held if name in kept and name not in found}
+        buffers = set(model.get("buffer_names") or ())
+        found |= {name: held[name] for name in held if name in buffers and name not in found}
         for copy, name in model.get("shared_params") or ():
             found.setdefault(copy, found[name])
         frozen = set(model.get("frozen_param_shapes") or ()) - found.keys()
     if frozen and not frozen <= held.keys():
-        raise CheckpointError(f"{folder}: frozen weights, such as {min(frozen)}, are not in its files whole")
+        raise CheckpointError(
+            f"{folder}: frozen weights, such as {min(frozen)}, are not saved whole",
+            hint="save the model with exclude_frozen_parameters=False and gathered weights",
+        )
     found |= {name: held[name] for name in frozen}
     return NamedAdamState(found, moments, steps, parse_integer(model.get("global_samples")))
 
@@ -121,17 +125,17 @@ def _from_partitions(
     stage, shapes = parse_integer(states[0]["zero_stage"]), model["param_shapes"]
     if len(states) != _partition_count(states[0]["partition_count"]):
         raise CheckpointError(
-            f"{folder}: files of {len(states)} ranks instead of {states[0]['partition_count']}",
+            f"{folder}: has files of {len(states)} ranks instead of {states[0]['partition_count']}",
             hint="copy the checkpoint of every node into one folder",
         )
-    placed = _zero12_tensors if stage in (1, 2) else _zero3_tensors
+    reassemble = _zero12_tensors if stage in (1, 2) else _zero3_tensors
     key = "single_partition_of_fp32_groups" if stage in (1, 2) else "fp32_flat_groups"
-    weights = placed(folder, [[*state[key]] for state in states], shapes)
+    weights = reassemble(folder, [[*state[key]] for state in states], shapes)
     groups = len(states[0][key])
     adams = [_adam_states(state, groups) for state in states]
     if not all(adams):
         return weights, {}, None
-    moments = {kind: placed(folder, [[one[kind] for one in adam] for adam in adams], shapes) for kind in MOMENTS}
+    moments = {kind: reassemble(folder, [[one[kind] for one in adam] for adam in adams], shapes) for kind in MOMENTS}
     return weights, moments, parse_integer(adams[0][0].get("step"))
 
 
@@ -208,12 +212,12 @@ def _rank_files(folder: Path, pattern: str) -> list[Path]:
 def _load_mapping(path: Path) -> Mapping[str, Any]:
     value = load_torch_archive(path)
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"{path}: is no checkpoint of a trainer")
+        raise CheckpointError(f"{path}: must be a state dict, but is another object")
     return value
 
 
 def _module_state(model: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     module = model.get("module")
     if not isinstance(module, Mapping):
-        raise CheckpointError(f"{folder}: its files of the model hold no `module`")
+        raise CheckpointError(f"{folder}: `module` is missing in its model files")
     return module

@@ -1,4 +1,4 @@
-"""Lazily read tensors of any file format, and a source of canonical tensors made from them."""
+"""Lazily read tensors of any file format, and a weight source that assembles canonical tensors from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.families.disk_layouts import DiskTensor, TensorSlice
-from mega_ckpt.tensor_pieces import TensorBox, TensorShape, copy_overlap, crop_tensor
+from mega_ckpt.tensor_pieces import TensorBox, TensorShape, box_overlap, copy_overlap, crop_tensor
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
@@ -23,10 +23,10 @@ class LazyTensor:
 
     Attributes:
         path: the file it is in.
-        dtype: of what `read` gives.
-        shape: the same.
-        read: gives the whole tensor, as a view of the file where it can be.
-        costly: whether reading fetches or computes the tensor, so that it is kept until the next one is read.
+        dtype: dtype of the tensor that `read` returns.
+        shape: its shape.
+        read: returns the whole tensor, as a view of the file if possible.
+        costly: reading downloads or computes the tensor, so that it is cached until the next one is read.
     """
 
     path: Location
@@ -39,7 +39,7 @@ class LazyTensor:
 class DiskSource:
     """Weights in files with their own names and layouts. At most one costly tensor is kept in memory.
 
-    `quantization` tells how those are that are not stored as they are read.
+    `quantization` describes the stored weights if they are dequantized when read; else it is None.
 
     Raises:
         CheckpointError: from the constructor, when parts of one canonical tensor have two dtypes.
@@ -47,19 +47,19 @@ class DiskSource:
 
     def __init__(
         self,
-        place: Location,
+        path: Location,
         model: ModelConfig,
         table: Mapping[str, DiskTensor],
         disk: Mapping[str, LazyTensor],
-        quantised: str | None = None,
+        quantization: str | None = None,
     ) -> None:
-        self.place, self.quantization = place, quantised
+        self.path, self.quantization = path, quantization
         self.model: ModelConfig = model
         self._disk = disk
         self._shapes = canonical_tensors(model)
-        self._places = _locate_tensors(table)
+        self._locations = _locate_tensors(table)
         self._buffers = [name for name in disk if name not in table]
-        self._kept: dict[str, Tensor] = {}
+        self._cached: dict[str, Tensor] = {}
         self._check_dtypes()
 
     def weight_files(self) -> Sequence[Location]:
@@ -76,7 +76,7 @@ class DiskSource:
 
     def tensor_dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a tensor; for a quantized one the dtype it is read in."""
-        disk, _ = self._places[name][0]
+        disk, _ = self._locations[name][0]
         return self._disk[disk.name].dtype
 
     def read_tensor(self, name: str) -> Tensor:
@@ -86,12 +86,12 @@ class DiskSource:
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read a rectangle of a tensor: a view of the file, unless it is assembled from several disk tensors."""
-        places = self._places[name]
-        if len(places) == 1:
-            return crop_tensor(self._view(*places[0]), offset, shape)
+        locations = self._locations[name]
+        if len(locations) == 1:
+            return crop_tensor(self._view(*locations[0]), offset, shape)
         out = torch.empty(shape, dtype=self.tensor_dtype(name))
-        for disk, slab in places:
-            if all(a < b + n and b < a + m for a, m, b, n in zip(offset, shape, slab.offset, slab.shape, strict=True)):
+        for disk, slab in locations:
+            if box_overlap(offset, shape, slab.offset, slab.shape):
                 copy_overlap(TensorBox(offset, out), TensorBox(slab.offset, self._view(disk, slab)))
         return out
 
@@ -108,21 +108,25 @@ class DiskSource:
         return next(view for each, view in views if each == slab)
 
     def _read_disk_tensor(self, name: str) -> Tensor:
-        """Read a disk tensor. A costly one is kept until the next one, because it is read in blocks."""
+        """Read a disk tensor. A costly one is cached until the next one, because it is read in blocks."""
         stored = self._disk[name]
         if not stored.costly:
             return stored.read()
-        if name not in self._kept:
-            self._kept.clear()
-            self._kept[name] = stored.read()
-        return self._kept[name]
+        if name not in self._cached:
+            self._cached.clear()
+            self._cached[name] = stored.read()
+        return self._cached[name]
 
     def _check_dtypes(self) -> None:
         """Check that all disk tensors of one canonical tensor have the same dtype."""
-        for name, places in self._places.items():
-            for disk, _ in places:
-                if self._disk[disk.name].dtype != self.tensor_dtype(name):
-                    raise CheckpointError(f"{self.place}: {disk.name} has another dtype than {places[0][0].name}")
+        for name, locations in self._locations.items():
+            dtype = self.tensor_dtype(name)
+            for disk, _ in locations:
+                if self._disk[disk.name].dtype != dtype:
+                    raise CheckpointError(
+                        f"{self.path}: the dtype of {disk.name}, {self._disk[disk.name].dtype}, must be that of "
+                        f"{locations[0][0].name}, {dtype}"
+                    )
 
 
 def _locate_tensors(table: Mapping[str, DiskTensor]) -> Mapping[str, list[tuple[DiskTensor, TensorSlice]]]:
@@ -131,4 +135,4 @@ def _locate_tensors(table: Mapping[str, DiskTensor]) -> Mapping[str, list[tuple[
     for disk in table.values():
         for slab in disk.slabs:
             found[slab.name].setdefault(slab.offset, (disk, slab))
-    return {name: list(places.values()) for name, places in found.items()}
+    return {name: list(locations.values()) for name, locations in found.items()}

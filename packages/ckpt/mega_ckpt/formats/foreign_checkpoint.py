@@ -1,10 +1,10 @@
 """Checkpoints of other trainers next to a config.json: weights, and Adam moments if they are named.
 
     FSDP, torchtitan, Accelerate      .metadata and *.distcp, in the folder or in one below it (`dcp`)
-    DeepSpeed                         latest, global_step100/..., or zero/<name>/... (`deepspeed_state`)
+    DeepSpeed                         latest, global_step100/..., or zero/<name>/... (`deepspeed_checkpoint`)
     Lightning, LitGPT                 one *.ckpt or *.pth
 
-Names are HuggingFace's, or those of `families.dialects`, under what wraps the model.
+Names are HuggingFace's or those of `families.trainer_naming`, possibly with a common prefix.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MOMENT = re.compile(_OPTIMIZER.pattern + r"(?:state\.)?(?P<weight>.+)\.(?P<kind
 
 
 def read_foreign_checkpoint(folder: Path) -> NamedAdamState | None:
-    """Read a folder of one of these kinds, by names without wrappers; None for any other folder.
+    """Read a folder in one of these formats, by names without wrappers; return None for any other folder.
 
     Raises:
-        CheckpointError: when files are missing or damaged, or hold what is none of these.
+        CheckpointError: when files are missing, damaged or ambiguous.
     """
     for inside in _candidate_folders(folder):
         if (inside / dcp.METADATA).is_file():
@@ -45,7 +45,7 @@ def read_foreign_checkpoint(folder: Path) -> NamedAdamState | None:
     archives = sorted(path for pattern in ("*.ckpt", "*.pth") for path in folder.glob(pattern))
     if len(archives) > 1:
         names = ", ".join(path.name for path in archives)
-        raise CheckpointError(f"{folder}: holds several checkpoints: {names}", hint="leave one there")
+        raise CheckpointError(f"{folder}: has several checkpoints: {names}", hint="keep only one in the folder")
     return _read_archive_state(archives[0]).rename_weights(strip_wrappers) if archives else None
 
 
@@ -72,12 +72,12 @@ def _candidate_folders(folder: Path) -> Iterator[Path]:
     if (folder / LATEST).is_file():
         name = (folder / LATEST).read_text().strip()
         if not re.fullmatch(r"[\w.+-]+", name) or not (folder / name).is_dir():
-            raise CheckpointError(f"{folder / LATEST}: names {name!r}, which is no folder beside it")
+            raise CheckpointError(f"{folder / LATEST}: {name!r} must be a folder next to it")
         yield folder / name
     below = [path.parent for path in sorted(folder.glob(f"*/{dcp.METADATA}")) if not _is_optimizer_folder(path.parent)]
     if len(below) > 1:
         names = ", ".join(path.name for path in below)
-        raise CheckpointError(f"{folder}: holds several checkpoints: {names}", hint="put config.json into one of them")
+        raise CheckpointError(f"{folder}: has several checkpoints: {names}", hint="put config.json into one of them")
     yield from below
 
 
@@ -90,30 +90,28 @@ def _read_dcp_state(folder: Path) -> NamedAdamState:
     """Read a checkpoint of torch.distributed.checkpoint; Accelerate has the optimizer state in a sibling folder."""
     weights: dict[str, LazyTensor] = {}
     kinds: dict[str, dict[str, LazyTensor]] = {"exp_avg": {}, "exp_avg_sq": {}, "step": {}}
-    beside = (path.parent for path in folder.parent.glob(f"*/{dcp.METADATA}") if _is_optimizer_folder(path.parent))
-    for place in (folder, *beside):
-        for key, one in dcp.read_dcp_folder(place).tensors.items():
-            stored = LazyTensor(place / dcp.METADATA, one.dtype, one.shape, one.read, costly=len(one.chunks) > 1)
+    siblings = (path.parent for path in folder.parent.glob(f"*/{dcp.METADATA}") if _is_optimizer_folder(path.parent))
+    for source in (folder, *siblings):
+        for key, one in dcp.read_dcp_folder(source).tensors.items():
+            stored = LazyTensor(source / dcp.METADATA, one.dtype, one.shape, one.read, costly=len(one.chunks) > 1)
             if moment := _MOMENT.fullmatch(key):
                 kinds[moment["kind"]][moment["weight"]] = stored
-            elif place == folder and not _OPTIMIZER.match(key) and not _LOOP.match(key):
+            elif source == folder and not _OPTIMIZER.match(key) and not _LOOP.match(key):
                 weights[key] = stored
     steps = {parse_integer(stored) for stored in kinds.pop("step").values()}
     return NamedAdamState(weights, kinds, steps.pop() if len(steps) == 1 else None)
 
 
 def _read_archive_state(path: Path) -> NamedAdamState:
-    """Read a file of `torch.save`: Lightning has the weights under `state_dict`, LitGPT under `model` or at the top
-    level.
-
-    Lightning has a list of optimizers' states beside, LitGPT one.
+    """Read a file of `torch.save`: Lightning has the weights in `state_dict` and a list of optimizer states, LitGPT has
+    the weights in `model` or at the top level and one optimizer state.
     """
     saved = load_torch_archive(path)
     held = saved if isinstance(saved, Mapping) else {}
     state = next((held[key] for key in ("state_dict", "model") if isinstance(held.get(key), Mapping)), held)
     weights = {str(name): one for name, one in state.items() if isinstance(one, StoredTensor)}
     if not weights:
-        raise CheckpointError(f"{path}: has no `state_dict`, as checkpoints of Lightning and LitGPT have")
+        raise CheckpointError(f"{path}: requires a `state_dict`, as in checkpoints of Lightning and LitGPT")
     optimizers = held.get("optimizer_states", [held["optimizer"]] if "optimizer" in held else [])
     if len(optimizers) == 1 and state is not held:
         return attach_moments(path, weights, optimizers[0])

@@ -1,6 +1,6 @@
 """Mapping of GGUF architectures to model families: metadata keys to config.json keys, tensor names to canonical names.
 
-An architecture is a family of HuggingFace with other words. A key of it that is not understood is refused by name.
+An architecture corresponds to a HuggingFace family with other names. Unknown metadata keys of it are an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mega_ckpt.families.disk_layouts import TensorRule
+from mega_ckpt.families.disk_layouts import LAYER, QKV, TensorRule, weight_bias_rules
 from mega_ckpt.formats.gguf_file import GgufModel
 from mega_common.errors import CheckpointError
 
@@ -30,7 +30,7 @@ _EXPERTS = {
 }  # fmt: skip
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _TOKENS = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
-# These say no more than other keys do, and are checked against them.
+# Redundant keys, which are checked against the others.
 _IMPLIED = {
     "vocab_size": "vocab_size", "attention.value_length": "head_dim", "rope.dimension_count": "head_dim",
 }  # fmt: skip
@@ -72,8 +72,8 @@ _LAYER = {
 }  # fmt: skip
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _FUSED = (
-    TensorRule("blk.{i}.attn_qkv.weight", tuple(f"model.layers.{{i}}.self_attn.{n}_proj.weight" for n in "qkv")),
-    TensorRule("blk.{i}.ffn_up.weight", tuple(f"model.layers.{{i}}.mlp.{n}_proj.weight" for n in ("gate", "up"))),
+    TensorRule("blk.{i}.attn_qkv.weight", tuple(f"{name}.weight" for name in QKV)),
+    TensorRule("blk.{i}.ffn_up.weight", tuple(f"{LAYER}.mlp.{name}_proj.weight" for name in ("gate", "up"))),
 )
 
 
@@ -82,15 +82,15 @@ class GgufArchitecture:
     """One of GGUF's architectures.
 
     Attributes:
-        family: `model_type` of the same models in HuggingFace's words.
-        keys: keys of the metadata, beside those of every architecture, and what config.json calls them.
-        fixed: keys of config.json that no metadata tells.
-        derive_config: further ones that follow from the file.
-        derived_keys: keys of the metadata that `derive_config` looks at.
-        norms: layer norms beside the first, and their canonical names.
-        fused: rules for tensors that hold several canonical ones.
-        interleaves_rotary: whether the two halves of each head's rotated rows of queries and keys take turns.
-        stores_norm_plus_one: whether norms, which multiply by one plus their weight, are stored with the one.
+        family: `model_type` of these models in HuggingFace.
+        keys: {metadata key: config.json key}, in addition to those of every architecture.
+        fixed: keys of config.json without metadata key.
+        derive_config: function that derives further keys of config.json from the file.
+        derived_keys: metadata keys that `derive_config` reads.
+        norms: {name: canonical name} of layer norms other than the first.
+        fused: rules for tensors that contain several canonical ones.
+        interleaves_rotary: the two halves of each head's rotated query and key rows are interleaved.
+        stores_norm_plus_one: zero-centered norms are stored as one plus the weight.
     """
 
     family: str
@@ -105,14 +105,10 @@ class GgufArchitecture:
 
     def tensor_rules(self) -> tuple[TensorRule, ...]:
         """Return the rules that map canonical tensors to GGUF tensors."""
-        layer = {f"blk.{{i}}.{there}": f"model.layers.{{i}}.{here}" for there, here in {**_LAYER, **self.norms}.items()}
-        plain = [
-            TensorRule(f"{there}.{kind}", (f"{here}.{kind}",))
-            for there, here in {**_ENDS, **layer}.items()
-            for kind in ("weight", "bias")
-        ]
+        layer = {f"blk.{{i}}.{disk}": f"{LAYER}.{name}" for disk, name in {**_LAYER, **self.norms}.items()}
+        plain = [rule for disk, name in {**_ENDS, **layer}.items() for rule in weight_bias_rules(disk, name)]
         replaced = {part for rule in self.fused for part in rule.parts}
-        sinks = TensorRule("blk.{i}.attn_sinks.weight", ("model.layers.{i}.self_attn.sinks",))
+        sinks = TensorRule("blk.{i}.attn_sinks.weight", (f"{LAYER}.self_attn.sinks",))
         return (*(rule for rule in plain if rule.parts[0] not in replaced), sinks, *self.fused)
 
 
@@ -140,7 +136,10 @@ def _llama3_scaling(file: GgufModel, factors: torch.Tensor, raw: GgufMetadata) -
     lengths = 2 * math.pi * raw["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     smooth = ((original / lengths - low) / (high - low)).clamp(0, 1)
     if not torch.allclose(1 / ((1 - smooth) / factor + smooth), factors.flatten().double(), rtol=1e-4):
-        raise CheckpointError(f"{file.path}: rope_freqs.weight scales frequencies in a way that is not Llama 3's")
+        raise CheckpointError(
+            f"{file.path}: rope_freqs.weight must be Llama 3's frequency scaling",
+            hint="use the HuggingFace folder of the model",
+        )
     return found
 
 
@@ -171,8 +170,8 @@ def _phi3_config(file: GgufModel, raw: GgufMetadata) -> GgufMetadata:
     attention = file.metadata.get("phi3.rope.scaling.attn_factor")
     original = file.metadata["phi3.rope.scaling.original_context_length"]
     longer = max(raw["max_position_embeddings"] / original, 1)
-    usual = math.sqrt(1 + math.log(longer) / math.log(original))
-    if attention is not None and not math.isclose(attention, usual, rel_tol=1e-4):
+    default = math.sqrt(1 + math.log(longer) / math.log(original))
+    if attention is not None and not math.isclose(attention, default, rel_tol=1e-4):
         factors["attention_factor"] = attention
     return out | {"rope_scaling": {"rope_type": "longrope", **factors}, "original_max_position_embeddings": original}
 
@@ -218,18 +217,18 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 
 
 def gguf_architecture_of(file: GgufModel) -> GgufArchitecture:
-    """Return the architecture that a file names.
+    """Return the architecture of a file.
 
     Raises:
-        CheckpointError: when it is none of those above.
+        CheckpointError: when it is missing or not supported.
     """
     if "general.architecture" not in file.metadata:
-        raise CheckpointError(f"{file.path}: requires the metadata key general.architecture, which it does not have")
+        raise CheckpointError(f"{file.path}: the metadata key general.architecture is missing")
     name = str(file.metadata["general.architecture"])
     if name not in ARCHITECTURES:
         raise CheckpointError(
-            f"{file.path}: the GGUF architecture {name!r} is not known",
-            hint=f"known: {', '.join(ARCHITECTURES)}; for others take the HuggingFace folder of the model",
+            f"{file.path}: the GGUF architecture {name!r} is not supported",
+            hint=f"supported: {', '.join(ARCHITECTURES)}; for others use the HuggingFace folder of the model",
         )
     return ARCHITECTURES[name]
 
@@ -238,14 +237,17 @@ def gguf_config_json(file: GgufModel, architecture: GgufArchitecture) -> GgufMet
     """Return the config.json of the model in a file.
 
     Raises:
-        CheckpointError: when a key is not understood, or says that the model is not of the usual kind.
+        CheckpointError: when a key or its value is not supported.
     """
     name = file.metadata["general.architecture"]
     given = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
-    known = {**_KEYS, **architecture.keys}
+    keys = {**_KEYS, **architecture.keys}
     for key in given:
-        if key not in {*known, *_IMPLIED, *_SCALING, *_UNUSED, *architecture.derived_keys}:
-            raise CheckpointError(f"{file.path}: {name}.{key} = {given[key]!r:.80} is not understood")
+        if key not in {*keys, *_IMPLIED, *_SCALING, *_UNUSED, *architecture.derived_keys}:
+            raise CheckpointError(
+                f"{file.path}: the metadata key {name}.{key} = {given[key]!r:.80} is not supported",
+                hint="use the HuggingFace folder of the model",
+            )
     _check_metadata(file, name, given, architecture)
     tokens = _token_ids(file)
     raw: GgufMetadata = {
@@ -253,24 +255,24 @@ def gguf_config_json(file: GgufModel, architecture: GgufArchitecture) -> GgufMet
         "vocab_size": file.tensors[_EMBEDDING].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **architecture.fixed,
-        **{here: given[there] for there, here in known.items() if there in given},
+        **{config_key: given[key] for key, config_key in keys.items() if key in given},
         **{key: value for key, value in tokens.items() if value is not None},
     }
-    # The defaults of llama.cpp.
+    # Defaults of llama.cpp.
     raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
     raw.setdefault("rope_theta", 10_000.0)
     raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-    for there, here in _IMPLIED.items():
-        if there not in architecture.derived_keys and given.get(there, raw[here]) != raw[here]:
-            raise CheckpointError(f"{file.path}: {name}.{there} = {given[there]!r}, but {raw[here]} was expected")
-    scaling = {here: given[there] for there, here in _SCALING.items() if there in given}
+    for key, config_key in _IMPLIED.items():
+        if key not in architecture.derived_keys and given.get(key, raw[config_key]) != raw[config_key]:
+            raise CheckpointError(f"{file.path}: {name}.{key} = {given[key]!r} must be {raw[config_key]}")
+    scaling = {config_key: given[key] for key, config_key in _SCALING.items() if key in given}
     if scaling.get("rope_type", "none") not in ("none", "longrope"):
         raw["rope_scaling"] = scaling
     return {key: value for key, value in {**raw, **architecture.derive_config(file, raw)}.items() if value is not None}
 
 
 def _check_metadata(file: GgufModel, name: str, given: Mapping[str, Any], architecture: GgufArchitecture) -> None:
-    """Require the metadata and the tensor that every model has, and values of the right kind.
+    """Check that metadata and tensors of every model exist, and that values have the right type.
 
     Raises:
         CheckpointError: naming the key or the tensor.
@@ -278,7 +280,7 @@ def _check_metadata(file: GgufModel, name: str, given: Mapping[str, Any], archit
     dimension = "rope.dimension_count"
     for key in (*_REQUIRED, *([dimension] if dimension in architecture.derived_keys else [])):
         if key not in given:
-            raise CheckpointError(f"{file.path}: requires the metadata key {name}.{key}, which it does not have")
+            raise CheckpointError(f"{file.path}: the metadata key {name}.{key} is missing")
     for key, value in given.items():
         if not _is_valid_value(key, value):
             raise CheckpointError(
@@ -286,8 +288,8 @@ def _check_metadata(file: GgufModel, name: str, given: Mapping[str, Any], archit
             )
     if _EMBEDDING not in file.tensors:
         raise CheckpointError(
-            f"{file.path}: requires the tensor {_EMBEDDING} (the embeddings), which it does not have",
-            hint="is it a LoRA adapter, a vision projector, or one part of several? take the file of the whole model",
+            f"{file.path}: the tensor {_EMBEDDING} (the embedding) is missing",
+            hint="use the file of the whole model, not of a LoRA adapter, a vision projector or one part",
         )
 
 
@@ -309,10 +311,10 @@ def _describe_expected(key: str) -> str:
 
 def _token_ids(file: GgufModel) -> GgufMetadata:
     out: GgufMetadata = {}
-    for there, here in _TOKENS.items():
-        key = f"tokenizer.ggml.{there}_token_id"
+    for name, config_name in _TOKENS.items():
+        key = f"tokenizer.ggml.{name}_token_id"
         value = file.metadata.get(key)
         if value is not None and (not isinstance(value, int) or value < 0):
-            raise CheckpointError(f"{file.path}: {key} = {value!r:.80} must be the id of a token")
-        out[f"{here}_token_id"] = value
+            raise CheckpointError(f"{file.path}: {key} = {value!r:.80} must be a token id")
+        out[f"{config_name}_token_id"] = value
     return out

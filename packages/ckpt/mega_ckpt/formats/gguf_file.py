@@ -1,8 +1,8 @@
 """GGUF files (github.com/ggml-org/ggml/blob/master/docs/gguf.md): metadata, and tensors that are dequantized as they
 are read.
 
-The package `gguf` knows the format and the rule of each quantised type. Those become fp32, in which the rules are exact; but
-the numbers of MXFP4 are exact in bf16. Tensors that are not quantised stay as they are.
+The package `gguf` reads the format and decodes each quantized type. They are decoded to fp32, which is exact; MXFP4 to
+bf16, which is exact as well. Unquantized tensors keep their dtype.
 
 Layout: magic, version, number of tensors, number of metadata keys; each key with its typed value; each tensor's name,
 dimensions, type and offset. Every integer is little-endian.
@@ -30,9 +30,9 @@ from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.bounded_parsing import explain_read_error
 from mega_common.errors import CheckpointError, MissingPackageError
 
-MAX_ELEMENTS = 1 << 22  # of all metadata arrays together; a vocabulary of 262,144 tokens has about 1.3 million
+MAX_ELEMENTS = 1 << 22  # of all metadata arrays; a vocabulary of 262,144 tokens needs about 1.3 million
 MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
-_ELEMENTS_PER_BYTE = 8  # no GGML type stores an element in less than one bit
+_ELEMENTS_PER_BYTE = 8  # every GGML type stores at least one bit per element
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of scalar types
 _STRING, _ARRAY = 8, 9
 
@@ -66,7 +66,7 @@ class _HeaderCursor:
         if (version := self._integer("I")) & 0xFFFF == 0:
             raise ValueError("it is big-endian")
         if version not in (2, 3):
-            raise ValueError(f"its version is {version}, expected 2 or 3")
+            raise ValueError(f"its version must be 2 or 3, not {version}")
         tensors, keys = self._integer("Q"), self._integer("Q")
         self._require(keys, 13, "metadata keys")  # length of the name, type, one byte
         for _ in range(keys):
@@ -107,7 +107,7 @@ class _HeaderCursor:
             self._require(1, _SIZES[kind], f"value of {key}")
             self._at += _SIZES[kind]
         else:
-            raise ValueError(f"the type {kind} of {key} is not known")
+            raise ValueError(f"the type {kind} of {key} is not supported")
 
     def _array(self, key: str, depth: int) -> None:
         kind, count = self._integer("I"), self._integer("Q")
@@ -125,10 +125,10 @@ class _HeaderCursor:
     def _tensor(self, name: str) -> None:
         axes = self._integer("I")
         if not 1 <= axes <= MAX_DIMENSIONS:
-            raise ValueError(f"{name} has {axes:,} dimensions, expected 1 to {MAX_DIMENSIONS}")
+            raise ValueError(f"{name} must have 1 to {MAX_DIMENSIONS} dimensions, not {axes:,}")
         shape = [self._integer("Q") for _ in range(axes)]
         if 0 in shape or math.prod(shape) > _ELEMENTS_PER_BYTE * self._size:
-            raise ValueError(f"{name} has the dimensions {shape}, which a file of {self._size:,} bytes does not hold")
+            raise ValueError(f"{name} has the dimensions {shape}, which do not fit in a file of {self._size:,} bytes")
         self._integer("I")
         if (offset := self._integer("Q")) >= self._size:
             raise ValueError(f"{name} begins at byte {offset:,} of the tensors, beyond the end of the file")
@@ -148,10 +148,10 @@ class GgufModel:
     """Contents of a model's GGUF file or split files.
 
     Attributes:
-        path: the first of them.
-        metadata: {key: value}, with floats as the shortest decimal that is the same in the file's fp32.
+        path: the first file.
+        metadata: {key: value}, with floats as the shortest decimal that rounds to the file's fp32.
         tensors: {name: tensor}, in shapes (out, in).
-        quantization: how many tensors have which type, in words; None when none is quantised.
+        quantization: number of tensors of each quantized type, as text; None without quantized tensors.
     """
 
     path: Path
@@ -166,24 +166,24 @@ def is_gguf_file(path: Path) -> bool:
 
 
 def open_gguf_model(path: Path) -> GgufModel:
-    """Open the model in a file, or in the split files that it belongs to.
+    """Open the model in a file, or in the split files that the file is one of.
 
     Raises:
-        CheckpointError: when one is missing, damaged or not of this format, or has a type that cannot be decoded.
+        CheckpointError: when a file is missing, damaged or not of this format, or has a type that cannot be decoded.
         MissingPackageError: when the package gguf is not installed.
     """
     metadata: dict[str, Any] = {}
     tensors: dict[str, LazyTensor] = {}
     kinds: Counter[str] = Counter()
     for part in _split_files(path):
-        found, held = _read_gguf(part)
-        metadata = {**found, **metadata}
-        for tensor in held:
+        part_metadata, part_tensors = _read_gguf(part)
+        metadata = {**part_metadata, **metadata}
+        for tensor in part_tensors:
             kinds[tensor.tensor_type.name] += 1
             tensors[tensor.name] = _lazy_gguf_tensor(part, tensor)
-    quantised = [f"{count} of {kind}" for kind, count in sorted(kinds.items()) if kind not in _PLAIN]
-    said = f"GGUF, {', '.join(quantised)} among {sum(kinds.values())} tensors" if quantised else None
-    return GgufModel(path, metadata, tensors, said)
+    quantized = [f"{count} of {kind}" for kind, count in sorted(kinds.items()) if kind not in _PLAIN]
+    description = f"GGUF, {', '.join(quantized)} among {sum(kinds.values())} tensors" if quantized else None
+    return GgufModel(path, metadata, tensors, description)
 
 
 def _split_files(path: Path) -> list[Path]:
@@ -193,7 +193,7 @@ def _split_files(path: Path) -> list[Path]:
     paths = [path.with_name(f"{found[1]}-{n + 1:05d}-of-{found[3]}.gguf") for n in range(int(found[3]))]
     for one in paths:
         if not one.is_file():
-            raise CheckpointError(f"{one}: missing, a part of the model of {path.name}", hint="download it too")
+            raise CheckpointError(f"{one}: missing; {path.name} is one part of the model", hint="download all parts")
     return paths
 
 
@@ -202,7 +202,7 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
         from gguf import GGUFReader
     except ImportError:
         raise MissingPackageError(
-            f"{path}: GGUF files are read by the package gguf, which is not installed",
+            f"{path}: GGUF files require the package gguf, which is not installed",
             hint="in the root of the repository: pip install 'packages/ckpt[gguf]'",
         ) from None
 
@@ -214,13 +214,13 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
 
     try:
         check_gguf_header(path)
-        reader = ArrayGgufReader(path, "c")  # copy-on-write: torch wants writable memory
+        reader = ArrayGgufReader(path, "c")  # copy-on-write, since torch requires writable memory
         if reader.byte_order != "I":
-            raise ValueError("of the other byte order")
+            raise ValueError("it is big-endian")
         metadata = {key: _shortest_decimal(field.contents()) for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         raise CheckpointError(
-            f"{path}: damaged, or not a GGUF file that can be read ({explain_read_error(error)})",
+            f"{path}: damaged, or not a supported GGUF file ({explain_read_error(error)})",
             hint="download or copy the file again",
         ) from None
     return metadata, reader.tensors
@@ -238,7 +238,10 @@ def _lazy_gguf_tensor(path: Path, tensor: ReaderTensor) -> LazyTensor:
     if kind.name in _PLAIN:
         return LazyTensor(path, _PLAIN[kind.name], shape, partial(_plain, tensor.data, _PLAIN[kind.name], shape))
     if kind not in _type_traits:
-        raise CheckpointError(f"{path}: {tensor.name} has the type {kind.name}, which the package gguf cannot decode")
+        raise CheckpointError(
+            f"{path}: the type {kind.name} of {tensor.name} is not supported by the package gguf",
+            hint="upgrade gguf, or use the HuggingFace folder of the model",
+        )
     dtype = torch.bfloat16 if kind.name == "MXFP4" else torch.float32
     return LazyTensor(path, dtype, shape, partial(_dequantize, tensor, dtype, shape), costly=True)
 

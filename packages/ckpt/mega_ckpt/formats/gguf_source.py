@@ -1,6 +1,7 @@
 """Weight source of a GGUF file: input of `mega ckpt convert model.gguf out --to hf`.
 
-Its config.json, tokenizer and chat template are made of the file's metadata, so that what is converted is a whole folder.
+Its config.json, tokenizer and chat template are built from the file's metadata, so that the conversion gives a complete
+folder.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from mega_ckpt.formats.gguf_tokenizer import build_tokenizer_files
 from mega_ckpt.formats.hf_source import CONFIG, check_tensor_table
 from mega_ckpt.formats.hf_weight_files import encode_json_mapping
 
-_DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # these became settings
+_DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read as settings
 
 
 class GgufSource(DiskSource):
     """The model in a GGUF file; quantized weights are dequantized.
 
     Raises:
-        CheckpointError: from the constructor, for a damaged file, or a model that is not known.
+        CheckpointError: from the constructor, for a damaged file or an unsupported model.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +55,7 @@ class GgufSource(DiskSource):
         super().__init__(path, model, table, disk, file.quantization)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return config.json, generation_config.json and the tokenizer files, made from the metadata."""
+        """Return config.json, generation_config.json and the tokenizer files, built from the metadata."""
         sizes: Counter[torch.dtype] = Counter()
         for name in self.tensor_names():
             sizes[self.tensor_dtype(name)] += torch.Size(self.tensor_shape(name)).numel()

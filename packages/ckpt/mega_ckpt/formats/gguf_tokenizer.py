@@ -1,7 +1,7 @@
 """Tokenizer in a GGUF file's metadata as the files that HuggingFace's libraries read, built with `tokenizers`.
 
-Two kinds: "gpt2", byte-level BPE, of which the file names the way that text is split; and "llama", BPE over characters with
-bytes for what has no token (SentencePiece), of which it has no merges but scores that say their order.
+Two kinds: "gpt2" is byte-level BPE, and the file names the pre-tokenizer; "llama" is SentencePiece BPE over characters with
+byte fallback, and the file has scores instead of merges, which define their order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# What GGUF calls the ways to split text before BPE: a pattern; None is GPT-2's, which `tokenizers` has.
+# Regular expressions of GGUF's pre-tokenizers by name; None is GPT-2's, which is built into `tokenizers`.
 _SPLITS: Mapping[str, str | None] = {
     "default": None, "gpt-2": None, "smollm": None, "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "gpt-4o": _GPT4O,
@@ -37,18 +37,18 @@ _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
 
 
 def build_tokenizer_files(file: GgufModel) -> Mapping[str, bytes]:
-    """Build tokenizer.json and tokenizer_config.json with the chat template; nothing, and a warning, for an unknown
-    kind.
+    """Build tokenizer.json and tokenizer_config.json with the chat template; for an unsupported tokenizer warn and return
+    nothing.
 
     Raises:
-        CheckpointError: when the metadata lacks a part of the tokenizer, or has one of the wrong kind.
+        CheckpointError: when the metadata lacks a part of the tokenizer, or a part has the wrong type.
     """
     try:
         return _files(file)
     except Exception as error:  # noqa: BLE001 - `tokenizers` raises plain exceptions
         raise CheckpointError(
             f"{file.path}: its tokenizer (tokenizer.ggml.*) is incomplete or damaged ({type(error).__name__}: {error!s:.200})",
-            hint="download the file again, or take the HuggingFace folder of the model",
+            hint="download the file again, or use the HuggingFace folder of the model",
         ) from None
 
 
@@ -60,7 +60,7 @@ def _files(file: GgufModel) -> Mapping[str, bytes]:
         tokenizer = _sentencepiece(file.metadata)
     else:
         logger.warning(
-            "%s: its tokenizer (%s, %s) is not known here: copy the model's tokenizer.json beside what you make of it",
+            "%s: its tokenizer (%s, %s) is not supported; copy the model's tokenizer.json into the converted folder",
             file.path, kind, split,
         )  # fmt: skip
         return {}
@@ -92,9 +92,9 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
 
     gemma = metadata["general.architecture"].startswith("gemma")
     tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
-    if gemma:  # the file has its tokens of several spaces as they look
+    if gemma:  # its tokens of several spaces are stored as plain spaces
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
-    # The order of Gemma's merges is that of its tokens, whatever the scores are.
+    # The order of Gemma's merges is that of its tokens, independent of the scores.
     scores = [-n for n in range(len(tokens))] if gemma else metadata["tokenizer.ggml.scores"]
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -118,19 +118,19 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _derive_merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every split of a token into two others, those of the best tokens first."""
+    """Return every split of a token into two other tokens, in the order of decreasing scores."""
     found = []
     for token, index in vocabulary.items():
         halves = [(token[:at], token[at:]) for at in range(1, len(token))]
-        known = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
-        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        found += [(-scores[index], pair) for pair in known]
+        pairs = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        found += [(-scores[index], pair) for pair in pairs]
     found.sort(key=lambda item: item[0])
     return [pair for _, pair in found]
 
 
 def _add_special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], *, begin: bool) -> None:
-    """Add the special tokens that text is split at first, and the token before each text."""
+    """Add the special tokens, and the token at the beginning of each text."""
     from tokenizers import AddedToken, processors
 
     kinds = metadata.get("tokenizer.ggml.token_type", ())
@@ -148,7 +148,7 @@ def _add_special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], *, be
 def _config(metadata: Mapping[str, Any]) -> bytes:
     tokens = metadata["tokenizer.ggml.tokens"]
     named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-    found = {here: metadata.get(f"tokenizer.ggml.{there}_token_id") for there, here in named.items()}
+    found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in named.items()}
     template = metadata.get("tokenizer.chat_template")
     length = metadata.get(f"{metadata['general.architecture']}.context_length")
     return encode_json_mapping(

@@ -46,7 +46,7 @@ from mega_common.object_store import Location, read_if_remote
 from mega_common.progress_logging import logger
 
 CONFIG = "config.json"
-LAYOUT = "hf_layout.json"  # in a mega checkpoint's assets: the headers of the files that it was made from
+LAYOUT = "hf_layout.json"  # asset of a mega checkpoint: headers of the safetensors files that it was converted from
 _WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -62,7 +62,7 @@ _WEIGHTS = (
     ".distcp",
     ".metadata",
 )
-_FOUND = ("*.safetensors", "*.bin", "*.ckpt", "*.pth", "latest", "zero")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.ckpt", "*.pth", "latest", "zero")
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -79,25 +79,23 @@ class HfSource(DiskSource):
         self.family, described, self.unread = load_hf_config(folder / CONFIG, self._raw)
         files = open_weight_files(folder)
         self._read_adam_state, tensors = files.read_adam_state, files.tensors
-        self._disk_family = adapt_to_naming(self.family, tensors) if files.has_foreign_names else self.family
+        self._naming = adapt_to_naming(self.family, tensors) if files.has_foreign_names else self.family
         headers = files.headers
         if files.has_foreign_names or described.vision is None:
-            check_tensor_counts(self._disk_family, described, len(tensors) + described.mtp_layers, folder)
-            bare = strip_common_prefix(tensors, self._disk_family.disk_tensor_table(described))
+            check_tensor_counts(self._naming, described, len(tensors) + described.mtp_layers, folder)
+            bare = strip_common_prefix(tensors, self._naming.disk_tensor_table(described))
             headers = headers if bare.keys() == tensors.keys() else {}
             tensors = bare
-        disk, quantised = dequantize_tensors(tensors, self._raw, folder)
-        self._headers = {} if quantised else headers
-        model = self._disk_family.restrict_to_stored(described, disk)
-        table = checked_tensor_table(
-            self._disk_family, model, {name: stored.shape for name, stored in disk.items()}, folder
-        )
-        super().__init__(folder, model, table, disk, quantised)
+        disk, quantization = dequantize_tensors(tensors, self._raw, folder)
+        self._headers = {} if quantization else headers
+        model = self._naming.restrict_to_stored(described, disk)
+        table = checked_tensor_table(self._naming, model, {name: stored.shape for name, stored in disk.items()}, folder)
+        super().__init__(folder, model, table, disk, quantization)
         self._table = table
         self._check_duplicates(table)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return all files without weights, and the layout of the weight files if the weights are read from it."""
+        """Return all files other than weights, and the headers of the weight files if the weights are unchanged."""
         paths = _sorted(self.folder.iterdir())
         check_settings_files(paths)
         found = {path.name: read_if_remote(path) for path in paths if _is_asset(path)}
@@ -117,7 +115,7 @@ class HfSource(DiskSource):
         """Return the optimizer state for a run with weights of type `dtype`; None if only a model was saved.
 
         Raises:
-            StaysBehindError: why it cannot be taken from what another trainer saved.
+            OptimizerNotConverted: with the reason, if another trainer's state cannot be converted.
         """
         trained = self._read_adam_state()
         if trained is None:
@@ -125,7 +123,7 @@ class HfSource(DiskSource):
         if not all(trained.moments.get(kind) for kind in MOMENTS):
             raise OptimizerNotConverted(trained.missing_reason)
         if trained.steps is None:
-            raise OptimizerNotConverted("the moments do not say after how many steps they were saved")
+            raise OptimizerNotConverted("the number of steps of the Adam moments is missing")
         tensors: dict[str, TensorReader] = {kind: self._moment_source(trained.moments[kind], kind) for kind in MOMENTS}
         if dtype in LOW:
             tensors["main"] = self
@@ -134,31 +132,31 @@ class HfSource(DiskSource):
 
     def _moment_source(self, saved: Mapping[str, LazyTensor], kind: str) -> DiskSource:
         """Return one of the moments, which have the layout of the weights."""
-        held = strip_common_prefix(saved, set(self._table))
-        shared = self._disk_family.duplicate_tensors(self.model).items()
-        copies = {copy for copy, name in shared if self._places[name][0][0].name != copy}
+        moments = strip_common_prefix(saved, set(self._table))
+        shared = self._naming.duplicate_tensors(self.model).items()
+        copies = {copy for copy, name in shared if self._locations[name][0][0].name != copy}
         table = {name: disk for name, disk in self._table.items() if name not in copies}
-        missing = table.keys() - held.keys()
+        missing = table.keys() - moments.keys()
         if missing:
-            raise OptimizerNotConverted(f"its optimizer has no {kind} of {abbreviate_names(missing)}")
+            raise OptimizerNotConverted(f"the optimizer state has no {kind} of {abbreviate_names(missing)}")
         check_tensor_table(
-            table, {name: held[name].shape for name in table}, self.folder, f"{kind} of a {self.family.name}"
+            table, {name: moments[name].shape for name in table}, self.folder, f"{kind} of a {self.family.name}"
         )
-        return DiskSource(self.folder, self.model, table, held)
+        return DiskSource(self.folder, self.model, table, moments)
 
     def _check_duplicates(self, table: Mapping[str, DiskTensor]) -> None:
-        """Check that a tensor stored twice, such as tied embeddings, is the same in both places."""
-        for copy, name in self._disk_family.duplicate_tensors(self.model).items():
-            (place, _), *_ = self._places[name]
-            if copy not in table or copy == place.name:
+        """Check that both copies of a tensor that is stored twice, such as tied embeddings, are equal."""
+        for copy, name in self._naming.duplicate_tensors(self.model).items():
+            (original, _), *_ = self._locations[name]
+            if copy not in table or copy == original.name:
                 continue
-            one, other = (self._disk[each].read() for each in (place.name, copy))
-            if one.dtype != other.dtype or not torch.equal(one, other):
-                tied = copy == self._disk_family.head
+            first, second = (self._disk[each].read() for each in (original.name, copy))
+            if first.dtype != second.dtype or not torch.equal(first, second):
+                tied = copy == self._naming.head
                 raise CheckpointError(
-                    f"{self.folder}: {copy} differs from {place.name}, but {CONFIG} says that they are "
-                    + ("tied" if tied else "one"),
-                    hint='set "tie_word_embeddings": false in config.json if both are meant' if tied else None,
+                    f"{self.folder}: {copy} differs from {original.name}, but they must be equal by {CONFIG}"
+                    + (" (tied embeddings)" if tied else ""),
+                    hint='set "tie_word_embeddings": false in config.json to keep both' if tied else None,
                 )
 
 
@@ -179,16 +177,18 @@ def checked_tensor_table(
 
 
 def check_tensor_counts(family: ModelFamily, model: ModelConfig, held: int, source: object) -> None:
-    """Check that `held` tensors suffice for the layers and experts of `model`, before a table is built.
+    """Check that there are at least as many tensors, `held`, as layers and experts, before a table is built.
 
     Raises:
-        CheckpointError: naming the count.
+        CheckpointError: with the counts.
     """
     layers = model.num_layers + model.mtp_layers
     if layers > held:
-        raise CheckpointError(f"{source}: {layers} layers by {CONFIG}, but only {held} tensors")
+        raise CheckpointError(f"{source}: {CONFIG} has {layers} layers, but there are only {held} tensors")
     if model.moe and family.has_per_expert_tensors and model.moe.num_experts > held:
-        raise CheckpointError(f"{source}: {model.moe.num_experts} experts by {CONFIG}, but only {held} tensors")
+        raise CheckpointError(
+            f"{source}: {CONFIG} has {model.moe.num_experts} experts, but there are only {held} tensors"
+        )
 
 
 def check_tensor_table(
@@ -203,7 +203,7 @@ def check_tensor_table(
     if missing:
         others = held.keys() - table.keys()
         hint = (
-            f"the files hold {abbreviate_names(others)}, which is not one of a {kind} model with this {config}"
+            f"the files have the tensor {abbreviate_names(others)}, which a {kind} model with this {config} has not"
             if others
             else None
         )
@@ -211,13 +211,13 @@ def check_tensor_table(
     unknown = held.keys() - table.keys()
     if unknown:
         raise CheckpointError(
-            f"{source}: the tensor {abbreviate_names(unknown)} is not one of a {kind} model with this {config}",
-            hint="a tensor that is not understood is refused rather than dropped",
+            f"{source}: the tensor {abbreviate_names(unknown)} is not part of a {kind} model with this {config}",
+            hint="unknown tensors are never dropped: check that the files and the configuration belong together",
         )
     for name, disk in table.items():
         if held[name] != disk.shape:
             raise CheckpointError(
-                f"{source}: {name} has shape {list(held[name])}, but {config} makes it {list(disk.shape)}"
+                f"{source}: {name} has shape {list(held[name])}, but {config} requires {list(disk.shape)}"
             )
 
 
@@ -225,7 +225,7 @@ def load_hf_config(path: Location, raw: Mapping[str, Any] | None = None) -> tupl
     """Return the family, the model and the unread keys of the config.json at `path`, which holds `raw`.
 
     Raises:
-        CheckpointError: when it is no JSON mapping, or describes no model that is known.
+        CheckpointError: when it is no JSON mapping, or describes an unsupported model.
     """
     raw = read_json_mapping(path) if raw is None else raw
     family = family_of_config(raw, str(path))
@@ -237,7 +237,7 @@ def with_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, A
     """Return the model with the image preprocessing settings of its folder; see `image_processor_section`.
 
     Raises:
-        CheckpointError: when what it says is damaged.
+        CheckpointError: when a settings file is damaged.
     """
     if model.vision is None:
         return model
@@ -248,21 +248,23 @@ def with_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, A
 def warn_of_unread_keys(path: Location, keys: Sequence[str], model: ModelConfig) -> None:
     """Warn of keys of a config.json that nothing reads, and of image preprocessing settings that are not applied."""
     if keys:
-        logger.warning("%s: neither transformers nor mega reads %s; carried as it is", path, ", ".join(keys))
+        logger.warning("%s: neither transformers nor mega reads %s; kept unchanged", path, ", ".join(keys))
     if model.vision is not None:
-        said = image_processor.image_processor_section(partial(_read_sibling, path.parent))
-        if undone := list(image_processor.unsupported_image_settings(model.vision, said)):
-            told = "%s: images are made ready without %s, which its image processor has"
-            logger.warning(told, path.parent, ", ".join(undone))
+        settings = image_processor.image_processor_section(partial(_read_sibling, path.parent))
+        if ignored := list(image_processor.unsupported_image_settings(model.vision, settings)):
+            logger.warning(
+                "%s: these settings of its image processor are not supported and ignored: %s",
+                path.parent, ", ".join(ignored),
+            )  # fmt: skip
 
 
 def _read_sibling(folder: Location, name: str) -> dict[str, Any]:
-    """Return the mapping in another file of a folder; empty if there is none."""
+    """Return the mapping in another file of a folder; empty if the file is missing."""
     return read_json_mapping(folder / name) if (folder / name).is_file() else {}
 
 
 def has_weight_files(folder: Location) -> bool:
-    """Return whether there is any file of weights in a folder, of any kind."""
+    """Return whether a folder has weight files of any format, readable or not."""
     return any(path.name.endswith((*_WEIGHTS, INDEX)) for path in folder.iterdir())
 
 
@@ -278,10 +280,10 @@ def read_hf_config(folder: Location) -> dict[str, Any]:
         return family_for_model(model).write_config_json(model)
     if not path.is_file():
         hint = "expected a mega checkpoint, a run folder, or a HuggingFace folder with config.json and safetensors"
-        weights = [found.name for pattern in _FOUND for found in folder.glob(pattern)]
+        weights = [found.name for pattern in _WEIGHT_PATTERNS for found in folder.glob(pattern)]
         if weights:
-            hint = f"there are weights ({weights[0]}): put the model's config.json beside them"
-        raise CheckpointError(f"{folder}: there is no {CONFIG}", hint=hint)
+            hint = f"the folder has weights ({weights[0]}): add the model's config.json"
+        raise CheckpointError(f"{folder}: {CONFIG} is missing", hint=hint)
     return read_json_mapping(path)
 
 
@@ -295,7 +297,7 @@ def decode_hf_layout(content: bytes) -> dict[str, SafetensorsHeader]:
     """Return the headers in a `hf_layout.json`, {file name: SafetensorsHeader}.
 
     Raises:
-        CheckpointError: when it is not one, or names a file outside its folder.
+        CheckpointError: when it is damaged, or names a file outside its folder.
     """
     try:
         files = {str(name): str(text).encode() for name, text in json.loads(content)["files"].items()}
@@ -306,8 +308,8 @@ def decode_hf_layout(content: bytes) -> dict[str, SafetensorsHeader]:
     return {name: SafetensorsHeader.parse_header(text, Path(name)) for name, text in files.items()}
 
 
-def _sorted(places: Iterable[Location]) -> list[Location]:
-    return sorted(places, key=str)
+def _sorted(paths: Iterable[Location]) -> list[Location]:
+    return sorted(paths, key=str)
 
 
 def check_settings_files(paths: Iterable[Location]) -> None:

@@ -1,6 +1,5 @@
-"""Weight files of a HuggingFace folder: safetensors, or pickles of torch if there are none.
-
-One file, or several with an index that says which tensor is in which.
+"""Weight files of a HuggingFace folder: safetensors if present, else torch pickles; one file, or several with an index
+of the tensors in them.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mega_ckpt.formats import trainer_state
-from mega_ckpt.formats.adam_state import NamedAdamState, read_colossalai_state, to_lazy_tensor
+from mega_ckpt.formats.adam_state import NamedAdamState, read_colossalai_state, read_trainer_state, to_lazy_tensor
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.foreign_checkpoint import read_foreign_checkpoint, strip_wrappers
 from mega_ckpt.formats.safetensors_file import SafetensorsFile, SafetensorsHeader
@@ -33,9 +31,9 @@ class WeightFiles:
 
     Attributes:
         tensors: {name: tensor}.
-        headers: {file name: header} of safetensors files; empty for other kinds.
-        read_adam_state: reads weights and moments, where a trainer left some.
-        has_foreign_names: the names are such a trainer's own, and all may have something in front.
+        headers: {file name: header} of safetensors files; empty for other formats.
+        read_adam_state: reads weights and Adam moments that a trainer saved with them; returns None if there are none.
+        has_foreign_names: names are those of another trainer, possibly with a common prefix.
     """
 
     tensors: Mapping[str, LazyTensor]
@@ -45,7 +43,7 @@ class WeightFiles:
 
 
 def has_readable_weights(folder: Location) -> bool:
-    """Return whether a folder has safetensors or torch weight files."""
+    """Return whether a folder has weight files that can be read: safetensors or torch pickles."""
     return any((folder / name).is_file() for name in (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX))
 
 
@@ -53,7 +51,8 @@ def open_weight_files(folder: Location) -> WeightFiles:
     """Open the weights of a folder, by names without wrappers; safetensors are preferred.
 
     Raises:
-        CheckpointError: when files are missing, damaged, or disagree with the index, or when two names differ by wrappers alone.
+        CheckpointError: when files are missing, damaged, or disagree with the index, or when two names differ only by
+            wrappers.
     """
     files = _open_files(folder)
     names = {name: strip_wrappers(name) for name in files.tensors}
@@ -63,54 +62,50 @@ def open_weight_files(folder: Location) -> WeightFiles:
     if len(set(names.values())) < len(names):
         twice = next(name for name in wrapped if names[name] in names or list(names.values()).count(names[name]) > 1)
         raise CheckpointError(
-            f"{folder}: the files hold {names[twice]} twice, once as {twice}", hint="leave one of the two in"
+            f"{folder}: the files have {names[twice]} twice, once as {twice}", hint="remove one of the two tensors"
         )
-    logger.info(
-        "%s: tensor names are those of a wrapped module (%s); read as %s", folder, wrapped[0], names[wrapped[0]]
-    )
+    logger.info("%s: module wrappers are removed from tensor names: %s is %s", folder, wrapped[0], names[wrapped[0]])
 
     def read_adam_state() -> NamedAdamState | None:
         state = files.read_adam_state()
         return None if state is None else state.rename_weights(strip_wrappers)
 
-    # without headers: what is written from these weights has the names of the model
-    return WeightFiles(
-        {names[name]: one for name, one in files.tensors.items()},
-        read_adam_state=read_adam_state,
-        has_foreign_names=files.has_foreign_names,
-    )
+    tensors = {names[name]: stored for name, stored in files.tensors.items()}
+    # without headers: a folder written from these weights has the names of the model
+    return WeightFiles(tensors, read_adam_state=read_adam_state, has_foreign_names=files.has_foreign_names)
 
 
 def _open_files(folder: Location) -> WeightFiles:
     """Open the weights of a folder by the names in its files."""
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         files = [SafetensorsFile.open_file(folder / name) for name in _file_names(folder, SINGLE, INDEX)]
-        held = {file.path.name: _lazy_tensors(file) for file in files}
-        _check_index(folder, SINGLE, INDEX, held)
-        tensors = _merge_tensors(held)
+        by_file = {file.path.name: _lazy_tensors(file) for file in files}
+        _check_index(folder, SINGLE, INDEX, by_file)
+        tensors = {name: stored for part in by_file.values() for name, stored in part.items()}
         headers = {file.path.name: file.header for file in files}
         if not isinstance(folder, Path):
             return WeightFiles(tensors, headers)
-        return WeightFiles(tensors, headers, partial(trainer_state.read_trainer_state, folder, tensors))
+        return WeightFiles(tensors, headers, partial(read_trainer_state, folder, tensors))
     if (folder / TORCH_SINGLE).is_file() or (folder / TORCH_INDEX).is_file():
         if not isinstance(folder, Path):
-            raise CheckpointError(f"{folder}: pickled weights are read from a folder here", hint="download it first")
+            raise CheckpointError(
+                f"{folder}: pickled weights are not supported on an object store", hint="download the folder first"
+            )
         saved = {name: load_state_tensors(folder / name) for name in _file_names(folder, TORCH_SINGLE, TORCH_INDEX)}
         _check_index(folder, TORCH_SINGLE, TORCH_INDEX, saved)
         state = read_colossalai_state(folder, saved)
         if state is not None:
             return WeightFiles(state.weights, read_adam_state=lambda: state, has_foreign_names=True)
         tensors = {key: to_lazy_tensor(one.path, one) for part in saved.values() for key, one in part.items()}
-        return WeightFiles(tensors, read_adam_state=partial(trainer_state.read_trainer_state, folder, tensors))
+        return WeightFiles(tensors, read_adam_state=partial(read_trainer_state, folder, tensors))
     foreign = read_foreign_checkpoint(folder) if isinstance(folder, Path) else None
     if foreign is not None:
         return WeightFiles(foreign.weights, read_adam_state=lambda: foreign, has_foreign_names=True)
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     raise CheckpointError(
-        f"{folder}: there are no weights, neither {SINGLE} nor {INDEX}, nor {TORCH_SINGLE}"
-        + (f"; {others[0]} is none" if others else ""),
-        hint="was the download interrupted? A new model of this shape, with random weights, is "
-        f"model.from={folder / 'config.json'}",
+        f"{folder}: weights are missing: neither {SINGLE} nor {INDEX}, nor {TORCH_SINGLE}"
+        + (f"; {others[0]} is not supported" if others else ""),
+        hint=f"download the folder again; to train from random weights, set model.from={folder / 'config.json'}",
     )
 
 
@@ -122,10 +117,6 @@ def _lazy_tensors(file: SafetensorsFile) -> Mapping[str, LazyTensor]:
     }
 
 
-def _merge_tensors(held: Mapping[str, Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
-    return {name: stored for tensors in held.values() for name, stored in tensors.items()}
-
-
 def _file_names(folder: Location, single: str, index: str) -> list[str]:
     """Return the plain names of the files, after checking that they exist."""
     if (folder / single).is_file():
@@ -135,7 +126,7 @@ def _file_names(folder: Location, single: str, index: str) -> list[str]:
         check_file_name(name, f"{folder / index}: {tensor}", Path(single).suffix)
         if not (folder / name).is_file():
             raise CheckpointError(
-                f"{folder}: {name} is missing, which holds {tensor}", hint="was the download interrupted?"
+                f"{folder}: {name}, the file of {tensor}, is missing", hint="download the folder again"
             )
     return sorted(set(weight_map.values()))
 
@@ -145,13 +136,13 @@ def _check_index(folder: Location, single: str, index: str, held: Mapping[str, I
         return
     found = {(tensor, name) for name, tensors in held.items() for tensor in tensors}
     for tensor, name in found ^ set(_weight_map(folder / index).items()):
-        raise CheckpointError(f"{folder / index}: disagrees with {name} on whether it holds {tensor}")
+        raise CheckpointError(f"{folder / index}: conflicts with {name}: only one of them has {tensor}")
 
 
 def _weight_map(index: Location) -> Mapping[str, str]:
     weight_map = read_json_mapping(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: has no weight_map")
+        raise CheckpointError(f"{index}: weight_map is missing")
     return weight_map
 
 
@@ -163,7 +154,7 @@ def check_file_name(name: object, source: str, suffix: str = ".safetensors") -> 
     """
     plain = isinstance(name, str) and name.endswith(suffix) and name.isprintable()
     if not plain or {"/", "\\", ":"} & set(str(name)) or str(name).startswith("."):
-        raise CheckpointError(f"{source}: {name!r} is not the plain name of a {suffix[1:]} file in the same folder")
+        raise CheckpointError(f"{source}: {name!r} must be the plain name of a {suffix[1:]} file in the same folder")
 
 
 def read_json_mapping(path: Location) -> dict[str, Any]:
@@ -190,7 +181,7 @@ def decode_json_mapping(content: bytes, source: object) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{source}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{source}: expected keys with values, found {type(raw).__name__}")
+        raise CheckpointError(f"{source}: must be a JSON object, not {type(raw).__name__}")
     return raw
 
 

@@ -1,7 +1,7 @@
 """Writer of HuggingFace folders: in the layout of the folder that the weights came from, or in a new one.
 
-A checkpoint that was made from a HuggingFace folder carries that folder's files and the headers of its safetensors
-files. As long as names, shapes and dtypes are still the same, what is written is the same to the byte.
+A checkpoint converted from a HuggingFace folder carries that folder's other files and the headers of its safetensors
+files. If names, shapes and dtypes are unchanged, the written folder is identical byte for byte.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mega_common.progress_logging import logger
 
 MAX_SHARD = 5 * 10**9  # bytes
 _METADATA = {"format": "pt"}
-_OF_IMAGES = frozenset(
+_IMAGE_FILES = frozenset(
     {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "image_processor.json"}
 )
 _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"})
@@ -49,7 +49,7 @@ _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torc
 
 @dataclass(frozen=True)
 class HfOrigin:
-    """The HuggingFace folder that a source came from, by its assets; empty if it came from none."""
+    """Files of the HuggingFace folder that a source was converted from, from its assets; empty for other sources."""
 
     config: bytes | None
     index: bytes | None
@@ -82,20 +82,21 @@ class HfOrigin:
         return raw if isinstance(raw, dict) else {}
 
     def without_vision(self, family: ModelFamily) -> HfOrigin:
-        """Return the origin of the language model alone: its part of config.json, and no files of weights or images."""
-        others = {name: content for name, content in self.others.items() if name not in _OF_IMAGES}
+        """Return the origin reduced to the language model: its part of config.json, without weight and image files."""
+        others = {name: content for name, content in self.others.items() if name not in _IMAGE_FILES}
         return HfOrigin(encode_json_mapping(family.select_text_config(self.config_json)), None, {}, others)
 
     def describe_model(self, model: ModelConfig) -> tuple[ModelFamily, ModelConfig] | None:
-        """Return the family and model that config.json describes; None if it describes no known one.
+        """Return the family and the model that config.json describes; None if it describes no supported one.
 
-        That is no error: the file may have come with a tokenizer. Further predictors count where files or `model` have any.
+        An unsupported one is not an error: the file may have come with a tokenizer. MTP layers are kept if the files or
+        `model` have them.
         """
         try:
             family = family_of_config(self.config_json)
-            held = [name for header in self.headers.values() for name in header.entries]
+            names = [name for header in self.headers.values() for name in header.entries]
             read = with_image_settings(family.read_config_json(self.config_json), self.read_other_json)
-            return family, family.restrict_to_stored(read, held) if held or not model.mtp_layers else read
+            return family, family.restrict_to_stored(read, names) if names or not model.mtp_layers else read
         except CheckpointError:
             return None
 
@@ -105,9 +106,9 @@ class HfFolderPlan:
     """Contents of a HuggingFace folder except the bytes of the tensors.
 
     Attributes:
-        table: {disk name: where its elements come from}; a disk tensor that is not in it is a buffer.
-        files: {file name: header}; the headers tell names, dtypes and the order of bytes.
-        others: {path inside the folder: file or its content}, config.json and index among them.
+        table: {disk name: canonical tensors in it}; disk tensors that are not in it are buffers.
+        files: {file name: header}; the headers have names, dtypes and the order of bytes.
+        others: {path inside the folder: file or its content}, including config.json and index.
     """
 
     table: Mapping[str, DiskTensor]
@@ -127,29 +128,31 @@ def plan_hf_folder(
 
     Args:
         source: the weights.
-        family: `model_type` to write; by default that of the folder they came from, or the first that fits.
-        dtype: to cast floating-point weights to.
-        max_shard: most bytes of tensors in a file; by default the files of the folder they came from, or `MAX_SHARD`.
+        family: `model_type` to write; by default that of the origin, or the first family that fits.
+        dtype: dtype to cast floating-point weights to; None: unchanged.
+        max_shard: maximum bytes of tensors per file; by default the files of the origin, or `MAX_SHARD`.
 
     Raises:
-        CheckpointError: when the family, or every family, lacks something of the model, with the settings.
+        CheckpointError: when the family, or every family, cannot express settings of the model.
     """
     origin = HfOrigin.from_source(source)
     described = origin.describe_model(source.model)
     chosen = _choose_family(source.model, family, described)
     if described is not None and described[0] == chosen and _lacks_vision(source, origin.config_json, chosen):
         logger.warning(
-            "the origin of this model (%s) has a vision encoder, whose weights are not in this checkpoint: the output is the "
-            "language model alone (%s)", chosen.outer_model_type, chosen.architecture,
+            "the original model (%s) has a vision encoder whose weights are not in this checkpoint; only the language model "
+            "is written (%s)", chosen.outer_model_type, chosen.architecture,
         )  # fmt: skip
         origin = origin.without_vision(chosen)
         described = None
     same = described is not None and described[0] == chosen and is_same_model(described[1], source.model)
     headers = origin.headers if same else {}
-    held = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
-    table = checked_tensor_table(chosen, source.model, held, LAYOUT) if held else chosen.disk_tensor_table(source.model)
+    shapes = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
+    table = (
+        checked_tensor_table(chosen, source.model, shapes, LAYOUT) if shapes else chosen.disk_tensor_table(source.model)
+    )
     tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
-    buffers = {name: (source.read_buffer(name).dtype, held[name]) for name in source.buffer_names() if name in held}
+    buffers = {name: (source.read_buffer(name).dtype, shapes[name]) for name in source.buffer_names() if name in shapes}
     if headers and max_shard is None:
         files = _keep_files(headers, tensors | buffers)
     else:
@@ -162,8 +165,8 @@ def plan_hf_folder(
             origin.config_json if same else _new_config(origin.config_json, chosen, source.model), tensors
         )
         config, index = origin.config if raw == origin.config_json else encode_json_mapping(raw), _encode_index(files)
-    own = {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
-    return HfFolderPlan(table, files, {**others, **({} if same else _image_files(origin, source.model)), **own})
+    written = {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
+    return HfFolderPlan(table, files, {**others, **({} if same else _image_files(origin, source.model)), **written})
 
 
 def write_hf_folder(
@@ -175,7 +178,7 @@ def write_hf_folder(
 ) -> None:
     """Write the files of `plan` into an existing folder, one tensor in memory at a time; durable on return.
 
-    `once` passes over safetensors files that are there already; nothing else is.
+    `once` skips safetensors files that are already complete; all other files are written.
     """
     for name, header in plan.files.items():
         once(name, header.file_prefix, partial(_write_safetensors, source, plan, header, folder / name, advance))
@@ -202,14 +205,14 @@ def tensor_fillers(
 ) -> Iterator[tuple[str, torch.dtype, TensorShape, Callable[[Tensor], None]]]:
     """Yield the name, dtype and shape of each tensor of a folder's files, in file order, and a function that fills it.
 
-    `copy` puts a slab of a canonical tensor into a tensor of its shape, which may have another dtype.
+    `copy` copies a slice of a canonical tensor into a tensor of its shape, which may have another dtype.
     """
 
     def fill_tensor(disk: DiskTensor, out: Tensor) -> None:
         portions = list(disk.split_portions())
-        places = torch.split(out.view(-1), [math.prod(portion.shape) for portion in portions])
-        for portion, place in zip(portions, places, strict=True):
-            for slab, view in portion.slice_views(place.view(portion.shape)):
+        targets = torch.split(out.view(-1), [math.prod(portion.shape) for portion in portions])
+        for portion, target in zip(portions, targets, strict=True):
+            for slab, view in portion.slice_views(target.view(portion.shape)):
                 copy(slab, view)
 
     for header in plan.files.values():
@@ -248,42 +251,38 @@ def _choose_family(
 
 def _lacks_vision(source: WeightSource, raw: Mapping[str, Any], family: ModelFamily) -> bool:
     """Return whether config.json describes a model with a vision encoder whose weights the source does not have."""
-    whole = (
-        bool(family.outer_model_type)
-        and raw.get("model_type") == family.outer_model_type
-        and bool(raw.get("vision_config"))
-    )
-    return whole and VISION not in find_unsupported_parts(source.buffer_names())
+    outer = bool(family.outer_model_type) and raw.get("model_type") == family.outer_model_type
+    return outer and bool(raw.get("vision_config")) and VISION not in find_unsupported_parts(source.buffer_names())
 
 
 def _keep_files(
     headers: Mapping[str, SafetensorsHeader], tensors: Mapping[str, tuple[torch.dtype, TensorShape]]
 ) -> dict[str, SafetensorsHeader]:
-    """Return the headers of the same tensors in the same files; a header is unchanged if its dtypes and shapes are."""
+    """Return headers with the same tensors in the same files; a header is unchanged if its dtypes and shapes are."""
     out = {}
     for file, header in headers.items():
-        held = {name: tensors[name] for name in header.entries if name in tensors}
-        same = held == {name: (entry.dtype, entry.shape) for name, entry in header.entries.items()}
-        if held:
-            out[file] = header if same else SafetensorsHeader.make_header(held, header.metadata)
+        kept = {name: tensors[name] for name in header.entries if name in tensors}
+        same = kept == {name: (entry.dtype, entry.shape) for name, entry in header.entries.items()}
+        if kept:
+            out[file] = header if same else SafetensorsHeader.make_header(kept, header.metadata)
     return out
 
 
 def _split_into_files(
     tensors: Mapping[str, tuple[torch.dtype, TensorShape]], max_shard: int
 ) -> dict[str, SafetensorsHeader]:
-    """Return headers that fill files in the order of the forward pass, each up to `max_shard` bytes of tensors, at
-    least one in each.
+    """Return headers that fill files in the order of the forward pass, each with up to `max_shard` bytes of tensors and
+    at least one tensor.
     """
     groups: list[dict[str, tuple[torch.dtype, TensorShape]]] = [{}]
-    room = max_shard
+    left = max_shard
     for name, (dtype, shape) in tensors.items():
         size = dtype.itemsize * math.prod(shape)
-        if size > room and groups[-1]:
+        if size > left and groups[-1]:
             groups.append({})
-            room = max_shard
+            left = max_shard
         groups[-1][name] = (dtype, shape)
-        room -= size
+        left -= size
     count = len(groups)
     names = [SINGLE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
     return {name: SafetensorsHeader.make_header(group, _METADATA) for name, group in zip(names, groups, strict=True)}
@@ -302,21 +301,21 @@ def _new_config(raw: Mapping[str, Any], family: ModelFamily, model: ModelConfig)
     tokens.
     """
     carried = {key: value for key, value in raw.items() if key in CARRIED - _OWN_KEYS}
-    unsaid = dict.fromkeys(family.tokens if raw.get("model_type") != family.name else ())
-    return unsaid | carried | family.write_config_json(model)
+    absent_tokens = dict.fromkeys(family.tokens if raw.get("model_type") != family.name else ())
+    return absent_tokens | carried | family.write_config_json(model)
 
 
 def _image_files(origin: HfOrigin, model: ModelConfig) -> dict[str, bytes]:
-    """Return the image preprocessing files, unless the origin's files already say the same."""
+    """Return the image preprocessing files; empty if the origin's files have the same settings."""
     if model.vision is None:
         return {}
-    said = image_processor.image_processor_section(origin.read_other_json)
-    if said and image_processor.apply_image_processor(model.vision, said) == model.vision:
+    settings = image_processor.image_processor_section(origin.read_other_json)
+    if settings and image_processor.apply_image_processor(model.vision, settings) == model.vision:
         return {}
     files = {image_processor.FILE: image_processor.build_preprocessor_config(model.vision)}
-    whole = origin.read_other_json(image_processor.WHOLE)
-    if image_processor.SECTION in whole:
-        files[image_processor.WHOLE] = whole | {image_processor.SECTION: files[image_processor.FILE]}
+    processor = origin.read_other_json(image_processor.PROCESSOR_FILE)
+    if image_processor.SECTION in processor:
+        files[image_processor.PROCESSOR_FILE] = processor | {image_processor.SECTION: files[image_processor.FILE]}
     return {name: encode_json_mapping(raw) for name, raw in files.items()}
 
 

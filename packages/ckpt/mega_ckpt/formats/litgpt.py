@@ -1,6 +1,6 @@
 """LitGPT's `model_config.yaml`: configuration of a model that LitGPT created without a config.json from a hub.
 
-Its keys are the fields of `litgpt.Config` (LitGPT 0.5: config.py says what each is, model.py what it does).
+Its keys are the fields of `litgpt.Config` (LitGPT 0.5: config.py and model.py).
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ _READ = frozenset({
     "norm_1", "norm_2", "post_attention_norm", "post_mlp_norm", "norm_qk_type", "n_expert", "n_expert_per_token",
     "moe_intermediate_size", "first_k_dense_replace",
 })  # fmt: skip
-# Of no effect on what a model computes (the last: but where experts are in groups), or told by the weights.
-_IDLE = frozenset({"hf_config", "vocab_size", "padding_multiple", "norm_topk_prob"})
-_ABSENT: tuple[object, ...] = (None, False, 0, [], {})  # what a key says of something that the model does not have
-_USUAL = {"routed_scaling_factor": 1.0}
+# Keys without effect on what a model computes, or implied by the weights; the last one affects only expert groups, which
+# are not supported.
+_IGNORED = frozenset({"hf_config", "vocab_size", "padding_multiple", "norm_topk_prob"})
+_ABSENT: tuple[object, ...] = (None, False, 0, [], {})  # values of keys of features that the model does not use
+_DEFAULTS = {"routed_scaling_factor": 1.0}
 
 
 def read_litgpt_config(path: Location) -> ModelConfig:
     """Return the model that a `model_config.yaml` describes.
 
     Raises:
-        CheckpointError: when it is damaged, or has what can be told from the model's config.json alone.
+        CheckpointError: when it is damaged, or has settings that only the model's config.json describes fully.
     """
-    hint = f"put the config.json of the model beside {path.name}"
+    hint = f"add the config.json of the model to the folder of {path.name}"
     try:
         raw = parse_yaml_text(path.read_bytes().decode(), str(path), BoundedYamlLoader)
-        other = [key for key in raw if key not in _READ | _IDLE and raw[key] not in (*_ABSENT, _USUAL.get(key))]
+        other = [key for key in raw if key not in _READ | _IGNORED and raw[key] not in (*_ABSENT, _DEFAULTS.get(key))]
         if _norm_flags(raw) not in _POSITIONS:
             other.append("norm_1")
         if raw.get("rope_adjustments") and "beta_fast" in raw["rope_adjustments"]:
@@ -53,10 +54,10 @@ def read_litgpt_config(path: Location) -> ModelConfig:
         if raw.get("rope_indices") and raw["rope_indices"] != raw.get("sliding_window_indices"):
             other.append("rope_indices")
         if other:
-            raise CheckpointError(f"{path}: {other[0]} = {raw[other[0]]!r} is not read from it", hint=hint)
+            raise CheckpointError(f"{path}: {other[0]} = {raw[other[0]]!r} is not supported", hint=hint)
         return ModelConfig.parse(_model_fields(raw), source=str(path))
     except (LookupError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
-        raise CheckpointError(f"{path}: describes no model ({error})", hint=hint) from None
+        raise CheckpointError(f"{path}: does not describe a model ({error})", hint=hint) from None
 
 
 def _norm_flags(raw: Mapping[str, Any]) -> tuple[bool, bool, bool, bool]:
@@ -79,7 +80,7 @@ def _model_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "num_kv_heads": raw.get("n_query_groups") or heads, "head_dim": raw.get("head_size") or raw["n_embd"] // heads,
         "ffn_hidden_size": width, "vocab_size": raw["padded_vocab_size"], "max_position": raw["block_size"],
         "norm": _NORMS[raw["norm_class_name"]], "norm_eps": raw["norm_eps"], "norm_position": _POSITIONS[_norm_flags(raw)],
-        "zero_centered_norm": "Gemma" in raw["name"],  # by which LitGPT tells it, too
+        "zero_centered_norm": "Gemma" in raw["name"],  # as in LitGPT
         "activation": _FEEDS[raw["mlp_class_name"]][raw.get("gelu_approximate", "none")],
         "parallel_residual": raw["parallel_residual"], "shared_norm": raw.get("shared_attention_norm", False),
         "qkv_bias": bias or raw.get("attn_bias", False), "attention_out_bias": bias, "mlp_bias": bias,

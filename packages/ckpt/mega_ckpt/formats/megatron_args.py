@@ -1,12 +1,16 @@
 """Mapping between Megatron's `args` in its checkpoints and `ModelConfig`: one declaration for both directions.
 
-Names and defaults are those of Megatron-LM's arguments. An argument that is not here changes nothing of what the weights
-compute; one that is here with a value that `ModelConfig` has not is refused.
+Names and defaults are those of Megatron-LM's arguments. Arguments without an entry do not affect what the weights
+compute; a value that `ModelConfig` cannot express is an error.
+
+BERT and T5 are distinguished from GPT by tensor names (`infer_args_from_names`). Hybrids of `MambaModel` and
+`HybridModel` have half a transformer layer per layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 from mega_ckpt.families.config_entries import (
@@ -15,9 +19,9 @@ from mega_ckpt.families.config_entries import (
     ConfigMismatchError,
     HfConfigDict,
     KeyEntry,
+    split_words,
 )
 from mega_ckpt.families.model_equivalence import normalize_config, resolve_config
-from mega_ckpt.formats.megatron_architecture_entries import BertEntry, HybridLayersEntry, T5Entry
 from mega_ckpt.formats.megatron_entries import (
     ActivationEntry,
     BiasesEntry,
@@ -25,14 +29,143 @@ from mega_ckpt.formats.megatron_entries import (
     MegatronMoeEntry,
     MegatronSizesEntry,
     MtpEntry,
+    MultiKeyEntry,
     WindowEntry,
 )
 from mega_ckpt.formats.megatron_position_entries import MegatronMlaEntry, PositionsEntry
 from mega_common.errors import CheckpointError, ConfigError
+from mega_common.hybrid_pattern import NORM_EPS, build_hybrid_pattern, build_mamba_section
+from mega_common.layer_kinds import LETTERS, MambaConfig
 from mega_common.model_config import ModelConfig
 
+
+@dataclass(frozen=True)
+class BertEntry(MultiKeyEntry):
+    """BERT, from `is_encoder`."""
+
+    covered_keys: frozenset[str] = frozenset({"is_encoder", "bert_binary_head"})
+    covered_fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the fields; the sentence-order head implies two segment types."""
+        if not raw.get("is_encoder"):
+            return {}
+        pairs = bool(raw.get("bert_binary_head", True))
+        types = 2 if pairs else 0
+        return {"causal": False, "token_types": types, "masked_lm": {}, "pooler": pairs, "sentence_pairs": pairs}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the switch."""
+        return {} if model.causal else {"is_encoder": True, "bert_binary_head": model.sentence_pairs}
+
+
+@dataclass(frozen=True)
+class T5Entry(MultiKeyEntry):
+    """T5: `is_encoder_decoder`, and the layers of both stacks; the output layer has a bias per token if it is tied to
+    the embedding. Megatron has no setting for the decoder start token; files written by mega store it.
+    """
+
+    covered_keys: frozenset[str] = split_words(
+        """is_encoder_decoder encoder_num_layers decoder_num_layers decoder_start_token_id
+        relative_attention_num_buckets relative_attention_max_distance"""
+    )
+    covered_fields: frozenset[str] = frozenset({"num_layers", "encoder", "relative"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return no fields for a model with one stack."""
+        if not raw.get("is_encoder_decoder"):
+            return {}
+        encoder, decoder = raw["encoder_num_layers"], raw["decoder_num_layers"]
+        tied, start = not raw.get("untie_embeddings_and_output_weights"), raw.get("decoder_start_token_id", 0)
+        out = {
+            "num_layers": encoder + decoder,
+            "encoder": {"num_layers": encoder, "head_bias": tied, "start_token": start},
+        }
+        if raw.get("position_embedding_type") != "relative":
+            return out
+        most, buckets = raw.get("relative_attention_max_distance", 128), raw.get("relative_attention_num_buckets", 32)
+        return {**out, "position": "relative", "relative": {"buckets": buckets, "max_distance": most}}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the numbers; the decoder's layers are Megatron's `num_layers`."""
+        encoder = model.encoder
+        if encoder is None:
+            return {}
+        if model.key_value_heads != model.num_attention_heads:
+            raise ConfigMismatchError(f"num_kv_heads must be {model.num_attention_heads} in a T5")
+        if encoder.head_bias != model.tie_embeddings:
+            raise ConfigMismatchError(f"encoder.head_bias must equal tie_embeddings = {model.tie_embeddings}")
+        if model.position == "relative" and model.relative.every_layer:
+            raise ConfigMismatchError("relative.every_layer must be False")
+        decoder = model.num_layers - encoder.num_layers
+        return {
+            "is_encoder_decoder": True, "num_layers": decoder, "encoder_num_layers": encoder.num_layers,
+            "decoder_num_layers": decoder, "decoder_start_token_id": encoder.start_token,
+            "relative_attention_num_buckets": model.relative.buckets,
+            "relative_attention_max_distance": model.relative.max_distance,
+        }  # fmt: skip
+
+
+_CORE = "Megatron-Core 0.16"  # the version whose format is written
+_LETTER = {kind: letter for letter, kind in LETTERS.items()}
+
+
+@dataclass(frozen=True)
+class HybridLayersEntry(MultiKeyEntry):
+    """Layer kinds of a hybrid model, and sizes of its Mamba-2 layers."""
+
+    covered_keys: frozenset[str] = split_words(
+        """is_hybrid_model hybrid_layer_pattern hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio
+        mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"""
+    )
+    covered_fields: frozenset[str] = frozenset({"layers", "mamba"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return no fields for a model of transformer layers."""
+        try:
+            pattern = build_hybrid_pattern(raw)
+        except ValueError as error:
+            raise ConfigMismatchError(str(error)) from None
+        if pattern is None:
+            return {}
+        if "G" in pattern.letters:
+            raise ConfigMismatchError(
+                f"hybrid_layer_pattern: G is not supported by the MambaModel of {_CORE} (only M, *, - and E)"
+            )
+        if pattern.mtp_letters:
+            raise ConfigMismatchError(f"hybrid_layer_pattern: MTP layers (/) are not supported by {_CORE}")
+        out: dict[str, Any] = {"num_layers": len(pattern.letters), "layers": pattern.layer_kind_names}
+        return {**out, "mamba": build_mamba_section(raw)} if "M" in pattern.letters else out
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the pattern, under the name that all versions read, and the sizes."""
+        if model.layers is None:
+            return {"is_hybrid_model": False}
+        halves = [[half for half in kind if half] for kind in model.layer_kinds[: model.num_layers]]
+        if not all(len(half) == 1 for half in halves) or model.delta is not None:
+            raise ConfigMismatchError(f"layers must each be one of mamba, attention, mlp and moe in {_CORE}")
+        if model.mtp_layers:
+            raise ConfigMismatchError(f"mtp_layers must be 0 in a hybrid model of {_CORE}")
+        mamba = model.mamba or MambaConfig(num_heads=1, head_dim=64)
+        fixed = mamba.model_copy(update={"conv_kernel": 4, "conv_bias": True, "bias": False, "dt_limit": (0.0, None)})
+        if mamba != fixed or (mamba.norm_eps or model.norm_eps) != NORM_EPS:
+            raise ConfigMismatchError(
+                "mamba must have conv_kernel = 4, conv_bias = True, bias = False, no dt_limit and norm_eps = 1e-5"
+            )
+        return {
+            "is_hybrid_model": True,
+            "hybrid_override_pattern": "".join(_LETTER[half] for (half,) in halves),
+            "hybrid_attention_ratio": 0.0,
+            "hybrid_mlp_ratio": 0.0,
+            "mamba_state_dim": mamba.state_size,
+            "mamba_head_dim": mamba.head_dim,
+            "mamba_num_groups": mamba.num_groups,
+            "mamba_num_heads": mamba.num_heads,
+        }
+
+
 NORMS: Mapping[str, str] = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-SINKS: Mapping[str, Any] = {"vanilla": False, "learnable": True}  # off-by-one: they are zero, and no weights
+SINKS: Mapping[str, Any] = {"vanilla": False, "learnable": True}  # not off-by-one: constant zero, without weights
 DIVISOR = 128  # the vocabulary is padded to a multiple of this times tp
 
 SETTINGS: tuple[ConfigEntry, ...] = (
@@ -83,22 +216,19 @@ def read_megatron_args(args: HfConfigDict, source: object, extra: HfConfigDict |
     """
     if args.get("retro_add_retriever"):
         raise CheckpointError(
-            f"{source}: a model of Megatron's Retro, which mega does not read",
-            hint="model.retro trains one from its start",
+            f"{source}: Megatron's Retro models are not supported", hint="train a new one with model.retro"
         )
     fields, found = _read_fields(args, (extra or {}).keys()) if args else ({}, [])
     if found:
         raise CheckpointError(
-            f"{source}: its settings (args) do not give a model: {'; '.join(found)}",
-            hint="give what is missing in a file of model settings: --config model.yaml",
+            f"{source}: its settings (args) are incomplete or not supported: {'; '.join(found)}",
+            hint="give missing settings of the model in a file: --config model.yaml",
         )
     try:
         return ModelConfig.parse(fields | dict(extra or {}), source=f"{source}: its settings (args)")
     except ConfigError as error:
-        other = "" if args else "; where FSDP or torchtitan wrote it, put the model's config.json into the folder"
-        raise CheckpointError(
-            error.message, hint=f"settings can be given, or replaced, with --config model.yaml{other}"
-        ) from None
+        other = "" if args else "; for a checkpoint of FSDP or torchtitan, add the model's config.json to the folder"
+        raise CheckpointError(error.message, hint=f"add or override settings with --config model.yaml{other}") from None
 
 
 def _read_fields(args: HfConfigDict, given: Set[str] = frozenset()) -> tuple[dict[str, Any], list[str]]:
@@ -116,9 +246,9 @@ def _read_fields(args: HfConfigDict, given: Set[str] = frozenset()) -> tuple[dic
             if not entry.covered_fields or not entry.covered_fields <= given:
                 found.append(str(error))
         except (TypeError, ValueError):
-            found.append(f"{', '.join(sorted(entry.covered_keys & raw.keys()))}: a value of the wrong kind")
+            found.append(f"{', '.join(sorted(entry.covered_keys & raw.keys()))}: a value has the wrong type")
     if fields.get("layers") and not any(layer.endswith("moe") for layer in fields["layers"]):
-        fields["moe"] = None  # whatever is said of experts
+        fields["moe"] = None  # settings of experts are unused
     return fields | {"embedding_dropout": fields.get("residual_dropout", 0.0)}, found
 
 
@@ -126,11 +256,10 @@ def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[st
     """Return the `args` of `model`, as in a run with these parallel sizes.
 
     Raises:
-        CheckpointError: naming every setting that Megatron has not.
+        CheckpointError: naming every setting that Megatron cannot express.
     """
     if model.retro is not None:
-        told = "it reads neighbours (retro), and mega writes no checkpoints of Megatron's Retro"
-        raise CheckpointError(f"Megatron cannot express this model: {told}", hint="--to mega")
+        raise CheckpointError("retro is not supported with --to megatron", hint="use --to mega")
     out, model = dict[str, Any](), normalize_config(model)
     for entry in SETTINGS:
         try:
@@ -142,9 +271,9 @@ def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[st
         raise CheckpointError(f"Megatron cannot express this model: {'; '.join(found)}")
     lost = _list_differences(_comparable_fields(model), _comparable_fields(ModelConfig.parse(fields)))
     if model.qk_norm and model.norm == "layernorm":
-        lost.append("qk_norm = True (in Megatron it would be a layernorm)")
+        lost.append("qk_norm = True with norm = layernorm")
     if lost:
-        raise CheckpointError(f"Megatron cannot express this model: it has no {', no '.join(lost)}")
+        raise CheckpointError(f"Megatron cannot express this model: {', '.join(lost)} is not supported")
     return out | {
         "padded_vocab_size": padded_vocab_size(model.vocab_size, tp),
         "make_vocab_size_divisible_by": DIVISOR,

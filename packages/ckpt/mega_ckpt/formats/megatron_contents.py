@@ -1,7 +1,16 @@
-"""Contents of a Megatron folder in any format, and canonical tensors read from them."""
+"""Contents of a Megatron folder in any format; canonical tensors and optimizer state read from them.
+
+    optimizer.state.{exp_avg,exp_avg_sq}.<weight>     Adam moments
+    optimizer.state.{fp32_param,param}.<weight>       main weights of the 16-bit optimizer and the distributed one
+
+Optimizer state is read from `torch_dist` folders, where the tensors have the shapes of the weights: with plain
+optimizers, and with the distributed one if saved with `--dist-ckpt-optim-fully-reshardable`. Sources: Megatron-Core,
+optimizer/{optimizer,distrib_optimizer}.py and dist_checkpointing/optimizer.py.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +23,17 @@ from torch import Tensor
 from mega_ckpt.canonical_tensors import abbreviate_names
 from mega_ckpt.formats.dcp import StoredBox
 from mega_ckpt.formats.megatron_names import MegatronPart
+from mega_ckpt.formats.torch_archive import StoredTensor
 from mega_ckpt.manifest import is_exact_tiling
-from mega_ckpt.tensor_pieces import TensorBox, TensorPiece, TensorShape, copy_overlap, crop_tensor
+from mega_ckpt.tensor_pieces import TensorBox, TensorPiece, TensorShape, box_overlap, copy_overlap, crop_tensor
+from mega_ckpt.training_state import LOW, MOMENTS, ConvertedTraining, OptimizerNotConverted, make_trainer_state
 from mega_common.errors import CheckpointError
+from mega_common.model_config import ModelConfig
 
 
 @dataclass
 class MegatronTensor:
-    """A tensor of Megatron's (a `MegatronPart`), with the boxes that the folder has of it."""
+    """A tensor of Megatron's (a `MegatronPart`), with the boxes stored in the folder."""
 
     dtype: torch.dtype
     shape: TensorShape
@@ -33,9 +45,9 @@ class MegatronOptimizer:
     """Optimizer state in a Megatron folder.
 
     Attributes:
-        kinds: its tensors by kind (`exp_avg` and so on), and then by the names of the weights.
-        read_objects: gives what it has beside tensors, in containers of Megatron's making.
-        unreadable_reason: why it fits one layout of ranks alone, if it does.
+        kinds: its tensors by kind (`exp_avg` and so on) and name of the weight.
+        read_objects: returns the state that is not tensors, in Megatron's containers.
+        unreadable_reason: reason why the state can be read only in the original layout of ranks; else empty.
     """
 
     kinds: Mapping[str, Mapping[str, MegatronTensor]] = field(default_factory=dict)
@@ -49,12 +61,12 @@ class MegatronContents:
 
     Attributes:
         kind: `torch_dist` or `torch`.
-        args: Megatron's settings; empty where it has none.
-        iteration: steps done, if it says so.
-        count: number of tensors there.
-        tensors: gives them by the names of a model's parts, and those that are none of them by their own.
-        scheduled_samples: samples that the learning rate's schedule has counted, if it says so.
-        optimizer: what it has of one.
+        args: Megatron's settings; empty if there are none.
+        iteration: number of steps, if stored.
+        count: number of tensors.
+        tensors: returns the tensors by the names of a model's parts; other tensors have their own names.
+        scheduled_samples: number of samples of the learning rate schedule, if stored.
+        optimizer: the optimizer state.
     """
 
     kind: str
@@ -66,57 +78,48 @@ class MegatronContents:
     optimizer: MegatronOptimizer = MegatronOptimizer()
 
 
-def box_overlap(
-    offset: TensorShape, shape: TensorShape, other: TensorShape, extent: TensorShape
-) -> tuple[TensorShape, TensorShape] | None:
-    """Return the overlap of two boxes, as (offset, shape)."""
-    begin = tuple(map(max, offset, other))
-    end = tuple(min(a + n, b + m) for a, n, b, m in zip(offset, shape, other, extent, strict=True))
-    return (begin, tuple(e - b for b, e in zip(begin, end, strict=True))) if all(map(int.__lt__, begin, end)) else None
-
-
 class MegatronTensorReader:
     """Reader of canonical tensors in `tensors`, which must be exactly those of `parts`.
 
     Raises:
-        CheckpointError: naming the tensor and the folder, when they are not.
+        CheckpointError: naming a missing, unknown or incomplete tensor, and the folder.
     """
 
     def __init__(self, parts: Sequence[MegatronPart], tensors: Mapping[str, MegatronTensor], folder: Path) -> None:
-        self._places = _locate_tensors(parts, tensors, folder)
+        self._locations = _locate_tensors(parts, tensors, folder)
 
     def tensor_names(self) -> Sequence[str]:
         """Return the canonical names, in the order of `parts`."""
-        return list(self._places)
+        return list(self._locations)
 
     def tensor_shape(self, name: str) -> TensorShape:
         """Return the global shape of a tensor."""
-        _, piece = self._places[name][0]
+        _, piece = self._locations[name][0]
         return piece.global_shape
 
     def tensor_dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a tensor."""
-        held, _ = self._places[name][0]
-        return held.dtype
+        stored, _ = self._locations[name][0]
+        return stored.dtype
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read a rectangle of a tensor: a view of the file if it is stored in one piece, else assembled."""
         found = [
-            (target, stored, place)
-            for held, piece in self._places[name]
+            (target, stored, local)
+            for tensor, piece in self._locations[name]
             if (target := box_overlap(offset, shape, piece.global_offset, piece.shape))
-            for place in [_translate(target[0], piece.local_start, piece.global_offset)]
-            for stored in held.stored_boxes
-            if box_overlap(place, target[1], stored.offset, stored.shape)
+            for local in [_translate(target[0], piece.local_start, piece.global_offset)]
+            for stored in tensor.stored_boxes
+            if box_overlap(local, target[1], stored.offset, stored.shape)
         ]
         if len(found) == 1:
-            (start, extent), stored, place = found[0]
-            inside = _translate(place, (0,) * len(place), stored.offset)
+            (start, extent), stored, local = found[0]
+            inside = _translate(local, (0,) * len(local), stored.offset)
             return crop_tensor(stored.read(), inside, extent)
         out = torch.empty(shape, dtype=self.tensor_dtype(name))
-        for (start, extent), stored, place in found:
+        for (start, extent), stored, local in found:
             inner = crop_tensor(out, _translate(start, (0,) * len(start), offset), extent)
-            copy_overlap(TensorBox(place, inner), TensorBox(stored.offset, stored.read()))
+            copy_overlap(TensorBox(local, inner), TensorBox(stored.offset, stored.read()))
         return out
 
 
@@ -126,12 +129,14 @@ def _locate_tensors(
     """Return the location of each canonical tensor, after checking that `tensors` are exactly those of the model."""
     missing = {part.name for part in parts} - tensors.keys()
     if missing:
-        raise CheckpointError(f"{folder}: there is no tensor {abbreviate_names(missing)}, which its settings ask for")
+        raise CheckpointError(
+            f"{folder}: the tensor {abbreviate_names(missing)}, which its settings (args) require, is missing"
+        )
     unknown = tensors.keys() - {part.name for part in parts}
     if unknown:
         raise CheckpointError(
-            f"{folder}: the tensor {abbreviate_names(unknown)} is not one of a model with its settings",
-            hint="a tensor that is not understood is refused rather than dropped",
+            f"{folder}: the tensor {abbreviate_names(unknown)} is not part of a model with its settings (args)",
+            hint="unknown tensors are never dropped: correct the settings with --config model.yaml",
         )
     out = defaultdict(list)
     for part in parts:
@@ -143,10 +148,10 @@ def _locate_tensors(
         )
         if not fits:
             raise CheckpointError(
-                f"{folder}: {part.name} has shape {list(held.shape)}, but the settings make it {list(part.shape)}"
+                f"{folder}: {part.name} has shape {list(held.shape)}, but its settings (args) require {list(part.shape)}"
             )
         if not is_exact_tiling(held.shape, ((one.offset, one.shape) for one in held.stored_boxes)):
-            raise CheckpointError(f"{folder}: the shards of {part.name} overlap or leave a part out")
+            raise CheckpointError(f"{folder}: the shards of {part.name} overlap or are incomplete")
         for piece in part.pieces:
             out[piece.name].append((held, piece))
     return out
@@ -154,3 +159,65 @@ def _locate_tensors(
 
 def _translate(offset: TensorShape, to: TensorShape, origin: TensorShape) -> TensorShape:
     return tuple(o + t - g for o, t, g in zip(offset, to, origin, strict=True))
+
+
+_MAIN = ("fp32_param", "param")
+
+
+def read_optimizer_state(
+    contents: MegatronContents, parts: Sequence[MegatronPart], folder: Path, model: ModelConfig, dtype: torch.dtype
+) -> ConvertedTraining:
+    """Return the optimizer state of `contents` for weights of type `dtype`.
+
+    Raises:
+        OptimizerNotConverted: when there is no optimizer state, or it cannot be converted.
+        CheckpointError: when a tensor of it is damaged.
+    """
+    kinds, trained = dict(contents.optimizer.kinds), [part for part in parts if not part.name.endswith("expert_bias")]
+    if not kinds:
+        raise OptimizerNotConverted(contents.optimizer.unreadable_reason or "the checkpoint has no optimizer state")
+    main = next((kinds.pop(kind) for kind in _MAIN if kind in kinds), None)
+    if kinds.keys() != {*MOMENTS}:
+        raise OptimizerNotConverted(f"the optimizer is not Adam: its state is {', '.join(sorted(kinds))}")
+    if dtype in LOW:
+        kinds["main"] = main or {}
+    for kind, held in kinds.items():
+        if missing := {part.name for part in trained} - held.keys():
+            raise OptimizerNotConverted(f"the optimizer state has no {kind} of {abbreviate_names(missing)}")
+    objects = _read_objects(contents)
+    counts = (contents.args.get("consumed_train_samples"), contents.scheduled_samples)
+    samples = [count for count in counts if isinstance(count, int)]
+    updates = _find_numbers(objects, "common_step", "step")
+    if contents.iteration is None or not samples or len(updates) != 1:
+        raise OptimizerNotConverted("the numbers of steps and samples are missing in the checkpoint")
+    scale, growth = _find_numbers(objects, "scale"), _find_numbers(objects, "growth_tracker")
+    loss_scale = [scale.pop(), int(growth.pop())] if dtype == torch.float16 and scale and growth else None
+    state = make_trainer_state(model, samples=samples[0], updates=int(updates.pop()), loss_scale=loss_scale)
+    return ConvertedTraining(
+        contents.iteration, state, {kind: MegatronTensorReader(trained, held, folder) for kind, held in kinds.items()}
+    )
+
+
+def _read_objects(contents: MegatronContents) -> Any:
+    try:
+        return contents.optimizer.read_objects()
+    except CheckpointError as error:
+        raise OptimizerNotConverted(error.message) from None
+
+
+def _find_numbers(objects: Any, *names: str) -> set[float]:
+    """Return the numbers stored under one of the names, at any depth."""
+    left, visited, out = [objects], set[int](), set[float]()
+    while left:
+        value = left.pop()
+        if id(value) in visited or not isinstance(value, Mapping | list | tuple):
+            continue
+        visited.add(id(value))
+        pairs = list(value.items()) if isinstance(value, Mapping) else [("", inner) for inner in value]
+        left += [inner for _, inner in pairs]
+        for inner in (inner for name, inner in pairs if name in names):
+            if isinstance(inner, StoredTensor) and math.prod(inner.shape) == 1:
+                out.add(float(inner.read().item()))
+            elif isinstance(inner, int | float):
+                out.add(float(inner))
+    return out

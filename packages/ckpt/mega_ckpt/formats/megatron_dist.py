@@ -6,7 +6,7 @@ tensor.
         common.pt            pickle: args, iteration, version; newer ones have it as the object `common_state`
         metadata.json        the format's name and version
 
-Layers that are alike are one tensor, [L, ...]; what differs has the number of its layer in the name.
+Equal layers are one tensor, [L, ...]; tensors of other layers have the layer's number in the name.
 
 linear_fc1.weight_w, _v             the gate rows and the up rows, else one tensor [2F, D]
 experts.experts.{e}.linear_fc1...   a tensor for each expert, else one tensor [E, 2F, D]
@@ -54,7 +54,7 @@ def _join_halves(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
             continue
         gate, up = (tensors.get(f"{found[1]}_{half}") for half in "wv")
         if gate is None or up is None or (gate.shape, gate.dtype) != (up.shape, up.dtype):
-            raise CheckpointError(f"{key}: its other half (_w, _v) is missing, or of another shape or dtype")
+            raise CheckpointError(f"{key}: its other half (_w, _v) is missing or has another shape or dtype")
         rows = gate.shape[0]
         moved = [replace(chunk, offset=(chunk.offset[0] + rows, *chunk.offset[1:])) for chunk in up.chunks]
         out[found[1]] = SavedTensor(gate.dtype, (2 * rows, *gate.shape[1:]), [*gate.chunks, *moved])
@@ -74,7 +74,7 @@ def _join_experts(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
         if sorted(held) != list(range(len(held))) or any(
             (one.shape, one.dtype) != (first.shape, first.dtype) for one in held.values()
         ):
-            raise CheckpointError(f"{key}: an expert is missing, or of another shape or dtype than the others")
+            raise CheckpointError(f"{key}: an expert is missing or has another shape or dtype than the others")
         chunks = [_expert_box(chunk, index) for index, one in held.items() for chunk in one.chunks]
         out[key] = SavedTensor(first.dtype, (len(held), *first.shape), chunks)
     return out
@@ -88,26 +88,26 @@ def _expert_box(chunk: StoredBox, index: int) -> StoredBox:
 COMMON, FORMAT = "common.pt", "metadata.json"
 MAX_LAYERS = 100_000
 COMMON_OBJECT = "common_state/shard_0_1"
-# A tensor of the optimizer in the shape of its weight; older names have the number of the optimizer before them.
-_OF_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
-# One that follows the buckets of the ranks that wrote it, and what is said beside.
-_OF_LAYOUT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)")
-_SAID = ("optimizer", "grad_scaler")
+# Optimizer state in the shape of its weight; older versions prefix the number of the optimizer.
+_WEIGHT_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+# Optimizer state in the buckets of the ranks that saved it, and its objects.
+_BUCKET_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)")
+_OBJECTS = ("optimizer", "grad_scaler")
 _BUCKETS = (
-    "the distributed optimizer's buckets fit only the ranks that wrote them "
-    "(Megatron saves it otherwise with --dist-ckpt-optim-fully-reshardable)"
+    "buckets of the distributed optimizer can be loaded only by the ranks that saved them "
+    "(save with --dist-ckpt-optim-fully-reshardable in Megatron)"
 )
-# Beside the model: optimizer, random numbers, data loader.
+# Prefixes of state other than the model's: optimizer, random numbers, data loader.
 _OTHERS = ("optimizer", "chained_", "rng_state", "rerun_state", "opt_param_scheduler", "run_config", "iteration")
 _WRAPPER = re.compile(r"^((?:chained_\d+\.)?(?:optimizer\.state\.\w+\.)?)module\.")
-_TAPS = re.compile(r"mixer\.conv1d\.weight\.\w+")  # [channels, 1, k] there
+_CONV1D = re.compile(r"mixer\.conv1d\.weight\.\w+")  # stored as [channels, 1, k]
 
 
 def read_dist_checkpoint(folder: Path) -> MegatronContents:
     """Open a folder without reading its tensors.
 
     Raises:
-        CheckpointError: when it is damaged, or asks for what no checkpoint needs.
+        CheckpointError: when it is damaged, or has a function or class that is not allowed.
     """
     saved = dcp.read_dcp_folder(folder)
     held: dict[str, MegatronTensor] = {}
@@ -119,7 +119,7 @@ def read_dist_checkpoint(folder: Path) -> MegatronContents:
         kinds = _optimizer_tensors(tensors)
     common = _read_common_state(folder, saved.entries)
     schedule = common.get("opt_param_scheduler")
-    by_rank = {name[1] for key in saved.keys if (name := _OF_LAYOUT.match(key))}.difference(_SAID)
+    by_rank = {name[1] for key in saved.keys if (name := _BUCKET_STATE.match(key))}.difference(_OBJECTS)
     return MegatronContents(
         "torch_dist",
         namespace_attributes(common.get("args")) | infer_args_from_names(held),
@@ -136,9 +136,9 @@ def _strip_nemo_prefix(key: str) -> str:
     return _WRAPPER.sub(r"\1", key, count=1)
 
 
-def _integer_of(said: Any, name: str) -> int | None:
+def _integer_of(mapping: Any, name: str) -> int | None:
     """Return an integer value of a mapping, or None."""
-    value = said.get(name) if isinstance(said, Mapping) else None
+    value = mapping.get(name) if isinstance(mapping, Mapping) else None
     return value if isinstance(value, int) else None
 
 
@@ -146,7 +146,7 @@ def _optimizer_tensors(tensors: Mapping[str, SavedTensor]) -> dict[str, dict[str
     """Return the optimizer's tensors by kind."""
     out: dict[str, dict[str, MegatronTensor]] = defaultdict(dict)
     for key, one in tensors.items():
-        found = _OF_WEIGHT.fullmatch(key)
+        found = _WEIGHT_STATE.fullmatch(key)
         if not found or found[2] not in tensors:
             continue
         chunks, shape, weight = one.chunks, one.shape, tensors[found[2]].shape
@@ -158,10 +158,9 @@ def _optimizer_tensors(tensors: Mapping[str, SavedTensor]) -> dict[str, dict[str
 
 
 def _unflatten_chunk(chunk: StoredBox, grid: TensorShape, shape: TensorShape) -> Iterator[StoredBox]:
-    """Yield the rectangles of a range of one cell of a tensor that is stored as a grid of flattened cells [*grid,
-    elements].
+    """Yield the rectangles of a chunk of a tensor that is stored as a grid of flattened cells [*grid, elements].
 
-    `fully_sharded_model_space` of older versions is that; a cell is what one rank of the model has.
+    Older versions store it so with `fully_sharded_model_space`; a cell is the part of one model-parallel rank.
     """
     *cell, start = chunk.offset
     size = tuple(n // parts for n, parts in zip(shape, grid, strict=True))
@@ -170,14 +169,14 @@ def _unflatten_chunk(chunk: StoredBox, grid: TensorShape, shape: TensorShape) ->
         return lambda: chunk.read().reshape(-1)[first : first + math.prod(extent)].view(extent)
 
     for low, extent, first in split_flat_range(size, start, start + chunk.shape[-1]):
-        place = tuple(at * n + o for at, n, o in zip(cell, size, low, strict=True))
-        yield StoredBox(place, extent, reader(first - start, extent))
+        offset = tuple(at * n + o for at, n, o in zip(cell, size, low, strict=True))
+        yield StoredBox(offset, extent, reader(first - start, extent))
 
 
 def _optimizer_objects(common: Mapping[str, Any], entries: DcpEntries) -> list[Any]:
-    """Return the optimizer's objects that are not tensors: in the common state, or in objects of their own."""
-    found = [(_OF_LAYOUT.match(key), entry) for (key, offset), entry in entries.items() if offset is None]
-    return [common.get("optimizer"), *(entry.archived_value for name, entry in found if name and name[1] in _SAID)]
+    """Return the optimizer's objects that are not tensors: from the common state, or from separate objects."""
+    found = [(_BUCKET_STATE.match(key), entry) for (key, offset), entry in entries.items() if offset is None]
+    return [common.get("optimizer"), *(entry.archived_value for name, entry in found if name and name[1] in _OBJECTS)]
 
 
 def _read_common_state(folder: Path, entries: DcpEntries) -> Mapping[str, Any]:
@@ -196,13 +195,13 @@ def _add_layers(
 ) -> None:
     """Add a tensor, split into layers, under the names of the single layers."""
     head, tail = split_layer_prefix(key)
-    if _TAPS.fullmatch(tail) and len(shape) == 3:
+    if _CONV1D.fullmatch(tail) and len(shape) == 3:
         chunks, shape = [_drop_conv_axis(chunk) for chunk in chunks], (shape[0], shape[2])
     stacked = head in STACKS
     if stacked and shape[0] > MAX_LAYERS:
-        raise CheckpointError(f"{key}: {shape[0]} layers, which no model has")
+        raise CheckpointError(f"{key}: must have at most {MAX_LAYERS} layers, not {shape[0]}")
     if stacked and shape[0] > len(chunks) * max((chunk.shape[0] for chunk in chunks), default=0):
-        raise CheckpointError(f"the shards of {key} leave a part out of its {shape[0]} layers")
+        raise CheckpointError(f"the shards of {key} are incomplete: it has {shape[0]} layers")
     for layer in range(shape[0]) if stacked else (None,):
         name = normalize_tensor_name(key if layer is None else f"{head}{layer}.{tail}")
         held[name] = MegatronTensor(dtype, shape if layer is None else shape[1:])

@@ -63,9 +63,9 @@ def write_dist_checkpoint(
         done = once(f"{RELEASE}/{name}", b"", partial(_write_file, writing, folder / name, group, advance))
         for slab, (begin, end) in zip(group, done.places, strict=True):
             chunks[slab.key].append((slab, _StorageInfo(name, begin, end - begin)))
-    nothing = _write_empty_object(folder / f"__0_{len(files)}.distcp")
+    empty = _write_empty_object(folder / f"__0_{len(files)}.distcp")
     with open_durable(folder / METADATA) as stream:
-        pickle.dump(_build_metadata(writing, chunks, nothing), stream)
+        pickle.dump(_build_metadata(writing, chunks, empty), stream)
     with open_durable(folder / COMMON) as stream:
         torch.save({"args": Namespace(**writing.args), "checkpoint_version": 3.0, "iteration": 0}, stream)
     versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -90,7 +90,7 @@ def _write_file(
 
 def _append_tensor(stream: IO[bytes], path: Path, tensor: Tensor) -> tuple[int, int]:
     """Append a contiguous tensor in the format of `torch.save`, without the unused checksum; return its byte range."""
-    # Aligned as it is inside the archive, a tensor can be mapped where it lies.
+    # With an aligned archive, the tensor in it is aligned and can be mapped.
     stream.write(bytes(-stream.tell() % ALIGNMENT))
     begin = stream.tell()
     with torch.serialization.skip_data():
@@ -127,7 +127,7 @@ class _LayerStack:
         return cls(layer, stack_depth(model, stack), part.taps, stack)
 
     def tensor_keys(self, part: MegatronPart, *, latent: bool) -> list[str]:
-        """Return the names of a tensor: one that is named differently in other kinds of layers gets both names."""
+        """Return the names of a tensor: all of them if its name depends on the kind of layer."""
         head, tail = split_layer_prefix(part.name)
         tails = dict.fromkeys([tail, part.te or tail, *([part.local or tail] if latent else [])])
         names = [(self.name or head) + name for name in tails]
@@ -143,7 +143,7 @@ class _LayerStack:
         return self._add_axes(self.layer or 0, 0, offset)
 
     def _add_axes(self, layer: int, middle: int, numbers: TensorShape) -> TensorShape:
-        """Return sizes or offsets with the axes that only Megatron has."""
+        """Return sizes or offsets with Megatron's additional axes."""
         if self.taps:
             numbers = (numbers[0], middle, *numbers[1:])
         return numbers if self.layer is None else (layer, *numbers)
@@ -162,30 +162,29 @@ class _LayerStack:
 
 
 def _build_metadata(
-    writing: MegatronWriter, chunks: Mapping[str, Sequence[tuple[ShardSlab, _StorageInfo]]], nothing: _StorageInfo
+    writing: MegatronWriter, chunks: Mapping[str, Sequence[tuple[ShardSlab, _StorageInfo]]], empty: _StorageInfo
 ) -> Metadata:
     """Return the DCP metadata: each tensor with its chunks, and the empty object for each extra state."""
     metadata = Metadata({}, storage_data={})
     for part in writing.parts:
         stack = _LayerStack.from_part(part, writing.model)
-        for there in stack.tensor_keys(part, latent=writing.model.mla is not None):
+        for key in stack.tensor_keys(part, latent=writing.model.mla is not None):
             kind, shape = writing.part_dtype(part), torch.Size(stack.stacked_shape(part.shape))
-            fresh = TensorStorageMetadata(TensorProperties(dtype=kind), shape, [])
-            one = metadata.state_dict_metadata.setdefault(there, fresh)
-            assert isinstance(one, TensorStorageMetadata)
+            new_entry = TensorStorageMetadata(TensorProperties(dtype=kind), shape, [])
+            entry = metadata.state_dict_metadata.setdefault(key, new_entry)
+            assert isinstance(entry, TensorStorageMetadata)
             for slab, info in chunks[part.name]:
                 offset = torch.Size(stack.chunk_offset(slab.offset))
-                one.chunks.append(ChunkStorageMetadata(offset, torch.Size(stack.chunk_shape(slab.shape))))
-                metadata.storage_data[MetadataIndex(there, offset)] = info
-            for state in stack.extra_state_keys(there, part):
+                entry.chunks.append(ChunkStorageMetadata(offset, torch.Size(stack.chunk_shape(slab.shape))))
+                metadata.storage_data[MetadataIndex(key, offset)] = info
+            for state in stack.extra_state_keys(key, part):
                 metadata.state_dict_metadata[state] = BytesStorageMetadata()
-                metadata.storage_data[MetadataIndex(state)] = nothing
+                metadata.storage_data[MetadataIndex(state)] = empty
     model = writing.model
-    if (
-        is_hybrid_model(model) or model.encoder or not model.causal
-    ):  # whose loading, other than a GPT's, is strict about these too
+    # Megatron loads these models, unlike GPT, strictly: these states must exist.
+    if is_hybrid_model(model) or model.encoder or not model.causal:
         for name in HEAD_STATES if model.encoder else HEAD_STATES[:1]:
             state = f"{name}/shard_0_1"
             metadata.state_dict_metadata[state] = BytesStorageMetadata()
-            metadata.storage_data[MetadataIndex(state)] = nothing
+            metadata.storage_data[MetadataIndex(state)] = empty
     return metadata

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.config_entries import MOST_LAYERS, ConfigMismatchError, HfConfigDict
-from mega_ckpt.formats.safe_pickles import split_words
+from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict, split_words
+from mega_common.hybrid_pattern import MOST_LAYERS
 from mega_common.model_config import ModelConfig
 
 
@@ -22,7 +22,7 @@ class MultiKeyEntry:
 
 @dataclass(frozen=True)
 class MegatronSizesEntry(MultiKeyEntry):
-    """Sizes that Megatron fills in at startup: MLP width, heads, vocabulary."""
+    """Sizes for which Megatron computes defaults at startup: MLP width, heads, vocabulary."""
 
     covered_keys: frozenset[str] = split_words(
         "ffn_hidden_size group_query_attention num_query_groups kv_channels vocab_size padded_vocab_size"
@@ -30,7 +30,7 @@ class MegatronSizesEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"ffn_hidden_size", "num_kv_heads", "head_dim", "vocab_size"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the sizes; if only the padded vocabulary is given, that one."""
+        """Return the sizes; the vocabulary is the padded one if only that is given."""
         vocab = raw.get("vocab_size") or raw.get("padded_vocab_size")
         grouped = raw.get("num_query_groups") if raw.get("group_query_attention") else None
         found = {"ffn_hidden_size": feed_forward_size(raw), "head_dim": raw.get("kv_channels"), "vocab_size": vocab}
@@ -67,17 +67,13 @@ class ActivationEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"activation", "activation_limit"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the activation: GELU is the tanh form if fused with a bias, and the sigmoid form as a gate, as in GPT-
-        OSS.
-        """
+        """Return the activation: GELU has the tanh form if fused with a bias, and the sigmoid form as a gate (GPT-OSS)."""
         limit, offset = raw.get("activation_func_clamp_value"), raw.get("glu_linear_offset") or 0.0
         quick = raw.get("quick_geglu") and not (raw.get("swiglu") or raw.get("squared_relu"))
         if quick and not (limit and offset == 1.0):
-            raise ConfigMismatchError(
-                "quick_geglu is not supported but with activation_func_clamp_value, glu_linear_offset = 1"
-            )
+            raise ConfigMismatchError("quick_geglu requires activation_func_clamp_value and glu_linear_offset = 1")
         if raw.get("swiglu") and (limit is not None or offset):
-            raise ConfigMismatchError("swiglu with activation_func_clamp_value or glu_linear_offset is not supported")
+            raise ConfigMismatchError("swiglu is not supported with activation_func_clamp_value or glu_linear_offset")
         fused = raw.get("bias_gelu_fusion") and raw.get("add_bias_linear", True)
         kinds = {
             "swiglu": raw.get("swiglu") or quick,
@@ -132,13 +128,11 @@ class WindowEntry(MultiKeyEntry):
         if len(sizes) != 2 or sizes[0] < 0:
             return {"sliding_window": None, "full_attention_layers": None}
         if sizes[1] != 0:
-            raise ConfigMismatchError(f"window_size = {given!r} is not supported: it looks ahead")
-        every, layers = raw.get("window_attn_skip_freq") is None, (raw.get("num_layers") or 0) + count_mtp_layers(raw)
-        narrow = (
-            [] if every else _layer_flags(raw, "window_attn_skip_freq", layers, lambda layer, n: (layer + 1) % n != 0)
-        )
-        whole = [layer for layer, has in enumerate(narrow) if not has]
-        return {"sliding_window": sizes[0] + 1, "full_attention_layers": whole or None}
+            raise ConfigMismatchError(f"window_size = {given!r} is not supported: tokens after the query must be 0")
+        key, layers = "window_attn_skip_freq", (raw.get("num_layers") or 0) + count_mtp_layers(raw)
+        windowed = [] if raw.get(key) is None else _layer_flags(raw, key, layers, lambda layer, n: (layer + 1) % n != 0)
+        full = [layer for layer, has_window in enumerate(windowed) if not has_window]
+        return {"sliding_window": sizes[0] + 1, "full_attention_layers": full or None}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return the pair, and a list of zeros and ones."""
@@ -155,7 +149,7 @@ def count_mtp_layers(raw: HfConfigDict) -> int:
     """Return the number of multi-token prediction (MTP) layers after the last layer."""
     count: int = raw.get("mtp_num_layers") or 0
     if not 0 <= count <= MOST_LAYERS:
-        raise ConfigMismatchError(f"mtp_num_layers = {count!r} is not between 0 and {MOST_LAYERS}")
+        raise ConfigMismatchError(f"mtp_num_layers = {count!r} must be from 0 to {MOST_LAYERS}")
     return count
 
 
@@ -166,7 +160,7 @@ def _layer_flags(raw: HfConfigDict, key: str, layers: int, every: Callable[[int,
         return [every(layer, given) for layer in range(layers)]
     if isinstance(given, list) and len(given) == layers:
         return [bool(kind) for kind in given]
-    raise ConfigMismatchError(f"{key} = {given!r:.60} does not fit {layers} layers")
+    raise ConfigMismatchError(f"{key} = {given!r:.60} conflicts with {layers} layers")
 
 
 SCOPES = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
@@ -174,9 +168,9 @@ SCOPES = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
 
 @dataclass(frozen=True)
 class MegatronMoeEntry(MultiKeyEntry):
-    """Mixture of experts. Scores are a softmax over the chosen experts, unless `moe_router_pre_softmax` is set.
+    """Mixture of experts. Scores are a softmax over the selected experts, unless `moe_router_pre_softmax` is set.
 
-    Layers that predict further tokens are of the kind of the last layer.
+    Multi-token prediction (MTP) layers have experts if the last layer has.
     """
 
     covered_keys: frozenset[str] = split_words(
@@ -188,14 +182,14 @@ class MegatronMoeEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"moe"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return `moe`, or None. In a hybrid the pattern says which layers have experts."""
+        """Return `moe`, or None. In a hybrid the pattern selects the layers with experts."""
         if not raw.get("num_experts"):
             return {"moe": None}
         top, score = raw.get("moe_router_topk", 2), raw.get("moe_router_score_function", "softmax")
         shared, capacity = raw.get("moe_shared_expert_intermediate_size") or 0, raw.get("moe_expert_capacity_factor")
         scope, loss = _aux_loss_settings(raw)
         if sinkhorn := raw.get("moe_router_load_balancing_type") == "sinkhorn":
-            score = "sigmoid" if top == 1 else "softmax"  # whatever else is given
+            score = "sigmoid" if top == 1 else "softmax"  # overrides moe_router_score_function
         bias = bool(raw.get("moe_router_enable_expert_bias"))
         return {
             "moe": {
@@ -259,7 +253,7 @@ _HYBRID = split_words(
 
 
 def _moe_layers(raw: HfConfigDict) -> list[int] | None:
-    """Return the layers with experts; None for all, or if a pattern of layer kinds says it."""
+    """Return the layers with experts; None for all layers, or if a pattern of layer kinds selects them."""
     if any(raw.get(key) for key in _HYBRID):
         return None
     freq, layers = {"moe_layer_freq": 1, **raw}, raw.get("num_layers") or 0
@@ -269,18 +263,18 @@ def _moe_layers(raw: HfConfigDict) -> list[int] | None:
 
 
 def _expert_groups(raw: HfConfigDict, top: int, *, logits: bool) -> dict[str, Any]:
-    """Return the group fields, which apply only if the number of groups per token is given; a group's score is that of
-    its best experts.
+    """Return the fields of expert groups, which apply only with a number of groups per token; the score of a group is
+    that of its best one or two experts.
     """
     groups, top_groups = raw.get("moe_router_num_groups") or 1, raw.get("moe_router_group_topk") or 0
     if groups == 1 or not top_groups:
         return {}
     counted = top // top_groups
     if counted not in (1, 2):
-        raise ConfigMismatchError(f"moe_router_topk = {top} with moe_router_group_topk = {top_groups} is not supported")
+        raise ConfigMismatchError(f"moe_router_topk = {top} is not supported with moe_router_group_topk = {top_groups}")
     if counted == 2 and logits:
         raise ConfigMismatchError(
-            "groups chosen by the sum of two logits are not supported (only with moe_router_pre_softmax)"
+            f"moe_router_group_topk = {top_groups} requires moe_router_pre_softmax with moe_router_topk = {top}"
         )
     return {"groups": groups, "top_groups": top_groups, "group_score": "top2" if counted == 2 else "max"}
 
@@ -290,8 +284,8 @@ def _aux_loss_settings(raw: HfConfigDict) -> tuple[str, float]:
     kinds, losses = raw.get("moe_router_load_balancing_type", "aux_loss"), raw.get("moe_aux_loss_coeff", 0.0)
     kinds, losses = (value if isinstance(value, list) else [value] for value in (kinds, losses))
     scopes = {kind: scope for scope, kind in SCOPES.items()}
-    known = [(scopes[kind], float(loss)) for kind, loss in zip(kinds, losses, strict=False) if kind in scopes]
-    return next((one for one in known if one[1]), known[0] if known else ("sequence", 0.0))
+    supported = [(scopes[kind], float(loss)) for kind, loss in zip(kinds, losses, strict=False) if kind in scopes]
+    return next((pair for pair in supported if pair[1]), supported[0] if supported else ("sequence", 0.0))
 
 
 @dataclass(frozen=True)
@@ -305,12 +299,12 @@ class MtpEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"mtp_layers", "mtp_loss"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return no fields without MTP layers: the weight applies to no loss then."""
+        """Return the fields; none without MTP layers, where the loss weight has no effect."""
         if not (count := count_mtp_layers(raw)):
             return {}
         others = sorted(self.covered_keys - {"mtp_num_layers", "mtp_loss_scaling_factor"})
         if wrong := [f"{key} = {raw[key]!r}" for key in others if raw.get(key)]:
-            raise ConfigMismatchError(f"{', '.join(wrong)}: multi-token prediction of this kind is not supported")
+            raise ConfigMismatchError(f"{', '.join(wrong)} is not supported with mtp_num_layers = {count}")
         return {"mtp_layers": count, "mtp_loss": raw.get("mtp_loss_scaling_factor", 0.1)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
@@ -319,8 +313,9 @@ class MtpEntry(MultiKeyEntry):
             return {"mtp_num_layers": None}
         last, layers = model.num_layers - 1, range(model.num_layers, model.num_layers + model.mtp_layers)
         if model.moe and any(model.is_moe_layer(layer) != model.is_moe_layer(last) for layer in layers):
-            rule = f"its layers that predict further tokens have experts if layer {last} has"
-            raise ConfigMismatchError(f"moe.layers = {model.moe.layers}, but {rule}")
+            raise ConfigMismatchError(
+                f"moe.layers = {model.moe.layers} must include the MTP layers if, and only if, it includes layer {last}"
+            )
         return {"mtp_num_layers": model.mtp_layers, "mtp_loss_scaling_factor": model.mtp_loss}
 
 

@@ -2,8 +2,8 @@
 
     iter_0000100/mp_rank_{tp}[_{pp}][_{ep}]/model_optim_rng.pt
 
-Stages number their layers from zero; which layers they are follows from how many come before: chunk 0 of all stages, then
-chunk 1 of all, where the pipeline is interleaved. Facts: Megatron-LM, megatron/training/checkpointing.py.
+Each stage numbers its layers from zero; their offset is the number of layers before them: chunk 0 of all stages, then
+chunk 1 of all stages in an interleaved pipeline. Source: Megatron-LM, megatron/training/checkpointing.py.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ FILE, BUCKETS = "model_optim_rng.pt", "distrib_optim.pt"
 _FILES = (FILE, "model_rng.pt")
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _NO_NAMES = (
-    "in the format torch the optimizer's tensors have numbers of each rank's own and no names "
-    "(Megatron saves it otherwise with --ckpt-format torch_dist)"
+    "in the format torch the optimizer's tensors have rank-local numbers instead of names "
+    "(save with --ckpt-format torch_dist in Megatron)"
 )
 _NUMBER = re.compile(r"^((?:encoder|decoder)\.layers\.)(\d+)")
 _NO_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq")
@@ -52,7 +52,7 @@ Chunk = Mapping[str, StoredTensor]
 
 @dataclass(frozen=True)
 class _RankFile:
-    """Contents of one file: each model chunk, by the names in it."""
+    """Contents of one file: model chunks, as tensors by name."""
 
     tp: int
     pp: int
@@ -62,8 +62,8 @@ class _RankFile:
 
 @dataclass(frozen=True)
 class _LocalTensor:
-    """A tensor of one rank as a rectangle of a `MegatronPart`, before tensor parallelism: experts on axis 0, starting
-    at `expert`.
+    """A tensor of one rank as a rectangle of a `MegatronPart`, without the offset of tensor parallelism; experts are on
+    axis 0, starting at `expert`.
     """
 
     shape: TensorShape
@@ -76,7 +76,7 @@ def read_legacy_checkpoint(folder: Path) -> MegatronContents:
     """Open the files of all ranks without reading their tensors.
 
     Raises:
-        CheckpointError: when a rank is missing, a file is damaged or asks for what no checkpoint needs.
+        CheckpointError: when a rank is missing, or a file is damaged or has a function or class that is not allowed.
     """
     files = {_FOLDER.fullmatch(path.name): path for path in sorted(folder.glob("mp_rank_*"))}
     states = [(match, _load_rank_state(path)) for match, path in files.items() if match]
@@ -90,16 +90,16 @@ def read_legacy_checkpoint(folder: Path) -> MegatronContents:
         tp, second, third = (int(number or 0) for number in match.groups())
         pp, ep = (0, second) if only_experts else (second, third)
         ranks.append(_RankFile(tp, pp, ep, list(_iter_chunks(state, folder / match[0]))))
-    places = {(rank.tp, rank.pp, rank.ep) for rank in ranks}
-    sizes = [1 + max(numbers) for numbers in zip(*places, strict=True)]
-    missing = next((place for place in itertools.product(*map(range, sizes)) if place not in places), None)
+    present = {(rank.tp, rank.pp, rank.ep) for rank in ranks}
+    sizes = [1 + max(numbers) for numbers in zip(*present, strict=True)]
+    missing = next((rank for rank in itertools.product(*map(range, sizes)) if rank not in present), None)
     if missing or not ranks:
         tp, pp, ep = missing or (0, 0, 0)
         raise CheckpointError(f"{folder}: the file of tp rank {tp}, pp rank {pp}, ep rank {ep} is missing")
     args = args | infer_args_from_names(name for rank in ranks for chunk in rank.chunks for name in chunk)
     if args.get("is_encoder_decoder") and sizes[1] > 1:
         raise CheckpointError(
-            f"{folder}: a T5 in stages of a pipeline, which Megatron no longer has",
+            f"{folder}: a T5 with pipeline parallelism is not supported in the format torch",
             hint="save it with --ckpt-format torch_dist",
         )
     iteration = states[0][1].get("iteration")
@@ -114,10 +114,10 @@ def read_legacy_checkpoint(folder: Path) -> MegatronContents:
 def _load_rank_state(folder: Path) -> Mapping[str, Any]:
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
-        raise CheckpointError(f"{folder}: there is no {FILE} in it")
+        raise CheckpointError(f"{folder}: {FILE} is missing")
     state = load_torch_archive(path)
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path}: not the file of a rank of Megatron")
+        raise CheckpointError(f"{path}: not a rank file of Megatron")
     return state
 
 
@@ -129,7 +129,7 @@ def _iter_chunks(state: Mapping[str, Any], source: Path) -> Iterator[Chunk]:
         chunk = state[name]
         if not isinstance(chunk, Mapping) or "language_model" in chunk:
             raise CheckpointError(
-                f"{source}: a model from before Megatron-Core",
+                f"{source}: models from before Megatron-Core are not supported",
                 hint="load it in Megatron-LM and save it with --use-mcore-models",
             )
         yield {
@@ -142,20 +142,18 @@ def _assemble_tensors(
     ranks: Sequence[_RankFile], sizes: Sequence[int], parts: Sequence[MegatronPart]
 ) -> dict[str, MegatronTensor]:
     """Assemble the tensors of the ranks, by the names of `parts`."""
-    known, held = {part.name: part for part in parts}, dict[str, MegatronTensor]()
-    joined = defaultdict[str, list[MegatronPart]](list)
+    by_name, held = {part.name: part for part in parts}, dict[str, MegatronTensor]()
+    fused = defaultdict[str, list[MegatronPart]](list)
     for one in parts:
-        joined[one.inside].append(one)
+        fused[one.inside].append(one)
     for rank, chunk, before in _iter_with_offset(ranks):
         for name, stored in chunk.items():
-            if (
-                normalize_tensor_name(name) != name and normalize_tensor_name(name) in chunk
-            ):  # one tensor under two names
-                continue
-            if (name == HEAD and name not in known) or (name == EMBEDDING and rank.pp):  # the last stage's copies of it
-                continue
-            full, local = _locate_in_part(_offset_layer(name, before), stored, known, sizes[2])
-            part, blocks = known.get(full), _split_fused_rows(joined.get(full, []), stored, sizes[0])
+            if normalize_tensor_name(name) != name and normalize_tensor_name(name) in chunk:
+                continue  # the same tensor under two names
+            if (name == HEAD and name not in by_name) or (name == EMBEDDING and rank.pp):
+                continue  # the last stage's copy of the embedding
+            full, local = _locate_in_part(_offset_layer(name, before), stored, by_name, sizes[2])
+            part, blocks = by_name.get(full), _split_fused_rows(fused.get(full, []), stored, sizes[0])
             if blocks:
                 for block, inner in blocks if rank.ep == 0 else ():
                     _add_local_tensor(held, block, inner, rank, sizes)
@@ -202,9 +200,9 @@ def _offset_layer(name: str, layers: int) -> str:
 
 
 def _locate_in_part(
-    name: str, stored: StoredTensor, known: Mapping[str, MegatronPart], ep: int
+    name: str, stored: StoredTensor, parts: Mapping[str, MegatronPart], ep: int
 ) -> tuple[str, _LocalTensor]:
-    """Return the name of the part that a tensor belongs to, and its rectangle of it."""
+    """Return the name of the part that a tensor belongs to, and its rectangle of the part."""
     head, tail = split_layer_prefix(name)
     for pattern in _BY_EXPERT:
         if found := re.fullmatch(pattern, tail):
@@ -212,13 +210,13 @@ def _locate_in_part(
             return f"{head}{EXPERTS}{found['rest']}", local
     if found := re.fullmatch(r"mlp\.experts\.weight([12])", tail):
         full = f"{head}{EXPERTS}linear_fc{found[1]}.weight"
-        experts = known[full].shape[0] // ep if full in known else 1
+        experts = parts[full].shape[0] // ep if full in parts else 1
         return full, _split_grouped_experts(stored, experts, first=found[1] == "1")
     return normalize_tensor_name(name), _LocalTensor(stored.shape, stored, lambda tensor: tensor)
 
 
 def _split_grouped_experts(stored: StoredTensor, experts: int, *, first: bool) -> _LocalTensor:
-    """Return all experts of a rank, each (in, out), which are concatenated in memory in the shape of a matrix."""
+    """Return all experts of a rank, each (in, out), from their concatenation, stored in the shape of one matrix."""
     rows, columns = stored.shape
     into, out = (rows, columns // experts) if first else (rows // experts, columns)
     return _LocalTensor((experts, out, into), stored, lambda tensor: tensor.reshape(experts, into, out).transpose(1, 2))
@@ -232,7 +230,7 @@ def _add_local_tensor(
     shape, offset = list(local.shape), [0] * len(local.shape)
     if EXPERTS in part.name:
         offset[0], shape[0] = rank.ep * (part.shape[0] // ep) + local.expert, part.shape[0]
-    # Some projections are split in one kind of layers, and whole on every rank in another.
+    # Some projections are sharded in one kind of layer, and whole on every rank in another.
     split = part.axis if part.has_vocabulary_rows or tuple(shape) != part.shape else None
     if split is None and rank.tp:
         return
@@ -245,8 +243,8 @@ def _add_local_tensor(
     width = local.shape[split] // part.halves
     extent = (*local.shape[:split], width, *local.shape[split + 1 :])
     for half in range(part.halves):
-        place = (*offset[:split], (half * tp + rank.tp) * width, *offset[split + 1 :])
-        target.stored_boxes.append(StoredBox(place, extent, _half_reader(local, split, half * width, width)))
+        half_offset = (*offset[:split], (half * tp + rank.tp) * width, *offset[split + 1 :])
+        target.stored_boxes.append(StoredBox(half_offset, extent, _half_reader(local, split, half * width, width)))
 
 
 def _half_reader(local: _LocalTensor, axis: int, start: int, width: int) -> Callable[[], Tensor]:

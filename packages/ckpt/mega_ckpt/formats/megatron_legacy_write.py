@@ -1,6 +1,6 @@
 """Writer of Megatron's older `torch` folders, one file per rank; `megatron_legacy` describes the format.
 
-A file is first written without its tensors' bytes, which then go to their places one block after another.
+A file is first written without the bytes of its tensors, which are then filled in block by block.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mega_common.atomic_files import add_path_to_errors
 class _RankTensor:
     """A rank's tensor: its name in the file, and the boxes (part, offset, shape) concatenated in it.
 
-    `part` is the first of them; `copy` says that another rank has the same.
+    `part` is the first part; with `copy`, another rank has the same tensor.
     """
 
     name: str
@@ -56,11 +56,11 @@ def write_legacy_checkpoint(
 ) -> None:
     """Write the files of all ranks into an existing folder; durable when this returns."""
     for tp, pp in itertools.product(range(writing.tp), range(writing.pp)):
-        place = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if writing.pp > 1 else ""))
-        place.mkdir(exist_ok=True)
+        rank_folder = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if writing.pp > 1 else ""))
+        rank_folder.mkdir(exist_ok=True)
         tensors, last = list(_iter_rank_tensors(writing, tp, pp)), pp == writing.pp - 1
-        make = partial(_write_rank, writing, place / FILE, tensors, last=last, advance=advance)
-        once(f"{RELEASE}/{place.name}/{FILE}", b"", make)
+        write = partial(_write_rank, writing, rank_folder / FILE, tensors, last=last, advance=advance)
+        once(f"{RELEASE}/{rank_folder.name}/{FILE}", b"", write)
 
 
 def _write_rank(
@@ -76,10 +76,10 @@ def _write_rank(
     state = {"args": Namespace(**writing.args), "checkpoint_version": 3.0, "iteration": 0, "model": model}
     with torch.serialization.skip_data(), open_durable(path) as stream:
         torch.save(state, stream)
-    places = load_torch_archive(path)["model"]
+    stored = load_torch_archive(path)["model"]
     with add_path_to_errors(path), open(path, "r+b") as stream:
         for one in tensors:
-            stream.seek(places[one.name].begin)
+            stream.seek(stored[one.name].begin)
             for part, offset, shape in one.boxes:
                 for start, extent in split_blocks(shape, writing.part_dtype(part)):
                     at = tuple(o + s for o, s in zip(offset, start, strict=True))
@@ -109,8 +109,8 @@ def _iter_rank_tensors(writing: MegatronWriter, tp: int, pp: int) -> Iterator[_R
                 yield replace(_rank_tensor(part.also, part, tp, writing.tp), copy=True)
     if last and not first:
         embedding = next(part for part in writing.parts if part.name == EMBEDDING)
-        for name, there in ((EMBEDDING, writing.model.mtp_layers), (HEAD, writing.model.tie_embeddings)):
-            if there:
+        for name, needed in ((EMBEDDING, writing.model.mtp_layers), (HEAD, writing.model.tie_embeddings)):
+            if needed:
                 yield replace(_rank_tensor(name, embedding, tp, writing.tp), copy=True)
 
 

@@ -1,20 +1,20 @@
 """Names of a model's tensors in Megatron-Core, and positions of the canonical tensors in them.
 
-A `Part` is one tensor of one layer as a single rank would hold it (tp = pp = ep = 1); its pieces say which rectangle of it is
-which rectangle of a canonical tensor. Legend: V vocabulary, D width, F feed-forward width, E experts, G key/value groups.
+A `MegatronPart` is one tensor of one layer as on a single rank (tp = pp = ep = 1); its pieces map rectangles of it to
+rectangles of canonical tensors. Legend: V vocabulary, D width, F feed-forward width, E experts, G key/value groups.
 
-    linear_qkv   group by group: the queries of the group, its key, its value      [(H + 2G) d, D]
-                 with gates of attention those after the queries                   [(2H + 2G) d, D]
-    linear_kv    of cross attention: head by head its key, its value               [2H d, D]
+    linear_qkv   per group: queries, key, value                                    [(H + 2G) d, D]
+                 with attention gates: queries, gates, key, value                  [(2H + 2G) d, D]
+    linear_kv    of cross attention, per head: key, value                          [2H d, D]
     linear_fc1   all gate rows, then all up rows                                   [2F, D], of experts [E, 2F, D]
-    eh_proj      the columns of the embedding, then those of the layer before      [D, 2D]
-    in_proj      of Mamba-2, a tensor for each of z, x, B, C and dt; in files of ranks one, of the rank's rows of each
-    conv1d       the same for x, B and C; there [channels, 1, k]                   [channels, k]
-    embedding    padded with rows that no token has                                [V', D]
+    eh_proj      columns of the embedding, then of the previous layer              [D, 2D]
+    in_proj      of Mamba-2: one tensor each for z, x, B, C and dt; fused in rank files, with the rank's rows of each
+    conv1d       likewise for x, B and C; [channels, 1, k] in rank files           [channels, k]
+    embedding    padded with unused rows                                           [V', D]
 
 Layers are `decoder.layers`, of a BERT `encoder.layers`; a T5 has both, each counted from 0.
 
-Facts: Megatron-LM, megatron/core/models/{gpt,bert,T5} and transformer.
+Sources: Megatron-LM, megatron/core/models/{gpt,bert,T5} and transformer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from mega_common.model_config import ModelConfig
 EMBEDDING, HEAD, HEAD_BIAS = "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"
 LAYER = "decoder.layers."
 STACKS = ("encoder.layers.", LAYER)
-FURTHER, INNER = "mtp.layers.", "transformer_layer."  # a layer that predicts a further token, the plain one inside it
+MTP_STACK, MTP_INNER = "mtp.layers.", "transformer_layer."  # MTP layers, and the transformer layer in each
 EXPERTS = "mlp.experts.experts."
-HEAD_STATES = ("output_layer._extra_state", "lm_head.output_layer._extra_state")  # of the second kind T5 alone has one
+HEAD_STATES = ("output_layer._extra_state", "lm_head.output_layer._extra_state")  # the second one only in T5
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,17 @@ class MegatronPart:
     """One tensor of Megatron's.
 
     Attributes:
-        name: its name; `decoder.layers.{i}.` with the number of the layer in its whole stack, those that predict further
-            tokens by themselves.
+        name: its name; `decoder.layers.{i}.` has the index of the layer in the whole stack, MTP layers are counted
+            separately.
         shape: its shape on a single rank. The experts of a layer are stacked on axis 0.
         pieces: the canonical tensors in it.
-        axis: the axis that tensor parallelism splits; None where every rank has it whole.
-        halves: how many tensors lie one after another on that axis, each of which is split by itself.
-        inside: where it is a block of rows of another tensor in the files of ranks: the name of that, in all layers'.
-        taps: whether it has an axis of length one in the middle there.
-        te, local: its name inside the layer, where Transformer Engine's layers, or Megatron's own, have another.
-        also: another name that it has everywhere: of a module that two others hold.
+        axis: the axis that tensor parallelism shards; None if every rank has the whole tensor.
+        halves: number of concatenated tensors on that axis, each of which is sharded separately.
+        inside: name of the tensor of rank files that contains it as a block of rows, with the layer's global index; empty
+            if it is a separate tensor there.
+        taps: the tensor of rank files has an additional axis of length one in the middle.
+        te, local: its name inside a layer of Transformer Engine or of Megatron's own layers, if different.
+        also: second name of a tensor whose module is part of two modules.
     """
 
     name: str
@@ -75,7 +76,7 @@ def megatron_parts(model: ModelConfig, padded_vocab: int | None = None) -> list[
     """Return every tensor of `model` in Megatron, in the order of the forward pass.
 
     Raises:
-        CheckpointError: when Megatron has no place for one of the model's tensors.
+        CheckpointError: when Megatron has no counterpart of one of the model's tensors.
     """
     shapes = canonical_tensors(model)
     rows = padded_vocab or model.vocab_size
@@ -103,11 +104,11 @@ def megatron_parts(model: ModelConfig, padded_vocab: int | None = None) -> list[
         out = [replace(part, also=_ALSO.get(part.name, "")) for part in out]
     left = shapes.keys() - {piece.name for part in out for piece in part.pieces}
     if left:
-        raise CheckpointError(f"Megatron has no place for the tensor {min(left)} of this model")
+        raise CheckpointError(f"the tensor {min(left)} of this model is not supported in Megatron")
     return out
 
 
-# {canonical name in a layer: (name there, axis that tensor parallelism splits)}
+# {canonical name in a layer: (Megatron's name, axis that tensor parallelism shards)}
 _PLAIN: Mapping[str, tuple[str, int | None]] = {
     "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", None),
     "input_layernorm.bias": ("self_attention.linear_qkv.layer_norm_bias", None),
@@ -136,7 +137,7 @@ _PLAIN: Mapping[str, tuple[str, int | None]] = {
     "mlp.fc2_latent_proj.weight": ("mlp.fc2_latent_proj.weight", None),
     "mlp.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight", None),
 }
-# Those of BERT and T5 outside their layers.
+# Tensors of BERT and T5 outside their layers.
 _OUTSIDE: Mapping[str, str] = {
     "model.embed_types.weight": "embedding.tokentype_embeddings.weight",
     "lm_head.dense.weight": "lm_head.dense.weight",
@@ -150,13 +151,13 @@ _OUTSIDE: Mapping[str, str] = {
     "model.encoder_relative_bias.weight": "encoder_relative_pos_emb.relative_attention_bias.weight",
     "model.decoder_relative_bias.weight": "decoder_relative_pos_emb.relative_attention_bias.weight",
 }
-# Modules of T5 that it has under two names.
+# Tensors of T5 with two names: {name: second name}.
 _ALSO: Mapping[str, str] = {
     "embedding.position_embeddings.weight": "position_embeddings.weight",
     HEAD: f"lm_head.{HEAD}",
     HEAD_BIAS: f"lm_head.{HEAD_BIAS}",
 }
-# The same for Mamba-2.
+# As `_PLAIN`, for Mamba-2.
 _MAMBA: Mapping[str, tuple[str, int | None]] = {
     "input_layernorm.weight": ("mixer.in_proj.layer_norm_weight", None),
     "input_layernorm.bias": ("mixer.in_proj.layer_norm_bias", None),
@@ -169,7 +170,7 @@ _MAMBA: Mapping[str, tuple[str, int | None]] = {
 _BLOCKS: Mapping[str, Sequence[str]] = {
     "in_proj.weight": ("z", "x", "B", "C", "dt"), "conv1d.weight": ("x", "B", "C"), "conv1d.bias": ("x", "B", "C"),
 }  # fmt: skip
-# The same for multi-head latent attention. Those that go down are split, or whole on every rank.
+# As `_PLAIN`, for multi-head latent attention. Down projections are sharded, or whole on every rank.
 _LATENT: Mapping[str, tuple[str, int | None]] = {
     "self_attn.q_proj.weight": ("self_attention.linear_q_proj.weight", 0),
     "self_attn.q_a_proj.weight": ("self_attention.linear_q_down_proj.weight", 0),
@@ -179,8 +180,8 @@ _LATENT: Mapping[str, tuple[str, int | None]] = {
     "self_attn.kv_a_layernorm.weight": ("self_attention.kv_layernorm.weight", None),
     "self_attn.kv_b_proj.weight": ("self_attention.linear_kv_up_proj.weight", 0),
 }
-# Those of a layer that predicts a further token, beside the plain one inside it.
-_PREDICTOR: Mapping[str, tuple[str, int | None]] = {
+# As `_PLAIN`, for tensors of an MTP layer outside its transformer layer.
+_MTP: Mapping[str, tuple[str, int | None]] = {
     "enorm.weight": ("enorm.weight", None),
     "enorm.bias": ("enorm.bias", None),
     "hnorm.weight": ("hnorm.weight", None),
@@ -189,8 +190,8 @@ _PREDICTOR: Mapping[str, tuple[str, int | None]] = {
     "shared_head.norm.weight": ("final_layernorm.weight", None),
     "shared_head.norm.bias": ("final_layernorm.bias", None),
 }
-# Names of the same tensors in other versions and other kinds of layers.
-_SAME = (
+# Names in other versions and other kinds of layers: (pattern, normalized name).
+_ALIASES = (
     (r"input_layernorm\.(weight|bias)", r"self_attention.linear_qkv.layer_norm_\1"),
     (r"pre_mlp_layernorm\.(weight|bias)", r"mlp.linear_fc1.layer_norm_\1"),
     (r"norm\.(weight|bias)", r"mixer.in_proj.layer_norm_\1"),
@@ -202,27 +203,27 @@ _SAME = (
 
 
 def _layer_parts(
-    model: ModelConfig, index: int, shapes: Mapping[str, TensorShape], theirs: str
+    model: ModelConfig, index: int, shapes: Mapping[str, TensorShape], prefix: str
 ) -> Iterator[MegatronPart]:
-    ours = f"model.layers.{index}."
+    source_prefix = f"model.layers.{index}."
 
     def join_parts(name: str, sources: Sequence[str], axis: int = 0) -> Iterator[MegatronPart]:
-        names = [ours + source for source in sources if ours + source in shapes]
+        names = [source_prefix + source for source in sources if source_prefix + source in shapes]
         if names:
-            yield _concatenated_part(theirs + name, names, shapes, axis)
+            yield _concatenated_part(prefix + name, names, shapes, axis)
 
     for kind in ("weight", "bias"):
         for source, fused in (("self_attn", "qkv"), ("cross_attn", "kv")):
             gated = fused == "qkv" and model.attention_gate
-            names = [f"{ours}{source}.{one}_proj.{kind}" for one in ("qgkv" if gated else fused)]
+            names = [f"{source_prefix}{source}.{one}_proj.{kind}" for one in ("qgkv" if gated else fused)]
             if names[-1] in shapes:
                 name = source.replace("attn", "attention")
-                yield _grouped_part(f"{theirs}{name}.linear_{fused}.{kind}", names, shapes, model.key_value_heads)
+                yield _grouped_part(f"{prefix}{name}.linear_{fused}.{kind}", names, shapes, model.key_value_heads)
     mamba = model.get_mixer_kind(index) == "mamba"
-    yield from _mamba_parts(ours, theirs, shapes) if mamba else ()
+    yield from _mamba_parts(source_prefix, prefix, shapes) if mamba else ()
     for source, (name, split) in {**_PLAIN, **(_LATENT if model.mla else {}), **(_MAMBA if mamba else {})}.items():
-        if ours + source in shapes:
-            part = _plain_part(theirs + name, ours + source, shapes, split)
+        if source_prefix + source in shapes:
+            part = _plain_part(prefix + name, source_prefix + source, shapes, split)
             yield replace(part, te=_te_layer_name(name, model, index), local=_local_layer_name(name))
     for kind in ("weight", "bias"):
         yield from join_parts(f"mlp.linear_fc1.{kind}", [f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"])
@@ -232,23 +233,23 @@ def _layer_parts(
     yield from join_parts("mlp.shared_experts.linear_fc1.weight", shared)
 
 
-def _mamba_parts(ours: str, theirs: str, shapes: Mapping[str, TensorShape]) -> Iterator[MegatronPart]:
-    """Yield the Mamba-2 tensors that are fused in the files of ranks."""
+def _mamba_parts(source_prefix: str, prefix: str, shapes: Mapping[str, TensorShape]) -> Iterator[MegatronPart]:
+    """Yield the Mamba-2 tensors that are fused in rank files."""
     for name, blocks in _BLOCKS.items():
         module, kind = name.split(".")
         for block in blocks:
-            source = f"{ours}mamba.{module}.{block}.{kind}"
+            source = f"{source_prefix}mamba.{module}.{block}.{kind}"
             if source in shapes:
-                part = _plain_part(f"{theirs}mixer.{name}.{block}", source, shapes, 0)
-                yield replace(part, inside=f"{theirs}mixer.{name}", taps=name == "conv1d.weight")
+                part = _plain_part(f"{prefix}mixer.{name}.{block}", source, shapes, 0)
+                yield replace(part, inside=f"{prefix}mixer.{name}", taps=name == "conv1d.weight")
 
 
 def _mtp_parts(model: ModelConfig, index: int, shapes: Mapping[str, TensorShape]) -> Iterator[MegatronPart]:
-    layer, theirs = model.num_layers + index, f"{FURTHER}{index}."
-    for source, (name, split) in _PREDICTOR.items():
+    layer, prefix = model.num_layers + index, f"{MTP_STACK}{index}."
+    for source, (name, split) in _MTP.items():
         if f"model.layers.{layer}.{source}" in shapes:
-            yield _plain_part(theirs + name, f"model.layers.{layer}.{source}", shapes, split)
-    yield from _layer_parts(model, layer, shapes, theirs + INNER)
+            yield _plain_part(prefix + name, f"model.layers.{layer}.{source}", shapes, split)
+    yield from _layer_parts(model, layer, shapes, prefix + MTP_INNER)
 
 
 def _plain_part(name: str, source: str, shapes: Mapping[str, TensorShape], axis: int | None = None) -> MegatronPart:
@@ -274,7 +275,7 @@ def _concatenated_part(name: str, sources: Sequence[str], shapes: Mapping[str, T
 
 
 def _grouped_part(name: str, sources: Sequence[str], shapes: Mapping[str, TensorShape], groups: int) -> MegatronPart:
-    """Return a part that holds, group by group, each source's share."""
+    """Return a part with the rows of all sources interleaved by group."""
     pieces, at = [], 0
     for group in range(groups):
         for source in sources:
@@ -300,9 +301,7 @@ def stack_depth(model: ModelConfig, stack: str) -> int:
 
 
 def infer_args_from_names(names: Iterable[str]) -> dict[str, Any]:
-    """Return the settings that `args` lack and tensor names show: whether a model is a BERT, or a T5 and its numbers of
-    layers.
-    """
+    """Return settings that are missing in `args` but follow from tensor names: BERT, or T5 and its numbers of layers."""
     names = set(names)
     if "lm_head.dense.weight" in names:
         return {"is_encoder": True}
@@ -314,9 +313,9 @@ def infer_args_from_names(names: Iterable[str]) -> dict[str, Any]:
 
 
 def normalize_tensor_name(name: str) -> str:
-    """Return the name that `megatron_parts` uses for a tensor of any version and kind of layer."""
+    """Return the name that `megatron_parts` uses for a tensor, from its name in any version and kind of layer."""
     head, tail = split_layer_prefix(name)
-    for pattern, replacement in _SAME:
+    for pattern, replacement in _ALIASES:
         tail = re.sub(rf"^{pattern}", replacement, tail)
     return head + tail
 
@@ -344,18 +343,18 @@ def is_projection_weight(name: str) -> bool:
 
 
 def is_hybrid_model(model: ModelConfig) -> bool:
-    """Return whether each layer is half a transformer layer, as in Megatron's `MambaModel`."""
+    """Return whether layers are half transformer layers, as in Megatron's `MambaModel`."""
     return any(None in kind for kind in model.layer_kinds)
 
 
 def split_layer_prefix(name: str) -> tuple[str, str]:
     """Split a name into its layer prefix and the rest: ('decoder.layers.3.', rest), without a number
-    ('decoder.layers.', rest), likewise for an encoder, or ('', name).
+    ('decoder.layers.', rest), for encoders the same, or ('', name).
 
-    What is inside of a layer that predicts a further token is ('mtp.layers.0.transformer_layer.', the rest), also of
-    versions that call it `mtp_model_layer`.
+    In the transformer layer of an MTP layer it is ('mtp.layers.0.transformer_layer.', rest), also in versions that call
+    it `mtp_model_layer`.
     """
-    if found := re.match(rf"({re.escape(FURTHER)}\d+\.)(transformer_layer|mtp_model_layer)\.", name):
-        return found[1] + INNER, name[found.end() :]
+    if found := re.match(rf"({re.escape(MTP_STACK)}\d+\.)(transformer_layer|mtp_model_layer)\.", name):
+        return found[1] + MTP_INNER, name[found.end() :]
     found = re.match(r"(?:encoder|decoder)\.layers\.(\d+\.)?", name)
     return (found[0], name[found.end() :]) if found else ("", name)

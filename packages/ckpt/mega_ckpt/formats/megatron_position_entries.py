@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict
+from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict, split_words
 from mega_ckpt.formats.megatron_entries import MultiKeyEntry
-from mega_ckpt.formats.safe_pickles import split_words
 from mega_common.model_config import ModelConfig, RopeConfig
 
 POSITIONS: Mapping[str, str] = {
@@ -18,9 +17,9 @@ POSITIONS: Mapping[str, str] = {
     "none": "none",
     "relative": "relative",
 }
-# What Megatron's rope scaling has built in; only the factor can be given.
+# Constants of Megatron's rope scaling; only the factor is a setting.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
-WHOLE = "yarn_correction_range_round_to_int"
+YARN_TRUNCATE = "yarn_correction_range_round_to_int"
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,20 @@ class PositionsEntry(MultiKeyEntry):
     covered_keys: frozenset[str] = split_words(
         f"""position_embedding_type use_rotary_position_embeddings rotary_base rotary_percent use_rope_scaling
         rope_scaling_factor rotary_scaling_factor rotary_seq_len_interpolation_factor mscale mscale_all_dim
-        yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow {WHOLE} rotary_interleaved"""
+        yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow {YARN_TRUNCATE} rotary_interleaved"""
     )
     covered_fields: frozenset[str] = frozenset({"position", "rope"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
         """Return `position`, and `rope` if it is rotary; YaRN never interleaves, and rotates whole heads."""
         kind = _position_kind(raw)
-        if POSITIONS[kind] != "rope":  # relative ones are `EncoderDecoder`'s
+        if POSITIONS[kind] != "rope":  # `T5Entry` reads relative positions
             return {"position": POSITIONS[kind]}
         if kind == "yarn":
-            return {"position": "rope", "rope": _read_yarn(raw, "yarn_") | {"truncate": raw.get(WHOLE) is not False}}
+            return {
+                "position": "rope",
+                "rope": _read_yarn(raw, "yarn_") | {"truncate": raw.get(YARN_TRUNCATE) is not False},
+            }
         rope = {"fraction": float(raw.get("rotary_percent", 1.0)), "interleaved": bool(raw.get("rotary_interleaved"))}
         return {"position": "rope", "rope": rope | _rope_theta(raw) | _scaling_without_yarn(raw)}
 
@@ -48,7 +50,7 @@ class PositionsEntry(MultiKeyEntry):
         """Return position kind and rotary settings."""
         rope = model.rope
         yarn = rope.scaling == "yarn" and model.position == "rope"
-        names = {ours: theirs for theirs, ours in POSITIONS.items() if theirs != "yarn"}
+        names = {kind: name for name, kind in POSITIONS.items() if name != "yarn"}
         return {
             "position_embedding_type": "yarn" if yarn else names[model.position],
             "rotary_base": int(rope.theta),
@@ -57,7 +59,7 @@ class PositionsEntry(MultiKeyEntry):
             "use_rope_scaling": rope.scaling == "llama3",
             "rope_scaling_factor": rope.factor if rope.scaling == "llama3" else 8.0,
             "rotary_seq_len_interpolation_factor": int(rope.factor) if rope.scaling == "linear" else None,
-            **(_write_yarn(rope, "yarn_") | {WHOLE: rope.truncate} if yarn else {}),
+            **(_write_yarn(rope, "yarn_") | {YARN_TRUNCATE: rope.truncate} if yarn else {}),
         }
 
 
@@ -66,7 +68,7 @@ def _position_kind(raw: HfConfigDict) -> str:
         "rope" if raw.get("use_rotary_position_embeddings") else raw.get("position_embedding_type", "learned_absolute")
     )
     if kind not in POSITIONS or (kind == "relative" and not raw.get("is_encoder_decoder")):
-        raise ConfigMismatchError(f"positions of kind {kind!r} are not supported")
+        raise ConfigMismatchError(f"position_embedding_type = {kind!r} is not supported")
     return str(kind)
 
 
@@ -83,7 +85,7 @@ def _scaling_without_yarn(raw: HfConfigDict) -> dict[str, Any]:
 
 
 def _read_yarn(raw: HfConfigDict, prefix: str) -> dict[str, Any]:
-    """Return YaRN's settings, some keys of which begin with `prefix`; the two mscale factors apply only together."""
+    """Return YaRN's settings, some of whose keys begin with `prefix`; the two mscale factors apply only together."""
     out = _rope_theta(raw) | {
         "scaling": "yarn",
         "factor": raw.get("rotary_scaling_factor", 1.0),
@@ -91,11 +93,11 @@ def _read_yarn(raw: HfConfigDict, prefix: str) -> dict[str, Any]:
         "beta_fast": raw.get(f"{prefix}beta_fast") or 32.0,
         "beta_slow": raw.get(f"{prefix}beta_slow") or 1.0,
     }
-    one, every = raw.get("mscale", 1.0), raw.get("mscale_all_dim", 0.0)
-    if one and every:
-        return out | {"mscale": one, "mscale_all_dim": every}
-    if every or one not in (None, 1.0):
-        raise ConfigMismatchError(f"mscale = {one} with mscale_all_dim = {every} is not supported")
+    mscale, all_dim = raw.get("mscale", 1.0), raw.get("mscale_all_dim", 0.0)
+    if mscale and all_dim:
+        return out | {"mscale": mscale, "mscale_all_dim": all_dim}
+    if all_dim or mscale not in (None, 1.0):
+        raise ConfigMismatchError(f"mscale = {mscale} is not supported with mscale_all_dim = {all_dim}")
     return out
 
 
@@ -141,13 +143,11 @@ class MegatronMlaEntry(MultiKeyEntry):
 
     def _check_supported(self, raw: HfConfigDict) -> None:
         if not raw.get("qk_layernorm"):
-            raise ConfigMismatchError("multi_latent_attention without qk_layernorm is not supported")
+            raise ConfigMismatchError("multi_latent_attention requires qk_layernorm")
         if POSITIONS[_position_kind(raw)] == "learned":
-            raise ConfigMismatchError("multi_latent_attention with learned positions is not supported")
+            raise ConfigMismatchError("multi_latent_attention is not supported with learned positions")
         if raw.get("layernorm_zero_centered_gamma", raw.get("apply_layernorm_1p")):
-            raise ConfigMismatchError(
-                "multi_latent_attention with apply_layernorm_1p is not supported: latents' norms have no 1 +"
-            )
+            raise ConfigMismatchError("multi_latent_attention is not supported with apply_layernorm_1p")
         if raw.get("rope_type") == "rope" and raw.get("mscale_all_dim") and raw.get("rotary_scaling_factor", 1.0) > 1:
             raise ConfigMismatchError("mscale_all_dim is not supported without YaRN")
 
@@ -168,6 +168,6 @@ class MegatronMlaEntry(MultiKeyEntry):
             "v_head_dim": mla.v_head_dim,
             "rope_type": "yarn" if yarn else "rope",
             "position_embedding_type": "rope",
-            "rotary_interleaved": False,  # it always is, and Megatron refuses to be told
+            "rotary_interleaved": False,  # always interleaved, but Megatron rejects the setting
             **(_write_yarn(model.rope, "") if yarn else {}),
         }

@@ -1,12 +1,12 @@
-"""Weight source of a Megatron-Core checkpoint, in either of its formats: finds the folder, its settings and its
+"""Weight source of a Megatron-Core checkpoint in either of its formats: locates the folder, its settings and its
 tensors.
 
-Neither Megatron nor a GPU is needed, and nothing is unpickled but through `pickles`.
+It needs neither Megatron nor a GPU, and all pickles are loaded with `safe_pickles`.
 
-iter_0000100/run_config.yaml                      Megatron-Bridge: `model`
-    checkpoint/context/model.yaml, checkpoint/weights NeMo 2: `config`
+    iter_0000100/run_config.yaml                      Megatron-Bridge: section `model`
+    checkpoint/context/model.yaml, checkpoint/weights NeMo 2: section `config`
 
-Both hold the fields of Megatron-Core's TransformerConfig, which are mostly called as the arguments are.
+Both have the fields of Megatron-Core's TransformerConfig, most of which have the names of the arguments.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch import Tensor
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.formats import megatron_dist, megatron_legacy
 from mega_ckpt.formats.megatron_args import read_megatron_args
-from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronTensorReader
+from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronTensorReader, read_optimizer_state
 from mega_ckpt.formats.megatron_names import megatron_parts
-from mega_ckpt.formats.megatron_optimizer import read_optimizer_state
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_ckpt.training_state import ConvertedTraining
 from mega_common.errors import CheckpointError
@@ -48,46 +47,46 @@ def read_provider_args(folder: Path) -> dict[str, Any]:
     their files.
 
     Raises:
-        CheckpointError: when the model has an activation that Megatron's arguments cannot say.
+        CheckpointError: when Megatron's arguments cannot express the activation.
     """
     for path, section in ((folder / BRIDGE, "model"), (folder.parent / NEMO, "config")):
         if path.is_file():
-            said = load_yaml_mapping(path).get(section)
-            return _args(said, path) if isinstance(said, Mapping) else {}
+            fields = load_yaml_mapping(path).get(section)
+            return _args(fields, path) if isinstance(fields, Mapping) else {}
     return {}
 
 
-def _args(said: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    out = {_RENAMED.get(key, key): value for key, value in said.items() if not isinstance(value, Mapping)}
-    heads, groups = said.get("num_attention_heads"), said.get("num_query_groups")
-    return out | _activation(said, path) | {
+def _args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    out = {_RENAMED.get(key, key): value for key, value in fields.items() if not isinstance(value, Mapping)}
+    heads, groups = fields.get("num_attention_heads"), fields.get("num_query_groups")
+    return out | _activation(fields, path) | {
         "group_query_attention": groups is not None and groups != heads,
-        "untie_embeddings_and_output_weights": not said.get("share_embeddings_and_output_weights", True),
+        "untie_embeddings_and_output_weights": not fields.get("share_embeddings_and_output_weights", True),
     }  # fmt: skip
 
 
-def _activation(said: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    value = said.get("activation_func") or "gelu"
+def _activation(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    value = fields.get("activation_func") or "gelu"
     name = str(value.get("_target_") if isinstance(value, Mapping) else value).rpartition(".")[2].strip("'<> ")
-    known = _GATED if said.get("gated_linear_unit") else _PLAIN
-    if name not in known:
-        gate = " as a gate" if said.get("gated_linear_unit") else ""
-        raise CheckpointError(f"{path}: activation_func {name}{gate} has no counterpart among Megatron's arguments")
-    return dict(known[name])
+    gated = fields.get("gated_linear_unit")
+    supported = _GATED if gated else _PLAIN
+    if name not in supported:
+        gate = " with gated_linear_unit" if gated else ""
+        raise CheckpointError(f"{path}: activation_func = {name}{gate} is not supported (only {', '.join(supported)})")
+    return dict(supported[name])
 
 
-WEIGHTS = ("weights", "model_weights")  # of a folder of NeMo 2, and of an unpacked archive of NeMo 1
+WEIGHTS = ("weights", "model_weights")  # subfolder of a NeMo 2 folder, and of an unpacked NeMo 1 archive
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def is_megatron_folder(folder: Path) -> bool:
-    """Return whether `folder` looks like a checkpoint of Megatron, or contains some."""
-    hugging = (folder / "config.json").exists() and not (
-        folder / megatron_dist.FORMAT
-    ).exists()  # beside weights of FSDP, say
+    """Return whether `folder` looks like a checkpoint of Megatron, or contains checkpoints."""
+    # with config.json, .metadata may be that of FSDP
+    huggingface = (folder / "config.json").exists() and not (folder / megatron_dist.FORMAT).exists()
     return (
         (folder / TRACKER).exists()
-        or ((folder / ".metadata").exists() and not hugging)
+        or ((folder / ".metadata").exists() and not huggingface)
         or (folder / megatron_dist.COMMON).exists()
         or _nemo_weights_folder(folder) is not None
         or any(folder.glob("mp_rank_*/model_optim_rng.pt"))
@@ -100,7 +99,7 @@ def iteration_folder(folder: Path) -> Path:
     """Return the folder of one iteration: `folder` itself, the one in its tracker file, or NeMo's weights folder.
 
     Raises:
-        CheckpointError: when the tracker is empty or names none that is there.
+        CheckpointError: when the tracker is missing, empty or names a missing folder.
     """
     tracker = folder / TRACKER
     if (inside := _nemo_weights_folder(folder)) is not None:
@@ -109,21 +108,22 @@ def iteration_folder(folder: Path) -> Path:
         found = sorted(path.name for path in folder.glob("iter_[0-9]*") if path.is_dir())
         if not found or (folder / ".metadata").exists():
             return folder
-        raise CheckpointError(f"{folder}: there is no {TRACKER}", hint=f"give the folder itself: {folder / found[-1]}")
+        raise CheckpointError(f"{folder}: {TRACKER} is missing", hint=f"give one iteration: {folder / found[-1]}")
     text = tracker.read_text(errors="replace").strip()
     if text != "release" and not text.isdecimal():
-        what = "is empty" if not text else f"says {text[:40]!r}"
         raise CheckpointError(
-            f"{tracker}: {what}, instead of an iteration or 'release'", hint="give the iter_ folder itself"
+            f"{tracker}: must be an iteration or 'release', not {text[:40]!r}", hint="give an iter_ folder instead"
         )
     named = folder / (text if text == "release" else f"iter_{int(text):07d}")
     if not named.is_dir():
-        raise CheckpointError(f"{tracker}: says {text}, but there is no {named.name}", hint="was the save interrupted?")
+        raise CheckpointError(
+            f"{tracker}: {text} requires the folder {named.name}, which is missing", hint="give an iter_ folder instead"
+        )
     return named
 
 
 def _nemo_weights_folder(folder: Path) -> Path | None:
-    """Return the folder in which NeMo has the weights, or None."""
+    """Return NeMo's weights folder, or None."""
     held = (folder / name for name in WEIGHTS)
     return next(
         (one for one in held if any((one / file).exists() for file in (".metadata", megatron_dist.COMMON))), None
@@ -134,7 +134,7 @@ def read_megatron_contents(folder: Path) -> MegatronContents:
     """Open a checkpoint of Megatron without reading its tensors.
 
     Raises:
-        CheckpointError: when it is in neither format, or damaged.
+        CheckpointError: when it is damaged or has neither format.
     """
     folder = iteration_folder(folder)
     if (folder / ".metadata").exists():
@@ -142,8 +142,8 @@ def read_megatron_contents(folder: Path) -> MegatronContents:
     if any(folder.glob("mp_rank_*")):
         return megatron_legacy.read_legacy_checkpoint(folder)
     raise CheckpointError(
-        f"{folder}: neither a torch_dist checkpoint (.metadata) nor one of mp_rank_ folders",
-        hint="other formats (zarr, fsdp_dtensor): save it again with --ckpt-format torch_dist, in NeMo with dist_ckpt_format: torch_dist",
+        f"{folder}: must be a torch_dist checkpoint (.metadata) or have mp_rank_ folders",
+        hint="save other formats (zarr, fsdp_dtensor) again with --ckpt-format torch_dist, in NeMo with dist_ckpt_format: torch_dist",
     )
 
 
@@ -151,11 +151,11 @@ class MegatronSource:
     """The weights in a checkpoint of Megatron.
 
     Args:
-        folder: what holds the tracker file, or the folder of one iteration.
-        settings: fields of `ModelConfig` that are not in the checkpoint, or replace what it says.
+        folder: folder of the tracker file, or of one iteration.
+        settings: fields of `ModelConfig` that are missing in the checkpoint, or override it.
 
     Raises:
-        CheckpointError: naming file, setting or tensor, when it cannot be used.
+        CheckpointError: naming the unsupported or damaged file, setting or tensor.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None) -> None:
@@ -165,7 +165,7 @@ class MegatronSource:
         self.model: ModelConfig = read_megatron_args(args, folder, settings)
         if not args.get("vocab_size") and "vocab_size" not in (settings or {}):
             rows = self.model.vocab_size
-            logger.warning("%s: does not say how many tokens there are; all %d padded rows are taken", folder, rows)
+            logger.warning("%s: vocab_size is missing; all %d padded rows are used as the vocabulary", folder, rows)
         layers = self.model.num_layers + self.model.mtp_layers
         if layers > self.contents.count:
             raise CheckpointError(f"{folder}: {layers} layers, but only {self.contents.count} tensors")
@@ -198,7 +198,7 @@ class MegatronSource:
         """Return the optimizer state to resume from, besides the weights.
 
         Raises:
-            StaysBehindError: why it cannot be taken from this checkpoint.
+            OptimizerNotConverted: with the reason, if the state cannot be converted.
         """
         return read_optimizer_state(
             self.contents, self._parts, self.folder, self.model, self.tensor_dtype(self.tensor_names()[0])
@@ -209,7 +209,7 @@ class MegatronSource:
         return []
 
     def read_buffer(self, name: str) -> Tensor:
-        """Raise KeyError: there are no buffers."""
+        """Raise KeyError: Megatron checkpoints have no buffers."""
         raise KeyError(name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:

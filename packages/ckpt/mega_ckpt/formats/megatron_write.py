@@ -1,7 +1,7 @@
 """Writer of Megatron-Core checkpoints from any source, one block at a time, in either format.
 
-What is written is what Megatron calls a release: `release/` and a tracker file that says so. It has weights and settings, no
-optimizer, and a run that loads it starts at its first step.
+The output is what Megatron calls a release: `release/` and a tracker file. It has weights and settings but no optimizer
+state, and a run that loads it starts at step 0.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.formats.megatron_args import write_megatron_args
-from mega_ckpt.formats.megatron_contents import box_overlap
 from mega_ckpt.formats.megatron_names import MegatronPart, megatron_parts
 from mega_ckpt.formats.megatron_source import TRACKER
 from mega_ckpt.resumable_folder import RunOnce, write_always
 from mega_ckpt.source import WeightSource, cast_dtype, write_file_durably
-from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
+from mega_ckpt.tensor_pieces import TensorShape, box_overlap, crop_tensor
 from mega_common.atomic_files import add_path_to_errors
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -33,11 +32,11 @@ class MegatronWriter:
     """Input of both formats' writers: Megatron's tensors of a source, cast, readable by rectangle.
 
     Attributes:
-        model: what the weights are of.
-        tp, pp: sizes of the run that it is written for.
+        model: configuration of the model.
+        tp, pp: tensor and pipeline parallel sizes of the run that it is written for.
         implementation: Megatron's `--transformer-impl`, `transformer_engine` or `local`.
         args: Megatron's settings.
-        parts: its tensors, as one rank would have them.
+        parts: its tensors, as on a single rank.
     """
 
     def __init__(
@@ -73,9 +72,11 @@ class MegatronWriter:
             shared = box_overlap(offset, shape, piece.local_start, piece.shape)
             if shared:
                 start, extent = shared
-                place = tuple(s - a + b for s, a, b in zip(start, piece.local_start, piece.global_offset, strict=True))
+                global_start = tuple(
+                    s - a + b for s, a, b in zip(start, piece.local_start, piece.global_offset, strict=True)
+                )
                 inside = tuple(s - o for s, o in zip(start, offset, strict=True))
-                crop_tensor(out, inside, extent).copy_(self._source.read_tensor_slice(piece.name, place, extent))
+                crop_tensor(out, inside, extent).copy_(self._source.read_tensor_slice(piece.name, global_start, extent))
         return out
 
 
@@ -89,11 +90,11 @@ def write_release(
     """Write a release into an existing folder; durable when this returns.
 
     Args:
-        writing: what to write.
-        folder: to hold the tracker file.
-        write: fills the folder beside it, in one of the formats.
-        advance: told of bytes as they are written.
-        once: passes over files of tensors that are there already; nothing else is.
+        writing: weights and settings to write.
+        folder: folder of the tracker file.
+        write: writes the subfolder `release`, in one of the formats.
+        advance: called with the bytes of each block that is written.
+        once: skips tensor files that are already complete; other files are always written.
     """
     (folder / RELEASE).mkdir(exist_ok=True)
     write(writing, folder / RELEASE, advance, once)
@@ -118,21 +119,21 @@ def check_parallel_sizes(
         model: the model to write.
         parts: Megatron's tensors of it.
         tp, pp: the sizes.
-        ranks: whether there is a file for each rank (`torch`), which older versions of Megatron have to load too.
-        local: whether the layers are those of `--transformer-impl local`.
+        ranks: one file per rank (`torch`), which older versions of Megatron must be able to load.
+        local: layers of `--transformer-impl local`.
 
     Raises:
-        CheckpointError: naming the size, what it has to divide, and sizes that fit.
+        CheckpointError: naming the size, what it must divide, and sizes that do.
     """
     if model.encoder and pp > 1:
-        raise CheckpointError(f"pp = {pp}: Megatron has no T5 in stages of a pipeline", hint="--pp 1")
+        raise CheckpointError(f"pp = {pp} is not supported with a T5 in Megatron", hint="use --pp 1")
     layers = model.num_layers
     if layers % pp:
         fits = [n for n in range(1, layers + 1) if layers % n == 0]
-        raise CheckpointError(f"pp = {pp} does not divide the {layers} layers", hint=f"one of {fits}")
+        raise CheckpointError(f"pp = {pp} must divide the {layers} layers", hint=f"use --pp with one of {fits}")
     if problem := next(_size_problems(model, parts, tp, ranks=ranks, local=local), None):
         fits = [n for n in range(1, tp) if not any(_size_problems(model, parts, n, ranks=ranks, local=local))]
-        raise CheckpointError(f"tp = {tp} does not divide {problem}", hint=f"--tp of {fits}")
+        raise CheckpointError(f"tp = {tp} must divide {problem}", hint=f"use --tp with one of {fits}")
 
 
 def _size_problems(
@@ -141,7 +142,7 @@ def _size_problems(
     """Yield a description of everything that `tp` does not divide."""
     groups, heads = model.key_value_heads, model.num_attention_heads
     if groups % tp and (ranks or tp % groups):
-        yield f"the {groups} key/value heads" + ("" if ranks else ", and is no multiple of them")
+        yield f"the {groups} key/value heads" + ("" if ranks else " or be a multiple of them")
     if heads % tp:
         yield f"the {heads} attention heads"
     if (mamba := model.mamba) and (mamba.num_groups % tp or mamba.num_heads % tp):

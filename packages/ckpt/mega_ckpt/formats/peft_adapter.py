@@ -1,14 +1,15 @@
-"""PEFT's adapter folders: adapter_config.json and adapter_model.safetensors, by the names of transformers' modules.
+"""PEFT adapter folders: adapter_config.json and adapter_model.safetensors, with names of transformers' modules.
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight [r, D], ...lora_B.weight [N, r]
-    base_model.model.lm_head.weight                                              of modules_to_save, trained whole
+    base_model.model.lm_head.weight                                              of modules_to_save, fully trained
 
-Where transformers has several projections in one module, such as a fused query-key-value projection, their adapters are one
-of the sum R of their ranks: their A one below the other, and a B that is zero but for blocks. Read, each of the projections
-has all of A and its own rows of B.
+Adapters of projections that transformers fuses into one module, such as query-key-value, are written as one adapter of
+the sum R of their ranks: A is concatenated, B is block-diagonal. When read, each projection gets all of A and its own
+rows of B.
 
-A layer's experts are parameters of one module, reached by `target_parameters`: A [E r, D] stacked by expert, B [N, r E] with
-the experts in turns; of two, gate_up_proj lies in `experts.base_layer` and down_proj in `experts`.
+The experts of a layer are parameters of one module, selected by `target_parameters`: A [E r, D] is stacked by expert, and
+in B [N, r E] the experts are interleaved. With two parameters, gate_up_proj is in `experts.base_layer` and down_proj in
+`experts`.
 
 Legend: D input width, N output width, E experts, r rank.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -30,9 +31,15 @@ from mega_ckpt.canonical_tensors import EMBEDDING, abbreviate_names
 from mega_ckpt.families import ModelFamily, family_for_model, family_of_config
 from mega_ckpt.families.disk_layouts import TRANSPOSED, DiskTensor
 from mega_ckpt.formats.hf_weight_files import encode_json_mapping, read_json_mapping
-from mega_ckpt.formats.peft_tensor_changes import alpha_of_module, check_peft_options, take_tensor_changes
-from mega_ckpt.formats.safetensors_file import SafetensorsFile, SafetensorsHeader, write_safetensors
-from mega_ckpt.formats.torch_archive import load_state_tensors
+from mega_ckpt.formats.peft_tensor_changes import (
+    WEIGHTS,
+    alpha_of_module,
+    check_factors,
+    check_peft_options,
+    open_adapter_weights,
+    take_tensor_changes,
+)
+from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_ckpt.lora_adapter import ADAPTER_TOKENIZER_FILES, SavedAdapter, check_adapter_modules, compute_row_norms
 from mega_ckpt.lora_tensors import MAGNITUDE, A, B, adaptable_projections
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
@@ -46,10 +53,10 @@ if TYPE_CHECKING:
     from mega_ckpt.source import WeightSource
 
 N = TypeVar("N", int, float)
-CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+CONFIG = "adapter_config.json"
 _NO_MODULE = "none"  # pattern of an adapter that only replaces tensors
 PREFIX = "base_model.model."
-# Whose experts are `gate_up_proj` [E, 2 F, D] and `down_proj` [E, D, F] of a module `mlp.experts` in transformers.
+# Families whose experts are `gate_up_proj` [E, 2 F, D] and `down_proj` [E, D, F] of `mlp.experts` in transformers.
 _STACKED = frozenset(
     ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe"]
 )
@@ -57,7 +64,7 @@ _STACKED = frozenset(
 
 @dataclass(frozen=True)
 class PeftModule:
-    """A module of transformers that can have an adapter: its name there, and the projections in it, by rows."""
+    """A module of transformers that can have an adapter: its name there, and the rows of the projections in it."""
 
     name: str
     disk: DiskTensor
@@ -69,17 +76,17 @@ class PeftModule:
 
     def join_adapters(self, adapter: SavedAdapter) -> tuple[Tensor, Tensor, float]:
         """Return A [R, D], B [N, R] and the scale of the adapters of all its projections."""
-        own = [part for part in self.projection_names if part in adapter.modules]
-        a = {part: adapter.read_tensor(part + A) for part in own}
-        scale, start, columns = adapter.modules[own[0]].scale, 0, {}
-        for part in own:
+        adapted = [part for part in self.projection_names if part in adapter.modules]
+        a = {part: adapter.read_tensor(part + A) for part in adapted}
+        scale, start, columns = adapter.modules[adapted[0]].scale, 0, {}
+        for part in adapted:
             columns[part] = slice(start, start := start + len(a[part]))
-        b = a[own[0]].new_zeros(sum(slab.shape[0] for slab in self.disk.slabs), start)
+        b = a[adapted[0]].new_zeros(sum(slab.shape[0] for slab in self.disk.slabs), start)
         for slab, rows in zip(self.disk.slabs, torch.split(b, [s.shape[0] for s in self.disk.slabs]), strict=True):
             part = slab.name.removesuffix(".weight")
             if part in columns:
-                held = crop_tensor(adapter.read_tensor(part + B), (slab.offset[0], 0), (slab.shape[0], len(a[part])))
-                rows[:, columns[part]] = held * (adapter.modules[part].scale / scale)
+                factor = crop_tensor(adapter.read_tensor(part + B), (slab.offset[0], 0), (slab.shape[0], len(a[part])))
+                rows[:, columns[part]] = factor * (adapter.modules[part].scale / scale)
         return torch.cat(list(a.values())), b, scale
 
     def join_magnitudes(self, adapter: SavedAdapter, base: WeightSource) -> Tensor:
@@ -101,7 +108,7 @@ class PeftModule:
             own = [slab.name == f"{part}.weight" for slab in self.disk.slabs]  # slabs of a tensor are in its order
             out |= {part + A: a, part + B: torch.cat([*compress(rows, own)])}
             if magnitude is not None:
-                lengths = torch.split(magnitude, [len(held) for held in rows])
+                lengths = torch.split(magnitude, [len(block) for block in rows])
                 out[part + MAGNITUDE] = torch.cat([*compress(lengths, own)])
         return out
 
@@ -110,7 +117,7 @@ def write_peft_folder(adapter: SavedAdapter, base: WeightSource, folder: Path) -
     """Write the folder of an adapter on `base`; durable when this returns.
 
     Raises:
-        CheckpointError: when PEFT has no way to say something of it.
+        CheckpointError: when PEFT cannot express the adapter.
     """
     family = _family_of_base(base)
     tensors, ranks, scales = _encode_adapter(adapter, base, family)
@@ -120,8 +127,8 @@ def write_peft_folder(adapter: SavedAdapter, base: WeightSource, folder: Path) -
     saved = {name: _disk_name(name, model, family) for name in adapter.shapes if not is_adapter_tensor(name)}
     if model.tie_embeddings and EMBEDDING in saved:
         raise CheckpointError(
-            "PEFT would leave the output layer as it is, to which the trained embedding is tied",
-            hint="merge instead: mega ckpt convert --to hf",
+            "a trained embedding that is tied to the output layer is not supported by PEFT",
+            hint="merge the adapter instead: mega ckpt convert --to hf",
         )
     _check_saved_modules(saved.values(), ranks, model, family)
     tensors |= {disk: adapter.read_tensor(name) for name, disk in saved.items()}
@@ -141,22 +148,23 @@ def write_peft_folder(adapter: SavedAdapter, base: WeightSource, folder: Path) -
 def _check_saved_modules(
     saved: Iterable[str], ranks: Mapping[str, int], model: ModelConfig, family: ModelFamily
 ) -> None:
-    """Check that `saved`, tensors by their names in transformers, are whole modules without adapters, as PEFT saves
-    them.
+    """Check that `saved`, tensors by their names in transformers, are complete modules without adapters, as PEFT
+    requires.
 
     Raises:
         CheckpointError: naming a module that is saved in part, or when no module has an adapter.
     """
-    merge, held = "merge instead: mega ckpt merge-adapter", {*saved}
+    merge, names = "merge the adapter instead: mega ckpt merge-adapter", {*saved}
     if not ranks:
         raise CheckpointError(
-            "PEFT requires a module with an adapter of low rank, and only whole tensors changed", hint=merge
+            "PEFT requires a module with a low-rank adapter, but only whole tensors were trained", hint=merge
         )
-    modules = {name.rpartition(".")[0] for name in held}
-    whole = {name for name in family.disk_tensor_table(model) if name.rpartition(".")[0] in modules}
-    if parts := (whole - held) | {name for name in held if name.rpartition(".")[0] in ranks}:
+    modules = {name.rpartition(".")[0] for name in names}
+    complete = {name for name in family.disk_tensor_table(model) if name.rpartition(".")[0] in modules}
+    if parts := (complete - names) | {name for name in names if name.rpartition(".")[0] in ranks}:
         raise CheckpointError(
-            f"PEFT saves modules whole, and the adapter changes only a part of {abbreviate_names(parts)}", hint=merge
+            f"PEFT requires that modules are saved whole, but only a part of {abbreviate_names(parts)} was trained",
+            hint=merge,
         )
 
 
@@ -164,12 +172,12 @@ def read_peft_adapter(folder: Location, base: WeightSource) -> SavedAdapter:
     """Return the adapter in a PEFT folder, trained on `base`.
 
     Raises:
-        CheckpointError: naming what of it is not understood, or is of another model.
+        CheckpointError: naming an unsupported option or tensor, or one of another model.
     """
     config, family = read_json_mapping(folder / CONFIG), _family_of_base(base)
     check_peft_options(config, folder / CONFIG)
-    file = _open_weights(folder)
-    _check_factors(file.shapes, folder)
+    file = open_adapter_weights(folder)
+    check_factors(file.shapes, folder)
     left = {name.removeprefix(PREFIX): name for name in file.shapes}
     tensors: dict[str, Tensor] = {}
     experts = base.model.moe.num_experts if base.model.moe else 0
@@ -181,7 +189,7 @@ def read_peft_adapter(folder: Location, base: WeightSource) -> SavedAdapter:
             if len(b) != rows:
                 raise CheckpointError(
                     f"{folder / WEIGHTS}: {module.name}{B} has {len(b)} rows instead of {rows}",
-                    hint="the adapter is of another model",
+                    hint="give the base model that the adapter was trained on",
                 )
             magnitude = left.pop(module.name + MAGNITUDE, None)
             tensors |= module.split_adapter(a, b, file.read(magnitude) if magnitude else None)
@@ -222,46 +230,11 @@ def _tokenizer_files(folder: Location) -> dict[str, Path | bytes]:
     return {name: read_if_remote(folder / name) for name in ADAPTER_TOKENIZER_FILES if (folder / name).is_file()}
 
 
-@dataclass(frozen=True)
-class AdapterWeightsFile:
-    """Tensors of an adapter's file: their shapes by key, and a reader."""
-
-    shapes: Mapping[str, TensorShape]
-    read: Callable[[str], Tensor]
-
-
-def _open_weights(folder: Location) -> AdapterWeightsFile:
-    """Open adapter_model.safetensors, or adapter_model.bin if that is missing.
-
-    Raises:
-        CheckpointError: when there is neither, or it is damaged.
-    """
-    if not (folder / WEIGHTS).is_file() and isinstance(folder, Path) and (folder / PICKLED).is_file():
-        state = load_state_tensors(folder / PICKLED)
-        return AdapterWeightsFile({key: stored.shape for key, stored in state.items()}, lambda key: state[key].read())
-    file = SafetensorsFile.open_file(folder / WEIGHTS)
-    return AdapterWeightsFile({key: entry.shape for key, entry in file.header.entries.items()}, file.read_tensor)
-
-
-def _check_factors(shapes: Mapping[str, TensorShape], folder: Location) -> None:
-    """Check that factors are matrices.
-
-    Raises:
-        CheckpointError: naming one that is flat or empty.
-    """
-    for key, shape in shapes.items():
-        if key.endswith((A, B, ".lora_embedding_A", ".lora_embedding_B")) and (len(shape) < 2 or 0 in shape):
-            raise CheckpointError(
-                f"{folder / WEIGHTS}: {key} has shape {list(shape)}, and must be a matrix",
-                hint="an adapter trained under ZeRO-3 or FSDP must be gathered before it is saved",
-            )
-
-
 def _reject_unused(left: Mapping[str, str], folder: Location, family: ModelFamily) -> None:
     """Reject an adapter with tensors that were not used.
 
     Raises:
-        CheckpointError: naming the module and what its tensors are.
+        CheckpointError: naming the module and a tensor.
     """
     if not left:
         return
@@ -269,7 +242,7 @@ def _reject_unused(left: Mapping[str, str], folder: Location, family: ModelFamil
     if biases:
         module = biases[0].removesuffix(".lora_B.bias")
         raise CheckpointError(
-            f"{folder / WEIGHTS}: lora_bias = True is not supported for {module}, which has no bias in the base"
+            f"{folder / WEIGHTS}: lora_bias = True is not supported for {module}, which has no bias in the base model"
         )
     parts = re.compile(r"\.(lora_|base_layer\b|token_adapter\b|trainable_tokens_|modules_to_save\b)")
     modules = dict.fromkeys(parts.split(name)[0].removesuffix(".weight") for name in left)
@@ -282,11 +255,11 @@ def _reject_unused(left: Mapping[str, str], folder: Location, family: ModelFamil
 
 def peft_modules(model: ModelConfig, family: ModelFamily) -> Iterator[PeftModule]:
     """Yield the modules of transformers that can have an adapter, experts excluded."""
-    ours = {
+    adaptable = {
         name for weights in adaptable_projections(model).values() for name, shape in weights.items() if len(shape) == 2
     }
     for disk in family.disk_tensor_table(model).values():
-        if all(slab.name in ours for slab in disk.slabs):
+        if all(slab.name in adaptable for slab in disk.slabs):
             yield PeftModule(disk.name.removesuffix(".weight"), disk)
 
 
@@ -317,7 +290,8 @@ def _encode_adapter(
         done.add(part)
     if left := adapter.modules.keys() - done:
         raise CheckpointError(
-            f"PEFT reaches no {abbreviate_names(left)} of a {family.name} model", hint="merge instead: --to hf"
+            f"an adapter of {abbreviate_names(left)} in a {family.name} model is not supported by PEFT",
+            hint="merge the adapter instead: --to hf",
         )
     return tensors, ranks, scales
 
@@ -328,7 +302,7 @@ def _peft_config(
     """Return adapter_config.json; the alphas give the scales for these ranks."""
     root = adapter.lora.rslora
     alphas = {name: scales[name] * (math.sqrt(rank) if root else rank) for name, rank in ranks.items()}
-    rank, alpha = _commonest(list(ranks.values())), _commonest(list(alphas.values()))
+    rank, alpha = _most_common(list(ranks.values())), _most_common(list(alphas.values()))
     stacked = {part for part, of in adapter.modules.items() if of.num_experts is not None}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": adapter.base_fingerprint.get("path"),
@@ -341,19 +315,19 @@ def _peft_config(
 
 
 def _shorten_targets(targets: list[str], modules: Sequence[str]) -> list[str]:
-    """Return only the last parts of the names, as serving programs expect, if these select the same of the model's
-    `modules`.
+    """Return the last parts of the target names, as serving programs expect, if they select the same `modules`; else
+    the full names.
     """
     last = {name.rpartition(".")[2] for name in targets}
-    meant = {name for name in modules if name.rpartition(".")[2] in last}
-    return sorted(last) if meant == {*targets} else targets
+    selected = {name for name in modules if name.rpartition(".")[2] in last}
+    return sorted(last) if selected == {*targets} else targets
 
 
 def _lora_config(
     config: Mapping[str, Any], ranks: Mapping[str, int], names: Mapping[str, str], saved: list[str]
 ) -> LoraConfig:
-    """Return mega's configuration for projections of these ranks, whose modules in transformers have these names."""
-    rank, usual = _commonest([*ranks.values()] or [1]), float(config.get("lora_alpha", 8))
+    """Return mega's configuration of adapted projections: their `ranks`, and the `names` of their transformers modules."""
+    rank, usual = _most_common([*ranks.values()] or [1]), float(config.get("lora_alpha", 8))
     return LoraConfig(
         rank=rank, alpha=usual, rslora=bool(config.get("use_rslora")),
         dora=bool(config.get("use_dora")), dropout=float(config.get("lora_dropout") or 0.0), modules=[re.escape(part) for part in ranks] or [_NO_MODULE],
@@ -363,15 +337,15 @@ def _lora_config(
     )  # fmt: skip
 
 
-def _commonest(values: list[N]) -> N:
+def _most_common(values: list[N]) -> N:
     return max(values, key=values.count)
 
 
 def _expert_keys(
     model: ModelConfig, family: ModelFamily, held: Mapping[str, str], targets: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the experts' projections with an adapter in `held`, and their key prefixes; `targets` are PEFT's target
-    parameters, which identify a single one.
+    """Yield the experts' projections with an adapter among the keys `held`, and their key prefixes; `targets` are PEFT's
+    target parameters, which identify the projection if there is only one.
     """
     for part, weights in adaptable_projections(model).items() if family.name in _STACKED else ():
         experts, _, which = part.rpartition(".")
@@ -407,9 +381,12 @@ def _disk_name(name: str, model: ModelConfig, family: ModelFamily) -> str:
     """Return transformers' name of a whole canonical tensor.
 
     Raises:
-        CheckpointError: when it is a part of another there.
+        CheckpointError: when transformers fuses it with another tensor.
     """
     for disk in family.disk_tensor_table(model).values():
         if [slab.name for slab in disk.slabs] == [name]:
             return disk.name
-    raise CheckpointError(f"{name} is no tensor of its own in a {family.name} model", hint="merge instead: --to hf")
+    raise CheckpointError(
+        f"{name} must be a separate tensor for PEFT, but is fused with others in a {family.name} model",
+        hint="merge the adapter instead: --to hf",
+    )

@@ -1,5 +1,4 @@
-"""Tensors of a model that a PEFT adapter replaces or changes without a LoRA adapter in mega, and options of its
-adapter_config.json.
+"""Weight file and options of a PEFT adapter, and its changes to tensors that have no LoRA adapter in mega.
 
     lm_head.weight, model.embed_tokens.weight, ...bias    saved whole (modules_to_save, bias), or as `base_layer.weight`
     model.embed_tokens.lora_embedding_A [r, V], _B [D, r] LoRA of an embedding
@@ -16,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,17 +24,23 @@ from torch import Tensor
 from mega_ckpt.canonical_tensors import EMBEDDING, HEAD
 from mega_ckpt.families import ModelFamily
 from mega_ckpt.families.disk_layouts import TRANSPOSED, DiskTensor
+from mega_ckpt.formats.safetensors_file import SafetensorsFile
+from mega_ckpt.formats.torch_archive import load_state_tensors
 from mega_ckpt.lora_adapter import UntiedSource
 from mega_ckpt.lora_tensors import MAGNITUDE, A, B
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
 from mega_common.errors import CheckpointError
+from mega_common.object_store import Location
 
-_MERGE = (
-    "merge the adapter with PEFT (merge_and_unload, save_pretrained) where PEFT can, and give mega the merged folder"
-)
+if TYPE_CHECKING:
+    from mega_ckpt.source import WeightSource
+
+ReadTensor = Callable[[str], Tensor]
+WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+_MERGE = "merge the adapter with PEFT (merge_and_unload, save_pretrained) and give mega the merged folder"
 _TYPES = ("LORA", "TRAINABLE_TOKENS")
-# Followed, or read from the tensors themselves.
-_FOLLOWED = frozenset([
+# Applied, or derived from the tensors.
+_APPLIED = frozenset([
     "peft_type", "r", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "bias", "lora_bias", "init_lora_weights",
     "fan_in_fan_out", "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern", "modules_to_save",
     "trainable_token_indices", "token_indices", "ensure_weight_tying", "lora_dropout",
@@ -58,41 +64,72 @@ def check_peft_options(config: Mapping[str, Any], where: object) -> None:
     kind = config.get("peft_type", "LORA")
     if kind not in _TYPES:
         raise CheckpointError(
-            f"{where}: peft_type = {kind!r} is not supported; mega reads {' and '.join(_TYPES)}", hint=_MERGE
+            f"{where}: peft_type = {kind!r} is not supported (only {' and '.join(_TYPES)})", hint=_MERGE
         )
     for key, value in config.items():
-        known = key in _FOLLOWED or key in _WITHOUT_EFFECT
-        if not known and value is not None and value is not False and value not in ({}, [], ""):
+        supported = key in _APPLIED or key in _WITHOUT_EFFECT
+        if not supported and value is not None and value is not False and value not in ({}, [], ""):
             raise CheckpointError(f"{where}: {key} = {value!r} is not supported", hint=_MERGE)
     if config.get("bias") not in _BIASES:
         raise CheckpointError(f"{where}: bias = {config['bias']!r} is not supported", hint=_MERGE)
     init = config.get("init_lora_weights")
     if init not in _INITS:
         raise CheckpointError(
-            f"{where}: init_lora_weights = {init!r} is not supported, because PEFT may change the base weights with it",
-            hint="save with path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter",
+            f"{where}: init_lora_weights = {init!r} is not supported, since PEFT may change the base weights with it",
+            hint="save the adapter with path_initial_model_for_weight_conversion, as a plain LoRA adapter",
         )
 
 
 def alpha_of_module(config: Mapping[str, Any], module: str) -> float:
-    """Return alpha of a module, by its name in transformers: of the first pattern that matches, else lora_alpha."""
+    """Return the alpha of a module, by its name in transformers: from the first pattern that matches, else lora_alpha."""
     patterns = config.get("alpha_pattern") or {}
     own = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
     return float(next(own, config.get("lora_alpha", 8)))
 
 
 def scale_of_module(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of B A of a module."""
+    """Return the scale of B A of a module."""
     return alpha_of_module(config, module) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource
-
-ReadTensor = Callable[[str], Tensor]
 _EMBEDDING_A, _EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
 _ROWS = (".token_adapter.trainable_tokens_delta", ".trainable_tokens_delta")
 _BIAS = ".lora_B.bias"
+
+
+@dataclass(frozen=True)
+class AdapterWeightsFile:
+    """Tensors of an adapter's file: their shapes by key, and a reader."""
+
+    shapes: Mapping[str, TensorShape]
+    read: Callable[[str], Tensor]
+
+
+def open_adapter_weights(folder: Location) -> AdapterWeightsFile:
+    """Open adapter_model.safetensors, or adapter_model.bin if that is missing.
+
+    Raises:
+        CheckpointError: when both are missing, or the file is damaged.
+    """
+    if not (folder / WEIGHTS).is_file() and isinstance(folder, Path) and (folder / PICKLED).is_file():
+        state = load_state_tensors(folder / PICKLED)
+        return AdapterWeightsFile({key: stored.shape for key, stored in state.items()}, lambda key: state[key].read())
+    file = SafetensorsFile.open_file(folder / WEIGHTS)
+    return AdapterWeightsFile({key: entry.shape for key, entry in file.header.entries.items()}, file.read_tensor)
+
+
+def check_factors(shapes: Mapping[str, TensorShape], folder: Location) -> None:
+    """Check that factors are matrices.
+
+    Raises:
+        CheckpointError: naming one that is flattened or empty.
+    """
+    for key, shape in shapes.items():
+        if key.endswith((A, B, ".lora_embedding_A", ".lora_embedding_B")) and (len(shape) < 2 or 0 in shape):
+            raise CheckpointError(
+                f"{folder / WEIGHTS}: {key} must be a matrix, but has shape {list(shape)}",
+                hint="gather an adapter trained with ZeRO-3 or FSDP before it is saved",
+            )
 
 
 @dataclass(frozen=True)
@@ -100,12 +137,12 @@ class TensorChange:
     """Changes to one tensor W as stored by transformers; keys are names of tensors in the adapter's file.
 
     Attributes:
-        saved: W itself.
-        down, up: A and B; with `embedding` W gains (B A) transposed.
-        scale: factor of B A, or of `bias`.
-        magnitude: length of each row of the result, or with `embedding` of each column (DoRA).
-        rows, tokens: new rows of W, and their numbers.
-        bias: what is added to W, a bias.
+        saved: replacement of W.
+        down, up: A and B; B A is added to W, with `embedding` transposed.
+        scale: scale of B A, or of `bias`.
+        magnitude: norm of each row of the result, or with `embedding` of each column (DoRA).
+        rows, tokens: new rows of W, and their indices.
+        bias: addend of W, if W is a bias.
     """
 
     saved: str | None = None
@@ -118,19 +155,19 @@ class TensorChange:
     tokens: tuple[int, ...] = ()
     bias: str | None = None
 
-    def apply_change(self, held: Tensor, read: ReadTensor) -> Tensor:
-        """Return the changed W, in the dtype of `held`, which has outputs as rows."""
-        out = held if self.saved is None else read(self.saved).to(held.dtype)
+    def apply_change(self, base: Tensor, read: ReadTensor) -> Tensor:
+        """Return the changed W, in the dtype of `base`, the original W with outputs as rows."""
+        out = base if self.saved is None else read(self.saved).to(base.dtype)
         if self.rows is not None:
-            out = out.index_copy(0, torch.tensor(self.tokens), read(self.rows).to(held.dtype))
+            out = out.index_copy(0, torch.tensor(self.tokens), read(self.rows).to(base.dtype))
         if self.bias is not None:
-            out = out + self.scale * read(self.bias).to(held.dtype)
+            out = out + self.scale * read(self.bias).to(base.dtype)
         if self.down is not None and self.up is not None:
-            product = read(self.up).to(held.dtype) @ read(self.down).to(held.dtype)
+            product = read(self.up).to(base.dtype) @ read(self.down).to(base.dtype)
             out = out + self.scale * (product.t() if self.embedding else product)
         if self.magnitude is not None:
-            lengths = read(self.magnitude).to(held.dtype)
-            axis = 0 if self.embedding else 1  # an embedding's magnitudes are those of its columns
+            lengths = read(self.magnitude).to(base.dtype)
+            axis = 0 if self.embedding else 1  # an embedding has a magnitude per column
             out = out * (lengths / torch.linalg.vector_norm(out, dim=axis)).unsqueeze(axis)
         return out
 
@@ -140,11 +177,11 @@ class ChangedTensors:
     """Changed tensors of a model, computed as they are read.
 
     Attributes:
-        base: the weights that change, without ties.
-        changes: changes by the names of transformers' tensors.
-        table: those tensors.
+        base: the original weights, with untied embeddings.
+        changes: changes by name of the tensor in transformers.
+        table: tensors by name in transformers.
         read_file: reads a tensor of the adapter's file.
-        untied: whether embedding and output layer differ, though the base has them tied.
+        untied: the changes untie the embedding and output layer of the base.
     """
 
     base: WeightSource
@@ -161,8 +198,8 @@ class ChangedTensors:
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read a rectangle of a canonical tensor."""
-        held = self.base.read_tensor(name)
-        out = held.to(torch.promote_types(held.dtype, torch.float32), copy=True)
+        original = self.base.read_tensor(name)
+        out = original.to(torch.promote_types(original.dtype, torch.float32), copy=True)
         for key, change in self.changes.items():
             disk = self.table[key]
             if any(slab.name == name for slab in disk.slabs):
@@ -172,13 +209,13 @@ class ChangedTensors:
         return crop_tensor(out, offset, shape)
 
     def _apply_to_disk(self, disk: DiskTensor, change: TensorChange, dtype: torch.dtype) -> Tensor:
-        held = torch.empty(disk.shape, dtype=dtype)
-        for slab, view in disk.slice_views(held):
+        base = torch.empty(disk.shape, dtype=dtype)
+        for slab, view in disk.slice_views(base):
             view.copy_(self.base.read_tensor_slice(slab.name, slab.offset, slab.shape))
-        turned = disk.layout == TRANSPOSED and held.ndim == 2 and change.saved is None
-        return (
-            change.apply_change(held.t(), self.read_file).t() if turned else change.apply_change(held, self.read_file)
-        )
+        transposed = disk.layout == TRANSPOSED and base.ndim == 2 and change.saved is None
+        if transposed:
+            return change.apply_change(base.t(), self.read_file).t()
+        return change.apply_change(base, self.read_file)
 
 
 def take_tensor_changes(
@@ -197,8 +234,8 @@ def take_tensor_changes(
         CheckpointError: when one has another shape than the base's tensor.
     """
     tied = base.model.tie_embeddings
-    held: WeightSource = UntiedSource(base) if tied else base
-    table = family.disk_tensor_table(held.model)
+    untied_base: WeightSource = UntiedSource(base) if tied else base
+    table = family.disk_tensor_table(untied_base.model)
     ranks = {name: shape[0] for name, shape in shapes.items() if name.endswith((A, _EMBEDDING_A))}
     changes: dict[str, TensorChange] = {}
     for name, disk in table.items():
@@ -208,13 +245,13 @@ def take_tensor_changes(
             changes[name] = change
     untied = tied and _unties_embeddings(changes, table, config)
     _check_embedding_use(changes, table, base, untied, f"{where}: ", family)
-    return ChangedTensors(held, changes, table, read, untied)
+    return ChangedTensors(untied_base, changes, table, read, untied)
 
 
 def _take_change(
     name: str, disk: DiskTensor, left: MutableMapping[str, str], ranks: Mapping[str, int], config: Mapping[str, Any]
 ) -> TensorChange:
-    """Return the change to a tensor, whose keys are taken out of `left`."""
+    """Return the change to a tensor, and remove its keys from `left`."""
     module, _, kind = name.rpartition(".")
     wrapped = left.pop(f"{module}.base_layer.{kind}", None)
     out = TensorChange(saved=left.pop(name, wrapped))
@@ -268,17 +305,17 @@ def _check_shapes(change: TensorChange, disk: DiskTensor, shapes: Mapping[str, T
         if key is not None and shapes[key] != shape:
             raise CheckpointError(
                 f"{where}: {key} has shape {list(shapes[key])}, but {disk.name} of the base requires {list(shape)}",
-                hint="give the base that the adapter was trained beside; if new tokens were added, add them to the base "
-                "first: mega ckpt convert --vocab-size",
+                hint="give the base that the adapter was trained on; if tokens were added for it, add them to the base first: "
+                "mega ckpt convert --vocab-size",
             )
 
 
 def _unties_embeddings(
     changes: dict[str, TensorChange], table: Mapping[str, DiskTensor], config: Mapping[str, Any]
 ) -> bool:
-    """Return whether the changes make the embedding and output layer differ that the base has tied.
+    """Return whether the changes untie the embedding and output layer of the base.
 
-    PEFT changes both together for rows of tokens and with `ensure_weight_tying`.
+    PEFT changes both together for rows of tokens, and with `ensure_weight_tying`.
     """
     embedding, head = _stored_as(EMBEDDING, table), _stored_as(HEAD, table)
     first, last = changes.get(embedding), changes.get(head)
@@ -298,7 +335,7 @@ def _check_embedding_use(
     where: str,
     family: ModelFamily,
 ) -> None:
-    """Reject a change of an embedding that a model uses in other places: in an encoder or its head.
+    """Reject a change of an embedding that the model uses elsewhere: in an encoder or its head.
 
     Raises:
         CheckpointError: naming the tensor.
@@ -306,7 +343,7 @@ def _check_embedding_use(
     changed = [name for name in changes if table[name].slabs[0].name in (EMBEDDING, HEAD)]
     if changed and (base.model.encoder or (untied and not base.model.causal)):
         raise CheckpointError(
-            f"{where}a change of {changed[0]} is not supported in a {family.name} model, which uses its embedding twice",
+            f"{where}an adapter of {changed[0]} is not supported in a {family.name} model, which uses its embedding twice",
             hint="merge the adapter with PEFT (merge_and_unload, save_pretrained)",
         )
 

@@ -1,11 +1,11 @@
 """Dequantization of the weights of HuggingFace folders.
 
-A quantised weight W [O, I] is stored in parts beside each other: codes q, and scales s that each serve a block of them.
+A quantized weight W [O, I] is stored as codes q, and scales s that each apply to a block of codes.
 
     W[o, i] = (q[o, i] - zero[o // height, i // width]) * s[o // height, i // width]
 
-computed in fp32 and rounded once, to the dtype that config.json declares; blocks at the edges are cut off. That is bit for
-bit what the methods' own libraries give. What differs is what q is, what the parts are called, and the block:
+computed in fp32 and rounded once, to the dtype that config.json declares; blocks at the edges are cut off. The result is
+bitwise equal to that of the methods' own libraries. Methods differ in codes, tensor names and block size:
 
     fp8 (DeepSeek, arXiv:2412.19437)   W.weight e4m3, W.weight_scale_inv; block = weight_block_size, or all of W
     mxfp4 (OCP Microscaling; GPT-OSS)  W_blocks [E, O, I / 32, 16]: two e2m1 a byte, the low one first; W_scales: the
@@ -31,18 +31,18 @@ from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
 
-SCHEME_KEYS = ("quantization_config", "compression_config")  # of config.json; the second is compressed-tensors' old one
+SCHEME_KEYS = ("quantization_config", "compression_config")  # the second is the older key of compressed-tensors
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CODES = (*_FP8, torch.int8)
 _DECLARED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_CHUNK = 1 << 18  # elements that are computed at once
+_CHUNK = 1 << 18  # elements that are decoded at once
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-_OF_ACTIVATIONS = re.compile(
+_ACTIVATION_SCALES = re.compile(
     r".*\.(activation_scale|(input|output)_(scale|zero_point|global_scale)|[qkv]_(proj\.output_)?(scale|zero_point))"
 )
 
-_WAY_OUT = "load it with transformers and the method's package, call model.dequantize(), and save_pretrained it"
-_Taken = tuple[dict[str, LazyTensor], str]  # the tensors, and a sentence on what they were
+_HINT = "load it with transformers and the method's package, call model.dequantize(), and save it with save_pretrained"
+_Dequantized = tuple[dict[str, LazyTensor], str]  # the tensors, and a description of the quantization
 
 
 class _UnsupportedSchemeError(ValueError):
@@ -52,17 +52,17 @@ class _UnsupportedSchemeError(ValueError):
 def dequantize_tensors(
     tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], folder: Location
 ) -> tuple[Mapping[str, LazyTensor], str | None]:
-    """Return the tensors of a folder dequantized, and a description of the quantization; None if there is none.
+    """Return the tensors of a folder dequantized, and a description of the quantization, None without quantization.
 
-    Reading one decodes it, a few rows at a time. Scales of activations are left out: weights do not depend on them.
+    Tensors are decoded when read, a few rows at a time. Scales of activations are left out: weights do not depend on them.
 
     Args:
-        tensors: what the files hold.
+        tensors: tensors of the files.
         config: the folder's config.json.
-        folder: what to call it in errors.
+        folder: the folder, for errors.
 
     Raises:
-        CheckpointError: for a method that is not known here, and where a part is missing or has another shape.
+        CheckpointError: for an unsupported method, or a part that is missing or has another shape.
     """
     scheme = next((config[key] for key in SCHEME_KEYS if config.get(key)), None)
     if scheme is None:
@@ -70,24 +70,24 @@ def dequantize_tensors(
     method = scheme.get("quant_method", "compressed-tensors") if isinstance(scheme, Mapping) else scheme
     if method not in _METHODS:
         raise CheckpointError(
-            f"{folder}: the weights are quantised by {method!r}, which is not read (only {', '.join(_METHODS)}, and GGUF)",
-            hint=_WAY_OUT,
+            f"{folder}: weights quantized with {method!r} are not supported (only {', '.join(_METHODS)}, and GGUF)",
+            hint=_HINT,
         )
     dtype = _DECLARED.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
-    left = {name: stored for name, stored in tensors.items() if not _OF_ACTIVATIONS.fullmatch(name)}
+    left = {name: stored for name, stored in tensors.items() if not _ACTIVATION_SCALES.fullmatch(name)}
     try:
-        decoded, said = _METHODS[method](left, scheme, dtype)
-    except _UnsupportedSchemeError as kind:
-        raise CheckpointError(
-            f"{folder}: the weights are quantised with {kind}, which is not read", hint=_WAY_OUT
-        ) from None
+        decoded, description = _METHODS[method](left, scheme, dtype)
+    except _UnsupportedSchemeError as error:
+        raise CheckpointError(f"{folder}: weights quantized with {error} are not supported", hint=_HINT) from None
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
-        raise CheckpointError(f"{folder}: quantization_config of config.json is not understood ({error!r})") from None
-    said += ", scales of activations left out" if len(left) < len(tensors) else ""
-    return decoded, f"{said}; read as {str(dtype).removeprefix('torch.')}"
+        raise CheckpointError(
+            f"{folder}: quantization_config of config.json is damaged or not supported ({error!r})", hint=_HINT
+        ) from None
+    description += ", scales of activations left out" if len(left) < len(tensors) else ""
+    return decoded, f"{description}; read as {str(dtype).removeprefix('torch.')}"
 
 
-def _dequantize_fp8(tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Taken:
+def _dequantize_fp8(tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Dequantized:
     block = scheme.get("weight_block_size")
     out = dict(tensors)
     for name, codes in tensors.items():
@@ -99,7 +99,7 @@ def _dequantize_fp8(tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], d
     return out, "fp8, " + (f"a scale for {' x '.join(map(str, block))} weights" if block else "a scale for each tensor")
 
 
-def _dequantize_mxfp4(tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Taken:
+def _dequantize_mxfp4(tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Dequantized:
     out = dict(tensors)
     for name, blocks in tensors.items():
         if name.endswith("_blocks"):
@@ -128,7 +128,9 @@ def _unpack_e2m1(codes: Tensor) -> Tensor:
     return _E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
 
 
-def _dequantize_compressed(tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Taken:
+def _dequantize_compressed(
+    tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], dtype: torch.dtype
+) -> _Dequantized:
     _check_scheme(scheme)
     out, kinds = dict(tensors), set()
     for name in tensors:
@@ -152,7 +154,7 @@ def _dequantize_module(
     *,
     packed: bool,
 ) -> LazyTensor:
-    """Return the weight of one module, whose parts are taken out of `out`."""
+    """Return the weight of one module, and remove its parts from `out`."""
     name, bits, shape = f"{module}.weight", weights["num_bits"], codes.shape
     decode: Callable[[Tensor], Tensor] = Tensor.float
     scale = _take_part(out, f"{name}_scale", name, codes)
@@ -172,22 +174,30 @@ def _dequantize_module(
 
 
 def _check_scheme(scheme: Mapping[str, Any]) -> None:
-    """Reject, by name, schemes that codes and scales do not fully describe."""
+    """Reject schemes that codes and scales do not fully describe."""
     sparse = (scheme.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":
         raise _UnsupportedSchemeError(f"sparsity_config.format = {sparse!r}")
     if scheme.get("transform_config"):
         raise _UnsupportedSchemeError("transform_config: rotations")
-    known = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense", None)
+    formats = (
+        "pack-quantized",
+        "int-quantized",
+        "float-quantized",
+        "naive-quantized",
+        "mixed-precision",
+        "dense",
+        None,
+    )
     for group in (scheme, *scheme["config_groups"].values()):
-        if group.get("format") not in known:
+        if group.get("format") not in formats:
             raise _UnsupportedSchemeError(f"the format {group['format']!r} of compressed-tensors")
     for group in scheme["config_groups"].values():
         weights = group.get("weights")
         if not weights:
             raise _UnsupportedSchemeError("a scheme of compressed-tensors for activations only")
         if weights["type"] == "int" and 32 % weights["num_bits"]:
-            raise _UnsupportedSchemeError(f"{weights['num_bits']} bits a weight")
+            raise _UnsupportedSchemeError(f"{weights['num_bits']} bits per weight")
 
 
 def _config_group_of(groups: Mapping[str, Any], module: str) -> Mapping[str, Any]:
@@ -198,23 +208,23 @@ def _config_group_of(groups: Mapping[str, Any], module: str) -> Mapping[str, Any
                 return group  # type: ignore[no-any-return]
     found = [group for group in groups.values() if "Linear" in group["targets"] or len(groups) == 1]
     if not found:
-        raise _UnsupportedSchemeError(f"config_groups of which none is for {module}")
+        raise _UnsupportedSchemeError(f"config_groups without a group for {module}")
     return found[0]  # type: ignore[no-any-return]
 
 
-_METHODS: Mapping[str, Callable[[dict[str, LazyTensor], Mapping[str, Any], torch.dtype], _Taken]] = {
+_METHODS: Mapping[str, Callable[[dict[str, LazyTensor], Mapping[str, Any], torch.dtype], _Dequantized]] = {
     "fp8": _dequantize_fp8, "mxfp4": _dequantize_mxfp4, "compressed-tensors": _dequantize_compressed,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _ScaleGrid:
-    """Scales of a weight of `shape`, each of which applies to a block [height, width] of it.
+    """Scales of a weight of `shape`, each of which applies to a block [height, width].
 
     Attributes:
-        name: of the weight.
-        zero: codes that stand for zero, one a scale.
-        index: for each column the column of scales that serves it, where these do not follow each other.
+        name: name of the weight.
+        zero: zero points, one per scale.
+        index: column of scales for each column of the weight, if the order is not the default one.
     """
 
     name: str
@@ -227,19 +237,19 @@ class _ScaleGrid:
     def dequantize(
         self, codes: LazyTensor, dtype: torch.dtype, decode: Callable[[Tensor], Tensor] = Tensor.float
     ) -> LazyTensor:
-        """Return the weight of these codes; `decode` turns some rows of them into numbers in fp32.
+        """Return the weight of these codes; `decode` converts rows of codes to fp32.
 
         Raises:
-            CheckpointError: when the scales are not as many as there are blocks.
+            CheckpointError: when the number of scales differs from that of blocks.
         """
         if len(self.shape) != 2 or len(self.block) != 2:
-            raise CheckpointError(f"{codes.path}: {self.name} is quantised, but no matrix: {list(self.shape)}")
+            raise CheckpointError(f"{codes.path}: quantized {self.name} must be a matrix, not {list(self.shape)}")
         (height, width), grid = self.block, self._blocks
         for part in filter(None, (self.scale, self.zero)):
             if [n for n in part.shape if n > 1] != [n for n in grid if n > 1]:
                 raise CheckpointError(
-                    f"{part.path}: the scales of {self.name} {list(self.shape)} are {list(part.shape)}, but blocks of "
-                    f"{height} x {width} want {list(grid)}"
+                    f"{part.path}: the scales of {self.name} {list(self.shape)} have shape {list(part.shape)}, but blocks of "
+                    f"{height} x {width} require {list(grid)}"
                 )
         return LazyTensor(codes.path, dtype, self.shape, partial(self._apply, codes, dtype, decode), costly=True)
 
@@ -264,11 +274,11 @@ class _ScaleGrid:
 
     def _scale_columns(self) -> Tensor:
         """Return the column of scales for each column of the weight [I]. An index of -1 means the default order."""
-        usual = torch.arange(self.shape[1]) // self.block[1]
-        index = self.index.read().long() if self.index else usual
-        if index.shape != usual.shape or int(index.max()) >= self._blocks[1]:
-            raise CheckpointError(f"{self.scale.path}: {self.name}_g_idx does not fit its scales")
-        return usual if int(index.min()) < 0 else index
+        default = torch.arange(self.shape[1]) // self.block[1]
+        index = self.index.read().long() if self.index else default
+        if index.shape != default.shape or int(index.max()) >= self._blocks[1]:
+            raise CheckpointError(f"{self.scale.path}: {self.name}_g_idx conflicts with the shape of the scales")
+        return default if int(index.min()) < 0 else index
 
 
 def _finite_scales(name: str, scales: LazyTensor) -> Tensor:
@@ -295,7 +305,8 @@ def _unpack_columns(words: LazyTensor, bits: int, count: int) -> Tensor:
 def _take_part(tensors: dict[str, LazyTensor], part: str, name: str, codes: LazyTensor) -> LazyTensor:
     if part not in tensors:
         raise CheckpointError(
-            f"{codes.path}: {name} is quantised, but the tensor {part} is missing", hint="was the download interrupted?"
+            f"{codes.path}: quantized {name} requires the tensor {part}, which is missing",
+            hint="download the folder again",
         )
     return tensors.pop(part)
 
@@ -303,5 +314,5 @@ def _take_part(tensors: dict[str, LazyTensor], part: str, name: str, codes: Lazy
 def _check_part(name: str, part: LazyTensor, shape: TensorShape, dtype: torch.dtype) -> None:
     if part.shape != shape or part.dtype != dtype:
         raise CheckpointError(
-            f"{part.path}: {name} is {list(part.shape)} in {part.dtype}, but the weights want {list(shape)}"
+            f"{part.path}: {name} must have shape {list(shape)} and dtype {dtype}, not {list(part.shape)} and {part.dtype}"
         )

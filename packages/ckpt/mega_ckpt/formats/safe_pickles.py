@@ -1,8 +1,8 @@
 """Reader of untrusted pickles that runs none of their code.
 
-A pickle names the functions to call and the classes to make. Here every name is looked up in one list; what it gives is a
-builtin container or an `Inert` stand-in, which keeps what it is given and does nothing. Any other name ends the reading.
-The stand-ins are made anew for each pickle, so that nothing in one can reach another.
+A pickle names functions to call and classes to create. Here every name is looked up in an allowlist and gives a builtin
+container or an `InertObject`, a placeholder that stores its arguments and runs no code. Any other name is an error. The
+placeholder classes are created per pickle, so that pickles cannot affect each other.
 """
 
 from __future__ import annotations
@@ -40,12 +40,7 @@ class InertObject:
         raise AttributeError(f"{self.name} has no {name}")
 
 
-def split_words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
-    return frozenset(text.split())
-
-
-# Containers, which can do no harm.
+# Harmless containers.
 _BUILTINS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": OrderedDict,
     "builtins.dict": dict,
@@ -56,25 +51,27 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     "_codecs.encode": lambda text, encoding="latin1": text.encode("latin1"),
 }
 
-# Stood in for. Megatron's settings and states hold enums and the like of these, whose values do not matter here.
-_STOOD_IN = split_words(
-    """argparse.Namespace types.SimpleNamespace collections.Counter collections.defaultdict collections.deque
-    pathlib.PosixPath pathlib._local.PosixPath pathlib.PurePosixPath _io.BytesIO io.BytesIO signal.Signals datetime.timedelta datetime.datetime
-    numpy.ndarray numpy.dtype numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar
-    numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer
-    torch.device torch.Tensor torch.nn.parameter.Parameter torch._utils._rebuild_parameter
-    torch._utils._rebuild_tensor_v2 torch._tensor._rebuild_from_type_v2 torch._utils._rebuild_tensor_v3
-    torch.serialization._get_layout torch.storage.UntypedStorage torch.storage._load_from_bytes"""
-)
-_STOOD_IN_MODULES = (
+# Classes replaced by placeholders; Megatron's settings and states have such objects, whose values are not used.
+_PLACEHOLDERS = frozenset([
+    "argparse.Namespace", "types.SimpleNamespace", "collections.Counter", "collections.defaultdict",
+    "collections.deque", "pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.PurePosixPath", "_io.BytesIO",
+    "io.BytesIO", "signal.Signals", "datetime.timedelta", "datetime.datetime", "numpy.ndarray", "numpy.dtype",
+    "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar", "numpy._core.numeric._frombuffer", "torch.device", "torch.Tensor",
+    "torch.nn.parameter.Parameter", "torch._utils._rebuild_parameter", "torch._utils._rebuild_tensor_v2",
+    "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_tensor_v3", "torch.serialization._get_layout",
+    "torch.storage.UntypedStorage", "torch.storage._load_from_bytes",
+])  # fmt: skip
+_PLACEHOLDER_MODULES = (
     "megatron.", "apex.", "transformer_engine", "deepspeed.", "lightning.", "pytorch_lightning.", "lightning_fabric.",
     "torch.distributed.checkpoint.", "torch.distributed._shard.",
 )  # fmt: skip
-_TORCH_TYPES = split_words(
-    """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool
-    strided contiguous_format DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage
-    CharStorage ByteStorage BoolStorage"""
-)
+_TORCH_TYPES = frozenset([
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
+    "uint64", "uint32", "uint16", "uint8", "bool", "strided", "contiguous_format", "DoubleStorage", "FloatStorage",
+    "HalfStorage", "BFloat16Storage", "LongStorage", "IntStorage", "ShortStorage", "CharStorage", "ByteStorage",
+    "BoolStorage",
+])  # fmt: skip
 
 
 def _load_bytearray8(unpickler: Any) -> None:
@@ -82,7 +79,7 @@ def _load_bytearray8(unpickler: Any) -> None:
     (length,) = struct.unpack("<Q", unpickler.read(8))
     data = unpickler.read(min(length, MAX_PICKLE_BYTES))
     if len(data) != length:
-        raise pickle.UnpicklingError(f"a bytearray states {length:,} bytes, of which {len(data):,} are there")
+        raise pickle.UnpicklingError(f"a bytearray must have {length:,} bytes, but only {len(data):,} are left")
     unpickler.append(bytearray(data))
 
 
@@ -104,8 +101,8 @@ class _SafeUnpickler(pickle._Unpickler):
             return _BUILTINS[full]
         if not _is_placeholder_class(module, name, full):
             raise CheckpointError(
-                f"{self._source}: asks for {full!r}, which a checkpoint does not need; it is not loaded",
-                hint="pickled files can run programs: where did this one come from?",
+                f"{self._source}: the pickle requires {full!r}, which is not allowed in a checkpoint",
+                hint="pickles can run programs: use the file only if you trust its source, and save it as safetensors",
             )
         if full not in self._classes:
             self._classes[full] = type("Inert", (InertObject,), {"name": full})
@@ -122,14 +119,14 @@ class _SafeUnpickler(pickle._Unpickler):
 
 def _is_placeholder_class(module: str, name: str, full: str) -> bool:
     return (
-        full in _STOOD_IN
+        full in _PLACEHOLDERS
         or (module == "torch" and name in _TORCH_TYPES)
-        or (module + ".").startswith(_STOOD_IN_MODULES)
+        or (module + ".").startswith(_PLACEHOLDER_MODULES)
     )
 
 
 def _reject_persistent_id(pid: Any) -> Any:
-    raise pickle.UnpicklingError("refers to something outside of it")
+    raise pickle.UnpicklingError("external references are not supported")
 
 
 def load_untrusted_pickle(
@@ -142,13 +139,13 @@ def load_untrusted_pickle(
     """Load a pickle as builtin containers and `InertObject` placeholders.
 
     Args:
-        data: the pickle; of a stream, what begins where it stands, which is left behind it.
-        source: what to call it in errors.
-        replace: functions of the caller's own for some names.
-        stored: what the persistent ids in it stand for.
+        data: the pickle, or a stream positioned at its start; the stream is left at its end.
+        source: name of the pickle in errors.
+        replace: functions that replace some names, {name: function}.
+        stored: resolves persistent ids.
 
     Raises:
-        CheckpointError: when it asks for anything that is not in the list, or is damaged.
+        CheckpointError: when it has a name that is not allowed, or is damaged.
     """
     stream = io.BytesIO(data) if isinstance(data, bytes) else data
     try:

@@ -1,7 +1,7 @@
 """Safetensors files, tensor by tensor: eight bytes of length, a JSON header, the tensors' bytes.
 
-The library reads and writes whole files; conversion needs less: the header byte for byte, a tensor that is only mapped
-until it is used, and a file that is written while its tensors come in. Format: huggingface.co/docs/safetensors.
+The library reads and writes whole files; conversion needs the exact bytes of the header, tensors that are mapped and read
+on use, and files that are written as tensors arrive. Format: huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class SafetensorsHeader:
     """Header of a safetensors file.
 
     Attributes:
-        text: its bytes as they are in the file, padding included.
-        entries: {name: Entry} in the order of the tensors' bytes.
-        metadata: free text that travels along; `{"format": "pt"}` in files for torch.
+        text: bytes of the header in the file, including padding.
+        entries: {name: entry} in the order of the tensors' bytes.
+        metadata: free-form strings; `{"format": "pt"}` in files for torch.
     """
 
     text: bytes
@@ -58,21 +58,24 @@ class SafetensorsHeader:
         """Parse and check a header.
 
         Raises:
-            CheckpointError: when it is no JSON of this format, or the tensors overlap, leave holes or have a size that
-                is not that of their shape.
+            CheckpointError: when it is no JSON of this format, or the tensors overlap, leave gaps or have a size that
+                conflicts with their shape.
         """
         try:
             fields = parse_json_text(text)
             metadata = fields.pop("__metadata__", {})
             found = {name: _parse_entry(value) for name, value in fields.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}: not a safetensors file (its header is broken: {error})") from None
+            raise CheckpointError(f"{path}: not a safetensors file, or its header is damaged ({error})") from None
         entries = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
         position = 0
         for name, entry in entries.items():
             size = math.prod(entry.shape) * entry.dtype.itemsize
             if entry.start != position or entry.stop - entry.start != size:
-                raise CheckpointError(f"{path}: {name}: its bytes are not where its shape {list(entry.shape)} says")
+                raise CheckpointError(
+                    f"{path}: the byte range of {name} conflicts with its shape {list(entry.shape)}",
+                    hint="download or copy the file again",
+                )
             position = entry.stop
         return cls(text, entries, metadata)
 
@@ -108,9 +111,9 @@ class SafetensorsHeader:
 def _parse_entry(fields: Mapping[str, Any]) -> SafetensorsEntry:
     shape, (start, stop) = tuple(fields["shape"]), fields["data_offsets"]
     if fields["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {fields['dtype']!r} is not known")
+        raise ValueError(f"dtype {fields['dtype']!r} is not supported")
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, stop)):
-        raise ValueError("a size is not a number")
+        raise ValueError("sizes must be numbers")
     return SafetensorsEntry(DTYPES[fields["dtype"]], shape, start, stop)
 
 
@@ -154,7 +157,7 @@ class SafetensorsFile:
             .open_file(self.path.name)
             .read_range(begin + entry.start, begin + entry.stop)
         )
-        # Old writers did not pad the header, so that elements may lie anywhere.
+        # Old writers did not pad the header, so elements may be unaligned.
         aligned = data if (begin + entry.start) % entry.dtype.itemsize == 0 else data.clone()
         return aligned.view(entry.dtype).view(entry.shape)
 
@@ -165,9 +168,9 @@ def write_safetensors(
     tensors: Iterable[Tensor],
     advance: Callable[[int], object] = lambda _: None,
 ) -> FinishedFile:
-    """Write a file while its tensors come in, in the order of `header.entries`; durable when this returns.
+    """Write a file from an iterable of tensors in the order of `header.entries`; durable when this returns.
 
-    A thread reads a tensor while the one before it is written. `advance` is told of the bytes of each.
+    A thread reads the next tensor while one is written. `advance` is called with the bytes of each.
     """
     with HashedFile(path) as file:
         file.write_hashed(header.file_prefix)

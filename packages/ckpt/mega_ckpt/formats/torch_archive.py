@@ -1,12 +1,11 @@
 """Files of `torch.save`, opened without loading them: zip archives with one pickle and one uncompressed entry per
 storage, and the format before torch 1.6.
 
-The tensors are mapped, so that reading one costs its own bytes, wherever in a larger file the archive lies. The pickle goes
-through `pickles.load_untrusted_pickle`. Format: pytorch.org/docs/stable/notes/serialization.html.
+Tensors are mapped and read on use, also in an archive within a larger file. Pickles are loaded with
+`safe_pickles.load_untrusted_pickle`. Format: pytorch.org/docs/stable/notes/serialization.html.
 
-Two formats: an archive (`torch_archive`), and that of torch before 1.6, which is five pickles in a row (a magic number, the
-version, facts about the machine, the state, the storages' keys) and then each storage: its length in eight bytes, and its
-elements. All pickles go through `pickles`, and tensors stay in the file until they are read.
+A file of torch before 1.6 is five pickles in a row (a magic number, the version, facts about the machine, the state, the
+storages' keys), followed by each storage: its length in eight bytes, and its elements.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class _FileRange(io.RawIOBase):
 
 
 class _BoundedReader(io.BufferedReader):
-    """Reader that allocates no more than the rest of the file, whatever length is requested."""
+    """Reader that never allocates more than the rest of the file, even if a larger length is requested."""
 
     def __init__(self, part: _FileRange, size: int) -> None:
         super().__init__(part)
@@ -120,15 +119,15 @@ def load_torch_archive(path: Path, begin: int = 0, end: int | None = None) -> An
     `StoredTensor`s for tensors.
 
     Raises:
-        CheckpointError: when it is no such archive, is damaged, asks for a function or class that no checkpoint needs, or
-            has a tensor that reaches outside its file.
+        CheckpointError: when it is no such archive, is damaged, has a function or class that is not allowed, or a tensor
+            that exceeds the file.
     """
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             end = size if end is None else end
             if not 0 <= begin <= end <= size:
-                raise CheckpointError(f"{path}: {size} bytes long, but {end} are expected", hint="copy the file again")
+                raise CheckpointError(f"{path}: has {size} bytes instead of {end}", hint="copy the file again")
             return _load_zip(path, file, begin, end)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -144,13 +143,13 @@ def _load_zip(path: Path, file: IO[bytes], begin: int, end: int) -> Any:
                 or info.compress_type != zipfile.ZIP_STORED
             ):
                 raise CheckpointError(
-                    f"{path}: its pickle states {info.file_size:,} bytes, which a checkpoint of {end - begin:,} bytes does not have"
+                    f"{path}: its pickle must be smaller than the file of {end - begin:,} bytes, not {info.file_size:,} bytes"
                 )
             pickled = archive.read(info)
     except (zipfile.BadZipFile, KeyError, struct.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: damaged, or not written by torch.save ({error})",
-            hint="is it of torch older than 1.6? save it again",
+            hint="copy the file again; if it was written by torch before 1.6, save it again with a newer version",
         ) from None
     storages = _Storages(file, begin, end, entries)
     return load_untrusted_pickle(pickled, str(path), replace=tensor_rebuilders(path), stored=storages.find_storage)
@@ -182,10 +181,10 @@ def _stored_tensor(
     named = others[2] if len(others) > 2 and getattr(others[2], "name", "").startswith("torch.") else None
     dtype = getattr(torch, named.name.removeprefix("torch.")) if named else storage.dtype
     shape, stride = tuple(shape), tuple(stride)
-    whole = all(isinstance(n, int) and n >= 0 for n in (start, *shape, *stride))
+    integers = all(isinstance(n, int) and n >= 0 for n in (start, *shape, *stride))
     last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
-    count, room = math.prod(shape), (storage.end - storage.begin) // dtype.itemsize
-    if not whole or (count and max(last, count) > room):
+    count, capacity = math.prod(shape), (storage.end - storage.begin) // dtype.itemsize
+    if not integers or (count and max(last, count) > capacity):
         raise ValueError(f"a tensor of shape {list(shape)} does not fit its storage")
     return StoredTensor(path, dtype, shape, stride, start, storage.begin, storage.end)
 
@@ -194,7 +193,7 @@ def storage_dtype(marker: InertObject) -> torch.dtype:
     """Return the element dtype of a storage class that a pickle names.
 
     Raises:
-        KeyError: when it is none.
+        KeyError: when it is no storage class.
     """
     return _STORAGES[marker.name.rpartition(".")[2]]
 
@@ -218,7 +217,7 @@ class _Storages:
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != count * dtype.itemsize:
             raise ValueError(f"storage {key} has {info.file_size} bytes for {count} elements")
         if first + info.file_size > self._end:
-            raise ValueError(f"storage {key} reaches outside the file")
+            raise ValueError(f"storage {key} exceeds the file")
         return StorageRange(dtype, first, first + info.file_size)
 
 
@@ -236,7 +235,7 @@ def load_state_tensors(path: Path) -> Mapping[str, StoredTensor]:
     order.
 
     Raises:
-        CheckpointError: when the file is damaged, is no state of a model, or asks for anything that no state needs.
+        CheckpointError: when the file is damaged, is no state dict, or has a function or class that is not allowed.
     """
     try:
         state = load_torch_archive(path) if zipfile.is_zipfile(path) else _load_legacy_file(path)
@@ -245,7 +244,7 @@ def load_state_tensors(path: Path) -> Mapping[str, StoredTensor]:
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, StoredTensor) for name, tensor in state.items()
     ):
-        raise CheckpointError(f"{path}: holds no state of a model ({{name: tensor}})")
+        raise CheckpointError(f"{path}: must be a state dict of a model ({{name: tensor}})")
     return dict(state)
 
 
@@ -261,35 +260,34 @@ def _load_legacy_file(path: Path) -> Any:
         def record_storage(pid: Any) -> StorageRange:
             _, marker, key, _, count, view = pid
             if view is not None:
-                raise ValueError(f"storage {key} is a part of another one")
+                raise ValueError(f"storage {key} is a view of another one, which is not supported")
             dtype = storage_dtype(marker)
             return found.setdefault(key, StorageRange(dtype, 0, count * dtype.itemsize))
 
         if load_next(record_storage) != _MAGIC:
-            raise CheckpointError(f"{path}: not written by torch.save", hint="was the download interrupted?")
+            raise CheckpointError(f"{path}: not a file of torch.save", hint="download the file again")
         _version, _machine, begin = load_next(record_storage), load_next(record_storage), stream.tell()
         _state, keys, end = load_next(record_storage), load_next(record_storage), stream.tell()
-        places = _locate_storages(
-            path, file, found, keys, end, size
-        )  # known only now that the state was read: so it is read twice
+        # The state is read twice: the byte ranges of its storages follow from the first reading.
+        ranges = _locate_storages(path, file, found, keys, end, size)
         stream.seek(begin)
-        return load_next(lambda pid: places[pid[2]])
+        return load_next(lambda pid: ranges[pid[2]])
 
 
 def _locate_storages(
     path: Path, file: IO[bytes], found: Mapping[str, StorageRange], keys: Any, at: int, size: int
 ) -> dict[str, StorageRange]:
     """Return the byte ranges of the storages, which follow each other from byte `at`."""
-    places = {}
+    ranges = {}
     for key in keys if isinstance(keys, list) else ():
         file.seek(at)
         count, begin = int.from_bytes(file.read(_COUNT), "little"), at + _COUNT
         if key not in found or count * found[key].dtype.itemsize != found[key].end:
-            raise CheckpointError(f"{path}: damaged: storage {key!r} is not as long as its tensors say")
+            raise CheckpointError(f"{path}: damaged: the length of storage {key!r} conflicts with its tensors")
         at = begin + found[key].end
         if at > size:
             raise CheckpointError(f"{path}: truncated: {size} bytes instead of {at}", hint="copy the file again")
-        places[key] = StorageRange(found[key].dtype, begin, at)
-    if found.keys() - places.keys():
-        raise CheckpointError(f"{path}: damaged: it lacks a storage of its tensors")
-    return places
+        ranges[key] = StorageRange(found[key].dtype, begin, at)
+    if found.keys() - ranges.keys():
+        raise CheckpointError(f"{path}: damaged: a storage of its tensors is missing")
+    return ranges

@@ -15,20 +15,20 @@ from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.token_files.indexed_reader import Tokens
 
 Ints = npt.NDArray[np.int64]
-LONGEST = 3  # words that are masked in a row
+MAX_NGRAM = 3  # maximum number of consecutive masked words
 
 
 @dataclass(frozen=True, kw_only=True)
 class BertSample(TrainingSample):
     """One sequence of S tokens: [CLS] A [SEP] B [SEP] and padding with token 0; without pairs [CLS] A [SEP].
 
-    Labels are what a token that is to be guessed was, -1 elsewhere, and weights 1 where one is; types are 1 in B and its
-    [SEP], else 0. Padding is a document by itself.
+    Labels are the original ids of tokens to predict, -1 elsewhere, with loss weight 1 at labels; token types are 1 in B
+    and its [SEP], else 0. Padding is a separate document.
 
     Attributes:
         padding_mask: bool [S], false in the padding.
-        is_random: whether B was in front of A in the document.
-        truncated: whether tokens were left out to fit.
+        is_random: whether B precedes A in the document.
+        truncated: whether tokens were dropped to fit.
     """
 
     padding_mask: npt.NDArray[np.bool_]
@@ -40,8 +40,7 @@ class BertSamples:
     """BERT samples of one data set of sentences.
 
     Raises:
-        DataError: when the tokenizer lacks one of BERT's special tokens; on the first sample, when no document can be
-            used.
+        DataError: if the tokenizer lacks one of BERT's special tokens; on the first sample, if no document can be used.
     """
 
     def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
@@ -52,10 +51,10 @@ class BertSamples:
         self._mask = find_special_token(tokenizer, "[MASK]", "<mask>")
         pad = find_special_token(tokenizer, "[PAD]", "<pad>")
         megatron = config.sample_order == "megatron"
-        self._pad = pad if megatron else -1  # Megatron takes the token for padding, wherever it comes from
+        self._pad = pad if megatron else -1  # Megatron treats every token with this id as padding
         self._vocabulary = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).values())
         self._words = WholeWordMasker(
-            tokenizer, (self._cls, self._sep), config.bert.mask_probability, inverse_ngram_sampler(LONGEST)
+            tokenizer, (self._cls, self._sep), config.bert.mask_probability, inverse_ngram_sampler(MAX_NGRAM)
         )
         cut = config.seq_length - 3, 2 if config.bert.sentence_pairs else 1, config.bert.short_probability
         self._cuts: SentenceRanges = (
@@ -85,19 +84,19 @@ class BertSamples:
         truncated = a.size + b.size > length
         a, b = trim_segments(a, b, length, random)
         end = [self._sep] if b.size else []
-        found = np.concatenate([[self._cls], a, [self._sep], b, end]).astype(np.int64)
+        original = np.concatenate([[self._cls], a, [self._sep], b, end]).astype(np.int64)
         tokens, types = (np.zeros(self._config.seq_length, np.int64) for _ in range(2))
-        tokens[: found.size] = found
-        types[a.size + 2 : found.size] = 1
+        tokens[: original.size] = original
+        types[a.size + 2 : original.size] = 1
         labels = np.full(self._config.seq_length, -1)
-        for run in self._words.draw_word_runs(found, length, random):
-            labels[run] = found[run]
-            for place in run.tolist():
-                tokens[place] = self._draw_replacement(int(found[place]), random)
-        places = np.arange(self._config.seq_length)
-        padding = places >= found.size
+        for run in self._words.draw_word_runs(original, length, random):
+            labels[run] = original[run]
+            for position in run.tolist():
+                tokens[position] = self._draw_replacement(int(original[position]), random)
+        positions = np.arange(self._config.seq_length)
+        padding = positions >= original.size
         return BertSample(
-            tokens=tokens, labels=labels, loss_weights=(labels >= 0).astype(np.float32), position_ids=places,
+            tokens=tokens, labels=labels, loss_weights=(labels >= 0).astype(np.float32), position_ids=positions,
             document_ids=padding.astype(np.int32), token_types=types,
             pair_label=int(swapped) if self._config.bert.sentence_pairs else None,
             padding_mask=~padding & (tokens != self._pad), is_random=swapped, truncated=truncated,
@@ -113,7 +112,7 @@ class BertSamples:
         return (b, a, True) if random.random_sample() < 0.5 else (a, b, False)
 
     def _draw_replacement(self, token: int, random: Random) -> int:
-        """Return [MASK] in 8 of 10 cases, a random token of the vocabulary in one, the token itself in one."""
+        """Return [MASK] with probability 0.8, a random token of the vocabulary with 0.1, else the token itself."""
         if random.random_sample() < 0.8:
             return self._mask
         if random.random_sample() >= 0.5:
@@ -122,8 +121,9 @@ class BertSamples:
 
 
 def trim_segments(a: Tokens, b: Tokens, length: int, random: Random) -> tuple[Tokens, Tokens]:
-    """Trim both segments to at most `length` tokens together: the longer one (`b` on a tie) loses its first or last
-    token, as drawn.
+    """Trim both segments to at most `length` tokens in total.
+
+    The longer one (`b` on a tie) repeatedly loses its first or last token, drawn at random.
     """
     begins, ends = [0, 0], [a.size, b.size]
     for front in random.random_sample(max(0, a.size + b.size - length)) < 0.5:

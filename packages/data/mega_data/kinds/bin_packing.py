@@ -12,64 +12,65 @@ Ints = npt.NDArray[np.int64]
 
 
 def pack_best_fit(sizes: npt.NDArray[np.integer[Any]], capacity: int) -> Ints:
-    """Assign each item to the bin with the least room that fits it, the largest items first.
+    """Assign each item to the bin with the least free space that fits it, the largest items first.
 
-    Items of one size go all at once: the bin with the least room stays the one with the least while another fits, so it
-    takes as many as it has room for. Ties between bins go to the one opened or filled last, between items to the first.
+    Items of one size are assigned together: the bin with the least space remains the best fit while it takes another
+    one, so it is filled with as many as fit. Ties between bins go to the one opened or filled last, between items to
+    the first.
 
     Args:
         sizes: int [n], each from 1 to `capacity`.
-        capacity: of a bin.
+        capacity: capacity of a bin.
 
     Returns:
-        The bin of each item, int64 [n], numbered from 0.
+        Bin of each item, int64 [n], numbered from 0.
     """
     order = np.argsort(-sizes.astype(np.int64), kind="stable")
     ordered = sizes[order].astype(np.int64)
     edges = [*np.flatnonzero(np.diff(ordered, prepend=-1)).tolist(), order.size]
-    found, bins = np.empty(order.size, np.int64), _BinsByRoom(capacity)
+    assigned, bins = np.empty(order.size, np.int64), _BinsBySpace(capacity)
     for first, last in pairwise(edges):
-        found[order[first:last]] = bins.add_items(int(ordered[first]), last - first)
-    return found
+        assigned[order[first:last]] = bins.add_items(int(ordered[first]), last - first)
+    return assigned
 
 
-class _BinsByRoom:
-    """Bins grouped by remaining room."""
+class _BinsBySpace:
+    """Bins grouped by free space."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._count = capacity, 0
-        self._by_room: dict[int, Ints] = {}
-        self._rooms = 0  # bit r is set where bins have room r
+        self._by_space: dict[int, Ints] = {}
+        self._spaces = 0  # bit s is set if a bin has free space s
 
     def add_items(self, size: int, count: int) -> Ints:
-        """Return the bins that `count` items of one size go to, int64 [count]."""
+        """Return the bins of `count` items of one size, int64 [count]."""
         parts = []
         while count:
-            wide = self._rooms >> size
-            room = size + (wide & -wide).bit_length() - 1 if wide else self._capacity
-            each = room // size  # items that such a bin takes
-            taken = self._take_bins(room, -(-count // each)) if wide else self._open_bins(-(-count // each))
-            put = min(count, taken.size * each)
-            parts.append(np.repeat(taken, each)[:put])
-            full = put // each
-            self._return_bins(room - each * size, taken[:full])
-            self._return_bins(room - put % each * size, taken[full:])
-            count -= put
+            fitting = self._spaces >> size
+            space = size + (fitting & -fitting).bit_length() - 1 if fitting else self._capacity
+            per_bin = space // size
+            bins = self._take_bins(space, -(-count // per_bin)) if fitting else self._open_bins(-(-count // per_bin))
+            added = min(count, bins.size * per_bin)
+            parts.append(np.repeat(bins, per_bin)[:added])
+            full = added // per_bin
+            self._return_bins(space - per_bin * size, bins[:full])
+            self._return_bins(space - added % per_bin * size, bins[full:])
+            count -= added
         return np.concatenate(parts)
 
     def _open_bins(self, count: int) -> Ints:
         self._count += count
         return np.arange(self._count - count, self._count)
 
-    def _take_bins(self, room: int, count: int) -> Ints:
-        held = self._by_room.pop(room)
-        rest, taken = held[: max(0, held.size - count)], held[max(0, held.size - count) :]
-        self._rooms ^= 1 << room
-        self._return_bins(room, rest)
+    def _take_bins(self, space: int, count: int) -> Ints:
+        bins = self._by_space.pop(space)
+        rest, taken = bins[: max(0, bins.size - count)], bins[max(0, bins.size - count) :]
+        self._spaces ^= 1 << space
+        self._return_bins(space, rest)
         return taken
 
-    def _return_bins(self, room: int, bins: Ints) -> None:
-        if room and bins.size:
-            held = self._by_room.get(room)
-            self._by_room[room] = bins if held is None else np.concatenate([held, bins])
-            self._rooms |= 1 << room
+    def _return_bins(self, space: int, bins: Ints) -> None:
+        if space and bins.size:
+            others = self._by_space.get(space)
+            self._by_space[space] = bins if others is None else np.concatenate([others, bins])
+            self._spaces |= 1 << space

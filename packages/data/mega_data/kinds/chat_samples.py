@@ -1,10 +1,9 @@
-"""Samples of conversations, packed like documents and weighted by their loss mask, with or without images, and of
-preference pairs.
+"""Samples of conversations, packed like documents and weighted by their loss mask, and of preference pairs.
 
-A pair is two documents of a sample, number 2 i the chosen one and 2 i + 1 the rejected one, with the weights of their masks.
-Unlike other documents they have their last token among the inputs too, without a label that counts: that is where a reward
-model scores them. So the sums that a preference loss compares are those of neighbouring documents, in any layout; what is
-left of a sample is a document without weights.
+A pair is two documents of a sample, number 2 i the chosen one and 2 i + 1 the rejected one, with the weights of their
+loss masks. Unlike other documents, they include their last token in the inputs, with label weight 0, because a reward
+model scores them there. A preference loss thus compares sums over neighbouring documents, in any layout; the padding of
+a sample is a document without weights.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ def build_conversation_samples(part: DatasetPart, setting: DatasetContext, num_s
     """Return samples of dataset kind `conversations`.
 
     Raises:
-        ConfigError: in order `megatron`, which knows no packing.
-        DataError: on the first sample, without a mask, or when that counts nothing or everything; for images that the model
-            does not see.
+        ConfigError: in order `megatron`, which does not support packing.
+        DataError: on the first sample, without a loss mask, or if it selects no token or every token; for images that
+            the model does not support.
     """
     if has_images(part.reader.prefix):
         reject_megatron_order(part, setting)
@@ -48,20 +47,20 @@ class PreferencePairSamples(PackedSamples):
         first, last = np.searchsorted(bounds, [self._part.first, self._part.last])
         if (np.diff(bounds[first : last + 1]) != 2).any():
             raise DataError(
-                f"{reader.prefix}: a pair is a document of two sequences, and others are among these",
-                hint="make it with mega data preprocess --kind pairs",
+                f"{reader.prefix}: data.kind = pairs requires documents of two sequences, and some have another number",
+                hint="build the data set with mega data preprocess --kind pairs",
             )
-        own = slice(self._part.first, self._part.last)
-        sizes = reader.lengths[own].astype(np.int64).reshape(-1, 2)
-        starts = reader.pointers[own].reshape(-1, 2) // reader.dtype.itemsize
+        part = slice(self._part.first, self._part.last)
+        sizes = reader.lengths[part].astype(np.int64).reshape(-1, 2)
+        starts = reader.pointers[part].reshape(-1, 2) // reader.dtype.itemsize
         fits = sizes.sum(1) <= self._seq_length
         if not fits.any():
             raise DataError(
                 f"{reader.prefix}: none of its {fits.size} pairs fits into data.seq_length = {self._seq_length}",
-                hint="both answers of a pair, with what is asked, lie in one sample",
+                hint="increase data.seq_length: both answers of a pair, each with its prompt, are in one sample",
             )
-        told = f"{(~fits).sum()} of {fits.size} pairs have no room in seq_length = {self._seq_length} and are left out"
-        return DocumentPieces(starts[fits], sizes[fits], told)
+        summary = f"{(~fits).sum()} of {fits.size} pairs exceed seq_length = {self._seq_length} and are left out"
+        return DocumentPieces(starts[fits], sizes[fits], summary)
 
     def _read_documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
         tokens = self._part.reader.tokens
@@ -76,7 +75,7 @@ def build_preference_pairs(part: DatasetPart, setting: DatasetContext, _: int) -
 
     Raises:
         ConfigError: as `reject_megatron_order`.
-        DataError: on the first sample, without a mask, or when that counts nothing.
+        DataError: on the first sample, without a loss mask, or if it selects no token.
     """
     reject_megatron_order(part, setting)
     return PreferencePairSamples(part, setting, weights=LossWeights(part.reader))

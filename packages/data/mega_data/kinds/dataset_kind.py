@@ -17,7 +17,7 @@ from mega_data.data_config import DataConfig
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.tokenizer import Tokenizer
 
-Made_co = TypeVar("Made_co", covariant=True)
+Sample_co = TypeVar("Sample_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class SampleImages:
     """Images of a sample, and the positions of their placeholder tokens.
 
     Attributes:
-        pixels: fp32 [3, H, W] of each, or of each tile of each, normalised.
-        placeholder_positions: int64 [k], of the placeholders.
-        features: int64 [k], of the rows that these become, one after another, the one that each placeholder stands for.
+        pixels: fp32 [3, H, W] per image, or per tile of each image, normalised.
+        placeholder_positions: int64 [k], positions of the placeholders in the sample.
+        features: int64 [k], row of the concatenated image features for each placeholder.
     """
 
     pixels: Sequence[npt.NDArray[np.float32]]
@@ -42,14 +42,14 @@ class TrainingSample:
     Attributes:
         tokens: int64 [S].
         labels: int64 [S], the token that follows each.
-        loss_weights: fp32 [S], the weight of each label in the loss; 0 where none is taken.
+        loss_weights: fp32 [S], weight of each label in the loss; 0 for labels without loss.
         position_ids: int64 [S].
-        document_ids: int32 [S], number of the document within the sample, from 0; None where attention is not reset.
-        token_types: int64 [S], which of two segments each token is in, 0 or 1; None where there is one.
-        pair_label: of two segments, 1 when they are swapped.
-        images: those of its documents; None where the data set has none.
-        neighbors: int64 [S / m, K, 2m], the tokens of the K neighbours of each of its chunks, -1 where there is none; None:
-            nothing is retrieved for it.
+        document_ids: int32 [S], number of the document within the sample, from 0; None if attention is not reset.
+        token_types: int64 [S], segment of each token, 0 or 1; None for samples of one segment.
+        pair_label: 1 if the two segments are swapped, else 0; None for samples of one segment.
+        images: images of the sample; None if the data set has none.
+        neighbors: int64 [S / m, K, 2m], tokens of the K neighbors of each chunk, -1 for a missing neighbor; None
+            without retrieval.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -63,7 +63,7 @@ class TrainingSample:
     neighbors: npt.NDArray[np.int64] | None = None
 
 
-class DatasetSamples(Protocol[Made_co]):
+class DatasetSamples(Protocol[Sample_co]):
     """Samples of one data set: `TrainingSample`, or the sample type of its kind. Files are read lazily."""
 
     @property
@@ -75,12 +75,12 @@ class DatasetSamples(Protocol[Made_co]):
         """Number of samples in one pass over the data set."""
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended token pairs in each of some samples, int64 [n], without reading
-        tokens: S squared unless attention is limited to documents. It balances the samples of a step over the data
-        ranks.
+        """Return the approximate number of attended token pairs of each sample, int64 [n], without reading tokens.
+
+        S squared, unless attention is limited to documents. Used to balance the samples of a step over the data ranks.
         """
 
-    def __getitem__(self, k: int, /) -> Made_co: ...
+    def __getitem__(self, k: int, /) -> Sample_co: ...
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class DatasetContext:
     """Settings shared by the data sets of a split.
 
     Attributes:
-        eod: the token that ends a document, if the tokenizer has one.
-        cache: a folder for indices.
-        known_tokenizer: the tokenizer of the data, where it was found already.
-        vision: what of the model sees the images of the data, if anything does.
+        eod: end-of-document token, or None.
+        cache: folder of the index cache.
+        known_tokenizer: tokenizer of the data, if it is loaded already.
+        vision: vision encoder of the model, or None.
     """
 
     config: DataConfig
@@ -106,14 +106,14 @@ class DatasetContext:
         """Tokenizer of the data, for kinds that need one: the known tokenizer, else the one named by the run.
 
         Raises:
-            ConfigError: when there is neither.
+            ConfigError: if there is neither.
         """
         if self.known_tokenizer is not None:
             return self.known_tokenizer
         if self.config.tokenizer is None:
             raise ConfigError(
-                f"data.kind = {self.config.kind}: needs the tokenizer of the data",
-                hint="data.tokenizer names its folder",
+                f"data.kind = {self.config.kind}: requires the tokenizer of the data",
+                hint="set data.tokenizer to its folder",
             )
         return Tokenizer(self.config.tokenizer)
 
@@ -124,5 +124,5 @@ class DatasetContext:
 
 
 DatasetFactory: TypeAlias = Callable[[DatasetPart, DatasetContext, int], DatasetSamples[Any]]
-"""Makes the samples of a part of a data set, of which the run will read so many (which only order `megatron` may
-depend on). Raises DataError when the data set is not of this kind, or nothing of it is in the part."""
+"""Builder of the samples of a data set part. The last argument is the number of samples that the run reads, used only by
+order `megatron`. Raises DataError if the data set is not of this kind, or the part is empty."""

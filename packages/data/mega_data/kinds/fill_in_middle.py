@@ -1,12 +1,12 @@
 """Fill-in-the-middle samples (Bavarian et al., "Efficient training of language models to fill in the middle", 2022).
 
-Windows of running text, as of the kind `text`; then, with the probability `rate`, what a window has of a document is cut
-in prefix, middle and suffix at two random places, and becomes `<PRE> prefix <SUF> suffix <MID> middle` (PSM) or
-`<PRE> <SUF> suffix <MID> prefix middle` (SPM, the paper's second variant). This is the paper's context level. The window
-keeps its length: what is too much at its end is left out, and what is too little is filled up, without loss.
+At the paper's context level, samples are windows of running text, as of the kind `text`. With the probability `rate`,
+the part of a document within a window is cut into prefix, middle and suffix at two random positions, and becomes
+`<PRE> prefix <SUF> suffix <MID> middle` (PSM) or `<PRE> <SUF> suffix <MID> prefix middle` (SPM, the paper's second
+variant). The window keeps its length: a longer result is truncated, a shorter one padded, without loss.
 
-At the paper's document level whole documents are rearranged, and packed then as those of the kind `documents`. How long one
-becomes is known when its middle is drawn, so each has `ROOM` positions more when samples are laid out.
+At the paper's document level, whole documents are rearranged, and then packed as those of the kind `documents`. The
+final length depends on the drawn cuts, so `ROOM` extra positions are reserved for each document when it is packed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mega_data.tokenizer import Tokenizer
 
 Ints = npt.NDArray[np.int64]
 
-# Tokens before the prefix, the middle and the suffix, and what fills up, as tokenizers name them: StarCoder and Granite;
+# Tokens before the prefix, the middle and the suffix, and the padding token, by model: StarCoder and Granite;
 # Qwen-Coder and CodeGemma; SantaCoder; DeepSeek-Coder; Code Llama; Codestral.
-USUAL = (
+DEFAULT_TOKENS = (
     ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"),
     ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
     ("<fim-prefix>", "<fim-middle>", "<fim-suffix>", "<fim-pad>"),
@@ -45,31 +45,29 @@ USUAL = (
     ("▁<PRE>", "▁<MID>", "▁<SUF>", ""),
     ("[PREFIX]", "[MIDDLE]", "[SUFFIX]", ""),
 )
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what half a character decodes to
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoded from a part of a character
 
 
 class FillInTheMiddle:
     """Fill-in-the-middle transformation of documents.
 
     Attributes:
-        tokens: those before prefix, middle and suffix.
-        pad: fills up.
+        tokens: ids of the tokens before prefix, middle and suffix.
+        pad: id of the padding token.
 
     Raises:
-        ConfigError: when the tokenizer has no tokens for it.
+        ConfigError: if the tokenizer lacks these tokens.
     """
 
     def __init__(self, config: FimConfig, tokenizer: Tokenizer, eod: int | None) -> None:
         vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
-        named = [(*config.tokens, "")] if config.tokens else USUAL
-        names = next((names for names in named if all(name in vocab for name in names[:3])), None)
+        candidates = [(*config.tokens, "")] if config.tokens else DEFAULT_TOKENS
+        names = next((names for names in candidates if all(name in vocab for name in names[:3])), None)
         if names is None:
-            looked = (
-                ", ".join(config.tokens) if config.tokens else "those usual, such as <fim_prefix> or <|fim_prefix|>"
-            )
+            expected = ", ".join(config.tokens) if config.tokens else "such as <fim_prefix> or <|fim_prefix|>"
             raise ConfigError(
-                f"{tokenizer.path}: has no tokens for the kind fim (looked for {looked})",
-                hint="data.fim.tokens names the three tokens before prefix, middle and suffix",
+                f"{tokenizer.path}: the fill-in-the-middle tokens ({expected}) are missing, which data.kind = fim requires",
+                hint="set data.fim.tokens to the three tokens before prefix, middle and suffix",
             )
         self.tokens = tuple(vocab[name] for name in names[:3])
         self.pad = vocab.get(names[3], 0 if eod is None else eod)
@@ -92,9 +90,9 @@ class FillInTheMiddle:
         return np.concatenate([before_prefix, prefix, before_suffix, suffix, before_middle, middle])
 
     def _split_document(self, ids: Ints, random: Random) -> tuple[Ints, Ints, Ints]:
-        """Return prefix, middle and suffix; a text that begins or ends within a character is cut between tokens."""
+        """Return prefix, middle and suffix; text that begins or ends within a character is cut between tokens."""
         text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-        if self._config.cut == "token" or BROKEN in text:
+        if self._config.cut == "token" or REPLACEMENT in text:
             low, high = sorted(random.randint(0, ids.size + 1, 2).tolist())
             return ids[:low], ids[low:high], ids[high:]
         low, high = sorted(random.randint(0, len(text) + 1, 2).tolist())
@@ -121,10 +119,10 @@ class FimContextSamples(TextSamples):
 
     def __getitem__(self, k: int, /) -> TrainingSample:
         window = self._windows[k]
-        found = self._rearrange_window(window, create_sample_stream(self.identity, k))[: window.size]
-        filled = np.pad(found, (0, window.size - found.size), constant_values=self._fim.pad)
-        sample = self._rules.build_sample(filled)
-        sample.loss_weights[max(found.size - 1, 0) :] = 0
+        tokens = self._rearrange_window(window, create_sample_stream(self.identity, k))[: window.size]
+        padded = np.pad(tokens, (0, window.size - tokens.size), constant_values=self._fim.pad)
+        sample = self._rules.build_sample(padded)
+        sample.loss_weights[max(tokens.size - 1, 0) :] = 0
         return sample
 
     def _rearrange_window(self, window: Ints, random: Random) -> Ints:
@@ -139,8 +137,9 @@ class FimContextSamples(TextSamples):
 
 
 class FimDocumentSamples(PackedSamples):
-    """Fill-in-the-middle samples of packed whole documents, each rearranged or unchanged; the end-of-document token
-    stays last.
+    """Fill-in-the-middle samples of packed whole documents, each rearranged or unchanged.
+
+    The end-of-document token stays last.
     """
 
     def __init__(self, part: DatasetPart, setting: DatasetContext) -> None:
@@ -160,12 +159,12 @@ class FimDocumentSamples(PackedSamples):
         return replace(pieces, sizes=pieces.sizes + ROOM)
 
     def _read_documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
-        random, found = create_sample_stream(self.identity, k), []
-        for read in super()._read_documents(k, starts, [size - ROOM for size in sizes]):
-            end = read.size - int(read[-1] == self._setting.eod)
-            made = self._fim.rearrange_document(read[:end].astype(np.int64), random)
-            found.append(np.concatenate([made[: end + ROOM], read[end:]]))
-        return found
+        random, documents = create_sample_stream(self.identity, k), []
+        for tokens in super()._read_documents(k, starts, [size - ROOM for size in sizes]):
+            end = tokens.size - int(tokens[-1] == self._setting.eod)
+            rearranged = self._fim.rearrange_document(tokens[:end].astype(np.int64), random)
+            documents.append(np.concatenate([rearranged[: end + ROOM], tokens[end:]]))
+        return documents
 
 
 def build_fim_samples(
@@ -174,7 +173,7 @@ def build_fim_samples(
     """Return samples of dataset kind `fim`, in the sample order of the run.
 
     Raises:
-        ConfigError: when the tokenizer has no tokens for it; at the level of documents as `reject_megatron_order`.
+        ConfigError: if the tokenizer lacks the required tokens; at document level as `reject_megatron_order`.
     """
     if setting.config.fim.level == "context":
         return FimContextSamples(part, setting, num_samples)

@@ -14,33 +14,35 @@ from mega_data.kinds.word_masking import create_sample_stream, find_special_toke
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.tokenizer import Tokenizer
 
-SPECIALS = ("[CLS]", "[SEP]", "[PAD]", "<s>", "</s>", "<pad>")  # which are never masked
+SPECIALS = ("[CLS]", "[SEP]", "[PAD]", "<s>", "</s>", "<pad>")  # never masked
 
 
 def find_mask_token(tokenizer: Tokenizer) -> int:
     """Return the id of the mask token.
 
     Raises:
-        DataError: when the tokenizer has none.
+        DataError: if the tokenizer has none.
     """
     return find_special_token(tokenizer, "[MASK]", "<mask>", "<|mask|>")
 
 
 def find_unmaskable_tokens(tokenizer: Tokenizer, eod: int | None, size: int) -> npt.NDArray[np.bool_]:
-    """Return which of `size` token ids are special tokens or `eod` and so never masked: bool [size]."""
-    vocab, apart = tokenizer.backend.get_vocab(with_added_tokens=True), np.zeros(size, np.bool_)
-    apart[[vocab[name] for name in SPECIALS if name in vocab]] = True
+    """Return which of `size` token ids are never masked (special tokens and `eod`): bool [size]."""
+    vocab, unmaskable = tokenizer.backend.get_vocab(with_added_tokens=True), np.zeros(size, np.bool_)
+    unmaskable[[vocab[name] for name in SPECIALS if name in vocab]] = True
     if eod is not None:
-        apart[eod] = True
-    return apart
+        unmaskable[eod] = True
+    return unmaskable
 
 
 class MaskedLmSamples(TextSamples):
-    """Windows of S tokens, each selected for prediction with `data.bert.mask_probability`: of these 8 in 10 become the
-    mask token, one any token of the vocabulary, one stays unchanged. Labels are the original tokens.
+    """Windows of S tokens, each selected for prediction with probability `data.bert.mask_probability`.
+
+    80 % of the selected tokens become the mask token, 10 % a random token, 10 % stay unchanged. Labels are the original
+    tokens.
 
     Raises:
-        DataError: when the tokenizer has no mask token, or the part is empty.
+        DataError: if the tokenizer has no mask token, or the part is empty.
     """
 
     def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
@@ -63,12 +65,12 @@ class MaskedLmSamples(TextSamples):
     def __getitem__(self, k: int, /) -> TrainingSample:
         sample, random = self._rules.build_sample(self._windows[k]), create_sample_stream(self.identity, k)
         tokens = sample.tokens.astype(np.int64)
-        guessed = (random.random_sample(tokens.size) < self._share) & ~self._is_unmaskable[tokens]
-        how = random.random_sample(tokens.size)
+        selected = (random.random_sample(tokens.size) < self._share) & ~self._is_unmaskable[tokens]
+        draw = random.random_sample(tokens.size)
         other = self._vocabulary[random.randint(0, self._vocabulary.size, tokens.size)]
-        hidden = np.where(how < 0.8, self._mask, np.where(how < 0.9, other, tokens))
-        weights = np.where(guessed, sample.loss_weights, np.float32(0))
-        return replace(sample, tokens=np.where(guessed, hidden, tokens), labels=tokens, loss_weights=weights)
+        replaced = np.where(draw < 0.8, self._mask, np.where(draw < 0.9, other, tokens))
+        weights = np.where(selected, sample.loss_weights, np.float32(0))
+        return replace(sample, tokens=np.where(selected, replaced, tokens), labels=tokens, loss_weights=weights)
 
 
 def build_masked_lm_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> MaskedLmSamples:

@@ -1,10 +1,10 @@
 """Whole documents packed into samples by best fit, uncut and without attention across documents.
 
-A document of n tokens takes n - 1 positions: its tokens but the last, whose labels are its tokens but the first. So no
-label is another document's, and one of S + 1 tokens just fits a sample of S. What is left of a sample is padding, without
-loss. A document of fewer than two tokens has nothing to predict and is left out; what is longer than S + 1 is, by
-`data.long_documents`, cut into pieces that are documents of their own (a piece begins with the last label of the one
-before), or left out.
+A document of n tokens takes n - 1 positions: the inputs are all tokens except the last, the labels all except the
+first. So no label belongs to another document, and a document of S + 1 tokens exactly fits a sample of S. The rest of a
+sample is padding, without loss. A document of fewer than two tokens is left out. A document of more than S + 1 tokens
+is, depending on `data.long_documents`, split into separate documents (each begins with the last label of the one
+before) or left out.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class DocumentPieces:
     """Units that are packed into samples: one document, or w sequences that belong together, per row.
 
     Attributes:
-        starts: int64 [n, w], where each begins among the tokens.
-        sizes: int64 [n, w], positions it takes, of a row at most S: one less than its tokens.
-        summary: what of the data set is not so in it, in words.
+        starts: int64 [n, w], position of the first token of each sequence in the data set.
+        sizes: int64 [n, w], number of positions of each sequence (its tokens minus one), at most S per row.
+        summary: text for the log about documents that were split or left out.
     """
 
     starts: npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ def split_documents(reader: IndexedReader, begins: Ints, ends: Ints, seq_length:
     """Return the pieces of documents with the tokens [begins, ends), int64 [documents] each.
 
     Raises:
-        DataError: when no document fits.
+        DataError: if no document fits.
     """
     sizes = ends - begins - 1
     long = sizes > seq_length
@@ -58,34 +58,36 @@ def split_documents(reader: IndexedReader, begins: Ints, ends: Ints, seq_length:
     if not owner.size:
         raise DataError(
             f"{reader.prefix}: none of its {begins.size} documents has from 2 to seq_length + 1 = {seq_length + 1} tokens",
-            hint="data.kind: text reads across their ends; data.long_documents: split cuts long ones",
+            hint="set data.kind: text to read across document ends, or data.long_documents: split to split long ones",
         )
     number = np.arange(owner.size) - (np.cumsum(counts) - counts)[owner]
     starts = begins[owner] + number * seq_length
-    own = np.minimum(seq_length, ends[owner] - 1 - starts)
-    what = "cut into pieces" if split else "left out"
-    told = f"{long.sum()} longer than seq_length + 1 = {seq_length + 1} {what}, {(sizes <= 0).sum()} of fewer than two tokens left out"
-    return DocumentPieces(starts[:, None], own[:, None], told)
+    piece_sizes = np.minimum(seq_length, ends[owner] - 1 - starts)
+    summary = (
+        f"{long.sum()} documents longer than seq_length + 1 = {seq_length + 1} {'split' if split else 'left out'},"
+        f" {(sizes <= 0).sum()} of fewer than two tokens left out"
+    )
+    return DocumentPieces(starts[:, None], piece_sizes[:, None], summary)
 
 
 def pack_pieces(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
     """Pack pieces into samples of `seq_length` positions, in groups of `GROUP` drawn by the 64-bit `key`.
 
     Returns:
-        starts: int64 [n w], sizes: int32 [n w], of the pieces in the order of their samples; the small rows of a sample
-            first, which shares attention about evenly among the ranks of context parallelism (`rank_chunks`).
+        starts: int64 [n w], sizes: int32 [n w], of the pieces in the order of their samples. Within a sample small rows
+            come first, which balances attention over the ranks of context parallelism (`rank_chunks`).
         bins: int64 [samples + 1], the first piece of each sample, and n w.
     """
-    together = pieces.sizes.sum(1)
-    order = permute_indices(np.arange(together.size), together.size, key)
-    found, bounds = [], [np.zeros(1, np.int64)]
+    totals = pieces.sizes.sum(1)
+    order = permute_indices(np.arange(totals.size), totals.size, key)
+    packed, bounds = [], [np.zeros(1, np.int64)]
     for first in range(0, order.size, GROUP):
         group = order[first : first + GROUP]
-        sizes = together[group]
+        sizes = totals[group]
         bins = pack_best_fit(sizes, seq_length)
-        found.append(group[np.lexsort((sizes, bins))])
+        packed.append(group[np.lexsort((sizes, bins))])
         bounds.append(first + np.cumsum(np.bincount(bins)))
-    order = np.concatenate(found)
+    order = np.concatenate(packed)
     return {
         "starts": pieces.starts[order].ravel(),
         "sizes": pieces.sizes[order].ravel().astype(np.int32),
@@ -96,21 +98,21 @@ def pack_pieces(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
 class PackedSamples:
     """Samples of whole documents of a data set part; the seed draws which documents share a sample.
 
-    An epoch is every sample once, in an order drawn for it: a pure function of (seed, content, k), without a total. The
-    index is made when the first sample is read, and kept in the run's cache: 12 bytes a document and 8 a sample, read
-    through a memory map.
+    An epoch reads every sample once, in an order drawn for it: a pure function of (seed, content, k), independent of
+    the total. The index is built when the first sample is read, and kept in the run's cache: 12 bytes per document and
+    8 per sample, read through a memory map.
 
     Args:
-        weights: of each token as a label, beside the reader's tokens; None: all 1.
+        weights: loss weight of each token as a label; None for weight 1.
 
     Raises:
-        DataError: on the first sample, when no document fits.
+        DataError: on the first sample, if no document fits.
     """
 
     def __init__(self, part: DatasetPart, setting: DatasetContext, *, weights: LossWeights | None = None) -> None:
         self._part, self._setting, self._weights = part, setting, weights
         self._seq_length = setting.config.seq_length
-        self._key = (-1, 0)  # the epoch that was read last, and what draws its order
+        self._key = (-1, 0)  # the epoch that was read last, and the key of its order
 
     @cached_property
     def identity(self) -> str:
@@ -159,40 +161,40 @@ class PackedSamples:
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the number of attended token pairs in each of some samples, int64 [n]."""
         count = self._index["bins"].size - 1
-        epochs, places = np.divmod(numbers, count)
+        epochs, positions = np.divmod(numbers, count)
         for epoch in np.unique(epochs).tolist():
-            own = epochs == epoch
-            places[own] = permute_indices(places[own], count, self._get_epoch_key(epoch))
-        found: npt.NDArray[np.int64] = self._attention_work[places]
-        return found
+            within = epochs == epoch
+            positions[within] = permute_indices(positions[within], count, self._get_epoch_key(epoch))
+        work: npt.NDArray[np.int64] = self._attention_work[positions]
+        return work
 
     def _get_epoch_key(self, epoch: int) -> int:
         """Return the key that draws the order of an epoch."""
-        known, key = self._key
-        if known != epoch:
+        last, key = self._key
+        if last != epoch:
             key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
             self._key = epoch, key
         return key
 
     def __getitem__(self, k: int, /) -> TrainingSample:
         starts, sizes = self._locate_pieces(k)
-        read = self._read_documents(k, starts, sizes)
+        documents = self._read_documents(k, starts, sizes)
         if self._weights is None:
-            return self._build_sample(read, None)
+            return self._build_sample(documents, None)
         return self._build_sample(
-            read, [self._read_label_weights(at, size) for at, size in zip(starts, sizes, strict=True)]
+            documents, [self._read_label_weights(at, size) for at, size in zip(starts, sizes, strict=True)]
         )
 
     def _read_label_weights(self, at: int, size: int) -> npt.NDArray[np.float32]:
-        """Return the loss weights of the labels of a document that begins at `at`, for its tokens but the first."""
+        """Return the loss weights of the labels of a document at token `at`: of its tokens except the first."""
         assert self._weights is not None
         return self._weights[at + 1 : at + size + 1]
 
     def _locate_pieces(self, k: int) -> tuple[list[int], list[int]]:
         """Return the first token of each document of sample k, and the number of its positions."""
         count = self._index["bins"].size - 1
-        epoch, place = divmod(k, count)
-        number = permute_index(place, count, self._get_epoch_key(epoch))
+        epoch, position = divmod(k, count)
+        number = permute_index(position, count, self._get_epoch_key(epoch))
         first, last = self._index["bins"][number : number + 2].tolist()
         return self._index["starts"][first:last].tolist(), self._index["sizes"][first:last].tolist()
 
@@ -201,27 +203,27 @@ class PackedSamples:
         tokens = self._part.reader.tokens
         return [tokens[start : start + size + 1] for start, size in zip(starts, sizes, strict=True)]
 
-    def _build_sample(self, read: list[Tokens], weights_of: list[npt.NDArray[np.float32]] | None) -> TrainingSample:
-        """Build a sample from whole documents and the weights of their tokens but the first."""
-        length, sizes = self._seq_length, [document.size - 1 for document in read]
+    def _build_sample(
+        self, documents: list[Tokens], label_weights: list[npt.NDArray[np.float32]] | None
+    ) -> TrainingSample:
+        """Build a sample from whole documents and the weights of their labels (all tokens except the first)."""
+        length, sizes = self._seq_length, [document.size - 1 for document in documents]
         tokens = np.full(length, self._setting.eod or 0, np.int64)
         labels, weights = tokens.copy(), np.zeros(length, np.float32)
         begins = [0]
-        for document, size in zip(read, sizes, strict=True):
-            own = slice(begins[-1], begins[-1] + size)
-            tokens[own], labels[own] = document[:-1], document[1:]
-            begins.append(own.stop)
+        for document, size in zip(documents, sizes, strict=True):
+            span = slice(begins[-1], begins[-1] + size)
+            tokens[span], labels[span] = document[:-1], document[1:]
+            begins.append(span.stop)
         used = begins[-1]
-        weights[:used] = 1.0 if weights_of is None else np.concatenate(weights_of)
-        sizes.append(length - used)  # what is left is a document, too
-        documents = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        return TrainingSample(tokens, labels, weights, np.arange(length) - np.repeat(begins, sizes), documents)
+        weights[:used] = 1.0 if label_weights is None else np.concatenate(label_weights)
+        sizes.append(length - used)  # the padding is a document as well
+        document_ids = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        return TrainingSample(tokens, labels, weights, np.arange(length) - np.repeat(begins, sizes), document_ids)
 
 
 def find_document_bounds(reader: IndexedReader, first: int, last: int) -> tuple[Ints, Ints]:
-    """Return the first and last token positions of the documents that begin in the sequences [first, last): int64
-    [documents] each.
-    """
+    """Return the token positions [begin, end) of documents that begin in sequences [first, last): int64 [documents]."""
     bounds = reader.document_index
     documents = np.searchsorted(bounds[:-1], [first, last])
     edges = np.append(reader.pointers // reader.dtype.itemsize, reader.num_tokens)[
@@ -246,10 +248,10 @@ def reject_megatron_order(part: DatasetPart, setting: DatasetContext) -> None:
     """Reject order `megatron`, which does not support packing.
 
     Raises:
-        ConfigError: as said.
+        ConfigError: if the run has that order.
     """
     if setting.config.sample_order == "megatron":
         raise ConfigError(
-            f"{part.reader.prefix}: kind {part.kind} in data.order: megatron, which has no packing",
+            f"{part.reader.prefix}: kind {part.kind} is not supported with data.order = megatron, which has no packing",
             hint="set data.order: stable",
         )

@@ -1,7 +1,7 @@
 """Samples of text chunks with their retrieved neighbors (Retro: Borgeaud et al., arXiv:2112.04426).
 
-A sample is S / m chunks. A document begins with a chunk, whatever stands before it, and its last chunk is filled up with
-padding, which has no loss: so every chunk of every sample is one that was embedded, and has its own neighbours.
+A sample is S / m chunks. Every document begins a new chunk, and its last chunk is padded, without loss: so every chunk
+of a sample is one that was embedded, and has its own neighbors.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from mega_data.sampling.token_windows import compute_window_start
 
 
 class RetroSamples:
-    """Samples of the documents of a data set part by whole chunks, laid out as in `ShuffledTokenWindows` and
-    `StableTokenWindows`.
+    """Samples of whole chunks, laid out as in `ShuffledTokenWindows` and `StableTokenWindows`.
 
-    A label is the next token of the document: every token but the first of each document is one once per epoch, but for the
-    chunks that are left where S does not divide them.
+    A label is the next token of the document: every token except the first of each document is a label once per epoch,
+    apart from the last chunks of an epoch if S / m does not divide their number.
 
     Attributes:
-        shape: S / m chunks, K neighbours, 2m tokens: of a sample's `neighbors`.
+        shape: shape of `neighbors` of a sample: S / m chunks, K neighbors, 2m tokens.
 
     Raises:
-        ConfigError: for order megatron, and a length that is not of whole chunks.
-        DataError: without neighbours, or with those of another data set or split; when the part holds no token.
+        ConfigError: for order megatron, and if S is not a multiple of the chunk length.
+        DataError: without neighbors, or with those of another data set or split; if the part has no token.
     """
 
     def __init__(self, part: DatasetPart, setting: DatasetContext) -> None:
@@ -45,7 +44,7 @@ class RetroSamples:
         )
         if config.sample_order == "megatron":
             raise ConfigError(
-                f"{part.name}: kind retro in data.order: megatron, which cuts no chunks",
+                f"{part.name}: kind retro is not supported with data.order = megatron",
                 hint="set data.order: shuffled",
             )
         named = part.source.neighbors if part.source else None
@@ -54,15 +53,16 @@ class RetroSamples:
         self._length, self._drawn = info.chunk_length, config.sample_order == "shuffled"
         if self._seq_length % self._length:
             raise ConfigError(
-                f"data.seq_length = {self._seq_length} is not made of whole chunks of {self._length}, as {self._neighbors.folder} has",
-                hint=f"a multiple of {self._length}, or mega data retrieve --chunk-length with a divisor",
+                f"data.seq_length = {self._seq_length}: must be a multiple of {self._length}, the chunk length of"
+                f" {self._neighbors.folder}",
+                hint="change data.seq_length, or run mega data retrieve with a --chunk-length that divides it",
             )
         self.shape = self._seq_length // self._length, info.neighbors, 2 * self._length
-        own = self._neighbors.chunks.find_sequence_chunks(part.first, part.last)
-        self._neighbors.check_split_disjoint(own)
-        self._count = len(own)
+        chunks = self._neighbors.chunks.find_sequence_chunks(part.first, part.last)
+        self._neighbors.check_split_disjoint(chunks)
+        self._count = len(chunks)
         if not self._count:
-            raise DataError(f"{part.name}: no token in its sequences {part.first} to {part.last}")
+            raise DataError(f"{part.name}: has no token in its sequences {part.first} to {part.last}")
 
     @cached_property
     def identity(self) -> str:
@@ -87,15 +87,15 @@ class RetroSamples:
         inputs = np.full(self._seq_length, self._rules.eod or 0, np.int64)
         labels, weights = inputs.copy(), np.zeros(self._seq_length, np.float32)
         begins, chunks, at = [], [], 0
-        for document, span, own in self._find_document_chunks(k):
-            first, last = span.start + own.start * length, min(span.start + own.stop * length, span.stop)
-            follows = min(last + 1, span.stop)
+        for document, span, units in self._find_document_chunks(k):
+            first, last = span.start + units.start * length, min(span.start + units.stop * length, span.stop)
+            label_end = min(last + 1, span.stop)
             inputs[at : at + last - first] = tokens[first:last]
-            labels[at : at + follows - first - 1] = tokens[first + 1 : follows]
-            weights[at : at + follows - first - 1] = 1
+            labels[at : at + label_end - first - 1] = tokens[first + 1 : label_end]
+            weights[at : at + label_end - first - 1] = 1
             begins.append(at)
-            chunks.append(self._neighbors.chunks.starts[document] + np.asarray(own))
-            at += len(own) * length
+            chunks.append(self._neighbors.chunks.starts[document] + np.asarray(units))
+            at += len(units) * length
         if self._rules.eod_mask_loss:
             weights[inputs == self._rules.eod] = 0
         sizes = np.diff([*begins, self._seq_length])

@@ -57,7 +57,7 @@ class DocumentRules:
 
 
 class TextSamples:
-    """Samples of running text; the document rules are those of the run, for all of its data sets."""
+    """Samples of running text, with the document rules of the run."""
 
     def __init__(self, windows: TokenWindows, rules: DocumentRules, seq_length: int) -> None:
         self._windows, self._rules, self._seq_length = windows, rules, seq_length
@@ -73,7 +73,7 @@ class TextSamples:
         return self._windows.samples_per_epoch
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return S squared for each sample, int64 [n], because document boundaries are unknown without reading tokens."""
+        """Return S squared for each sample, int64 [n]: document boundaries are unknown without reading tokens."""
         return np.full(numbers.size, self._seq_length**2)
 
     def __getitem__(self, k: int, /) -> TrainingSample:

@@ -1,7 +1,7 @@
 """Sentence ranges of samples: sentences, token length and random stream of sample k, in Megatron's and in seeded order.
 
-`cut_megatron_samples` cuts as Megatron's masked-word data sets do: epoch after epoch, each sample with a length of its own
-to reach, all of them shuffled at the end. `cut_full_samples` cuts one epoch, each sample to its full length.
+`cut_megatron_samples` cuts like Megatron's masked-word data sets: epoch by epoch, with a drawn target length for each
+sample, and shuffles all samples at the end. `cut_full_samples` cuts one epoch into samples of the full length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
 from mega_data.sampling.keyed_permutation import permute_index
 
-LONG = 512  # tokens of a sentence that Megatron leaves its document out for
+MAX_SENTENCE = 512  # tokens; Megatron leaves out documents with longer sentences
 BLOCK = 1 << 16  # numbers drawn, and documents cut, at a time
 
 Ints = npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ Ints = npt.NDArray[np.int64]
 class SentenceDocuments:
     """Documents of a data set part with at least `least` sentences, from which samples are cut.
 
-    With `longest`, those of several sentences of which one has more tokens are left out too.
+    With `longest`, documents of several sentences with a sentence of more tokens than that are left out as well.
 
     Attributes:
         starts: int64 [D], the first sentence of each document.
@@ -43,7 +43,7 @@ class SentenceDocuments:
         sums: int64 [sentences + 1], tokens before each sentence of the data set.
 
     Raises:
-        DataError: when no document is left.
+        DataError: if no document is left.
     """
 
     def __init__(self, part: DatasetPart, *, least: int, longest: int | None = None) -> None:
@@ -56,19 +56,18 @@ class SentenceDocuments:
             used &= (ends - starts == 1) | (long[ends] == long[starts])
         if not used.any():
             raise DataError(
-                f"{part.reader.prefix}: none of {used.size} documents has {least} sentences or more"
-                + (f", of {longest} tokens or fewer" if longest else ""),
-                hint="a sentence is a sequence of the data set; mega data preprocess --split-sentences makes such",
+                f"{part.reader.prefix}: none of its {used.size} documents has at least {least} sentences"
+                + (f" of at most {longest} tokens" if longest else ""),
+                hint="preprocess the data with --split-sentences, so that each sentence is a sequence of the data set",
             )
         self.starts, self.ends, self._least = starts[used], ends[used], least
         self.sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def find_sample_ends(self, tokens: int) -> Ints:
-        """Return the end (one past the last sentence) of a sample of `tokens` that begins at each sentence: int64
-        [sentences].
+        """Return the end (one past the last sentence) of a sample that begins at each sentence: int64 [sentences].
 
-        It ends where it has the tokens and enough sentences and leaves two or more, else with its document. Entries
-        of sentences outside of the documents mean nothing.
+        A sample ends when it has `tokens` tokens and enough sentences, if it leaves at least two sentences; else with
+        its document. Entries of sentences outside of the documents are undefined.
         """
         count = self.sums.size - 1
         ends = np.zeros(count, np.int64)
@@ -86,8 +85,8 @@ class SentenceDocuments:
             until = closes[begins]
             rows.append(np.stack([begins, until], axis=1))
             begins, ends = until[until < ends], ends[until < ends]
-        found = np.concatenate(rows)
-        return found[np.argsort(found[:, 0])]
+        samples = np.concatenate(rows)
+        return samples[np.argsort(samples[:, 0])]
 
     def cut_megatron_samples(self, tokens: int, short_probability: float, seed: int, num_samples: int) -> Ints:
         """Return the samples of Megatron's `build_mapping`: whole epochs, at least `num_samples`, in reading order.
@@ -95,22 +94,23 @@ class SentenceDocuments:
         Returns:
             int64 [N, 3]: first sentence, one past the last, and the number of tokens to reach, `tokens` or fewer.
         """
-        found = array("q")
+        samples = array("q")
         lengths, closes = _draw_lengths(tokens, short_probability, seed), self.find_sample_ends(tokens).data
         with ProgressBar("cutting samples", total=num_samples, unit="samples") as bar:
-            while len(found) < 3 * num_samples:
+            while len(samples) < 3 * num_samples:
                 for at in range(0, self.starts.size, BLOCK):
-                    before = len(found)
-                    self._cut_documents(slice(at, at + BLOCK), tokens, closes, lengths, found)
-                    bar.advance((len(found) - before) // 3)
-        rows = np.frombuffer(found, np.int64).reshape(-1, 3) if found else np.empty((0, 3), np.int64)
+                    before = len(samples)
+                    self._cut_documents(slice(at, at + BLOCK), tokens, closes, lengths, samples)
+                    bar.advance((len(samples) - before) // 3)
+        rows = np.frombuffer(samples, np.int64).reshape(-1, 3) if samples else np.empty((0, 3), np.int64)
         return rows[mt19937_permutation(len(rows), seed + 1)]
 
     def _cut_documents(
-        self, documents: slice, tokens: int, closes: memoryview, lengths: Iterator[int], found: array[int]
+        self, documents: slice, tokens: int, closes: memoryview, lengths: Iterator[int], samples: array[int]
     ) -> None:
-        """Append one epoch of some documents. A length is drawn at each sample's begin, and an unused one at each
-        document's end.
+        """Append one epoch of some documents to `samples`.
+
+        A length is drawn at the begin of each sample, and an unused one at the end of each document.
         """
         sums, least = self.sums.data, self._least
         for begin, end in zip(self.starts[documents].tolist(), self.ends[documents].tolist(), strict=True):
@@ -121,12 +121,12 @@ class SentenceDocuments:
                 else:
                     until = max(bisect_left(sums, sums[begin] + length, begin), begin + least)
                     until = end if until > end - 2 else until
-                found.extend((begin, until, length))
+                samples.extend((begin, until, length))
                 begin, length = until, next(lengths)
 
 
 def _draw_lengths(tokens: int, short_probability: float, seed: int) -> Iterator[int]:
-    """Yield the target length of each sample: `tokens`, or with a probability fewer, at least 2."""
+    """Yield the target length of each sample: `tokens`, or with `short_probability` a drawn length of at least 2."""
     one_in = int(1 / short_probability + 0.5) if short_probability else 0
     random = np.random.RandomState(seed)
     while True:
@@ -160,13 +160,12 @@ class SentenceRanges(Protocol):
 
 @dataclass(frozen=True)
 class MegatronSentenceRanges:
-    """Sentence ranges bit-identical to Megatron's masked-word data sets, whose order depends on the requested number of
-    samples.
+    """Sentence ranges bit-identical to Megatron's masked-word data sets; the order depends on the number of samples.
 
-    `tokens` is the length of a sample without special tokens, `least` the fewest sentences it may have.
+    `tokens` is the length of a sample without special tokens, `least` its minimum number of sentences.
 
     Raises:
-        DataError: when no document can be used; when a sample past the end is read.
+        DataError: if no document can be used; if a sample past the end is read.
     """
 
     part: DatasetPart
@@ -194,15 +193,16 @@ class MegatronSentenceRanges:
         return load_or_build_arrays(self.setting.cache, self.identity, self._build_rows)["rows"]
 
     def _build_rows(self) -> Arrays:
-        documents = SentenceDocuments(self.part, least=self.least, longest=LONG)
+        documents = SentenceDocuments(self.part, least=self.least, longest=MAX_SENTENCE)
         rows = documents.cut_megatron_samples(self.tokens, self.short_probability, self.setting.seed, self.num_samples)
         return {"rows": rows}
 
     def __getitem__(self, k: int, /) -> SentenceRange:
         if k >= len(self._rows):
             raise DataError(
-                f"{self.part.reader.prefix}: sample {k} of {len(self._rows)}: order megatron is made for the run's total",
-                hint="a longer run needs a larger total from its start, or data.order: shuffled",
+                f"{self.part.reader.prefix}: data.order = megatron is fixed for {len(self._rows)} samples, and sample"
+                f" {k} was read",
+                hint="start the run with its final number of steps, or set data.order: shuffled",
             )
         first, last, length = self._rows[k].tolist()
         return SentenceRange(first, last, length, create_megatron_stream(self.setting.seed, k))
@@ -210,14 +210,13 @@ class MegatronSentenceRanges:
 
 @dataclass(frozen=True)
 class SeededSentenceRanges:
-    """Sentence ranges as a pure function of seed, content and k. Every epoch has each range once, in an order of its
-    own.
+    """Sentence ranges as a pure function of seed, content and k. Every epoch has each range once, in a drawn order.
 
-    A document is cut in the same places each time, its samples to their full length if it has one; that one is to be
-    shorter is drawn for each sample.
+    The cuts of a document are equal in all epochs, for samples of the full length; whether a sample is then trimmed to
+    a shorter length is drawn for each sample.
 
     Raises:
-        DataError: when no document can be used.
+        DataError: if no document can be used.
     """
 
     part: DatasetPart

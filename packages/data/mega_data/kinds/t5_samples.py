@@ -29,7 +29,7 @@ from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.tokenizer import Tokenizer
 
 Ints = npt.NDArray[np.int64]
-LONGEST = 10  # words that leave in a row in Megatron's order
+MAX_NGRAM = 10  # maximum number of consecutive masked words in Megatron's order
 SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
@@ -38,13 +38,13 @@ class T5Sample:
     """Encoder-decoder sample of S encoder and D decoder tokens, both padded with token 0.
 
     Attributes:
-        encoder_tokens: int64 [S], the text with a sentinel for each span that left it.
+        encoder_tokens: int64 [S], the text with a sentinel for each masked span.
         decoder_tokens: int64 [D], a start token, then each sentinel and its span.
-        labels: int64 [D], the token that follows each, the end token at last; -1 in the padding.
+        labels: int64 [D], the token that follows each, finally the end token; -1 in the padding.
         loss_weights: fp32 [D], 0 in the padding.
         encoder_mask: bool [S], false in the padding.
-        decoder_mask: bool [D], likewise.
-        truncated: whether tokens were left out to fit.
+        decoder_mask: bool [D], false in the padding.
+        truncated: whether tokens were dropped to fit.
     """
 
     encoder_tokens: Ints
@@ -60,7 +60,7 @@ class SentinelReplacement:
     """Replacement of spans by sentinel tokens, with padding; the last step of T5 samples in every order.
 
     Raises:
-        DataError: when the tokenizer has no sentinels; when a sample needs more of them, or more room, than there is.
+        DataError: if the tokenizer has no sentinels; if a sample needs more sentinels or decoder tokens than available.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, eos: int, sizes: tuple[int, int]) -> None:
@@ -70,20 +70,24 @@ class SentinelReplacement:
             if (match := SENTINEL.fullmatch(name))
         }
         if not numbered:
-            raise DataError(f"{tokenizer.path}: has no sentinel tokens <extra_id_0>, <extra_id_1> and so on")
+            raise DataError(
+                f"{tokenizer.path}: the sentinel tokens <extra_id_0>, <extra_id_1> and so on are missing",
+                hint="set data.tokenizer to a T5 tokenizer, or add these tokens to tokenizer.json",
+            )
         self._sentinels = [token for _, token in sorted(numbered.items())]
         self._path, self._start, self._eos, self._sizes = tokenizer.path, start, eos, sizes
 
     def build_sample(self, tokens: Ints, runs: Iterable[Ints], *, end: bool, truncated: bool = False) -> T5Sample:
-        """Build a sample from the text `tokens`; `runs` are the positions of each span, `end` appends the end token to
-        the encoder's text.
+        """Build a sample from the text `tokens`.
+
+        `runs` are the positions of each span; `end` appends the end token to the encoder's text.
         """
         runs = sorted(runs, key=lambda run: int(run[0]))
         if len(runs) > len(self._sentinels):
             raise DataError(
-                f"{self._path}: has {len(self._sentinels)} sentinels, and a sample of data.seq_length ="
-                f" {self._sizes[0]} needs {len(runs)}",
-                hint="shorten data.seq_length, or hide less (data.t5.mask_probability)",
+                f"{self._path}: has {len(self._sentinels)} sentinel tokens, but a sample of data.seq_length ="
+                f" {self._sizes[0]} requires {len(runs)}",
+                hint="reduce data.seq_length or data.t5.mask_probability",
             )
         encoder: list[int] = []
         decoder = [self._start]
@@ -97,8 +101,8 @@ class SentinelReplacement:
         size = self._sizes[1]
         if len(decoder) > size:
             raise DataError(
-                f"data.t5.decoder_seq_length = {size}: a sample has {len(decoder)} tokens for the decoder",
-                hint=f"{2 * sum(run.size for run in runs) + 1} holds any like it; or hide less (data.t5.mask_probability)",
+                f"data.t5.decoder_seq_length = {size}: must be at least {len(decoder)} for a sample of these data",
+                hint=f"set it to {2 * sum(run.size for run in runs) + 1}, or reduce data.t5.mask_probability",
             )
         return T5Sample(
             _pad_tokens(encoder, self._sizes[0], 0),
@@ -119,7 +123,7 @@ class MegatronT5Samples:
     """T5 samples of one data set of sentences, bit-identical to Megatron's.
 
     Raises:
-        DataError: when the tokenizer lacks a special token; on the first sample, when no document can be used.
+        DataError: if the tokenizer lacks a special token; on the first sample, if no document can be used.
     """
 
     def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
@@ -127,8 +131,10 @@ class MegatronT5Samples:
         assert config.t5.decoder_seq_length is not None, "checked with the configuration"
         self._part, self._config, self._tokenizer = part, config, tokenizer
         self._pad = find_special_token(tokenizer, "[PAD]", "<pad>")
-        apart = find_special_token(tokenizer, "[CLS]", "<s>"), find_special_token(tokenizer, "[SEP]", "</s>")
-        self._words = WholeWordMasker(tokenizer, apart, config.t5.mask_probability, geometric_ngram_sampler(LONGEST))
+        excluded = find_special_token(tokenizer, "[CLS]", "<s>"), find_special_token(tokenizer, "[SEP]", "</s>")
+        self._words = WholeWordMasker(
+            tokenizer, excluded, config.t5.mask_probability, geometric_ngram_sampler(MAX_NGRAM)
+        )
         start = find_special_token(tokenizer, "[BOS]", "<s>", "<bos>")
         end = find_special_token(tokenizer, "[EOS]", "</s>", "<eos>")
         self._corruption = SentinelReplacement(tokenizer, start, end, (config.seq_length, config.t5.decoder_seq_length))
@@ -155,18 +161,18 @@ class MegatronT5Samples:
         first, last, length, random = self._cuts[k]
         tokens = np.concatenate([self._part.reader.read_sequence(i) for i in range(first, last)])
         runs = self._words.draw_word_runs(tokens[:length], length, random)
-        found = self._corruption.build_sample(tokens[:length], runs, end=False, truncated=tokens.size > length)
-        # Megatron takes padding for what it is by the token, wherever that comes from.
-        masks = found.encoder_mask & (found.encoder_tokens != self._pad)
-        return replace(found, encoder_mask=masks, decoder_mask=found.decoder_mask & (found.decoder_tokens != self._pad))
+        sample = self._corruption.build_sample(tokens[:length], runs, end=False, truncated=tokens.size > length)
+        # Megatron treats every token with the padding id as padding.
+        encoder_mask = sample.encoder_mask & (sample.encoder_tokens != self._pad)
+        decoder_mask = sample.decoder_mask & (sample.decoder_tokens != self._pad)
+        return replace(sample, encoder_mask=encoder_mask, decoder_mask=decoder_mask)
 
 
 class T5Samples:
-    """T5 samples of running text: windows of as many tokens as fit the encoder after corruption, with random spans
-    masked.
+    """T5 samples of running text with random masked spans; each window fits the encoder exactly after corruption.
 
     Raises:
-        DataError: when the tokenizer lacks a special token, or the part is empty.
+        DataError: if the tokenizer lacks a special token, or the part is empty.
     """
 
     def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
@@ -175,10 +181,10 @@ class T5Samples:
         self._spans = SpanCorruption.from_encoder_length(
             config.seq_length, config.t5.mask_probability, config.t5.mean_span
         )
-        room = config.t5.get_decoder_length(config.seq_length)
+        decoder_length = config.t5.get_decoder_length(config.seq_length)
         start = find_special_token(tokenizer, "<pad>", "[PAD]")
         end = find_special_token(tokenizer, "</s>", "[EOS]", "<eos>")
-        self._corruption = SentinelReplacement(tokenizer, start, end, (config.seq_length, room))
+        self._corruption = SentinelReplacement(tokenizer, start, end, (config.seq_length, decoder_length))
         self._windows = build_token_windows(part, setting, num_samples, self._spans.tokens)
 
     @cached_property
@@ -203,5 +209,5 @@ class T5Samples:
 
 def build_t5_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> MegatronT5Samples | T5Samples:
     """Return samples of dataset kind `t5`, in the sample order of the run."""
-    made = MegatronT5Samples if setting.config.sample_order == "megatron" else T5Samples
-    return made(part, setting, num_samples)
+    samples = MegatronT5Samples if setting.config.sample_order == "megatron" else T5Samples
+    return samples(part, setting, num_samples)

@@ -1,6 +1,6 @@
 """Selection of masked tokens: runs of whole words, drawn like Megatron's masked-word data sets.
 
-Every draw is of a `RandomState`, whose streams numpy keeps as they are, and in Megatron's order.
+All draws come from a `RandomState`, whose streams numpy keeps stable, in Megatron's order.
 """
 
 from __future__ import annotations
@@ -38,17 +38,15 @@ def inverse_ngram_sampler(longest: int) -> Callable[[Random], int]:
 
 
 def geometric_ngram_sampler(longest: int) -> Callable[[Random], int]:
-    """Return a sampler of word counts 1 to `longest`, geometric with p = 0.2 and clipped (SpanBERT, Joshi et al.,
-    2020): for T5.
-    """
+    """Return a sampler of word counts for T5: geometric with p = 0.2, clipped to `longest` (SpanBERT, Joshi et al., 2020)."""
     return lambda random: min(random.geometric(0.2), longest)
 
 
 class WholeWordMasker:
     """Sampler of runs of whole words to mask.
 
-    A word is a token and those behind it that the vocabulary writes with `##` in front, as WordPiece does; without such
-    marks each token is a word. Tokens `apart` are of no word.
+    A word is a token and the following tokens with the WordPiece prefix `##`; without such tokens, each token is a
+    word. `excluded_tokens` belong to no word.
     """
 
     def __init__(
@@ -63,13 +61,13 @@ class WholeWordMasker:
     def draw_word_runs(self, tokens: Ints, length: int, random: Random) -> Iterator[Ints]:
         """Yield runs of positions in `tokens` in the order they are drawn: int64 [tokens of the run] each.
 
-        `length` is the number of tokens that the sample was to reach, which bounds how many are masked. What the caller
-        draws between two runs comes between theirs.
+        `length` is the target length of the sample, which bounds the number of masked tokens. The generator draws
+        lazily, so draws of the caller between two runs come between its own.
         """
-        places = np.flatnonzero(~self._is_excluded[tokens])
-        begins = ~self._continues_word[tokens[places]]
+        positions = np.flatnonzero(~self._is_excluded[tokens])
+        begins = ~self._continues_word[tokens[positions]]
         begins[:1] = True
-        words = np.append(np.flatnonzero(begins), places.size)
+        words = np.append(np.flatnonzero(begins), positions.size)
         budget = min(self._probability * length, max(1, round(tokens.size * self._probability)))
         order = np.arange(words.size - 1)
         random.shuffle(order)
@@ -80,7 +78,7 @@ class WholeWordMasker:
             last = min(word + self._ngram(random), words.size - 1)
             while last > word and count + words[last] - words[word] > budget:
                 last -= 1
-            run = places[words[word] : words[last]]
+            run = positions[words[word] : words[last]]
             if run.size and not taken[run].any():
                 taken[run] = True
                 count += run.size
@@ -91,12 +89,13 @@ def find_special_token(tokenizer: Tokenizer, *names: str) -> int:
     """Return the id of the first of `names` in the vocabulary.
 
     Raises:
-        DataError: when it has none of them.
+        DataError: if none is in the vocabulary.
     """
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
     for name in names:
         if name in vocab:
             return vocab[name]
     raise DataError(
-        f"{tokenizer.path}: has no token {' or '.join(names)}", hint="data.tokenizer names the tokenizer of the data"
+        f"{tokenizer.path}: the special token {' or '.join(names)} is missing",
+        hint="set data.tokenizer to a tokenizer with this token",
     )

@@ -1,9 +1,9 @@
 """Atomic commit of a data set of several files: a note marks it complete, and any later run finishes the renames.
 
-    .wiki.partial/ready.json    {"made_from": ..., "obsolete": [...]}: from here on, nothing is made any more
+    .wiki.partial/ready.json    {"made_from": ..., "obsolete": [...]}: all files are complete
     .wiki.partial/bin ...       become wiki.bin, wiki.quarantine.jsonl, wiki.info and last wiki.idx
 
-So a kill between two renames leaves nothing to do over: the next run of any kind on this name gives the other names.
+A kill between two renames loses no work: the next run that uses this prefix finishes the renames.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ READY = "ready.json"
 def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Path] = ()) -> None:
     """Rename all durable files in a writer's folder to their final names, and end the writer.
 
-    `made_from` is told by `settle` after a kill. `obsolete` files are removed when the data set is there.
+    After a kill, `finish_commit` returns `made_from`. `obsolete` files are removed after the renames.
 
     Raises:
-        DataError: when the disk refuses; nothing is lost then, and `settle` goes on.
+        DataError: if a file cannot be written or renamed; nothing is lost, and `finish_commit` completes the commit.
     """
     with translate_write_errors(writer.prefix):
         write_json_atomically(
@@ -51,7 +51,7 @@ def finish_commit(prefix: Path) -> str | None:
     """Finish the renames of a run that was killed during a commit; return the `made_from` of that data set, or None.
 
     Raises:
-        DataError: when the disk refuses.
+        DataError: if a file cannot be renamed.
     """
     with translate_write_errors(prefix):
         return _finish_commit(prefix)
@@ -59,10 +59,10 @@ def finish_commit(prefix: Path) -> str | None:
 
 def _finish_commit(prefix: Path) -> str | None:
     folder = get_partial_folder(prefix)
-    left = _list_partial_files(folder)
-    if left is None or (left and READY not in left):
+    files = _list_partial_files(folder)
+    if files is None or (files and READY not in files):
         return None
-    lock = lock_partial_folder(folder, wait=READY in left)
+    lock = lock_partial_folder(folder, wait=READY in files)
     if lock is None:
         return None
     try:
@@ -86,12 +86,12 @@ def _rename_committed(prefix: Path) -> str:
         remove_earlier_index(prefix)
         remove_dataset_info(prefix)
         fsync_directory(prefix.parent)
-    beside = {
+    companions = {
         **list_companion_files(prefix),
         "quarantine.jsonl": get_quarantine_path(prefix),
         "info": get_info_path(prefix),
     }
-    rename_files(folder, {"bin": get_bin_path(prefix), **beside, "idx": get_idx_path(prefix)})
+    rename_files(folder, {"bin": get_bin_path(prefix), **companions, "idx": get_idx_path(prefix)})
     for name in note["obsolete"]:
         Path(name).unlink(missing_ok=True)
     remove_partial_folder(folder, last=[READY])

@@ -1,6 +1,6 @@
 """Output of a preprocessing run: tokens, bad lines, counts, and the input position they reach.
 
-`record` makes all of it last; a run that was ended in whatever way goes on from there.
+`record_progress` makes all of it durable; an interrupted run resumes from the last record.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from mega_data.token_files.indexed_reader import CHUNK, select_token_dtype
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import Tokenizer
 
-Sequences = list[npt.NDArray[Any]]  # tokens of those that a document is written as
+Sequences = list[npt.NDArray[Any]]  # token sequences of one document
 
-EVERY = 5.0  # seconds between two records of how far a run came
+RECORD_INTERVAL = 5.0  # seconds between two progress records
 
 
 class DatasetOutput:
     """Writer of the documents of a run, assembled from pieces, ended and counted, in the order of the inputs.
 
-    As a context: the data set appears on leaving it without an error, and `info` is its description. With `lasting`,
-    what `record_progress` noted stays after an error, and `resume_or_start` goes on there. A `shard` waits for another process that makes
-    it, as the one may be that was lost.
+    As a context manager: on exit without an error the data set is committed, and `info` is its description. With
+    `lasting`, the state of the last `record_progress` survives an error, and `resume_or_start` resumes from it. For a
+    `shard`, wait for another process that writes the same shard, which may be a worker that was lost and restarted.
     """
 
     info: DatasetInfo
@@ -85,43 +85,42 @@ class DatasetOutput:
         self._quarantine: IO[bytes] | None = None
         self._end = np.full(int(append_eod), tokenizer.eos_id or 0, self.dtype)
         self._digest = hashlib.sha256()
-        self._begun: list[int] = []
+        self._open_lengths: list[int] = []  # sequence lengths of the unfinished document
         self._recorded = time.monotonic()
 
     def resume_or_start(self) -> PreprocessProgress:
-        """Return the progress of an interrupted run with equal inputs and settings, and resume it; else start from
-        zero.
+        """Resume an interrupted run with equal inputs and settings and return its progress; else start from zero.
 
         Raises:
-            DataError: when what it left is damaged.
+            DataError: if its partial files are damaged.
         """
-        left = self._read_interrupted_progress()
-        if left is None:
+        progress = self._read_interrupted_progress()
+        if progress is None:
             with translate_write_errors(self.writer.folder):
                 self.writer.clear_partial_files()
             return self.done
-        self.done = left
-        tokens = self.writer.resume_after(left.documents)
-        with ProgressBar("reading what is done", total=tokens.nbytes or None, unit="bytes") as bar:
+        self.done = progress
+        tokens = self.writer.resume_after(progress.documents)
+        with ProgressBar("hashing the resumed tokens", total=tokens.nbytes or None, unit="bytes") as bar:
             for start in range(0, tokens.size, CHUNK):
                 piece = np.ascontiguousarray(tokens[start : start + CHUNK])
                 self._digest.update(piece.data)
                 bar.advance(piece.nbytes)
         self.tokens = int(tokens.size)
-        logger.info("%s: going on after the %s documents of an interrupted run", self.prefix, f"{left.documents:,}")
-        return left
+        logger.info("%s: resuming an interrupted run after %s documents", self.prefix, f"{progress.documents:,}")
+        return progress
 
     def _read_interrupted_progress(self) -> PreprocessProgress | None:
         if not self._record.exists():
             return None
         try:
-            left = PreprocessProgress(**json.loads(self._record.read_bytes()))
+            progress = PreprocessProgress(**json.loads(self._record.read_bytes()))
         except (OSError, ValueError, TypeError):
-            left = PreprocessProgress("unreadable")
-        if left.made_from != self.done.made_from:
-            logger.info("%s: what an interrupted run left was made otherwise: starting over", self.prefix)
+            progress = PreprocessProgress("unreadable")
+        if progress.made_from != self.done.made_from:
+            logger.info("%s: an interrupted run used other inputs or settings; starting from zero", self.prefix)
             return None
-        return left
+        return progress
 
     def add_batch(self, batch: TextBatch, documents: Sequence[Sequences]) -> None:
         """Write a batch, given the token sequences of each document, and record the progress from time to time."""
@@ -136,17 +135,17 @@ class DatasetOutput:
         self.done.text_bytes += sum(document.size for document in batch.documents)
         self.done.ends += batch.ends
         self.done.source, self.done.items = batch.end_position
-        if time.monotonic() - self._recorded > EVERY:
+        if time.monotonic() - self._recorded > RECORD_INTERVAL:
             self.record_progress()
 
     def _write_documents(self, documents: Sequence[Sequences], has_more: bool) -> None:
         """Write documents; the first continues an unfinished one, and the last stays open if `has_more` is set.
 
-        Where a document is cut into pieces, its first sequence goes on with the last one of the piece before.
+        The first sequence of a document's second and later pieces continues the last sequence of the piece before.
         """
         lengths = [[sequence.size for sequence in document if sequence.size] for document in documents]
-        lengths[0] = _join_lengths(self._begun, lengths[0])
-        self._begun = lengths.pop() if has_more else []
+        lengths[0] = _join_lengths(self._open_lengths, lengths[0])
+        self._open_lengths = lengths.pop() if has_more else []
         parts: Sequences = []
         for document, sizes in zip_longest(documents, lengths):
             parts += document
@@ -172,7 +171,7 @@ class DatasetOutput:
         record = {"file": item.file, "line": item.line, "reason": item.reason, "content": item.content}
         with translate_write_errors(get_quarantine_path(self.prefix)):
             if self._quarantine is None:
-                self._quarantine = open(self._bad_lines, "ab")  # noqa: SIM115 - closed on leaving
+                self._quarantine = open(self._bad_lines, "ab")  # noqa: SIM115 - closed in __exit__
                 self._quarantine.truncate(self.done.quarantined)
             self._quarantine.write(json.dumps(record).encode() + b"\n")
 
@@ -248,11 +247,11 @@ class DatasetOutput:
         if self._record.exists():
             with contextlib.suppress(DataError):
                 self.record_progress()
-            logger.info("%s: what is done is kept, and the same command goes on with it", self.writer.folder)
+            logger.info("%s: progress is kept; run the same command again to resume", self.writer.folder)
         self._close_quarantine()
         self.writer.abort()
 
 
-def _join_lengths(begun: list[int], more: list[int]) -> list[int]:
-    """Return the lengths of sequences in which the first of `more` continues the last of `begun`."""
-    return [*begun[:-1], begun[-1] + more[0], *more[1:]] if begun and more else begun or more
+def _join_lengths(first: list[int], second: list[int]) -> list[int]:
+    """Concatenate sequence lengths, where the first sequence of `second` continues the last one of `first`."""
+    return [*first[:-1], first[-1] + second[0], *second[1:]] if first and second else first or second

@@ -1,8 +1,8 @@
 """Upload of token files to an object store: they are written locally and then copied, the index last.
 
-    CACHE/wiki-5f3a1c.../wiki.bin, wiki.idx, ...    until all of it is there
+    CACHE/made/wiki-5f3a1c.../wiki.bin, wiki.idx, ...    until the upload is complete
 
-A run that was ended, while it made them or copied them, goes on when it is started again.
+A run that was interrupted, during preprocessing or upload, resumes when it is started again.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ SUFFIXES = (
     "images.idx",
     "bin",
     "idx",
-)  # whoever finds the index finds the others
+)  # in upload order: when the index exists, all other files do
 
 
 def resolve_upload_target(prefix: Path, *, overwrite: bool) -> RemotePath | None:
     """Return the object store path of a data set whose prefix is a URL; None for a local path.
 
     Raises:
-        DataError: when it is there already, and must not be written over.
-        RemoteError: when the object store cannot be asked.
+        DataError: if the data set exists and `overwrite` is not set.
+        RemoteError: if the object store cannot be read.
     """
-    where = parse_location(restore_url(strip_data_suffix(prefix)))
-    if not isinstance(where, RemotePath):
+    remote = parse_location(restore_url(strip_data_suffix(prefix)))
+    if not isinstance(remote, RemotePath):
         return None
-    if not overwrite and RemotePath(f"{where}.idx").exists():
-        raise DataError(f"{where}.idx: exists already", hint="choose another --output, or say --overwrite")
-    return where
+    if not overwrite and RemotePath(f"{remote}.idx").exists():
+        raise DataError(f"{remote}.idx: exists already", hint="choose another --output, or pass --overwrite")
+    return remote
 
 
-def create_local_prefix(where: RemotePath) -> Path:
-    """Return the local prefix at which a data set is built before its upload to `where`; its folder is created."""
-    key = hashlib.sha256(where.encode()).hexdigest()[:12]
-    prefix = default_cache_folder() / "made" / f"{where.name}-{key}" / where.name
+def create_local_prefix(remote: RemotePath) -> Path:
+    """Return the local prefix at which a data set is built before its upload to `remote`; its folder is created."""
+    key = hashlib.sha256(remote.encode()).hexdigest()[:12]
+    prefix = default_cache_folder() / "made" / f"{remote.name}-{key}" / remote.name
     prefix.parent.mkdir(parents=True, exist_ok=True)
     return prefix
 
 
-def upload_dataset(prefix: Path, where: RemotePath) -> None:
-    """Copy a data set to an object store, replacing another of that name, and remove the local files.
+def upload_dataset(prefix: Path, remote: RemotePath) -> None:
+    """Copy a data set to an object store, replacing an existing one, and remove the local files.
 
     Raises:
-        RemoteError: when the store refuses; all is kept here then.
+        RemoteError: if the upload fails; the local files are kept.
     """
     files = {name: prefix.with_name(f"{prefix.name}.{name}") for name in SUFFIXES}
-    RemotePath(f"{where}.idx").delete_objects()
+    RemotePath(f"{remote}.idx").delete_objects()
     with ProgressBar(
-        f"copying to {where}", total=sum(f.stat().st_size for f in files.values() if f.exists()), unit="bytes"
+        f"uploading to {remote}", total=sum(f.stat().st_size for f in files.values() if f.exists()), unit="bytes"
     ) as bar:
         for name, path in files.items():
-            target = RemotePath(f"{where}.{name}")
+            target = RemotePath(f"{remote}.{name}")
             if path.exists():
                 target.upload_file(path, bar.advance)
             else:
-                target.delete_objects()  # of a data set that was written over
+                target.delete_objects()  # left by an overwritten data set
     shutil.rmtree(prefix.parent)

@@ -25,17 +25,20 @@ from mega_data.tokenizer import Tokenizer
 class SentenceEncoder:
     """Encoder of each sentence of a document by itself. `sentencex` splits them by rules of the language.
 
-    White space between two sentences goes to the second where that gives the tokens of both in one text; else it is left
-    out, as with a tokenizer that puts a space before each text itself.
+    White space between two sentences belongs to the second if both then encode to the tokens of the joined text; else
+    it is dropped, for example for a tokenizer that puts a space before each text.
 
     Raises:
-        DataError: when `language` is no code of a language; those it has no rules for it treats as English.
-        MissingPackageError: when sentencex is not installed.
+        DataError: if `language` is not a language code. A language without rules is split as English.
+        MissingPackageError: if sentencex is not installed.
     """
 
     def __init__(self, tokenizer: Tokenizer, language: str) -> None:
         if not re.fullmatch("[a-z]{2,3}", language):
-            raise DataError(f"{language!r} is no code of a language", hint="such as en, de or zh")
+            raise DataError(
+                f"--sentences must be an ISO 639 language code, not {language!r}",
+                hint="use a code such as en, de or zh",
+            )
         self._segment = import_optional("sentencex", "sentences").segment
         self.language = language
         self._keep_space = tokenizer.encode("a. a") == tokenizer.encode("a.") + tokenizer.encode(" a")
@@ -44,15 +47,15 @@ class SentenceEncoder:
         """Return the token ids of each sentence of each document: `dtype` [tokens].
 
         Raises:
-            Differs: with the number of the document, as the encoder does.
+            EncoderMismatch: as `encoder` raises it, with the index of the document.
         """
         split = [self.split_sentences(text) for text in texts]
         try:
-            encoded = iter(encoder.encode_batch([sentence for found in split for sentence in found], dtype))
+            encoded = iter(encoder.encode_batch([sentence for sentences in split for sentence in sentences], dtype))
         except EncoderMismatch as error:
-            error.index = [number for number, found in enumerate(split) for _ in found][error.index]
+            error.index = [number for number, sentences in enumerate(split) for _ in sentences][error.index]
             raise
-        return [[next(encoded) for _ in found] for found in split]
+        return [[next(encoded) for _ in sentences] for sentences in split]
 
     def split_sentences(self, text: str) -> list[str]:
         """Return the sentences of a text, in order."""
@@ -66,7 +69,7 @@ class SentenceEncoder:
         return sentences
 
 
-AHEAD = 1 << 22  # bytes of text per worker that may wait or be under way
+READ_AHEAD = 1 << 22  # bytes of text per worker that may be queued or in progress
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class DocumentEncoder:
     by_sentence: SentenceEncoder | None
 
     def encode_documents(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> EncodedChats:
-        """Return the sequences of each document, and for conversations the notes to report."""
+        """Return the sequences of each document; for conversations also the number of cut ones, and notes to report."""
         if self.chats:
             encoded = self.chats.encoder.encode_chats([document.chats for document in documents], dtype)
             encoded.notes.update(note for document in documents for note in document.notes)
@@ -92,36 +95,37 @@ class DocumentEncoder:
 def encode_batches(
     batches: Iterable[TextBatch], encoding: DocumentEncoder, dtype: np.dtype[Any], workers: int
 ) -> Generator[tuple[TextBatch, list[Sequences]], None, None]:
-    """Yield each batch with its tokens, in order; at most `AHEAD` bytes per worker (or one batch) are in progress."""
-    if workers == 1:  # a thread of its own would cost more, in memory arenas, than it saves
+    """Yield each batch with its tokens, in order; at most `READ_AHEAD` bytes per worker (or one batch) are pending."""
+    if workers == 1:  # a single worker thread costs more, in memory arenas, than it saves
         yield from ((batch, _encode_batch(batch, encoding, dtype)) for batch in batches)
         return
     pending: deque[tuple[TextBatch, Future[list[Sequences]]]] = deque()
-    under_way = 0
+    pending_bytes = 0
     failure: MegaError | None = None
     pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
     try:
         try:
             for batch in batches:
-                while pending and under_way + batch.size > workers * AHEAD:
-                    under_way -= pending[0][0].size
-                    yield _await_batch(*pending.popleft())
+                while pending and pending_bytes + batch.size > workers * READ_AHEAD:
+                    pending_bytes -= pending[0][0].size
+                    yield _pop_finished(pending)
                 pending.append((batch, pool.submit(_encode_batch, batch, encoding, dtype)))
-                under_way += batch.size
+                pending_bytes += batch.size
                 while pending and pending[0][1].done():
-                    under_way -= pending[0][0].size
-                    yield _await_batch(*pending.popleft())
-        except MegaError as error:  # of the batch that would come next: what is under way is worth keeping
+                    pending_bytes -= pending[0][0].size
+                    yield _pop_finished(pending)
+        except MegaError as error:  # raised while the next batch was read: the pending ones are still good
             failure = error
         while pending:
-            yield _await_batch(*pending.popleft())
+            yield _pop_finished(pending)
         if failure is not None:
             raise failure
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _await_batch(batch: TextBatch, future: Future[list[Sequences]]) -> tuple[TextBatch, list[Sequences]]:
+def _pop_finished(pending: deque[tuple[TextBatch, Future[list[Sequences]]]]) -> tuple[TextBatch, list[Sequences]]:
+    batch, future = pending.popleft()
     return batch, future.result()
 
 
@@ -129,30 +133,30 @@ def _encode_batch(batch: TextBatch, encoding: DocumentEncoder, dtype: np.dtype[A
     if not batch.documents:
         return []
     try:
-        found, batch.cut, batch.notes = encoding.encode_documents(batch.documents, dtype)
+        sequences, batch.cut, batch.notes = encoding.encode_documents(batch.documents, dtype)
         if batch.lead:
-            found[0][0] = found[0][0][batch.lead :]
+            sequences[0][0] = sequences[0][0][batch.lead :]
     except EncoderMismatch as error:
         error.where = batch.documents[error.index].location
         raise
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a Rust panic is a BaseException, not an Exception
         raise _find_failing_document(batch, encoding, dtype, error) from error
-    return found
+    return sequences
 
 
 def _find_failing_document(
     batch: TextBatch, encoding: DocumentEncoder, dtype: np.dtype[Any], error: BaseException
 ) -> DataError:
-    """Find the document of a batch on which the tokenizer fails, and return the error."""
+    """Return an error that names the document of a batch on which the tokenizer fails."""
     path = encoding.encoder.path
     for document in batch.documents:
         try:
             encoding.encode_documents([document], dtype)
         except KeyboardInterrupt:
             raise
-        except BaseException as own:  # noqa: BLE001 - as above; it is told, not lost
-            return DataError(f"{document.location}: the tokenizer {path} fails on this document ({own})")
+        except BaseException as cause:  # noqa: BLE001 - a Rust panic, and it is reported
+            return DataError(f"{document.location}: the tokenizer {path} fails on this document ({cause})")
     first, last = batch.documents[0], batch.documents[-1]
     return DataError(f"{first.location} to {last.location}: the tokenizer {path} fails on this batch ({error})")

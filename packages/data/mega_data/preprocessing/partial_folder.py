@@ -30,15 +30,15 @@ def get_partial_folder(prefix: Path) -> Path:
 
 
 def lock_partial_folder(folder: Path, *, wait: bool) -> int | None:
-    """Create a folder and lock it for this process, which may also remove it; return the lock's descriptor.
+    """Create a folder and lock it for this process, which may then remove it; return the lock's file descriptor.
 
-    None when another process holds it and it is not to be waited for.
+    Return None if another process has the lock and `wait` is false.
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # its holder has just removed it
+        except FileNotFoundError:  # the previous owner has just removed it
             continue
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -59,7 +59,7 @@ def remove_partial_folder(folder: Path, last: Sequence[str] = ()) -> None:
 
 
 def rename_files(folder: Path, names: Mapping[str, Path]) -> None:
-    """Rename the existing files of `folder`, durably one after another."""
+    """Rename the existing files of `folder` in order, each durably before the next."""
     for name, final in names.items():
         with contextlib.suppress(FileNotFoundError):
             os.replace(folder / name, final)

@@ -1,8 +1,8 @@
 """Preprocessing of documents to token files, limited by the speed of the tokenizer.
 
-One thread reads and writes, `workers` threads encode: the tokenizer's Rust code runs without the interpreter's lock, so
-threads do what processes would without copying the text or starting interpreters. Batches go out and come back in the
-order of the documents, so the files do not depend on the number of workers.
+One thread reads and writes, `workers` threads encode: the tokenizer's Rust code releases the GIL, so threads scale like
+processes, without copies of the text and without the start of interpreters. Batches are written in the order of the
+documents, so the files do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from mega_data.token_files.dataset_info import (
 from mega_data.token_files.indexed_reader import get_idx_path, strip_data_suffix
 from mega_data.tokenizer import LEADS, Tokenizer, disable_encoder_threads
 
-PART = 1 << 28  # bytes of input that an engine makes a part of: a minute or two of one core
-MOST_PARTS = 1000  # each is a few files, until they are joined
+SHARD_SIZE = 1 << 28  # bytes of input per shard of an engine: a minute or two of one core
+MAX_SHARDS = 1000  # each is a few files until they are joined
 
 
 def preprocess_corpus(
@@ -75,47 +75,42 @@ def preprocess_corpus(
 ) -> DatasetInfo:
     """Tokenize `inputs` (see `find_corpus_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
 
-    A document is one sequence of the data set, or with `sentences`, a language such as `en`, as many as it has
-    sentences; documents without a token are left out and counted. `append_eod` ends
-    each with the tokenizer's end token; a special token that a text spells stays text without `parse_special_tokens`.
-    `workers` is the number of encoding threads, by default the usable cores. With `on_bad_line="skip"` bad lines go
-    into `PREFIX.quarantine.jsonl` instead of stopping the run. The `encoder` decides about speed alone (see
-    `choose_text_encoder`).
+    No file has its final name before all are written. An interrupted run resumes when it is started again, if its
+    inputs are files and unchanged, and yields the same data set.
 
-    Until everything is written no file has its final name, whatever ends the run. A run that was ended goes on where it
-    was when it is started again, if its inputs are files and they did not change; the data set is the same then.
+    Args:
+        output_prefix: a URL uploads the complete files to that object store (`mega_data.preprocessing.dataset_upload`).
+        workers: number of encoding threads, by default the usable cores; with an engine, of shards built at once.
+        shard: build only this shard (see `mega_data.preprocessing.sharding`), and join all if it is the last one.
+        engine: "processes" or "ray" builds all shards.
+        shards: number of shards of an engine, by default one per `SHARD_SIZE` bytes of input.
 
-    With `chat` whole records are read, as conversations or pairs of them (`mega_data.chat.chat_records`), and their tokens'
-    weights in the loss are written too (`PREFIX.mask.bin`, `PREFIX.mask.idx`). A special token that the text of a
-    conversation spells is that token, as for transformers. Conversations of which nothing that counts is left within
-    the length limit are left out and counted as empty.
+    The other arguments are those of `PreprocessJob`.
 
-    A `shard` makes only its part (see `mega_data.preprocessing.sharding`); what is returned describes that, or the whole if it was the
-    last part that was missing. With the `engine` processes or ray this makes all parts, as many as `shards` says and by
-    default one for each `PART` bytes of input; `workers` is the number of parts that are made at once.
-
-    With an `output_prefix` that is a URL the files go to that object store when all are made (see `mega_data.preprocessing.dataset_upload`).
+    Returns:
+        Description of the data set, or of `shard` if other shards are missing.
 
     Raises:
-        DataError: naming file and line of a bad document, or what cannot be read or written; with the reason of each
-            part that could not be made, when all others are.
-        MissingPackageError: when an input's format, or the engine, needs a package that is not installed.
+        DataError: naming file and line of a bad document, or a file that cannot be read or written; for an engine with
+            the reason of a failed shard, after all others are built.
+        MissingPackageError: if an input's format, or the engine, requires a package that is not installed.
     """
-    where = resolve_upload_target(Path(output_prefix), overwrite=overwrite)
-    if where is not None and (shard is not None or engine == "ray"):
+    remote = resolve_upload_target(Path(output_prefix), overwrite=overwrite)
+    if remote is not None and (shard is not None or engine == "ray"):
         raise DataError(
-            f"{where}: parts of several machines are joined in a folder that all see", hint="--engine processes"
+            f"{remote}: --output on an object store is not supported with --shard or --engine ray",
+            hint="use --engine processes, or a shared folder as --output",
         )
+    local = create_local_prefix(remote) if remote else strip_data_suffix(Path(output_prefix))
     job = PreprocessJob(
-        tuple(inputs), Path(tokenizer_path), create_local_prefix(where) if where else strip_data_suffix(Path(output_prefix)),
-        WHOLE if chat else json_key, append_eod, parse_special_tokens or chat is not None, on_bad_line,
-        overwrite or where is not None, encoder, chat, sentences,
+        tuple(inputs), Path(tokenizer_path), local, WHOLE if chat else json_key, append_eod,
+        parse_special_tokens or chat is not None, on_bad_line, overwrite or remote is not None, encoder, chat, sentences,
     )  # fmt: skip
-    goes_on = where is not None or shard is not None or engine != "threads"
-    made = job.check_output(accept_finished=goes_on) or _build_dataset(job, shard, engine, shards, workers)
-    if where is not None:
-        upload_dataset(job.whole, where)
-    return made
+    accept_finished = remote is not None or shard is not None or engine != "threads"
+    info = job.check_output(accept_finished=accept_finished) or _build_dataset(job, shard, engine, shards, workers)
+    if remote is not None:
+        upload_dataset(job.whole, remote)
+    return info
 
 
 def _build_dataset(
@@ -132,7 +127,23 @@ def _build_dataset(
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """Job that builds one data set: its inputs, settings and output."""
+    """Job that builds one data set: its inputs, settings and output.
+
+    Documents without a token are left out and counted.
+
+    Attributes:
+        whole: prefix of the data set.
+        json_key: field of a record that has the text.
+        append_eod: end each document with the tokenizer's end token.
+        parse_special_tokens: encode a special token that a text spells as that token, not as text.
+        on_bad_line: "skip" moves bad lines to `PREFIX.quarantine.jsonl` instead of ending the run.
+        encoder: encoding library, which affects only the speed (see `choose_text_encoder`).
+        chat: read whole records as conversations or pairs of them (`mega_data.chat.chat_records`), and write the loss
+            weights of their tokens (`PREFIX.mask.bin`, `PREFIX.mask.idx`). A special token that a conversation spells
+            is that token, as in transformers. Conversations without a trained token within the length limit are left
+            out and counted as empty.
+        sentences: language such as `en`: each sentence is one sequence of the data set, instead of each document.
+    """
 
     inputs: tuple[str | Path, ...]
     tokenizer_path: Path
@@ -152,8 +163,8 @@ class PreprocessJob:
         tokenizer = Tokenizer(self.tokenizer_path, specials_as_text=not self.parse_special_tokens)
         if self.append_eod and tokenizer.eos_id is None:
             raise DataError(
-                f"{tokenizer.path}: names no end-of-text token to append",
-                hint="put `eos_token` into tokenizer_config.json beside it",
+                f"{tokenizer.path}: --append-eod requires a tokenizer with an end-of-text token",
+                hint="add `eos_token` to tokenizer_config.json in the same folder",
             )
         return tokenizer
 
@@ -185,19 +196,16 @@ class PreprocessJob:
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
     def check_output(self, *, accept_finished: bool) -> DatasetInfo | None:
-        """Check that the data set may be built; return its description if it is complete, for example after a kill
-        during the commit.
+        """Check that the data set may be built; return its description if it is complete after a kill during its commit.
 
-        Or, if what is made `accept_finished` to be joined or copied: who makes a part cannot know that another has joined them, and
-        starts again after that, too.
+        With `accept_finished`, a complete data set of the same job is accepted as well: a shard's process is restarted
+        without knowing that another one has joined all shards, or that only the upload is missing.
         """
         if finish_commit(self.whole) == self.made_from and (info := read_dataset_info(self.whole)):
             return info
         info = read_dataset_info(self.whole) if accept_finished and get_idx_path(self.whole).exists() else None
         if info and info.made_from == self.made_from:
-            logger.info(
-                "%s: is made already, of these inputs and with these settings: nothing is left to do", self.whole
-            )
+            logger.info("%s: is complete already, with equal inputs and settings", self.whole)
             return info
         check_output_prefix(self.whole, self.overwrite)
         reject_input_as_output(
@@ -217,17 +225,20 @@ class PreprocessJob:
         choice = self.encoder
         if self.chat_preparation:
             if choice == "fastokens":
-                logger.warning("tokenizers encodes: fastokens does not tell where in a conversation a token stands")
+                logger.warning(
+                    "encoder: tokenizers (fastokens does not return the character offsets that chats require)"
+                )
             choice = "tokenizers"
         try:
             return self._build_with_encoder(prefix, sources, made_from, workers, shard, choice)
         except EncoderMismatch as error:
             if not all(source.is_rereadable for source in sources):
                 raise DataError(
-                    f"{error.where}: fastokens makes other tokens than tokenizers, and what is read cannot be read again",
-                    hint="--encoder tokenizers",
+                    f"{error.where}: fastokens and tokenizers differ on this text, and the input cannot be read again",
+                    hint="use --encoder tokenizers",
                 ) from None
-            logger.warning("%s: fastokens makes other tokens than tokenizers: starting over without it", error.where)
+            logger.warning("%s: fastokens and tokenizers differ on this text; starting from zero without fastokens",
+                           error.where)  # fmt: skip
             return self._build_with_encoder(prefix, sources, made_from, workers, shard, "tokenizers")
 
     def _build_with_encoder(
@@ -256,7 +267,7 @@ class PreprocessJob:
             size = sum(source.num_bytes for source in sources)
             bar = stack.enter_context(ProgressBar("tokenizing", total=size or None, unit="bytes"))
             done = output.resume_or_start()
-            done.encoder = done.encoder if choice == "auto" else choice  # what was given up stays so
+            done.encoder = done.encoder if choice == "auto" else choice  # a rejected fastokens is not tried again
             encoder = choose_text_encoder(done.encoder, tokenizer, size, rereadable=lasting)
             folder = output.writer.folder if chats is None else None  # a conversation is parsed as a whole
             reading = ResumableReader(sources, self.json_key, self.skipped_files, done, bar, folder=folder)
@@ -266,7 +277,7 @@ class PreprocessJob:
                 refuse=None if self.on_bad_line == "skip" else get_quarantine_path(prefix),
                 end=None if self.parse_special_tokens else tokenizer.eos_token,
                 prepare=chats.prepare_record if chats else None,
-                leads=LEADS[:1] if self.sentence_encoder else LEADS,  # which would be taken for white space between two
+                leads=LEADS[:1] if self.sentence_encoder else LEADS,  # the others look like space between sentences
             )
             stack.enter_context(disable_encoder_threads())
             encoded = encode_batches(
@@ -279,8 +290,8 @@ class PreprocessJob:
                 output.shard = shard.model_copy(update={"lines": reading.lines})
             elif not done.documents:
                 raise DataError(
-                    f"{sources[0].name}: not one document with text in {len(sources)} file(s)",
-                    hint=f"{done.bad} bad lines, {done.empty} empty documents, {done.left_out} files that are no text",
+                    f"{sources[0].name}: no document with text in {len(sources)} file(s)",
+                    hint=f"{done.bad} bad lines, {done.empty} empty documents, {done.left_out} binary files",
                 )
         reading.log_summary()
         _log_result(output.info, output, tokenizer)
@@ -294,10 +305,10 @@ class PreprocessJob:
     def build_shard(self, shard: InputShard, workers: int) -> DatasetInfo:
         """Build the data set of one shard, unless it is finished."""
         if any(source.name == STDIN for source in self.sources):
-            raise DataError("standard input cannot be read in parts", hint="give files, globs or folders")
+            raise DataError("standard input is not supported with --shard", hint="give files, globs or folders")
         prefix = shard.get_output_prefix(self.whole)
-        if made := read_finished_shard(prefix, self.made_from):
-            return made
+        if finished := read_finished_shard(prefix, self.made_from):
+            return finished
         about = DatasetShardInfo(number=shard.number, of=shard.of, made_from=self.made_from)
         with record_failure(prefix):
             sources = select_shard_sources(self.sources, shard, self.json_key)
@@ -312,44 +323,44 @@ class PreprocessJob:
         return None
 
     def join_shards(self, shard: InputShard) -> DatasetInfo | None:
-        """Join the shards to the whole, if all are finished."""
+        """Join the shards to the whole, if all are finished; else return None."""
         return join_shards(self.whole, self.sources, shard, self.json_key, self.made_from)
 
 
 def _build_by_engine(job: PreprocessJob, engine: EngineName, count: int | None, workers: int | None) -> DatasetInfo:
     """Build all shards by an engine, and join them."""
     size = sum(source.num_bytes for source in job.sources)
-    shards = InputShard(1, count or min(max(-(-size // PART), 1), MOST_PARTS)).all_shards
-    left = [shard for shard in shards if not read_finished_shard(shard.get_output_prefix(job.whole), job.made_from)]
-    make = dataclasses.replace(job).try_build_shard  # without what was loaded here
-    answers = (
-        build_in_processes(make, left, workers or count_usable_cores())
+    shards = InputShard(1, count or min(max(-(-size // SHARD_SIZE), 1), MAX_SHARDS)).all_shards
+    missing = [shard for shard in shards if not read_finished_shard(shard.get_output_prefix(job.whole), job.made_from)]
+    build = dataclasses.replace(job).try_build_shard  # a copy without cached properties can be pickled
+    results = (
+        build_in_processes(build, missing, workers or count_usable_cores())
         if engine == "processes"
-        else build_on_ray(make, left, workers)
+        else build_on_ray(build, missing, workers)
     )
     reasons: dict[InputShard, str] = {}
-    with ProgressBar("making parts", total=len(shards), unit="parts") as bar, contextlib.closing(answers):
-        bar.advance(len(shards) - len(left))
-        for shard, reason in answers:
+    with ProgressBar("building shards", total=len(shards), unit="shards") as bar, contextlib.closing(results):
+        bar.advance(len(shards) - len(missing))
+        for shard, reason in results:
             bar.advance(1)
             if reason is not None:
                 reasons[shard] = reason
-                logger.warning("%s, part %s: %s", job.whole, shard, reason)
+                logger.warning("%s, shard %s: %s", job.whole, shard, reason)
     if reasons:
         raise DataError(
-            f"{job.whole}: {len(reasons)} of {len(shards)} parts could not be made, {min(reasons.values())}",
-            hint="the others are kept: the same command makes only what is missing",
+            f"{job.whole}: {len(reasons)} of {len(shards)} shards failed: {min(reasons.values())}",
+            hint="the others are kept: run the same command again to build only the missing shards",
         )
     info = job.join_shards(shards[0])
     if info is None:
-        raise DataError(f"{job.whole}: parts are gone that were made", hint="was another run removing them?")
+        raise DataError(f"{job.whole}: finished shards are missing", hint="run one command at a time on this --output")
     if info.chat is not None:
         log_chat_notes(info.chat.notes)
     return info
 
 
 def count_usable_cores() -> int:
-    """Return the number of cores that this process may run on, which in a container is smaller than the machine's."""
+    """Return the number of cores that this process may run on; in a container it can be smaller than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -358,15 +369,15 @@ def _log_result(info: DatasetInfo, output: DatasetOutput, tokenizer: Tokenizer) 
     if info.skipped.bad:
         logger.warning("%d bad lines are in %s", info.skipped.bad, get_quarantine_path(output.prefix))
     if info.skipped.empty:
-        what = "conversations without an answer within the limit" if info.chat else "empty documents"
-        logger.warning("%d %s were left out", info.skipped.empty, what)
+        noun = "conversations without an answer within the length limit" if info.chat else "empty documents"
+        logger.warning("%d %s were left out", info.skipped.empty, noun)
     if info.chat is not None and info.chat.cut:
-        logger.warning("%d answers were cut by the limit of %d tokens", info.chat.cut, info.chat.max_length)
+        logger.warning("%d answers were truncated to %d tokens", info.chat.cut, info.chat.max_length)
     if info.chat is not None:
         log_chat_notes(info.chat.notes)
     if output.done.ends:
         logger.warning(
-            "%d documents spell the end token %r: it is text there; --parse-special-tokens takes it for the token",
+            "%d documents spell the end token %r as text; pass --parse-special-tokens to encode it as the token",
             output.done.ends,
             tokenizer.eos_token,
         )

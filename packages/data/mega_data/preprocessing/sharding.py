@@ -1,11 +1,11 @@
 """Data sets built in shards by independent jobs or an engine: `--shard 3/8` reads the third eighth of all bytes.
 
-Each part is a data set of its own, `wiki.shard-00003-of-00008`. Whoever makes the last one joins them, in the order of the
-inputs, so that the whole is what one run would have made, byte by byte. A killed part goes on where it was; one that
-failed says why in a `.failed` file beside the others. The same command given again makes what is missing.
+Each shard is a separate data set, `wiki.shard-00003-of-00008`. The process that builds the last one joins them in the
+order of the inputs, so the result equals that of a single run byte for byte. A killed shard resumes; a failed one
+leaves its error in a `.failed` file. Running the same command again builds the missing shards.
 
-An engine calls `make` with each shard, so often at once as it has workers, and gives its answers as they come. What
-kills a worker is an answer too, so that the other parts go on.
+An engine calls `build` for each shard, in as many workers as it has, and yields the results as they arrive. A killed
+worker yields an error for its shard, and the other shards continue.
 """
 
 from __future__ import annotations
@@ -50,12 +50,15 @@ class InputShard:
         """Parse a shard such as `3/8`.
 
         Raises:
-            ConfigError: when it is not of this form, or not one of that many.
+            ConfigError: if it has another form, or its number is out of range.
         """
-        found = re.fullmatch(r"(\d+)/(\d+)", text)
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
-            raise ConfigError(f"--shard {text}: not a part of a whole", hint="the parts of eight are 1/8 to 8/8")
-        return cls(int(found[1]), int(found[2]))
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ConfigError(
+                f"--shard must be NUMBER/COUNT with 1 <= NUMBER <= COUNT, not {text}",
+                hint="for eight shards pass --shard 1/8 to --shard 8/8",
+            )
+        return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
@@ -71,25 +74,25 @@ class InputShard:
 
 
 def select_shard_sources(sources: Sequence[CorpusSource], shard: InputShard, key: str) -> list[CorpusSource]:
-    """Return the sources, and ranges of sources, that begin in a shard's share of all bytes.
+    """Return the sources, and ranges of sources, that begin in a shard's byte range of the input.
 
-    JSON lines that are not packed are cut at lines and Parquet between row groups, anything else not at all.
+    Uncompressed JSON lines are divided at lines, Parquet between row groups; other formats are not divided.
     """
     total = sum(_source_size(source) for source in sources)
     low, high = (total * number // shard.of for number in (shard.number - 1, shard.number))
-    found: list[CorpusSource] = []
+    selected: list[CorpusSource] = []
     for source in sources:
-        found += _select_range(source, low, high, key)
+        selected += _select_range(source, low, high, key)
         low, high = low - _source_size(source), high - _source_size(source)
-    return found
+    return selected
 
 
 def _source_size(source: CorpusSource) -> int:
-    return max(source.size, 1)  # each has a place, also an empty file and one of unknown size
+    return max(source.size, 1)  # an empty file, and one of unknown size, belong to a shard too
 
 
 def _select_range(source: CorpusSource, low: int, high: int, key: str) -> list[CorpusSource]:
-    """Return the part of a source within the range of bytes, counted from its beginning."""
+    """Return the range of a source from byte `low` to `high`, counted from its beginning."""
     if high <= 0 or low >= _source_size(source):
         return []
     if low > 0 or high < _source_size(source):
@@ -144,16 +147,16 @@ def join_shards(
     """Join all shards to the whole and remove them; None while one is missing.
 
     Raises:
-        DataError: when a part is damaged, or there is not one document.
+        DataError: if a shard is damaged, or no document has text.
     """
     prefixes = [part.get_output_prefix(whole) for part in shard.all_shards]
     if not all(read_finished_shard(prefix, made_from) for prefix in reversed(prefixes)):  # most are made in order
         return None
     infos = [info for prefix in prefixes if (info := read_dataset_info(prefix))]
     if not sum(info.documents for info in infos):
-        raise DataError(f"{sources[0].name}: not one document with text in {len(sources)} file(s)")
+        raise DataError(f"{sources[0].name}: no document with text in {len(sources)} file(s)")
     with IndexedWriter(whole, infos[0].dtype, wait=True, masked=infos[0].chat is not None) as writer:
-        if not all(get_idx_path(prefix).exists() for prefix in prefixes):  # joined by another, which was waited for
+        if not all(get_idx_path(prefix).exists() for prefix in prefixes):  # another process has joined them meanwhile
             writer.abort()
             return read_dataset_info(whole)
         _join_bad_lines(
@@ -174,12 +177,13 @@ def _join_bad_lines(
     read: Sequence[Sequence[CorpusSource]],
     prefixes: Sequence[Path],
 ) -> None:
-    """Join the bad lines in order, numbered as in the files; those of a range of a file were counted from its
-    beginning.
+    """Join the bad lines of all shards in order, with the line numbers of the whole files.
+
+    In a shard that begins inside a file, lines were counted from there.
     """
     if not any(info.skipped.bad for info in infos):
         return
-    before = 0  # lines of the file that goes on from part to part
+    before = 0  # lines in earlier shards of the file that continues into the next one
     with translate_write_errors(writer.prefix), open(writer.folder / "quarantine.jsonl", "wb") as joined:
         for prefix, info, sources in zip(prefixes, infos, read, strict=True):
             for record in _read_bad_lines(prefix):
@@ -200,26 +204,26 @@ def _read_bad_lines(prefix: Path) -> Iterator[dict[str, Any]]:
 
 
 EngineName = Literal["threads", "processes", "ray"]
-ShardFunction = Callable[[InputShard], str | None]  # makes a part, or says why it cannot be made
+ShardFunction = Callable[[InputShard], str | None]  # builds a shard; returns the reason of a failure, else None
 ShardResults = Generator[tuple[InputShard, str | None], None, None]
 
 
-def build_in_processes(make: ShardFunction, shards: Sequence[InputShard], workers: int) -> ShardResults:
+def build_in_processes(build: ShardFunction, shards: Sequence[InputShard], workers: int) -> ShardResults:
     """Build shards on this machine, with one process per worker."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_initialize_worker)
     try:
-        under_way = {pool.submit(make, shard): shard for shard in shards}
-        for future in as_completed(under_way):
+        pending = {pool.submit(build, shard): shard for shard in shards}
+        for future in as_completed(pending):
             error = future.exception()
-            yield under_way[future], _format_reason(error) if error else future.result()
+            yield pending[future], _format_reason(error) if error else future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _initialize_worker() -> None:
     """Silence a worker process, and end it when its parent is killed."""
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - it is open as long as the process is there
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process lives
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -230,40 +234,42 @@ def _initialize_worker() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def build_on_ray(make: ShardFunction, shards: Sequence[InputShard], workers: int | None) -> ShardResults:
+def build_on_ray(build: ShardFunction, shards: Sequence[InputShard], workers: int | None) -> ShardResults:
     """Build shards on the Ray cluster of RAY_ADDRESS or of this machine, else on a new local one; one CPU per shard.
 
-    The cluster's machines see the inputs, the tokenizer and the output under the same names, and have `mega_data`.
+    All machines of the cluster need `mega_data`, and the inputs, tokenizer and output under the same paths.
 
     Raises:
-        MissingPackageError: when Ray is not installed.
+        MissingPackageError: if Ray is not installed.
     """
     try:
         import ray
     except ImportError:
-        raise MissingPackageError("--engine ray needs the package ray", hint="pip install 'mega-data[ray]'") from None
+        raise MissingPackageError(
+            "--engine ray requires the package ray", hint="pip install 'mega-data[ray]'"
+        ) from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False, logging_level=logging.WARNING)
     folder = os.getcwd()
 
-    def made(shard: InputShard) -> str | None:
-        os.chdir(folder)  # names are relative to the same, wherever Ray starts its processes
-        return make(shard)
+    def build_in_folder(shard: InputShard) -> str | None:
+        os.chdir(folder)  # relative paths resolve here, wherever Ray starts its processes
+        return build(shard)
 
-    remote = ray.remote(num_cpus=1)(made)
+    remote = ray.remote(num_cpus=1)(build_in_folder)
     waiting = list(reversed(shards))
-    under_way: dict[Any, InputShard] = {}
-    while waiting or under_way:
-        while waiting and len(under_way) < (workers or len(shards)):
+    running: dict[Any, InputShard] = {}
+    while waiting or running:
+        while waiting and len(running) < (workers or len(shards)):
             shard = waiting.pop()
-            under_way[remote.remote(shard)] = shard
-        done, _ = ray.wait(list(under_way), num_returns=1)
+            running[remote.remote(shard)] = shard
+        done, _ = ray.wait(list(running), num_returns=1)
         for reference in done:
             try:
                 reason = ray.get(reference)
             except ray.exceptions.RayError as error:
                 reason = _format_reason(error)
-            yield under_way.pop(reference), reason
+            yield running.pop(reference), reason
 
 
 def _format_reason(error: BaseException) -> str:

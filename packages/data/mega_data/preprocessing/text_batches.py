@@ -20,7 +20,7 @@ from mega_data.tokenizer import LEADS, Tokenizer
 BATCH = 1 << 18  # bytes of text: 40 ms of work, so that threads stay busy and little waits
 PIECE = 1 << 18  # characters of a longer document that are encoded at once
 
-SourcePosition = tuple[int, int]  # the number of a source, and of items of it that are done
+SourcePosition = tuple[int, int]  # index of a source, and number of its items that are done
 
 
 @dataclass
@@ -28,14 +28,14 @@ class TextBatch:
     """Documents encoded in one call, or one piece of a long document; `has_more` if more pieces of it follow.
 
     Attributes:
-        rejected: what of no use came before or between the documents.
+        rejected: bad lines and skipped files before or between the documents.
         size: bytes of text to encode.
-        ends: how many of the documents spell the end token.
-        cut: how many answers lost something to the length limit; known when they are encoded.
-        notes: conversations by what is to be reported of them; known when they are encoded.
-        end_position: what of the inputs is done with this batch.
-        read: bytes of all inputs that were read for it and those before.
-        lead: how many tokens a piece begins with that are not its own (`Tokenizer.split`).
+        ends: number of documents whose text spells the end token.
+        cut: number of answers truncated by the length limit; set when the batch is encoded.
+        notes: number of conversations by note to report; set when the batch is encoded.
+        end_position: input position after this batch.
+        read: bytes of all inputs that were read up to the end of this batch.
+        lead: number of leading tokens that belong to the previous piece (`Tokenizer.split_long_text`).
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -54,8 +54,8 @@ class TextBatch:
 class PreprocessProgress:
     """Progress of a run: `items` of source number `source`, after all earlier sources, and the resulting counts.
 
-    `made_from` tells a run from one with other inputs or settings; `quarantined` counts bytes, and `encoder`
-    is the one that was asked for, or had to be.
+    `made_from` is a digest of inputs and settings; `quarantined` counts bytes, and `encoder` is the chosen one, or
+    `tokenizers` after a mismatch.
     """
 
     made_from: str
@@ -91,7 +91,7 @@ class ResumableReader:
         self.whole, self.folder = whole, folder
         self.start = done.source, done.items
         self.kinds: Counter[FileFormat] = Counter()
-        self.lines = 0  # of the last source that was read to its end
+        self.lines = 0  # number of lines of the last source that was read to its end
         self.read = float(sum(source.num_bytes for source in sources[: done.source]))
         self._shown = 0.0
 
@@ -119,11 +119,11 @@ class ResumableReader:
     def _read_source(self, source: CorpusSource) -> Iterator[Document | RejectedItem]:
         end = self.read + source.num_bytes if source.size else math.inf
 
-        def advance(count: int) -> None:  # blocks reach beyond the range of a part
+        def advance(count: int) -> None:  # blocks may extend beyond the range of a shard
             self.read = min(self.read + count, end)
 
-        tell = advance, self._record_format, self._record_lines
-        return read_documents(source, self.json_key, *tell, whole=self.whole, folder=self.folder)
+        callbacks = advance, self._record_format, self._record_lines
+        return read_documents(source, self.json_key, *callbacks, whole=self.whole, folder=self.folder)
 
     def _record_lines(self, count: int) -> None:
         self.lines = count
@@ -146,15 +146,18 @@ def build_text_batches(
 ) -> Iterator[TextBatch]:
     """Yield documents in batches of about `BATCH` bytes; a long document comes alone, in pieces.
 
-    `prepare` makes what is encoded of what is read.
-    `refuse`: where bad lines would go if they did not end the run, None to let them pass. Documents with `end` in their
-    text are counted. `leads` are those of `Tokenizer.split`.
+    Args:
+        refuse: None to accept bad lines; else they end the run, and this path of the quarantine file is part of the
+            hint.
+        end: end token; documents whose text contains it are counted.
+        prepare: conversion of a read item before it is encoded.
+        leads: see `Tokenizer.split_long_text`.
 
     Raises:
-        DataError: at a bad line that is not let pass, and where the readers do.
+        DataError: at a bad line if `refuse` is set, and where the readers raise it.
     """
     batch, before = TextBatch(), reading.read
-    for place, read_item in reading.read_items():
+    for position, read_item in reading.read_items():
         item = prepare(read_item) if prepare else read_item
         size = item.size if isinstance(item, Document) else len(item.content)
         long = isinstance(item, Document) and (item.long is not None or len(item.text) > PIECE)
@@ -173,7 +176,7 @@ def build_text_batches(
             batch.documents.append(item)
         batch.size += 0 if long else size
         batch.ends += ends
-        batch.end_position, batch.read = place, reading.read
+        batch.end_position, batch.read = position, reading.read
         before = reading.read
     if batch.documents or batch.rejected:
         yield batch
@@ -183,7 +186,7 @@ def _check_rejected(item: RejectedItem, refuse: Path | None) -> None:
     if refuse is not None and not item.left_out:
         raise DataError(
             f"{item.file}:{item.line}: {item.reason}",
-            hint=f"--on-bad-line skip goes on, and puts such lines into {refuse}",
+            hint=f"pass --on-bad-line skip to move bad lines to {refuse}",
         )
 
 
@@ -196,7 +199,7 @@ def _split_into_batches(
         blocks = document.long.read_blocks() if document.long else [document.text]
         for piece in tokenizer.split_long_text(blocks, PIECE, leads):
             if len(piece.text) > 8 * PIECE:
-                logger.warning("%s: %s characters in one piece, which takes much memory: %s finds no place to cut them",
+                logger.warning("%s: %s characters are encoded at once and take much memory; %s allows no cut in them",
                                document.location, format_number(len(piece.text)), tokenizer.path)  # fmt: skip
             size = len(piece.text) if piece.text.isascii() else len(piece.text.encode())
             done, exact = done + size, exact and piece.exact
@@ -206,5 +209,5 @@ def _split_into_batches(
                 [part], size=size, read=upto, has_more=not piece.last, lead=len(tokenizer.encode(piece.lead))
             )
     if not exact:
-        logger.warning("%s: no place to cut in %s characters and more: cut anywhere, where tokens may differ from"
-                       " those of the whole", document.location, format_number(PIECE))  # fmt: skip
+        logger.warning("%s: has no exact cut in over %s characters; tokens at the cuts may differ from those of the"
+                       " whole document", document.location, format_number(PIECE))  # fmt: skip

@@ -1,8 +1,8 @@
 """Choice of the encoding library: `tokenizers`, the reference, or `fastokens` as long as it agrees with it.
 
-fastokens reads the same tokenizer.json and is 5 to 40 times as fast. It is taken only if both encode the spelling of
-every special, byte and added token alike. Both then encode the first megabyte of a corpus and a two-hundredth of what
-follows; at the first difference nothing that fastokens made is kept.
+fastokens reads the same tokenizer.json and is 5 to 40 times as fast. It is used only if both libraries encode the
+spelling of every special, byte and added token identically. Both then encode the first megabyte of a corpus and 0.5 %
+of the rest; at the first difference all output of fastokens is discarded.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ from mega_data.tokenizer import Tokenizer
 
 EncoderChoice = Literal["auto", "tokenizers", "fastokens"]
 
-COMPARED_FIRST = 1 << 20  # characters, and after them
-COMPARED_PART = 200  # one of so many
-SPELLED = ("{}", "a{}b", " {} c", "{0}{0}", "x {}\n")  # texts in which both encode every special, byte and added token
+COMPARED_FIRST = 1 << 20  # characters at the start that are all compared
+COMPARED_PART = 200  # of the rest, one in 200 is compared
+SPELLED = (
+    "{}",
+    "a{}b",
+    " {} c",
+    "{0}{0}",
+    "x {}\n",
+)  # contexts in which each special, byte and added token is compared
 SPELLINGS_AT_ONCE = 1000
-WORTHWHILE = 1 << 24  # bytes of input from which on the second or so to open it is regained
+WORTHWHILE = 1 << 24  # bytes of input from which the load time of about a second pays off
 
 
 class BatchEncoder(Protocol):
@@ -53,12 +59,14 @@ class EncoderMismatch(Exception):
 
 
 def choose_text_encoder(choice: EncoderChoice, tokenizer: Tokenizer, size: int, *, rereadable: bool) -> BatchEncoder:
-    """Choose the encoder for `size` bytes of input; `again` if the input can be read again.
+    """Choose the encoder for `size` bytes of input.
 
-    `auto` takes fastokens where it is installed, supports this tokenizer, and can be replaced by `tokenizers` later.
+    `auto` selects fastokens if it is installed and supports this tokenizer, and if the input is `rereadable`, so that
+    a mismatch can fall back to `tokenizers`.
 
     Raises:
-        MissingPackageError, DataError: when fastokens is asked for, and is not installed or does not support this tokenizer.
+        MissingPackageError: if fastokens is chosen and not installed.
+        DataError: if fastokens is chosen and does not support this tokenizer.
     """
     worthwhile = rereadable and size >= WORTHWHILE and importlib.util.find_spec("fastokens") is not None
     if choice == "tokenizers" or (choice == "auto" and not worthwhile):
@@ -69,10 +77,10 @@ def choose_text_encoder(choice: EncoderChoice, tokenizer: Tokenizer, size: int, 
     except DataError as error:
         if choice == "fastokens":
             raise
-        logger.info("tokenizers encodes: %s", error)
+        logger.info("encoder: tokenizers (%s)", error)
         return tokenizer
     logger.info(
-        "fastokens %s encodes, and is compared with tokenizers on the first megabyte and one part in %d",
+        "encoder: fastokens %s, compared with tokenizers on the first megabyte and 1/%d of the rest",
         version("fastokens"),
         COMPARED_PART,
     )
@@ -86,9 +94,9 @@ def _open(tokenizer: Tokenizer) -> Any:
             fast = native.Tokenizer.from_json_str(tokenizer.plain.json)
         else:
             fast = native.Tokenizer.from_file(str(tokenizer.path))
-    except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
+    except BaseException as error:  # noqa: BLE001 - a Rust panic is a BaseException, not an Exception
         raise DataError(
-            f"{tokenizer.path}: fastokens does not read this tokenizer ({error})", hint="--encoder tokenizers does"
+            f"{tokenizer.path}: is not supported by fastokens ({error})", hint="use --encoder tokenizers"
         ) from None
     fast.no_truncation()
     fast.no_padding()
@@ -108,12 +116,12 @@ def _compare_spellings(encoder: ComparedFastEncoder, tokenizer: Tokenizer) -> No
             arrays = encoder.encode_unchecked(texts, np.int64)
         except EncoderMismatch:
             arrays = [np.full(1, -1)] * len(texts)
-        for number, (ours, theirs) in enumerate(zip(arrays, tokenizer.encode_batch(texts, np.int64), strict=True)):
-            if not np.array_equal(ours, theirs):
+        for number, (fast, reference) in enumerate(zip(arrays, tokenizer.encode_batch(texts, np.int64), strict=True)):
+            if not np.array_equal(fast, reference):
                 token = part[number // len(SPELLED)]
                 raise DataError(
-                    f"{tokenizer.path}: fastokens encodes a text that spells {token!r} differently",
-                    hint="--encoder tokenizers",
+                    f"{tokenizer.path}: fastokens and tokenizers encode a text that spells {token!r} differently",
+                    hint="use --encoder tokenizers",
                 )
 
 
@@ -122,18 +130,18 @@ class ComparedFastEncoder:
 
     def __init__(self, tokenizer: Tokenizer, fast: Any) -> None:
         self.tokenizer, self.fast, self.path = tokenizer, fast, tokenizer.path
-        self.seen = self.compared = 0  # characters; two threads that add at once may compare a text more or less
+        self.encoded = self.compared = 0  # characters; a race of two threads changes which texts are compared, no more
 
     def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
         """Return the token ids of many texts, one array `dtype` [tokens] each.
 
         Raises:
-            Differs: at a text that fails, or of which `tokenizers` makes others.
+            EncoderMismatch: at a text that fails, or that `tokenizers` encodes differently.
         """
         arrays = self.encode_unchecked(texts, dtype)
         for index, text in enumerate(texts):
-            self.seen += len(text)
-            if self.compared < COMPARED_FIRST + self.seen // COMPARED_PART:
+            self.encoded += len(text)
+            if self.compared < COMPARED_FIRST + self.encoded // COMPARED_PART:
                 self.compared += len(text)
                 if not np.array_equal(arrays[index], self.tokenizer.encode_batch([text], dtype)[0]):
                     raise EncoderMismatch(index)
@@ -143,13 +151,13 @@ class ComparedFastEncoder:
         """Return the token ids of many texts without a comparison.
 
         Raises:
-            Differs: when fastokens fails.
+            EncoderMismatch: if fastokens fails.
         """
         try:
             ids, bounds = self.fast.encode_batch_flat(texts, False, self.tokenizer.plain is not None)
         except KeyboardInterrupt:
             raise
-        except BaseException:  # noqa: BLE001 - a panic in Rust is no Exception; whatever it is, `tokenizers` will say
+        except BaseException:  # noqa: BLE001 - also a Rust panic; `tokenizers` then reports any real error
             raise EncoderMismatch(0) from None
         tokens = np.frombuffer(ids, "<u4").astype(dtype)
         ends = np.frombuffer(bounds, "<u8")[1:].tolist()

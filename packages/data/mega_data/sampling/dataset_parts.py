@@ -27,15 +27,10 @@ from mega_data.token_files.loss_mask import read_dataset_kind
 from mega_data.token_files.remote_copies import resolve_local_prefix, restore_url
 
 SPLITS = ("train", "valid", "test")
-LOOKED_AT = 64  # documents that are looked at for their end token, spread over a data set
-MOST = 1000  # data sets whose files are open at a time
-CHECKED = 1 << 28  # bytes of indices that are checked on opening; where there are more, each when it is first read
-OF_SEVERAL = (
-    "bert",
-    "t5",
-    "pairs",
-    "retro",
-)  # kinds whose documents may have several sequences: their data sets are cut between those
+CHECKED_DOCUMENTS = 64  # documents of a data set whose end token is checked
+MAX_OPEN_DATASETS = 1000
+EAGER_CHECK_BYTES = 1 << 28  # of all indices; if there are more, each is checked when it is first read
+MULTI_SEQUENCE_KINDS = ("bert", "t5", "pairs", "retro")  # splits of these are cut between documents, not sequences
 SplitBounds = tuple[float, float]
 
 
@@ -44,9 +39,9 @@ class DatasetPart:
     """Sequences [first, last) of a data set, with the weight in the blend and the dataset kind.
 
     Attributes:
-        source: what the configuration says of it.
-        share: a factor of its weights: for its size, or its part of what a glob matches.
-        path: of the data set, as the run names it; None: where it is read.
+        source: its entry in the configuration.
+        share: factor of its weights: for its size, or its share of the tokens that a glob matches.
+        path: path in the configuration; None if it is the path of the reader.
     """
 
     reader: IndexedReader
@@ -65,14 +60,14 @@ class DatasetPart:
 
     @property
     def weights_by_tokens(self) -> dict[int, float]:
-        """Weight in the blend from each number of training tokens on, 0 included."""
-        told = {0: self.weight or 1.0} if self.source is None else self.source.weights_by_tokens
-        return {tokens: weight * self.share for tokens, weight in told.items()}
+        """Weight in the blend from each number of training tokens on, beginning with 0."""
+        weights = {0: self.weight or 1.0} if self.source is None else self.source.weights_by_tokens
+        return {tokens: weight * self.share for tokens, weight in weights.items()}
 
     def get_sample_limit(self, samples_per_epoch: Callable[[], float]) -> int | None:
         """Return the number of samples that a run may read of the part (`max_epochs`), or None for no limit."""
-        most = None if self.source is None else self.source.max_epochs
-        return None if most is None else max(1, int(most * samples_per_epoch()))
+        epochs = None if self.source is None else self.source.max_epochs
+        return None if epochs is None else max(1, int(epochs * samples_per_epoch()))
 
     @property
     def num_tokens(self) -> int:
@@ -82,11 +77,12 @@ class DatasetPart:
 
 
 class DatasetPartitioner:
-    """Partitioner of the data sets of one configuration into splits, with each file opened once. `eod` is the end-of-
-    document token.
+    """Partitioner of the data sets of one configuration into splits; opens each file once.
+
+    `eod` is the end-of-document token.
 
     Raises:
-        ConfigError: when a rule about documents is on and `eod` is None.
+        ConfigError: if a document rule is enabled and `eod` is None.
     """
 
     def __init__(self, config: DataConfig, eod: int | None) -> None:
@@ -94,27 +90,27 @@ class DatasetPartitioner:
         self._rules = [f"data.{flag}" for flag in flags if getattr(config, flag)]
         if self._rules and eod is None:
             raise ConfigError(
-                f"{', '.join(self._rules)}: the tokenizer has no end-of-document token",
-                hint="switch it off, or set data.tokenizer to one that names it",
+                f"{', '.join(self._rules)}: requires a tokenizer with an end-of-document token",
+                hint="set it to false, or set data.tokenizer to a tokenizer with an eos_token",
             )
         self._config, self._eod = config, eod
         self._bounds = dict(zip(SPLITS, compute_split_bounds(config.split_shares), strict=True))
         self._readers: dict[Path, IndexedReader] = {}
-        self._files = OpenReaders(raise_open_files_limit(2 * MOST) // 2)
+        self._files = OpenReaders(raise_open_files_limit(2 * MAX_OPEN_DATASETS) // 2)
 
     def build_split_parts(self, name: str) -> list[DatasetPart]:
-        """Return the parts of split `name`; none if `split` gives it nothing.
+        """Return the parts of split `name`; an empty list if its share is zero.
 
         Raises:
-            DataError: with every data set that cannot be used; when nothing of them is for this split.
+            DataError: naming every data set that cannot be used; or if no data set has a sequence in this split.
         """
-        own: list[DatasetSource] | None = getattr(self._config, name)
-        bounds = (0.0, 1.0) if name != "train" and own is not None else self._bounds[name]
+        configured: list[DatasetSource] | None = getattr(self._config, name)
+        bounds = (0.0, 1.0) if name != "train" and configured is not None else self._bounds[name]
         if bounds is None:
             return []
-        sources = [(source, find_matching_prefixes(source)) for source in own or self._config.train]
-        told_apart = {path for source, paths in sources if self._get_kind(source) == "retro" for path in paths}
-        self._open_readers([path for _, paths in sources for path in paths], told_apart)
+        sources = [(source, find_matching_prefixes(source)) for source in configured or self._config.train]
+        with_known_bounds = {path for source, paths in sources if self._get_kind(source) == "retro" for path in paths}
+        self._open_readers([path for _, paths in sources for path in paths], with_known_bounds)
         parts = [
             part
             for source, paths in sources
@@ -123,7 +119,7 @@ class DatasetPartitioner:
         if not parts:
             raise DataError(
                 f"data.split = {self._config.split} leaves no sequence for {name}",
-                hint=f"give {name} a larger share or data sets of its own (data.{name}), or do not ask for it",
+                hint=f"give {name} a larger share, or set data.{name}",
             )
         return parts
 
@@ -135,39 +131,39 @@ class DatasetPartitioner:
         tokens = [part.num_tokens for part in parts]
         size = 1.0 if temperature is None else sum(tokens) ** (1 / temperature)
         return [
-            replace(part, share=size * own / sum(tokens)) if len(parts) > 1 else replace(part, share=size)
-            for part, own in zip(parts, tokens, strict=True)
+            replace(part, share=size * count / sum(tokens)) if len(parts) > 1 else replace(part, share=size)
+            for part, count in zip(parts, tokens, strict=True)
         ]
 
     def _get_kind(self, source: DatasetSource) -> str:
         return source.kind or self._config.kind
 
     def _open_readers(self, paths: Sequence[Path], with_known_bounds: Collection[Path]) -> None:
-        """Open and check data sets; those in `told_apart` need no end-of-document tokens."""
+        """Open and check data sets; those in `with_known_bounds` need no end-of-document tokens."""
         new = dict.fromkeys(path for path in paths if path not in self._readers)
-        wrong = []
+        errors = []
         for path in new:
             try:
                 self._readers[path] = IndexedReader(resolve_local_prefix(path, self._config.cache), self._files)
             except DataError as error:
-                wrong.append(error)
+                errors.append(error)
         opened = [self._readers[path] for path in new if path in self._readers]
-        at_once = sum(reader.index_bytes for reader in opened) <= CHECKED
-        if not at_once:
-            logger.info("%d data sets: the index of each is checked when it is first read", len(opened))
+        check_now = sum(reader.index_bytes for reader in opened) <= EAGER_CHECK_BYTES
+        if not check_now:
+            logger.info("%d data sets: each index is checked when it is first read", len(opened))
         for path in new:
             if (reader := self._readers.get(path)) is None:
                 continue
             try:
-                if at_once:
+                if check_now:
                     reader.check_index()
                 check_document_ends(reader, self._eod, [] if path in with_known_bounds else self._rules)
             except DataError as error:
-                wrong.append(error)
-        if len(wrong) == 1:
-            raise wrong[0]
-        if wrong:
-            raise DataError(f"{len(wrong)} data sets cannot be used:\n" + "\n".join(str(error) for error in wrong))
+                errors.append(error)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise DataError(f"{len(errors)} data sets cannot be used:\n" + "\n".join(str(error) for error in errors))
 
     def _cut_parts(
         self, name: str, source: DatasetSource, paths: Sequence[Path], bounds: SplitBounds
@@ -179,33 +175,36 @@ class DatasetPartitioner:
             if reader.find_token_position(first) < reader.find_token_position(last):
                 yield DatasetPart(reader, first, last, source.weight, kind, source, path=path)
             elif name == "train":
-                raise DataError(f"{path}: no tokens to train on (sequences {first} to {last} of {len(reader)})")
+                raise DataError(
+                    f"{path}: has no training tokens (sequences {first} to {last} of {len(reader)} are for training)",
+                    hint="give training a larger share of data.split, or remove the data set from data.train",
+                )
             else:
-                logger.warning("%s: none of its %d sequences is for %s; left out", path, len(reader), name)
+                logger.warning("%s: data.split gives none of its %d sequences to %s; skipped", path, len(reader), name)
 
 
 def find_matching_prefixes(source: DatasetSource) -> list[Path]:
-    """Return the sorted prefixes of the data sets that a source stands for.
+    """Return the sorted prefixes of the data sets of a source, which may be a glob.
 
     Raises:
-        DataError: when it is a glob that nothing matches.
+        DataError: if no data set matches the glob.
     """
     if not source.is_glob or get_idx_path(source.path).exists():
         return [strip_data_suffix(source.path)]
     pattern = parse_location(restore_url(strip_data_suffix(source.path)) + ".idx")
     names = pattern.match_objects() if isinstance(pattern, RemotePath) else sorted(glob(str(pattern), recursive=True))
-    found = [Path(name).with_suffix("") for name in names if not name.endswith(".mask.idx")]
-    if not found:
-        raise DataError(f"{source.path}: no data set matches", hint="it is to match the names without .bin and .idx")
-    return found
+    prefixes = [Path(name).with_suffix("") for name in names if not name.endswith(".mask.idx")]
+    if not prefixes:
+        raise DataError(f"{source.path}: no data set matches", hint="write the glob without .bin and .idx")
+    return prefixes
 
 
 def _find_split_sequence(bound: float, reader: IndexedReader, kind: str) -> int:
     """Return the sequence at which a share `bound` of a data set ends.
 
-    Python's rounding, half to even, of the very product that Megatron rounds.
+    Rounds half to even, and the same product as Megatron.
     """
-    if kind in OF_SEVERAL:
+    if kind in MULTI_SEQUENCE_KINDS:
         return int(reader.document_index[round(bound * float(reader.document_index.size - 1))])
     return round(bound * float(len(reader)))
 
@@ -214,13 +213,13 @@ def validate_dataset_kind(reader: IndexedReader, kind: str) -> None:
     """Reject conversations used as text, which would count their questions in the loss, and text used as conversations.
 
     Raises:
-        DataError: as said.
+        DataError: if the kinds differ.
     """
-    made, ours = read_dataset_kind(reader), kind if kind in ("conversations", "pairs") else "text"
-    if ours != made:
+    actual, expected = read_dataset_kind(reader), kind if kind in ("conversations", "pairs") else "text"
+    if expected != actual:
         raise DataError(
-            f"{reader.prefix}: holds {made}, and its kind in this run is {kind}",
-            hint=f"set data.kind: {made}, or kind: {made} beside its path",
+            f"{reader.prefix}: has {actual}, which conflicts with data.kind = {kind}",
+            hint=f"set data.kind: {actual}, or kind: {actual} next to its path in data.train",
         )
 
 
@@ -236,11 +235,11 @@ def compute_split_bounds(shares: Sequence[float]) -> list[SplitBounds | None]:
 def check_document_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
     """Check that documents are separated by the token `eod`, if `rules` depend on that.
 
-    Some documents are looked at, not all, and none where the data set's description tells. One that begins with the token
-    is told apart as well.
+    Checks a sample of the documents, or only the data set's description if it has `append_eod`. A document that begins
+    with the token counts as separated.
 
     Raises:
-        DataError: when none is, and a boundary was asked for.
+        DataError: if no document is separated, and a rule needs document boundaries.
     """
     documents = reader.documents
     if not rules or not documents:
@@ -248,18 +247,18 @@ def check_document_ends(reader: IndexedReader, eod: int | None, rules: Sequence[
     info = read_dataset_info(reader.prefix)
     if info is not None and info.append_eod and info.tokenizer is not None and info.tokenizer.eos_id == eod:
         return
-    looked_at = np.unique(np.linspace(0, documents - 1, LOOKED_AT).astype(np.int64))
-    without = sum(not _is_separated(reader, int(document), eod) for document in looked_at)
-    if without == looked_at.size and rules != ["data.eod_mask_loss"]:
+    checked = np.unique(np.linspace(0, documents - 1, CHECKED_DOCUMENTS).astype(np.int64))
+    without = sum(not _is_separated(reader, int(document), eod) for document in checked)
+    if without == checked.size and rules != ["data.eod_mask_loss"]:
         raise DataError(
-            f"{reader.prefix}: its documents do not end with the end-of-document token {eod}, so that"
-            f" {', '.join(rules)} would find no boundary",
-            hint="make the data set anew with --append-eod, or set these to false",
+            f"{reader.prefix}: {', '.join(rules)} requires documents that end with the end-of-document token {eod},"
+            " and these do not",
+            hint="preprocess the data again with --append-eod, or set these options to false",
         )
     if without:
         logger.warning(
-            "%s: %d of %d documents looked at do not end with the end-of-document token %s: %s see no boundary there",
-            reader.prefix, without, looked_at.size, eod, ", ".join(rules),
+            "%s: %d of %d checked documents do not end with the end-of-document token %s, which %s requires",
+            reader.prefix, without, checked.size, eod, ", ".join(rules),
         )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
 from mega_data.sampling.keyed_permutation import permute_indices
 from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 
-EVERY = 16  # documents between two whose place is kept
-CHUNK = 1 << 20  # documents that are looked at together, EVERY times a whole number
+STRIDE = 16  # the start of every 16th document is stored
+CHUNK = 1 << 20  # documents that are processed at a time, a multiple of STRIDE
 
 Ints = npt.NDArray[np.int64]
 
@@ -24,11 +24,11 @@ Ints = npt.NDArray[np.int64]
 class DocumentOrder:
     """Tokens of the sequences [first, last) with their documents in an order drawn by (seed, content, range).
 
-    Of a document that these bounds cut it has the part within. See `ShuffledTokenWindows` for what is kept and read.
+    A document that these bounds cut contributes the part within. See `ShuffledTokenWindows` for memory and reads.
 
     Args:
-        seed: None: in the order of the file.
-        unit: tokens that places are counted in; a document takes whole units.
+        seed: seed of the order; None for the order of the file.
+        unit: number of tokens in which positions are counted; a document takes whole units.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class DocumentOrder:
 
     def _build_index(self) -> Arrays:
         parts, total = [], 0
-        with ProgressBar("drawing the order of documents", total=self.count, unit="documents") as bar:
+        with ProgressBar("ordering documents", total=self.count, unit="documents") as bar:
             for first in range(0, self.count, CHUNK):
                 begins, ends = self.find_token_bounds(first, min(first + CHUNK, self.count))
                 sizes = -(-(ends - begins) // self._unit)
                 starts = total + np.cumsum(sizes) - sizes
-                parts.append(starts[::EVERY])
+                parts.append(starts[::STRIDE])
                 total = int(starts[-1] + sizes[-1])
                 bar.advance(ends.size)
         return {"starts": np.concatenate(parts)}
 
     def list_document_numbers(self, first: int, last: int) -> Ints:
         """Return the numbers in the file of the documents at positions [first, last) of the order."""
-        places = np.arange(first, last)
-        return self._from + (permute_indices(places, self.count, self._key) if self._drawn else places)
+        positions = np.arange(first, last)
+        return self._from + (permute_indices(positions, self.count, self._key) if self._drawn else positions)
 
     def find_token_bounds(self, first: int, last: int) -> tuple[Ints, Ints]:
         """Return the token positions [begin, end) in the file of the documents at positions [first, last) of the order."""
@@ -71,13 +71,13 @@ class DocumentOrder:
     def find_documents(self, start: int, count: int) -> Iterator[tuple[int, range, range]]:
         """Yield the documents that contain the units [start, start + count) of the order, all of which must exist.
 
-        Returns:
-            Of one after another: its number in the file, its tokens, and which of its units.
+        Yields:
+            For each document in order: its number in the file, its token range, and the range of its units.
         """
         block = int(np.searchsorted(self._starts, start, "right")) - 1
         skip = start - int(self._starts[block])
         while count:
-            span = block * EVERY, min((block + 1) * EVERY, self.count)
+            span = block * STRIDE, min((block + 1) * STRIDE, self.count)
             begins, ends = self.find_token_bounds(*span)
             for document, *tokens in zip(
                 self.list_document_numbers(*span).tolist(), begins.tolist(), ends.tolist(), strict=True
@@ -90,9 +90,7 @@ class DocumentOrder:
             block += 1
 
     def read_tokens(self, start: int, count: int) -> Iterator[Tokens]:
-        """Yield the tokens [start, start + count) of the order, for units of one token, in parts; all of them must
-        exist.
-        """
+        """Yield the tokens [start, start + count) of the order in parts, for `unit` 1; all of them must exist."""
         for _, tokens, own in self.find_documents(start, count):
             yield self._reader.tokens[tokens.start + own.start : tokens.start + own.stop]
 
@@ -108,9 +106,9 @@ def find_token_range(reader: IndexedReader, first: int, last: int) -> tuple[int,
     """Return the first and last token position of the sequences [first, last).
 
     Raises:
-        DataError: when there are none.
+        DataError: if they have no tokens.
     """
     bounds = reader.find_token_position(first), reader.find_token_position(last)
     if bounds[0] >= bounds[1]:
-        raise DataError(f"{reader.prefix}: no token in its sequences {first} to {last} (it has {len(reader)})")
+        raise DataError(f"{reader.prefix}: has no token in its sequences {first} to {last} of {len(reader)}")
     return bounds

@@ -1,9 +1,9 @@
 """Disk cache of arrays that are slow to build, under a key that names their content.
 
 A file is a magic, a checksum of all that follows, the length of a JSON header (`key`, and per array dtype, shape,
-offset), the header, and the arrays at multiples of 64 bytes. A large one is read through a memory map, so the ranks of a
-machine share one copy. Nobody waits for anybody: who finds no file, or a damaged one, makes the arrays and puts the whole file
-in place by a rename. A folder that cannot be written costs only time.
+offset), the header, and the arrays at multiples of 64 bytes. A large file is read through a memory map, so the ranks of
+a machine share one copy. There are no locks: a process that finds no file, or a damaged one, builds the arrays and
+renames a complete file to its name. If the folder is read-only, every process builds the arrays itself.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ MAGIC = b"megaidx1"
 HEAD = struct.Struct("<8sQ")
 LENGTH = struct.Struct("<Q")
 ALIGN = 64
-MAPPED = 1 << 18  # bytes; a smaller file is read, as a map keeps a file open
+MMAP_MIN_BYTES = 1 << 18  # a smaller file is read, because a memory map keeps it open
 
 
 def load_or_build_arrays(folder: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
     """Return the arrays of `key`: from a valid file in `folder`, else from `build`, and then stored there.
 
-    `key` must name everything that the arrays depend on, contents of files included; names and times are not enough.
+    `key` must name everything that the arrays depend on, including contents of files; names and times are not enough.
     """
     path = folder / f"{xxhash.xxh3_128_hexdigest(key.encode())}.arrays"
-    found = _load_arrays(path, key)
-    if found is not None:
-        return found
-    began = time.monotonic()
+    cached = _load_arrays(path, key)
+    if cached is not None:
+        return cached
+    start = time.monotonic()
     logger.info("building the index %s (%s)", path.name, key)
     arrays = build()
-    logger.info("built in %.1f s", time.monotonic() - began)
+    logger.info("built in %.1f s", time.monotonic() - start)
     try:
         _store_arrays(path, key, arrays)
     except OSError as error:
-        logger.info("%s: the index is kept in memory only (%s); data.cache can name another folder", path, error)
+        logger.info("%s: cannot be written (%s); the index is kept in memory. Set data.cache to another folder",
+                    path, error)  # fmt: skip
         return arrays
     return _load_arrays(path, key) or arrays
 
@@ -75,12 +76,12 @@ def _load_arrays(path: Path, key: str) -> Arrays | None:
     if not path.is_file():
         return None
     if path.stat().st_size > HEAD.size + LENGTH.size:
-        large = path.stat().st_size > MAPPED
+        large = path.stat().st_size > MMAP_MIN_BYTES
         raw: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, "r") if large else np.fromfile(path, np.uint8)
         body = raw[HEAD.size :]
         if raw[: HEAD.size].tobytes() == HEAD.pack(MAGIC, xxhash.xxh3_64_intdigest(body.data)):
             return _parse_arrays(body, key)
-    logger.warning("%s: damaged, it is made anew", path)
+    logger.warning("%s: the cached index is damaged; building it again", path)
     return None
 
 

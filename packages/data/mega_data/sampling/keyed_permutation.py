@@ -10,10 +10,9 @@ ROUNDS = 6
 
 
 def permute_index(i: int, n: int, key: int) -> int:
-    """Return the image of `i` under a permutation of range(n) drawn by the 64-bit `key`, without building the
-    permutation.
+    """Return the image of `i` under a permutation of range(n) drawn by the 64-bit `key`.
 
-    A Feistel network permutes the least power of four that holds n; values that fall outside are sent through again
+    A Feistel network permutes the smallest power of four that is at least n; a value of n or more is permuted again
     (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), less than four times on average.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)

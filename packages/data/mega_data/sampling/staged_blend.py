@@ -1,10 +1,9 @@
-"""Blends that change during a run: by curriculum, when a data set reaches its maximum epochs, and at a resume, with the
-data configuration of a resumed run.
+"""Blends that change during a run: by curriculum, when a data set reaches its maximum epochs, and at a resume.
 
-The rule: where the blend was changed (data sets, weights, temperature, epochs, curriculum), the new one begins at the
-sample the run has come to, and each data set goes on with its next sample: nothing is read again or left out for the
-change. `data.begun` keeps that begin, so that the run's samples are a function of its settings from then on too. A data
-set is known by its path, or, where it was moved, by its name.
+If a resumed run has another blend (data sets, weights, temperature, epochs, curriculum), the new blend begins at the
+first sample after the resume, and each data set continues with its next sample: no sample is repeated or skipped.
+`data.begun` records the start, so that the run's samples remain a function of its settings. A data set is identified by
+its path or, if it was moved, by its file name.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class BlendStage:
 
     Attributes:
         first: number of its first sample.
-        chosen: the data sets that it has.
-        read: samples that were read of each data set, of all of them, before it.
+        chosen: indices of its data sets.
+        read: number of samples of each data set of the run before this stage.
     """
 
     first: int
@@ -43,7 +42,7 @@ class BlendStage:
     read: Sequence[int]
 
     def count_samples(self, k: int) -> list[int]:
-        """Return the number of samples before `k`, which is in this stage, from each data set."""
+        """Return the number of samples before `k` from each data set; `k` is in this stage."""
         counts = list(self.read)
         for source, count in zip(self.chosen, self.blend.count_samples(k - self.first), strict=True):
             counts[source] += count
@@ -51,14 +50,16 @@ class BlendStage:
 
 
 class StagedBlend:
-    """Blend of several stages as a pure function of its arguments and k. Each data set continues with its next sample
-    from stage to stage.
+    """Blend of several stages as a pure function of its arguments and k.
+
+    Each data set continues with its next sample from stage to stage.
 
     Args:
-        weights: of each data set, from which sample on; some may be 0. The first begins where the blend does.
-        limits: samples that may be read of each data set, None for any number. Where one is reached, the others go on
-            by their weights.
-        read: samples that were read of each before the blend began.
+        weights: first sample of each stage with the weight of each data set, which may be 0. The first stage begins
+            with the blend.
+        limits: maximum number of samples of each data set, None for no limit. When one is reached, the others continue
+            with their weights.
+        read: number of samples of each data set before the blend began.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class StagedBlend:
         self._weights, self._limits, self._read = weights, limits, read
         self._coming, self._lock = self._plan_stages(list(read)), Lock()
         self._stages: list[BlendStage] = []
-        self._end: float = weights[0][0]  # up to which the stages are made
+        self._end: float = weights[0][0]  # end of the last stage in `_stages`
 
     def locate_sample(self, k: int) -> tuple[int, int]:
         """Return the index of the data set of sample `k`, and the sample's number there.
 
         Raises:
-            DataError: when all data sets have been read as often as they may be.
+            DataError: if all data sets have reached their limits.
         """
         stage = self._get_stage(k)
         source, number = stage.blend.locate_sample(k - stage.first)
@@ -87,13 +88,13 @@ class StagedBlend:
         return self._get_stage(k - 1).count_samples(k)
 
     def _get_stage(self, k: int) -> BlendStage:
-        with self._lock:  # asked by the thread that loads and by the one that tells
+        with self._lock:  # called by the loader thread and by the one that reports
             while self._end <= k:
                 try:
                     stage, self._end = next(self._coming)
                 except StopIteration:
                     raise DataError(
-                        f"sample {k}: every data set has been read as often as its max_epochs allows",
+                        f"sample {k}: every data set has reached its max_epochs",
                         hint="raise max_epochs, add data, or train fewer steps",
                     ) from None
                 self._stages.append(stage)
@@ -125,11 +126,11 @@ class StagedBlend:
         if min(left) == math.inf:
             return math.inf
         high = 1
-        while all(count < most for count, most in zip(blend.count_samples(high), left, strict=True)):
+        while all(count < limit for count, limit in zip(blend.count_samples(high), left, strict=True)):
             high *= 2
 
         def reached(k: int) -> bool:
-            return any(count >= most for count, most in zip(blend.count_samples(k), left, strict=True))
+            return any(count >= limit for count, limit in zip(blend.count_samples(k), left, strict=True))
 
         return bisect_left(range(high + 1), True, key=reached)
 
@@ -137,7 +138,7 @@ class StagedBlend:
 def build_training_blend(
     parts: Sequence[DatasetPart], config: DataConfig, limits: Sequence[int | None]
 ) -> StableBlend | StagedBlend:
-    """Return the blend of the training split in any order but Megatron's; `limits` as in `StagedBlend`."""
+    """Return the blend of the training split, except for order `megatron`; `limits` as in `StagedBlend`."""
     begun = config.begun or BlendStart(samples=0, read={})
     weights = compute_stage_weights([part.weights_by_tokens for part in parts], config.seq_length, begun.samples)
     read = [begun.read.get(name, 0) for name in number_repeated_paths(part.name for part in parts)]
@@ -154,21 +155,21 @@ def build_fixed_blend(parts: Sequence[DatasetPart]) -> StableBlend | StagedBlend
 
 def number_repeated_paths(paths: Iterable[Path | str]) -> list[str]:
     """Return the paths of data sets, with a number appended to repeated ones."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     names = []
     for path in map(str, paths):
-        seen[path] += 1
-        names.append(path if seen[path] == 1 else f"{path}#{seen[path]}")
+        counts[path] += 1
+        names.append(path if counts[path] == 1 else f"{path}#{counts[path]}")
     return names
 
 
 def compute_stage_weights(
     curricula: Sequence[Mapping[int, float]], seq_length: int, first: int
 ) -> list[tuple[int, list[float]]]:
-    """Return the first sample of each stage and the weights from it on, for weights given by training tokens; the first
-    stage begins at `first`.
+    """Return the first sample of each stage and its weights, for weights given by training tokens.
 
-    A change counts from the first sample that begins with so many tokens or more before it.
+    The first stage begins at `first`. A change at n tokens takes effect at the first sample with at least n tokens
+    before it.
     """
     steps = sorted({-(-tokens // seq_length) for each in curricula for tokens in each})
     begins = [first, *(step for step in steps if step > first)]
@@ -181,26 +182,28 @@ def resume_data_config(
     """Return the data configuration of a run that resumes from a checkpoint.
 
     Args:
-        config: as it is asked for now.
-        saved: the `data` section of the run that was saved.
-        consumed: samples it had read.
-        read: samples it had read of each data set, by path; None: saved by a version that did not tell.
+        config: configuration of the resumed run.
+        saved: the `data` section of the checkpoint.
+        consumed: number of samples consumed at the checkpoint.
+        read: number of samples of each data set at the checkpoint, by path; None for a checkpoint of a version that
+            did not record them.
 
     Raises:
-        DataError: when a glob matches nothing.
+        DataError: if no data set matches a glob.
     """
-    order = config.order or saved.get("order") or "stable"  # which was the default before there was another
+    order = config.order or saved.get("order") or "stable"  # the only order of the versions that did not save it
     config = config.model_copy(update={"order": order, "begun": None})
     try:
-        was = DataConfig.model_validate(saved)
-    except ValidationError:  # of another version
+        previous = DataConfig.model_validate(saved)
+    except ValidationError:  # saved by another version
         return config
-    if order == "megatron" or was.sample_order == "megatron":
+    if order == "megatron" or previous.sample_order == "megatron":
         return config
     names = _list_dataset_names(config)
-    before = dict(read) if read is not None else _count_weighted_samples(was, consumed)
-    if _blend_key(was) == _blend_key(config) and [*map(_get_file_name, before)] == [*map(_get_file_name, names)]:
-        begun = was.begun and BlendStart(samples=was.begun.samples, read=_match_read_counts(was.begun.read, names))
+    before = dict(read) if read is not None else _count_weighted_samples(previous, consumed)
+    if _blend_key(previous) == _blend_key(config) and [*map(_get_file_name, before)] == [*map(_get_file_name, names)]:
+        start = previous.begun
+        begun = start and BlendStart(samples=start.samples, read=_match_read_counts(start.read, names))
     else:
         begun = BlendStart(samples=consumed, read=_match_read_counts(before, names))
         logger.info(
@@ -220,21 +223,23 @@ def _list_dataset_names(config: DataConfig) -> list[str]:
     return number_repeated_paths(path for source in config.train for path in find_matching_prefixes(source))
 
 
-def _count_weighted_samples(was: DataConfig, consumed: int) -> dict[str, int]:
-    """Return the samples read of each data set of a run whose blend had only weights."""
-    counts = StableBlend([source.weight or 1.0 for source in was.train]).count_samples(consumed)
-    return dict(zip(number_repeated_paths(source.path for source in was.train), counts, strict=True))
+def _count_weighted_samples(config: DataConfig, consumed: int) -> dict[str, int]:
+    """Return the number of consumed samples of each data set of a run whose blend had only weights."""
+    counts = StableBlend([source.weight or 1.0 for source in config.train]).count_samples(consumed)
+    return dict(zip(number_repeated_paths(source.path for source in config.train), counts, strict=True))
 
 
 def _match_read_counts(read: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
-    """Return the samples read of the data sets with these names, at their current paths."""
+    """Return the sample counts `read` for the data sets `names`, by path or, if unique, by file name."""
     names = list(names)
-    once = [
-        {name for name, count in Counter(map(_get_file_name, each)).items() if count == 1} for each in (read, names)
+    unique = [
+        {name for name, count in Counter(map(_get_file_name, paths)).items() if count == 1} for paths in (read, names)
     ]
-    moved = {_get_file_name(name): count for name, count in read.items() if _get_file_name(name) in once[0] & once[1]}
-    found = {name: read.get(name, moved.get(_get_file_name(name))) for name in names}
-    return {name: count for name, count in found.items() if count is not None}
+    moved = {
+        _get_file_name(path): count for path, count in read.items() if _get_file_name(path) in unique[0] & unique[1]
+    }
+    counts = {name: read.get(name, moved.get(_get_file_name(name))) for name in names}
+    return {name: count for name, count in counts.items() if count is not None}
 
 
 def _get_file_name(name: str) -> str:
@@ -242,7 +247,7 @@ def _get_file_name(name: str) -> str:
 
 
 def _format_changes(read: Mapping[str, int], gone: Iterable[str]) -> str:
-    shown = [f"{name} goes on after {count} of its samples" for name, count in read.items()]
-    shown += [f"{name} is no more" for name in gone]
+    shown = [f"{name} continues after {count} of its samples" for name, count in read.items()]
+    shown += [f"{name} is removed" for name in gone]
     rest = f", and {len(shown) - 8} others" if len(shown) > 8 else ""
-    return ", ".join(shown[:8]) + rest + "; what is new begins with its first"
+    return ", ".join(shown[:8]) + rest + "; new data sets begin with their first sample"

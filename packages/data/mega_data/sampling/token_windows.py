@@ -1,9 +1,9 @@
 """Token windows of one data set in three orders. A window is S + 1 tokens: S inputs, S labels.
 
-`ShuffledTokenWindows`, the default, and `StableTokenWindows` are pure functions of (seed, content, k) and know no total, so a
-longer run begins exactly like a shorter one. The first reads documents in an order drawn by the seed; the second in that
-of the file, which takes one read a sample and no index to build. `MegatronTokenWindows` is bit-identical to Megatron's GPT
-data set, whose order depends on the number of samples asked for.
+`ShuffledTokenWindows`, the default, and `StableTokenWindows` are pure functions of (seed, content, k) and independent of
+the total, so a longer run begins exactly like a shorter one. The first reads documents in an order drawn by the seed;
+the second in file order, with one read per sample and no index to build. `MegatronTokenWindows` is bit-identical to
+Megatron's GPT data set, whose order depends on the requested number of samples.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 class StableTokenWindows:
     """Token windows of the sequences [first, last) of a data set, which have T tokens, in file order.
 
-    An epoch lays T // S windows of S + 1 tokens end to end (neighbours share one token, the label of one and the first
-    input of the next) around the tokens taken as a circle, from a starting point drawn for the epoch, and visits them
-    in an order drawn for the epoch. So every token is a label once per epoch, but for the T % S tokens before the
-    starting point: another place each time, as are the cuts between windows. Documents stay in the order of the file
-    and a window runs across their ends. Fewer than S + 1 tokens go around the circle more than once.
+    The tokens form a circle. An epoch draws a starting point, lays T // S windows of S + 1 tokens end to end from there
+    (neighbours share one token, the label of one and the first input of the next), and visits them in a drawn order. So
+    every token is a label once per epoch, except the T % S tokens before the starting point, which differs between
+    epochs, as do the cuts between windows. Documents stay in file order, and windows cross their ends. With fewer than
+    S + 1 tokens, a window repeats the circle.
 
-    The draws are keyed by (seed, content of the data set, range, epoch): not by a path, so moving files changes
-    nothing, and not by the place in the blend.
+    The draws are keyed by (seed, content of the data set, range, epoch), not by its path or its position in the blend,
+    so moved files give the same order.
 
     Raises:
-        DataError: when the range holds no token.
+        DataError: if the range has no token.
     """
 
     order = "stable"
@@ -80,12 +80,12 @@ class StableTokenWindows:
 class ShuffledTokenWindows(StableTokenWindows):
     """Token windows as in `StableTokenWindows`, over documents in an order drawn by (seed, content, range).
 
-    All orders of documents are as likely as the permutation of `permute_index` makes them; it is one for all epochs, whose
-    windows and their order differ. Where the documents lie follows from the permutation and their lengths: kept is where
-    every 16th of the circle begins, 8 bytes (so half a byte a document: 0.5 GB for 1e9 of them, through a memory map that
-    the ranks of a machine share), found by one pass over the lengths when the first sample is read. A sample looks up
-    up to 16 lengths beside its own documents, and reads each of these from its place in the file: a file on disks that
-    are slow to seek is better shuffled as a whole (`mega data shuffle`) and read in order `stable`.
+    The order is a permutation by `permute_index`, equal in all epochs, whose windows and their order differ. The
+    positions of documents follow from the permutation and their lengths. The index stores the start of every 16th
+    document, 8 bytes each (half a byte per document: 0.5 GB for 1e9, through a memory map that the ranks of a machine
+    share); it is built by one pass over the lengths when the first sample is read. A sample reads up to 16 lengths
+    besides those of its own documents, and each document from its position in the file: on disks with slow seeks,
+    shuffle the file once (`mega data shuffle`) and read it in order `stable`.
     """
 
     order = "shuffled"
@@ -108,7 +108,7 @@ class MegatronTokenWindows:
     """Token windows of the sequences [first, last) in the order that Megatron draws for `num_samples` samples.
 
     Raises:
-        DataError: when the range holds no token; when a sample past the end is read.
+        DataError: if the range has no token; if a sample past the end is read.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class MegatronTokenWindows:
         """Return the tokens of window `k`, int64 [S + 1]."""
         if k >= len(self):
             raise DataError(
-                f"{self._reader.prefix}: sample {k} of {len(self)}: order megatron is made for the run's total",
-                hint="a longer run needs a larger total from its start, or data.order: stable",
+                f"{self._reader.prefix}: data.order = megatron is fixed for {len(self)} samples, and sample {k} was read",
+                hint="start the run with its final number of steps, or set data.order: stable",
             )
         at = int(self._shuffle[k])
         (first, begin), (last, end) = self._samples[at : at + 2].tolist()
@@ -149,8 +149,9 @@ class MegatronTokenWindows:
 
 
 def compute_window_start(k: int, count: int, width: int, identity: str) -> int:
-    """Return the start of window k of `width` positions in a circle of `count`, drawn by `identity` as in
-    `StableTokenWindows`.
+    """Return the start of window k of `width` positions in a circle of `count` positions, as in `StableTokenWindows`.
+
+    `identity` is the key of the draws.
     """
     per_epoch = max(1, count // width)
     epoch, window = divmod(k, per_epoch)
@@ -164,19 +165,19 @@ def build_megatron_indices(
     """Return Megatron's three indices over the sequences [first, last) of a data set with these `lengths`.
 
     Returns:
-        document: int32 [E * (last - first)], sequence numbers, E epochs of them.
-        sample: int32 [N + 1, 2] (int64 when 31 bits do not do), row in `document` and offset where sample i begins.
-        shuffle: uint32 [N] (int64 from 2^32 - 2 on), which of them is the k-th to be read.
+        document: int32 [E * (last - first)], sequence numbers of E epochs.
+        sample: int32 [N + 1, 2] (int64 for values of 2^31 or more), row in `document` and offset of the start of sample i.
+        shuffle: uint32 [N] (int64 from 2^32 - 2 on), number of the k-th sample in reading order.
     """
     per_epoch = int(lengths[first:last].sum(dtype=np.int64))
     epochs = max(1, -(-(num_samples * seq_length + 1) // per_epoch))
     total = (epochs * per_epoch - 1) // seq_length
     before_last = ((epochs - 1) * per_epoch - 1) // seq_length
     # The last epoch is shuffled by itself when the run uses less than 80 % of it.
-    apart = epochs > 1 and num_samples - before_last < int(0.80 * ((per_epoch - 1) // seq_length))
+    separate_last = epochs > 1 and num_samples - before_last < int(0.80 * ((per_epoch - 1) // seq_length))
     random = np.random.RandomState(seed)
 
-    groups = [epochs - 1, 1] if apart else [epochs]
+    groups = [epochs - 1, 1] if separate_last else [epochs]
     sequences = np.arange(first, last, dtype=np.int32)
     document = np.concatenate([_shuffle_in_place(np.tile(sequences, count), random) for count in groups])
 
@@ -184,14 +185,14 @@ def build_megatron_indices(
     ends = np.cumsum(sizes, dtype=np.int64)
     positions = np.arange(total + 1, dtype=np.int64) * seq_length
     rows = np.searchsorted(ends, positions, side="right")
-    rows[0] = 0  # their walk begins in the first sequence even if that is empty
+    rows[0] = 0  # Megatron begins in the first sequence even if that is empty
     largest = max(document.size, int(lengths.max()))
     sample = np.empty((total + 1, 2), np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
     sample[:, 0] = rows
     sample[:, 1] = positions - (ends[rows] - sizes[rows])
 
     kind = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
-    cuts = [0, before_last, total] if apart else [0, total]
+    cuts = [0, before_last, total] if separate_last else [0, total]
     spans = [np.arange(a, b, dtype=kind) for a, b in pairwise(cuts)]
     shuffle = np.concatenate([_shuffle_in_place(span, random) for span in spans])
     return {"document": document, "sample": sample, "shuffle": shuffle}

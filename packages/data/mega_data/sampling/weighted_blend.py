@@ -20,12 +20,12 @@ BlendTree: TypeAlias = "int | tuple[int, BlendTree, BlendTree]"
 class StableBlend:
     """Weighted blend as a pure function of (weights, k), without a total and without an index to build.
 
-    The data sets are the leaves of a binary tree. At a node that has a share r of its weight on the left, the first k
-    samples hold floor(r k + 1/2) of the left branch, in integers, so sample k goes left where that number rises, and
-    its number within the branch is that number (or the rest, on the right). Among the first k samples, each data set
-    has its weighted share to within the depth of the tree.
+    The data sets are the leaves of a binary tree. At a node with a share r of its weight on the left, the first k
+    samples contain floor(r k + 1/2) samples of the left branch, in integers. Sample k goes left if that number rises at
+    k, and its number within the branch is that number (or the rest, on the right). Among the first k samples, each data
+    set has its weighted share to within the depth of the tree.
 
-    >>> [StableBlend([2, 1]).locate(k) for k in range(6)]
+    >>> [StableBlend([2, 1]).locate_sample(k) for k in range(6)]
     [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
     """
 
@@ -69,7 +69,7 @@ class MegatronBlend:
     """Weighted blend of the first `num_samples` samples (or a few more) in Megatron's greedy order, bit-identical.
 
     Attributes:
-        sizes: samples to draw per data set: Megatron asks for half a per cent more than it will read.
+        sizes: number of samples to draw per data set: Megatron requests 0.5 % more than it reads.
     """
 
     def __init__(self, weights: Sequence[float], num_samples: int, cache: Path) -> None:
@@ -89,19 +89,19 @@ class MegatronBlend:
         """Return the index of the data set of sample `k`, and the sample's number there.
 
         Raises:
-            DataError: when `k` is past the end.
+            DataError: if `k` is past the end.
         """
         if k >= len(self):
             raise DataError(
-                f"sample {k} of a blend of {len(self)}: order megatron is made for the run's total",
-                hint="a longer run needs a larger total from its start, or data.order: stable",
+                f"data.order = megatron: the blend is fixed for {len(self)} samples, and sample {k} was read",
+                hint="start the run with its final number of steps, or set data.order: stable",
             )
         return int(self._dataset[k]), int(self._sample[k])
 
     def count_samples(self, k: int) -> list[int]:
         """Return the number of the first `k` samples from each data set."""
-        found: list[int] = np.bincount(self._dataset[:k], minlength=len(self.sizes)).tolist()
-        return found
+        counts: list[int] = np.bincount(self._dataset[:k], minlength=len(self.sizes)).tolist()
+        return counts
 
 
 def build_megatron_blend(shares: npt.NDArray[np.float64], size: int) -> Arrays:
@@ -111,11 +111,11 @@ def build_megatron_blend(shares: npt.NDArray[np.float64], size: int) -> Arrays:
         dataset: int16 [size]; ties go to the lowest.
         sample: int64 [size], the sample's number in its data set.
 
-    The rule is a chain, each step needing the counts before it. But from nearly right counts it soon makes the very
-    choices it makes from the right ones; so all blocks of a long chain run side by side from guessed counts, and those
-    whose guess differs from the end of the block before are run again from there until none differs, which proves
-    that the whole is the chain. Ties are as on x86-64; where a compiler fuses Megatron's multiplication and subtraction
-    (64-bit ARM), its own order can differ from machine to machine.
+    The rule is sequential: each step depends on the counts before it. From nearly correct counts, however, it soon makes
+    the choices of the correct ones. So all blocks of the sequence run in parallel from estimated counts; a block whose
+    estimate differs from the end of the previous block runs again from that end, until none differs, which proves that
+    the result is the sequence. Ties are as on x86-64; if a compiler fuses Megatron's multiplication and subtraction
+    (64-bit ARM), Megatron's own order differs between machines.
     """
     length = 4 * math.isqrt(size) + 1
     first = np.arange(0, size, length)
@@ -134,7 +134,7 @@ def build_megatron_blend(shares: npt.NDArray[np.float64], size: int) -> Arrays:
 
 
 def _estimate_counts(shares: npt.NDArray[np.float64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return counts [len(at), D] near those of the chain at the samples `at`: the shares, rounded so that they sum up."""
+    """Return estimated counts [len(at), D] at the samples `at`: the shares, rounded so that they sum up."""
     exact = shares * at[:, None]
     counts = np.floor(exact)
     missing = at - counts.sum(axis=1)
@@ -145,8 +145,10 @@ def _estimate_counts(shares: npt.NDArray[np.float64], at: npt.NDArray[np.int64])
 def _run_greedy_rule(
     shares: npt.NDArray[np.float64], first: npt.NDArray[np.int64], starts: npt.NDArray[np.float64], length: int
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float64]]:
-    """Apply the rule to `length` samples from each of `first` with the counts `starts`: picks [n, length], counts [n,
-    D].
+    """Apply the rule to `length` samples from each of `first` with the counts `starts`.
+
+    Returns:
+        Picks [n, length] and counts [n, D].
     """
     picks, counts, rows = np.empty((length, first.size), np.int16), starts.copy(), np.arange(first.size)
     for step in range(length):

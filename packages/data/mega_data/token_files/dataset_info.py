@@ -17,8 +17,8 @@ from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, lis
 from mega_data.token_files.remote_copies import resolve_local_prefix, restore_url
 from mega_data.tokenizer import Tokenizer
 
-UNPAIRED = "have one rated answer instead of a pair, which objective.kind = kto alone trains on"  # a note of `ChatInfo`
-LARGEST = 1 << 16  # bytes that a description may have; a corpus of the same name is not read to find out
+UNPAIRED = "have one rated answer instead of a pair, which objective.kind = kto alone trains on"  # in `ChatInfo.notes`
+MAX_INFO_BYTES = 1 << 16  # of a description; avoids reading a whole corpus of the same name
 
 
 class TokenizerInfo(StrictConfig):
@@ -53,12 +53,14 @@ class ChatInfo(StrictConfig):
 
     Attributes:
         kind: conversations are a sequence each; pairs are two in a document, the chosen one first.
-        loss_on: what counts.
-        one: the byte that stands for weight 1; others are shares and multiples of it.
-        template: fingerprint of the chat template; `marked`: whether it says itself what an answer is.
-        max_length: tokens that were kept of each; `cut`: answers that lost something to that.
-        notes: conversations by what was reported of them, as what the chat template does not render.
-        mask_sha256: of `PREFIX.mask.bin`, hex.
+        loss_on: turns that contribute to the loss.
+        one: mask byte of weight 1; weights are stored in units of it.
+        template: fingerprint of the chat template.
+        marked: whether the template marks the answers itself.
+        max_length: maximum number of tokens of each conversation.
+        cut: number of answers truncated to `max_length`.
+        notes: number of conversations by reported note, such as a part that the chat template does not render.
+        mask_sha256: SHA-256 of `PREFIX.mask.bin`, hex.
     """
 
     kind: Literal["conversations", "pairs"]
@@ -73,11 +75,14 @@ class ChatInfo(StrictConfig):
 
 
 class ImagesInfo(StrictConfig):
-    """Conversion of images to placeholders: `token` is their id, `tokens` their number per image; `folder` is the base
-    of image paths.
+    """Conversion of images to placeholder tokens.
 
-    With `pinpoints` (`VisionConfig`) `tokens` are those of the whole image, and those of its tiles follow; with `sizes`
-    (likewise) each image has its own.
+    Attributes:
+        folder: base of image paths.
+        token: id of the placeholder.
+        tokens: number of placeholders per image; with `pinpoints` of the whole image, before those of its tiles.
+        pinpoints: see `VisionConfig`.
+        sizes: see `VisionConfig`; the number of placeholders then depends on the image.
     """
 
     folder: str
@@ -88,12 +93,11 @@ class ImagesInfo(StrictConfig):
 
 
 class DatasetShardInfo(StrictConfig):
-    """Position of a data set among the shards of a whole (`mega_data.preprocessing.sharding`), and the data needed to
-    join them.
+    """Number of a data set among the shards of a whole (`mega_data.preprocessing.sharding`).
 
     Attributes:
-        made_from: a digest of all inputs and settings, which all parts share.
-        lines: lines read of the file that the next part goes on with.
+        made_from: digest of all inputs and settings, equal in all shards.
+        lines: number of lines read of the file that continues in the next shard.
     """
 
     number: int
@@ -105,9 +109,9 @@ class DatasetShardInfo(StrictConfig):
 class DatasetInfo(StrictConfig):
     """Description of a data set. `tokenizer` and `append_eod` are None if differing data sets were merged.
 
-    `text_bytes` counts the UTF-8 bytes of all documents kept; checksums are SHA-256, hex. `made_from` is a digest of all
-    inputs and settings, of what preprocessing made; by that one who makes a part sees that the whole is there. `license` is
-    what its owner writes there of its terms; the data card of an exported model passes it on.
+    `text_bytes` counts the UTF-8 bytes of all documents kept; checksums are SHA-256, hex. `made_from` is a digest of
+    all inputs and settings of preprocessing; a restarted shard uses it to find that the whole exists. `license` is
+    written by the owner of the data, and copied to the data card of an exported model.
     """
 
     version: Literal[1] = 1
@@ -130,7 +134,7 @@ class DatasetInfo(StrictConfig):
 def get_info_path(prefix: Path) -> Path:
     """Return the path of the description: `PREFIX.info`, or `PREFIX.json` of earlier versions if that exists.
 
-    The name is of no format that corpora come in, so that `wiki.json` can become the data set `wiki`.
+    The suffix differs from those of corpora, so that `wiki.json` can become the data set `wiki`.
     """
     path, earlier = _info_paths(prefix)
     return earlier if not path.exists() and is_dataset_info(earlier) else path
@@ -144,7 +148,7 @@ def _info_paths(prefix: Path) -> tuple[Path, Path]:
 def is_dataset_info(path: Path) -> bool:
     """Return whether a file, by its content, is the description of a data set."""
     try:
-        raw = parse_json_text(path.read_bytes()) if path.stat().st_size <= LARGEST else None
+        raw = parse_json_text(path.read_bytes()) if path.stat().st_size <= MAX_INFO_BYTES else None
     except (OSError, ValueError):
         return False
     return isinstance(raw, dict) and "bin_sha256" in raw
@@ -160,24 +164,24 @@ def read_dataset_info(prefix: Path) -> DatasetInfo | None:
     """Return the description of a data set, by its prefix or URL; None if it has none (other tools write none).
 
     Raises:
-        DataError, ConfigError: when `PREFIX.info` is there and is not one.
+        DataError, ConfigError: if `PREFIX.info` exists and is not a description.
     """
     path = get_info_path(resolve_local_prefix(prefix))
     if not path.exists():
         return None
     raw: Any = read_json_file(path, DataError)
     if not isinstance(raw, dict):
-        raise DataError(f"{path}: not the description of a data set")
+        raise DataError(f"{path}: is not a data set description (JSON object expected)")
     return DatasetInfo.parse(raw, source=str(path))
 
 
 def write_dataset_info(prefix: Path, *, folder: Path | None = None, **fields: Any) -> DatasetInfo:
     """Write and return the description of a finished `.bin` and `.idx`; the checksum of the index is computed here.
 
-    `folder`: where they are while they have no names yet, as `idx` and what is written here as `info`.
+    Before a commit, `folder` is the partial folder with the file `idx`, and the description becomes its file `info`.
 
     Raises:
-        DataError: when the disk refuses.
+        DataError: if the file cannot be written.
     """
     path, index = (folder / "info", folder / "idx") if folder else (get_info_path(prefix), get_idx_path(prefix))
     try:
@@ -192,30 +196,34 @@ def write_dataset_info(prefix: Path, *, folder: Path | None = None, **fields: An
 def check_output_prefix(prefix: Path, overwrite: bool) -> None:
     """Reject an output that exists (unless `overwrite` is set), or whose description file is not from mega.
 
-    A description whose data set is gone stops nobody.
+    A description without a data set is accepted.
 
     Raises:
-        DataError: when the data set exists, or `prefix` is a folder, a URL or has no name.
+        DataError: if the data set exists, or `prefix` is a folder, a URL or has no name.
     """
     if "://" in (url := restore_url(prefix)):
         raise DataError(
-            f"{url}: made in files of this machine, by renames that an object store lacks",
-            hint="give another --output, and copy its files there, .idx last; mega data preprocess does so itself",
+            f"{url}: --output must be a local path, because an object store has no atomic rename",
+            hint="choose a local --output and copy its files, .idx last; only mega data preprocess uploads by itself",
         )
     if prefix.is_dir() or not prefix.name:
-        raise DataError(f"{prefix}: a folder; the output is a prefix, such as {prefix / 'wiki'}")
-    there = [path for path in (get_idx_path(prefix), get_bin_path(prefix)) if path.exists()]
-    if there and not overwrite:
-        raise DataError(f"{there[0]}: exists already", hint="choose another --output, or say --overwrite")
-    described = get_info_path(prefix)
-    if described.exists() and not is_dataset_info(described):
-        raise DataError(f"{described}: is in the way, and no description of a data set", hint="move it away")
+        raise DataError(
+            f"{prefix}: --output must be a prefix, not a folder", hint=f"choose a name such as {prefix / 'wiki'}"
+        )
+    existing = [path for path in (get_idx_path(prefix), get_bin_path(prefix)) if path.exists()]
+    if existing and not overwrite:
+        raise DataError(f"{existing[0]}: exists already", hint="choose another --output, or pass --overwrite")
+    info = get_info_path(prefix)
+    if info.exists() and not is_dataset_info(info):
+        raise DataError(
+            f"{info}: exists and is not a data set description", hint="move the file, or choose another --output"
+        )
 
 
 def list_dataset_files(prefix: Path) -> list[Path]:
     """Return all files that a data set may have."""
-    beside = [get_info_path(prefix), get_quarantine_path(prefix), *list_companion_files(prefix).values()]
-    return [get_bin_path(prefix), get_idx_path(prefix), *beside]
+    tokens = [get_bin_path(prefix), get_idx_path(prefix)]
+    return [*tokens, get_info_path(prefix), get_quarantine_path(prefix), *list_companion_files(prefix).values()]
 
 
 def reject_input_as_output(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
@@ -224,17 +232,17 @@ def reject_input_as_output(outputs: Iterable[Path], inputs: Iterable[Path]) -> N
     Raises:
         DataError: naming the file.
     """
-    made = {_file_identity(path): path for path in outputs if path.exists()}
-    for path in inputs if made else ():
-        if path.exists() and _file_identity(path) in made:
-            output = made[_file_identity(path)]
-            shown = f"{output}" if output == path else f"{output}, which is {path},"
-            raise DataError(f"{shown}: both an input and the output", hint="choose another --output")
+    existing = {_file_identity(path): path for path in outputs if path.exists()}
+    for path in inputs if existing else ():
+        if path.exists() and _file_identity(path) in existing:
+            output = existing[_file_identity(path)]
+            shown = f"{output}" if output == path else f"{output} (the same file as {path})"
+            raise DataError(f"{shown}: is both an input and the output", hint="choose another --output")
 
 
 def _file_identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
 
 
 def remove_dataset_info(prefix: Path) -> None:
@@ -252,6 +260,6 @@ def get_dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def count_unpaired_answers(prefix: Path) -> int:
-    """Return the number of pairs of a data set that miss an answer, by its description."""
+    """Return the number of pairs of a data set with only one rated answer, from its description."""
     info = read_dataset_info(prefix)
     return info.chat.notes.get(UNPAIRED, 0) if info and info.chat else 0

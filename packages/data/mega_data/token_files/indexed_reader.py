@@ -87,22 +87,22 @@ def _translate_read_errors(prefix: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        many = "each data set takes two: raise the limit (ulimit -Hn), or put some together with mega data merge"
-        hint = many if error.errno == errno.EMFILE else None
+        limit_hint = "each data set opens two files: raise the limit (ulimit -Hn), or merge some with mega data merge"
+        hint = limit_hint if error.errno == errno.EMFILE else None
         raise DataError(f"{prefix}: cannot be read ({error.strerror})", hint=hint) from error
 
 
 class OpenReaders:
-    """Pool that keeps the files of a limited number of data sets open, the most recently opened ones."""
+    """Pool that keeps the files of the `limit` most recently opened data sets open."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._readers: deque[IndexedReader] = deque()
 
     def register_reader(self, reader: IndexedReader) -> None:
         """Register an opened reader, and close the oldest one if there are too many."""
         self._readers.append(reader)
-        while len(self._readers) > self._most:
+        while len(self._readers) > self._limit:
             self._readers.popleft().close()
 
 
@@ -118,13 +118,13 @@ class _MappedArrays(NamedTuple):
 class IndexedReader:
     """Memory-mapped data set of S sequences; the whole index is checked against the files on opening.
 
-    With `files` only the header, the sizes and the ends of the index are read on opening, by a few small reads; the files
-    are mapped, and the first time checked, when something is asked of them, and closed again when `files` has others.
-    A URL is fetched first (`resolve_local_prefix`).
+    With `files`, opening reads only the header, the sizes and the ends of the index, in a few small reads; the files
+    are mapped, and checked once, on the first access, and closed again when `files` opens others. A URL is downloaded
+    first (`resolve_local_prefix`).
 
     Attributes:
-        documents: their number.
-        num_tokens: in all sequences.
+        documents: number of documents.
+        num_tokens: number of tokens of all sequences.
 
     Raises:
         DataError: naming the file, what was expected and what was found.
@@ -177,14 +177,12 @@ class IndexedReader:
         """Check the whole index against the files, once.
 
         Raises:
-            DataError: as on opening.
+            DataError: see the class.
         """
         self._get_arrays()
 
     def find_token_position(self, i: int) -> int:
-        """Return the number of tokens before sequence `i` (all for i = S), by one small read if the files are not
-        mapped.
-        """
+        """Return the number of tokens before sequence `i` (all for i = S); one small read if files are not mapped."""
         if i in (0, self._sequences):
             return self.num_tokens if i else 0
         if self._arrays is not None:
@@ -208,7 +206,7 @@ class IndexedReader:
         if not self._checked:
             self._check_index(*self._map_index())
             self._checked = True
-        index = self._map_index()  # anew: the pages that a check has read are given back
+        index = self._map_index()  # a new mapping, so that the pages read by the check are released
         with _translate_read_errors(self.prefix):
             mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if self._size else np.empty(0, self.dtype)
         return _MappedArrays(*index, np.asarray(mapped))  # a plain array: slices of a memmap are slower
@@ -243,12 +241,12 @@ class IndexedReader:
 
     def _size_error(self, expected: int) -> DataError:
         return DataError(
-            f"{self._bin}: {self._size:,} bytes, but {self._idx.name} describes {expected:,}",
-            hint="the two files are not of one run, or one is truncated; make or copy the data set anew",
+            f"{self._bin}: has {self._size:,} bytes, but {self._idx.name} requires {expected:,}",
+            hint="the two files are of different runs, or one is truncated; build or copy the data set again",
         )
 
     def _document_index_error(self) -> DataError:
-        return DataError(f"{self._idx}: the document index does not rise from 0 to the {len(self)} sequences")
+        return DataError(f"{self._idx}: the document index must rise from 0 to the {len(self)} sequences, and does not")
 
     def _suggest_prefixes(self) -> str:
         """Return a hint with data sets nearby, because Megatron's tools append `_text_document` to the given name."""
@@ -256,7 +254,7 @@ class IndexedReader:
         near = [name for name in names if name.startswith(self.prefix.name)] or names
         if near:
             return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}"
-        return f"one is made of text by mega data preprocess --output {self.prefix}"
+        return f"create it with mega data preprocess --output {self.prefix}"
 
     def _read_header(self) -> tuple[int, int, int]:
         """Return dtype code, sequence count and length of the document index."""
@@ -264,21 +262,21 @@ class IndexedReader:
         with open(self._idx, "rb") as stream:
             head = stream.read(HEADER.size)
         if not head.startswith(MAGIC):
-            raise DataError(f"{self._idx}: not an index of token files: begins with {head[:9]!r}, expected {MAGIC!r}")
+            raise DataError(f"{self._idx}: is not an index of token files: it begins with {head[:9]!r}, not {MAGIC!r}")
         if len(head) < HEADER.size:
-            raise DataError(f"{self._idx}: truncated: {size} bytes, and the header alone has {HEADER.size}")
+            raise DataError(f"{self._idx}: is truncated to {size} bytes; the header alone has {HEADER.size}")
         _, version, code, sequences, bounds = HEADER.unpack(head)
         if version != 1:
-            raise DataError(f"{self._idx}: version {version}, expected 1")
+            raise DataError(f"{self._idx}: has format version {version}; only version 1 is supported")
         if code not in DTYPES:
-            found = f"{FLOATS[code]}, which are no tokens" if code in FLOATS else "unknown"
+            found = f"{FLOATS[code]}, not a token dtype" if code in FLOATS else "unknown"
             raise DataError(f"{self._idx}: dtype code {code} is {found}; expected one of {sorted(DTYPES)}")
         expected = HEADER.size + 12 * sequences + 8 * bounds
         if size not in (expected, expected + sequences):
             raise DataError(
-                f"{self._idx}: {size:,} bytes, but its header ({sequences:,} sequences, {bounds:,} document bounds)"
-                f" makes {expected:,}",
-                hint="the file is truncated or was changed; make the data set anew",
+                f"{self._idx}: has {size:,} bytes, but its header ({sequences:,} sequences, {bounds:,} document bounds)"
+                f" requires {expected:,}",
+                hint="the file is truncated or was changed; build or copy the data set again",
             )
         return code, sequences, bounds
 
@@ -295,8 +293,8 @@ class IndexedReader:
             if wrong.size:
                 i = int(wrong[0])
                 raise DataError(
-                    f"{self._idx}: sequence {start + i} is said to begin at byte {pointers[start + i]} of the"
-                    f" .bin, but the lengths before it end at {ends[i] - lengths[i] * width}"
+                    f"{self._idx}: sequence {start + i} begins at byte {pointers[start + i]} of the .bin, but the"
+                    f" sequences before it end at byte {ends[i] - lengths[i] * width}"
                 )
             expected = int(ends[-1])
         if self._size != expected:
@@ -312,8 +310,8 @@ class IndexedReader:
     def fingerprint(self) -> str:
         """Fingerprint (32 hex digits) of the content: the whole index, and 64 blocks of 4 KiB spread over the tokens.
 
-        It does not depend on names, folders or times. Tokens regenerated in place almost always change it, at the cost
-        of reading the index once; an edit of a few tokens between the blocks does not show.
+        It does not depend on names, folders or times. Regenerated tokens almost always change it, at the cost of
+        reading the index once; an edit of a few tokens between the blocks is not detected.
         """
         digest = xxhash.xxh3_128(f"{self.dtype.str} {self.num_tokens}".encode())
         for start in range(0, len(self), CHUNK):
@@ -326,29 +324,27 @@ class IndexedReader:
         return digest.hexdigest()
 
     def read_sequence(self, i: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Return the tokens [offset, offset + length) of sequence `i`, to its end without a length, as a read-only
-        view.
-        """
+        """Return tokens [offset, offset + length) of sequence `i`, by default to its end, as a read-only view."""
         start = int(self.pointers[i]) // self.dtype.itemsize
         end = start + (int(self.lengths[i]) if length is None else offset + length)
         return self.tokens[start + offset : end]
 
 
-SPARE = 512  # for the rest of the process: libraries, sockets, logs
+RESERVED_FILES = 512  # for the rest of the process: libraries, sockets, logs
 
 
 def raise_open_files_limit(count: int) -> int:
     """Let this process open `count` more files, as far as the system allows without extra rights.
 
     Returns:
-        How many of them it may; at least 16, for who cannot do with fewer.
+        Number of files that it may open, at least 16.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + SPARE
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    required = count + RESERVED_FILES
+    if soft == resource.RLIM_INFINITY or soft >= required:
         return count
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    with contextlib.suppress(ValueError, OSError):  # macOS names no limit and has one
+    allowed = required if hard == resource.RLIM_INFINITY else min(required, hard)
+    with contextlib.suppress(ValueError, OSError):  # macOS reports no limit and has one
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         soft = allowed
-    return max(16, min(count, soft - SPARE))
+    return max(16, min(count, soft - RESERVED_FILES))

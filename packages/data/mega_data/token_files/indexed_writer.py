@@ -38,27 +38,27 @@ from mega_data.token_files.indexed_reader import (
 
 
 def remove_earlier_index(prefix: Path) -> None:
-    """Remove an earlier index, which would not match a new `.bin`, and after it mask and image files."""
+    """Remove an earlier index, which would not match a new `.bin`, then the mask and image files."""
     for path in (get_idx_path(prefix), *list_companion_files(prefix).values()):
         path.unlink(missing_ok=True)
     fsync_directory(prefix.parent)
 
 
 class IndexedWriter:
-    """Writer of one data set in the folder `.NAME.partial` beside it. No file has its final name until `close`.
+    """Writer of one data set in the folder `.NAME.partial` next to it. No file has its final name until `close`.
 
-    >>> with IndexedWriter(Path("data/wiki"), best_dtype(50_257)) as writer:   # doctest: +SKIP
+    >>> with IndexedWriter(Path("data/wiki"), select_token_dtype(50_257)) as writer:   # doctest: +SKIP
     ...     writer.add_document(np.array([5, 7, 11]))
 
-    Leaving the context by an error throws everything away, unless `sync_to_disk` made it last. A data set of the same name stays
-    until the new one is whole on disk; a kill in the instant of the change leaves the old one, the new one or no `.idx`,
-    never a mixture. What a kill left is cleared by the next writer, or with `resume` kept for `resume_after`. With `wait` a
-    writer of the same data set is waited for, and not an error.
+    An error in the context discards everything that `sync_to_disk` has not made durable. An existing data set of the
+    same name stays until the new one is complete on disk; a kill during the renames leaves the old one, the new one or
+    no `.idx`, never a mixture. The next writer removes partial files of a killed one, or with `resume` keeps them for
+    `resume_after`. With `wait`, wait for another writer of the same data set instead of raising.
 
-    With `masked` a byte for each token goes to `PREFIX.mask.bin` and `.idx`.
+    With `masked`, one byte per token is written to `PREFIX.mask.bin` and `.idx`.
 
     Raises:
-        DataError: when the dtype is not one of the format's, a token does not fit it, the disk refuses, or another
+        DataError: if the format does not have the dtype, a token does not fit it, a file cannot be written, or another
             process is writing the same data set.
     """
 
@@ -75,11 +75,11 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPES.items() if np.dtype(name) == self.dtype]
         if not codes:
-            raise DataError(f"{self.prefix}: tokens cannot be stored as {self.dtype}", hint="uint16 or int32 are usual")
+            raise DataError(f"{self.prefix}: tokens cannot be stored as {self.dtype}", hint="use uint16 or int32")
         self._code = codes[0]
         self._lengths = array("i")
         self._ends = array("q", [0])
-        self._lasts = False
+        self._durable = False
         self.folder = get_partial_folder(self.prefix)
         with translate_write_errors(self.prefix):
             self._lock = lock_partial_folder(self.folder, wait=wait)
@@ -108,23 +108,23 @@ class IndexedWriter:
             stream.truncate(0)
 
     def sync_to_disk(self) -> None:
-        """Make everything added so far durable, so that a later writer can `resume_after` it."""
+        """Make everything added so far durable, for `resume_after` in a later writer."""
         with translate_write_errors(self.prefix):
             self._flush()
             for name, values in (("lengths", self._lengths), ("ends", self._ends)):
                 with open(self.folder / name, "ab") as stream:
-                    known = stream.tell() // values.itemsize
-                    stream.write(values[known:].tobytes())
+                    written = stream.tell() // values.itemsize
+                    stream.write(values[written:].tobytes())
                     stream.flush()
                     os.fsync(stream.fileno())
             fsync_directory(self.folder)
-        self._lasts = True
+        self._durable = True
 
     def resume_after(self, documents: int) -> Tokens:
         """Resume an interrupted run after `documents` documents; returns their tokens, [n].
 
         Raises:
-            DataError: when less is there than that.
+            DataError: if the partial files have fewer documents.
         """
         with translate_write_errors(self.prefix):
             ends = np.fromfile(self.folder / "ends", np.int64, documents + 1)
@@ -133,15 +133,15 @@ class IndexedWriter:
             tokens = int(lengths.sum(dtype=np.int64))
             size = tokens * self.dtype.itemsize
             whole = ends.size == documents + 1 and lengths.size == sequences
-            for stream, wanted in zip(self._streams, (size, tokens), strict=False):
-                if not whole or os.fstat(stream.fileno()).st_size < wanted:
-                    raise DataError(f"{self.folder}: damaged", hint="remove it to start over")
-                stream.truncate(wanted)
-                stream.seek(wanted)
+            for stream, expected in zip(self._streams, (size, tokens), strict=False):
+                if not whole or os.fstat(stream.fileno()).st_size < expected:
+                    raise DataError(f"{self.folder}: is damaged", hint="remove the folder to start from zero")
+                stream.truncate(expected)
+                stream.seek(expected)
             os.truncate(self.folder / "ends", ends.nbytes)
             os.truncate(self.folder / "lengths", lengths.nbytes)
         self._lengths, self._ends = array("i", lengths.tobytes()), array("q", ends.tobytes())
-        self._lasts = True
+        self._durable = True
         return np.memmap(self.folder / "bin", self.dtype, "r") if size else np.empty(0, self.dtype)
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
@@ -158,25 +158,28 @@ class IndexedWriter:
     ) -> None:
         """Add many documents: the tokens of their sequences concatenated, int[sum(lengths)], and the mask bytes.
 
-        Each has one sequence, or as many as `sequences` says.
+        `sequences` is the number of sequences of each document, by default one.
         """
         values, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if values.ndim != 1 or sizes.sum() != values.size:
-            raise ValueError(f"tokens of shape {values.shape} for documents of {sizes.sum()} tokens together")
+            raise ValueError(f"tokens of shape {values.shape} for documents with {sizes.sum()} tokens in total")
         self.write_tokens(values, mask)
         self.end_documents(sizes, np.ones(sizes.size, np.int64) if sequences is None else sequences)
 
     def write_tokens(self, tokens: npt.NDArray[Any], mask: Tokens | None = None) -> None:
-        """Write tokens, int[n], of documents that are not ended yet, and their mask bytes."""
+        """Write tokens, int[n], of unfinished documents, and their mask bytes."""
         self._write_checked(self._cast_tokens(tokens), mask)
 
     def end_documents(self, lengths: npt.ArrayLike, sequences: npt.ArrayLike) -> None:
-        """End documents: the tokens written since then are sequences of these lengths, grouped into documents by
-        `sequences`.
+        """Divide the tokens since the last call into sequences of these lengths, and these into documents.
+
+        `sequences` is the number of sequences of each document.
         """
         sizes = np.asarray(lengths, np.int64)
         if sizes.size and sizes.max() > np.iinfo(np.int32).max:
-            raise DataError(f"{self.prefix}: a document of {sizes.max():,} tokens; the format ends at 2,147,483,647")
+            raise DataError(
+                f"{self.prefix}: a document has {sizes.max():,} tokens; the format supports at most 2,147,483,647"
+            )
         first = len(self._lengths)
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
         self._ends.frombytes((first + np.cumsum(np.asarray(sequences, np.int64))).tobytes())
@@ -185,10 +188,10 @@ class IndexedWriter:
         """Append all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.
 
         Raises:
-            DataError: when it holds tokens of another type.
+            DataError: if its dtype differs.
         """
         if reader.dtype != self.dtype:
-            raise DataError(f"{reader.prefix} holds {reader.dtype} and cannot be appended to {self.dtype} tokens")
+            raise DataError(f"{reader.prefix}: {reader.dtype} tokens cannot be appended to {self.dtype} tokens")
         for start in range(0, reader.num_tokens, CHUNK):
             piece = reader.tokens[start : start + CHUNK]
             self._write_checked(piece, None if mask is None else mask[start : start + CHUNK])
@@ -209,7 +212,7 @@ class IndexedWriter:
     def close(self) -> None:
         """Rename the files to their final names, `.idx` last, after everything is on disk.
 
-        Nothing happens after `release`.
+        No effect after `release_lock`.
         """
         if self._lock is None:
             return
@@ -228,12 +231,12 @@ class IndexedWriter:
         except BaseException:
             self.abort()
             raise
-        self._lasts = False
+        self._durable = False
         self.abort()
 
     def abort(self) -> None:
-        """Discard everything written since the last `sync_to_disk`. No effect after `release`."""
-        if self._lock is not None and not self._lasts:
+        """Discard everything written since the last `sync_to_disk`. No effect after `release_lock`."""
+        if self._lock is not None and not self._durable:
             remove_partial_folder(self.folder)
         self.release_lock()
 
@@ -270,7 +273,7 @@ class IndexedWriter:
                 wrong = low if low < limits.min else high
                 raise DataError(
                     f"{self.prefix}: token {wrong} does not fit {self.dtype} ({limits.min} to {limits.max})",
-                    hint="the dtype must be chosen for the tokenizer's whole vocabulary",
+                    hint="choose the dtype for the whole vocabulary of the tokenizer",
                 )
         return values.astype(self.dtype, copy=False)
 

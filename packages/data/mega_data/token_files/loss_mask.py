@@ -16,27 +16,30 @@ def open_loss_mask(reader: IndexedReader) -> IndexedReader:
     """Open the loss mask of a data set; its `tokens` are the bytes of all tokens, uint8 [num_tokens].
 
     Raises:
-        DataError: when it has no mask, or that is of other sequences.
+        DataError: if the mask is missing, or has other sequence lengths.
     """
     prefix = get_mask_prefix(reader.prefix)
     if not get_idx_path(prefix).exists():
         raise DataError(
-            f"{reader.prefix}: has no mask ({get_idx_path(prefix)}), which says what counts in the loss",
-            hint="make it with mega data preprocess --kind conversations",
+            f"{reader.prefix}: the loss mask {get_idx_path(prefix)} is missing",
+            hint="build the data set with mega data preprocess --kind conversations",
         )
     mask = IndexedReader(prefix)
     if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, reader.lengths):
-        raise DataError(f"{prefix}: not a mask of {reader.prefix}: its sequences are others", hint="make both anew")
+        raise DataError(
+            f"{prefix}: is not the loss mask of {reader.prefix}: the sequence lengths differ",
+            hint="build both again with mega data preprocess",
+        )
     return mask
 
 
 class LossWeights:
     """Loss mask of a data set as loss weights, fp32, opened on first access.
 
-    A mask that other tools made is of 0 and 1.
+    A mask from other tools, without `ChatInfo`, has weights 0 and 1.
 
     Raises:
-        DataError: on opening, as `open_loss_mask`; when nothing counts, or everything though only answers should.
+        DataError: on opening, as `open_loss_mask`; if no token counts, or every token although only answers should.
     """
 
     def __init__(self, reader: IndexedReader) -> None:
@@ -44,7 +47,7 @@ class LossWeights:
 
     @cached_property
     def _mask_and_unit(self) -> tuple[IndexedReader, int]:
-        """Mask, and the byte that stands for weight 1."""
+        """Mask, and the byte of weight 1."""
         info = read_dataset_info(self._reader.prefix)
         mask, chat = open_loss_mask(self._reader), info.chat if info else None
         if chat is None or chat.loss_on != "all":
@@ -53,7 +56,7 @@ class LossWeights:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the bytes and of their unit."""
+        """Fingerprint of the mask bytes and their unit."""
         mask, one = self._mask_and_unit
         return f"{mask.fingerprint}/{one}"
 
@@ -71,9 +74,9 @@ def _check_bytes(mask: IndexedReader) -> None:
         if some and not every:
             return
     raise DataError(
-        f"{get_bin_path(mask.prefix)}: counts "
-        + ("every token in the loss, those of questions too" if some else "no token in the loss"),
-        hint="make it anew, with a chat template that marks answers" + (", or with --loss-on all" if some else ""),
+        f"{get_bin_path(mask.prefix)}: the loss mask selects "
+        + ("every token, including those of questions" if some else "no token"),
+        hint="build it again with a chat template that marks answers" + (", or with --loss-on all" if some else ""),
     )
 
 

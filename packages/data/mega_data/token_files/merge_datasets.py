@@ -39,11 +39,11 @@ def merge_datasets(
 ) -> DatasetInfo:
     """Write the documents of `prefixes`, in that order, as one data set.
 
-    All must come from one tokenizer and agree on the end-of-document token; `mixed` merges others too. Data sets
-    without a `PREFIX.info` do not tell, and merge with their like; their text bytes count as 0.
+    Without `mixed`, all must have the same tokenizer and `append_eod`. Data sets without a `PREFIX.info` merge only
+    with each other, and count as 0 text bytes.
 
     Raises:
-        DataError: when a data set is damaged, they do not fit together, or the output exists.
+        DataError: if a data set is damaged, two differ in these settings, or the output exists.
     """
     output = strip_data_suffix(Path(output))
     finish_commit(output)
@@ -53,20 +53,20 @@ def merge_datasets(
     reject_input_as_output(
         list_dataset_files(output), (path(reader.prefix) for reader in readers for path in (get_bin_path, get_idx_path))
     )
-    reject_images(readers, "merged", "a blend reads several: data.train")
+    reject_images(readers, "merged", "list them all in data.train instead")
     infos = [read_dataset_info(reader.prefix) for reader in readers]
     tokenizer, append_eod = _common_tokenizer(readers, infos, mixed)
     for reader in readers:
         if reader.dtype != readers[0].dtype:
             raise DataError(
-                f"{reader.prefix} holds {reader.dtype} tokens, {readers[0].prefix} {readers[0].dtype}",
-                hint="the dtype follows from the vocabulary: tokenize both with the same tokenizer",
+                f"{reader.prefix}: has {reader.dtype} tokens, but {readers[0].prefix} has {readers[0].dtype} tokens",
+                hint="tokenize both with the same tokenizer: the dtype follows from its vocabulary",
             )
-    known = [info for info in infos if info is not None]
+    existing = [info for info in infos if info is not None]
     chat = _common_chat_info(readers, infos)
     with IndexedWriter(output, readers[0].dtype, masked=chat is not None) as writer:
         return append_datasets(
-            writer, readers, sum(r.tokens.nbytes for r in readers), known, tokenizer, append_eod, chat=chat
+            writer, readers, sum(r.tokens.nbytes for r in readers), existing, tokenizer, append_eod, chat=chat
         )
 
 
@@ -84,7 +84,7 @@ def append_datasets(
 ) -> DatasetInfo:
     """Append data sets with `size` bytes of tokens to a writer and commit it.
 
-    The description adds up those of `infos`.
+    The counts of `infos` are added up in the new description.
     """
     documents = tokens = 0
     with ProgressBar("merging", total=size or None, unit="bytes") as bar:
@@ -126,23 +126,26 @@ def append_datasets(
 def _common_tokenizer(
     readers: Sequence[IndexedReader], infos: Sequence[DatasetInfo | None], mixed: bool
 ) -> tuple[TokenizerInfo | None, bool | None]:
-    """Return the tokenizer and `append_eod` shared by all, each None if they differ and may differ."""
+    """Return the tokenizer and `append_eod` shared by all; with `mixed`, None for each that differs."""
     tokenizers = [info.tokenizer if info else None for info in infos]
     ends = [info.append_eod if info else None for info in infos]
-    prints = [tokenizer.fingerprint if tokenizer else "unknown" for tokenizer in tokenizers]
-    hint = "--mixed merges them nevertheless"
-    for reader, fingerprint, end in zip(readers, prints, ends, strict=True):
-        if fingerprint != prints[0] and not mixed:
+    fingerprints = [tokenizer.fingerprint if tokenizer else "unknown" for tokenizer in tokenizers]
+    hint = "pass --mixed to merge them nevertheless"
+    for reader, fingerprint, end in zip(readers, fingerprints, ends, strict=True):
+        if fingerprint != fingerprints[0] and not mixed:
             raise DataError(
-                f"{reader.prefix} was made by another tokenizer ({fingerprint[:12]}) than"
-                f" {readers[0].prefix} ({prints[0][:12]})",
+                f"{reader.prefix}: has another tokenizer ({fingerprint[:12]}) than"
+                f" {readers[0].prefix} ({fingerprints[0][:12]})",
                 hint=hint,
             )
         if end != ends[0] and not mixed:
-            one, other = (readers[0], reader) if ends[0] else (reader, readers[0])
-            raise DataError(f"{one.prefix} ends each document with a token, {other.prefix} does not", hint=hint)
+            with_end, without = (readers[0], reader) if ends[0] else (reader, readers[0])
+            raise DataError(
+                f"{with_end.prefix}: has an end token after each document (--append-eod), {without.prefix} does not",
+                hint=hint,
+            )
     return (
-        tokenizers[0] if len(set(prints)) == 1 else None,
+        tokenizers[0] if len(set(fingerprints)) == 1 else None,
         ends[0] if len(set(ends)) == 1 else None,
     )
 
@@ -154,13 +157,13 @@ def _common_chat_info(readers: Sequence[IndexedReader], infos: Sequence[DatasetI
     for reader, chat in zip(readers, chats, strict=True):
         if (chat and chat.kind) != (first and first.kind):
             raise DataError(
-                f"{reader.prefix} has {chat.kind if chat else 'text'}, {readers[0].prefix}"
-                f" {first.kind if first else 'text'}",
-                hint="a run reads both without merging them: data.train takes several, each with its kind",
+                f"{reader.prefix}: has {chat.kind if chat else 'text'}, but {readers[0].prefix}"
+                f" has {first.kind if first else 'text'}",
+                hint="list both in data.train instead, each with its kind",
             )
         if chat and first and chat.one != first.one:
             raise DataError(
-                f"{reader.prefix}: the byte {chat.one} of its mask stands for weight 1, in {readers[0].prefix} {first.one}",
-                hint="make both with --turn-weights, or both without",
+                f"{reader.prefix}: loss mask byte {chat.one} means weight 1, but in {readers[0].prefix} it is {first.one}",
+                hint="preprocess both with --turn-weights, or both without",
             )
     return first

@@ -1,8 +1,8 @@
 """Local copies of token files given by URL, downloaded once because tokens are read through a memory map.
 
-    CACHE/wiki-5f3a1c.../wiki.bin, wiki.idx, wiki.info      named by URL and state: a data set that changes is another one
+    CACHE/wiki-5f3a1c.../wiki.bin, wiki.idx, wiki.info      named by URL and state: a changed data set is a new copy
 
-A fetch that was ended goes on where it was; processes that want the same copy wait for the one that fetches it.
+An interrupted download resumes; processes that need the same copy wait for the one that downloads it.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ SUFFIXES = (
     "images.idx",
     "bin",
     "idx",
-)  # in the order in which they take their names
+)  # in the order of the renames
 
 
 def resolve_local_prefix(prefix: Path, cache: Path | None = None) -> Path:
     """Return a local prefix unchanged; for a URL, the prefix of a copy in `cache`, by default `~/.cache/mega/data`.
 
-    A `Path` of a URL, which has lost one of its slashes, is taken for the URL.
+    A `Path` made from a URL, which drops one of its slashes, is accepted as that URL.
 
     Raises:
-        DataError: when there is no such data set, or the disk refuses.
-        RemoteError: when the object store cannot be asked.
+        DataError: if the data set does not exist, or the copy cannot be written.
+        RemoteError: if the object store cannot be read.
     """
-    where = parse_location(restore_url(prefix))
-    if not isinstance(where, RemotePath):
-        return where
-    where = RemotePath(re.sub(r"\.(bin|idx)$", "", where))
-    found = {name: stamp for name in SUFFIXES for stamp in RemotePath(f"{where}.{name}").match_objects().values()}
+    remote = parse_location(restore_url(prefix))
+    if not isinstance(remote, RemotePath):
+        return remote
+    remote = RemotePath(re.sub(r"\.(bin|idx)$", "", remote))
+    stamps = {name: stamp for name in SUFFIXES for stamp in RemotePath(f"{remote}.{name}").match_objects().values()}
     for name in ("idx", "bin"):
-        if name not in found:
-            raise DataError(f"{where}.{name}: no such object")
-    key = hashlib.sha256(repr([where, found]).encode()).hexdigest()[:12]
-    made = (cache or default_cache_folder()) / f"{where.name}-{key}" / where.name
-    if not _add_suffix(made, "idx").exists():
-        with translate_write_errors(made):
-            _download_dataset(where, found, made)
-    return made
+        if name not in stamps:
+            raise DataError(f"{remote}.{name}: no such object")
+    key = hashlib.sha256(repr([remote, stamps]).encode()).hexdigest()[:12]
+    local = (cache or default_cache_folder()) / f"{remote.name}-{key}" / remote.name
+    if not _add_suffix(local, "idx").exists():
+        with translate_write_errors(local):
+            _download_dataset(remote, stamps, local)
+    return local
 
 
 def default_cache_folder() -> Path:
-    """Return the cache folder for copies if the configuration names none."""
+    """Return the default cache folder for copies."""
     return Path.home() / ".cache" / "mega" / "data"
 
 
 def restore_url(path: Path) -> str:
-    """Return a path as the user wrote it, if that was a URL."""
+    """Return a path as text, with the second slash of a URL that `Path` has dropped."""
     return re.sub(r"^([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])", r"\1://", str(path))
 
 
@@ -76,23 +76,24 @@ def _add_suffix(prefix: Path, name: str) -> Path:
     return prefix.with_name(f"{prefix.name}.{name}")
 
 
-def _download_dataset(where: RemotePath, found: Mapping[str, Stamp], made: Path) -> None:
-    folder = get_partial_folder(made)
+def _download_dataset(remote: RemotePath, stamps: Mapping[str, Stamp], local: Path) -> None:
+    folder = get_partial_folder(local)
     lock = lock_partial_folder(folder, wait=True)
     assert lock is not None
     try:
-        with ProgressBar(f"fetching {where}", total=sum(stamp.size for stamp in found.values()), unit="bytes") as bar:
-            for name, stamp in found.items():
-                if not _add_suffix(made, name).exists():  # else fetched by another, which was waited for
-                    _download_rest(RemotePath(f"{where}.{name}"), folder / name, stamp.size, bar)
-        rename_files(folder, {name: _add_suffix(made, name) for name in found})
+        total = sum(stamp.size for stamp in stamps.values())
+        with ProgressBar(f"downloading {remote}", total=total, unit="bytes") as bar:
+            for name, stamp in stamps.items():
+                if not _add_suffix(local, name).exists():  # else another process has downloaded it meanwhile
+                    _download_rest(RemotePath(f"{remote}.{name}"), folder / name, stamp.size, bar)
+        rename_files(folder, {name: _add_suffix(local, name) for name in stamps})
         remove_partial_folder(folder)
     finally:
         os.close(lock)
 
 
 def _download_rest(source: RemotePath, target: Path, size: int, bar: ProgressBar) -> None:
-    """Download the part of an object that is not there yet."""
+    """Download the missing rest of an object."""
     with open(target, "ab") as copy, _open_object(source) as stream:
         bar.advance(copy.tell())
         stream.seek(copy.tell())
@@ -100,7 +101,9 @@ def _download_rest(source: RemotePath, target: Path, size: int, bar: ProgressBar
             copy.write(block)
             bar.advance(len(block))
         if copy.tell() != size:
-            raise ObjectStoreError(f"{source}: {copy.tell():,} bytes came of {size:,}", hint="did it change just now?")
+            raise ObjectStoreError(
+                f"{source}: {copy.tell():,} of {size:,} bytes were received", hint="run the command again"
+            )
         os.fsync(copy.fileno())
 
 
@@ -109,7 +112,7 @@ def _open_object(source: RemotePath) -> IO[bytes]:
         return source.open()
     except FileNotFoundError as error:
         raise ObjectStoreError(
-            f"{source}: no such object any more", hint="it was listed just now; try again"
+            f"{source}: was removed during the download", hint="check that nobody rewrites the data set, and try again"
         ) from error
 
 

@@ -29,22 +29,22 @@ from mega_data.token_files.indexed_reader import IndexedReader, Tokens, get_bin_
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.token_files.loss_mask import read_dataset_kind
 
-BUCKET = 1 << 28  # bytes of tokens that are put in order at a time
-MOST = 1024  # buckets; where they do not do, each is larger
-CHUNK = 1 << 22  # tokens that are moved at a time
+BUCKET = 1 << 28  # bytes of tokens that are sorted at a time
+MAX_BUCKETS = 1024  # more data makes larger buckets
+CHUNK = 1 << 22  # tokens that are copied at a time
 
-PLACED = np.dtype([("place", "<i8"), ("length", "<i4")])
+POSITION_DTYPE = np.dtype([("position", "<i8"), ("length", "<i4")])
 
 
 def shuffle_documents(prefix: Path, output: Path, *, seed: int, overwrite: bool = False) -> DatasetInfo:
     """Write the documents of a data set in an order drawn by (seed, number of documents).
 
-    Reads and writes from begin to end, twice: first each document goes to one of some buckets, files beside the output
-    that need the space of the data once more, by the place it is to have; then each bucket is put in order. Memory: a
-    bucket (256 MB, or 1/1024 of the data where that is more) and 20 bytes a document.
+    All data is read and written twice, sequentially: documents are first distributed to buckets by their new position
+    (files next to the output, as large as the data), then each bucket is sorted. Memory: one bucket (256 MB, or 1/1024
+    of the data if that is more) and 20 bytes per document.
 
     Raises:
-        DataError: when the data set is damaged, has documents of several sequences or a mask, or the output exists.
+        DataError: if the data set is damaged, has documents of several sequences or a mask, or the output exists.
     """
     output = strip_data_suffix(Path(output))
     check_output_prefix(output, overwrite)
@@ -52,16 +52,16 @@ def shuffle_documents(prefix: Path, output: Path, *, seed: int, overwrite: bool 
     reject_input_as_output(list_dataset_files(output), (get_bin_path(reader.prefix), get_idx_path(reader.prefix)))
     if reader.documents != len(reader) or np.any(np.diff(reader.document_index) != 1):
         raise DataError(
-            f"{reader.prefix}: has documents of several sequences, which are not shuffled",
-            hint="data.order: shuffled shuffles them as they are read",
+            f"{reader.prefix}: shuffling documents of several sequences is not supported",
+            hint="train with data.order: shuffled, which shuffles them while reading",
         )
     if (kind := read_dataset_kind(reader)) != "text":
         raise DataError(
-            f"{reader.prefix}: holds {kind}, which are not shuffled",
-            hint="a run draws their order as it packs them",
+            f"{reader.prefix}: shuffling a data set of {kind} is not supported",
+            hint="use it as it is: training shuffles them when it packs them",
         )
     size = reader.num_tokens * reader.dtype.itemsize
-    buckets = min(MOST, max(1, -(-size // BUCKET)))
+    buckets = min(MAX_BUCKETS, max(1, -(-size // BUCKET)))
     with IndexedWriter(output, reader.dtype) as writer, ProgressBar("shuffling", total=2 * size, unit="bytes") as bar:
         with add_path_to_errors(writer.folder):
             _distribute_documents(reader, writer.folder, buckets, seed, bar)
@@ -84,49 +84,49 @@ def shuffle_documents(prefix: Path, output: Path, *, seed: int, overwrite: bool 
 
 
 def _distribute_documents(reader: IndexedReader, folder: Path, buckets: int, seed: int, bar: ProgressBar) -> None:
-    """Append each document to its bucket, and its position and length to a file beside it."""
+    """Append each document to its bucket, and its new position and length to the bucket's second file."""
     count, key = len(reader), xxhash.xxh3_64_intdigest(f"shuffle seed={seed}".encode())
     each = max(1, -(-count // buckets))
     for number in range(buckets):
         _get_tokens_path(folder / f"bucket-{number}").touch()
         _get_positions_path(folder / f"bucket-{number}").touch()
     for first, last in iterate_document_ranges(reader.lengths):
-        placed = np.empty(last - first, PLACED)
-        placed["place"] = permute_indices(np.arange(first, last), count, key)
-        placed["length"] = reader.lengths[first:last]
+        documents = np.empty(last - first, POSITION_DTYPE)
+        documents["position"] = permute_indices(np.arange(first, last), count, key)
+        documents["length"] = reader.lengths[first:last]
         begins = find_token_positions(reader, np.arange(first, last))
-        order = np.argsort(placed["place"], kind="stable")
-        owner = placed["place"][order] // each
+        order = np.argsort(documents["position"], kind="stable")
+        owner = documents["position"][order] // each
         cuts = np.searchsorted(owner, np.unique(owner))
         for part in np.split(order, cuts[1:]):
-            bucket = folder / f"bucket-{placed['place'][part[0]] // each}"
-            part = np.sort(part)  # as they lie in the file
-            with open(_get_tokens_path(bucket), "ab") as tokens, open(_get_positions_path(bucket), "ab") as places:
-                tokens.write(_gather_tokens(reader.tokens, begins[part], placed["length"][part]).data)
-                places.write(placed[part].tobytes())
-        bar.advance(int(placed["length"].sum(dtype=np.int64)) * reader.dtype.itemsize)
+            bucket = folder / f"bucket-{documents['position'][part[0]] // each}"
+            part = np.sort(part)  # file order
+            with open(_get_tokens_path(bucket), "ab") as tokens, open(_get_positions_path(bucket), "ab") as positions:
+                tokens.write(_gather_tokens(reader.tokens, begins[part], documents["length"][part]).data)
+                positions.write(documents[part].tobytes())
+        bar.advance(int(documents["length"].sum(dtype=np.int64)) * reader.dtype.itemsize)
 
 
 def _write_bucket(writer: IndexedWriter, bucket: Path, bar: ProgressBar) -> None:
     """Add the documents of a bucket in order of their positions, and remove the bucket."""
-    placed = np.fromfile(_get_positions_path(bucket), PLACED)
+    documents = np.fromfile(_get_positions_path(bucket), POSITION_DTYPE)
     path = _get_tokens_path(bucket)
     tokens: Tokens = np.memmap(path, writer.dtype, "r") if path.stat().st_size else np.empty(0, writer.dtype)
-    lengths = placed["length"].astype(np.int64)
+    lengths = documents["length"].astype(np.int64)
     begins = np.cumsum(lengths) - lengths
-    order = np.argsort(placed["place"])
+    order = np.argsort(documents["position"])
     begins, lengths = begins[order], lengths[order]
     for first, last in iterate_document_ranges(lengths):
-        own = slice(first, last)
-        found = _gather_tokens(np.asarray(tokens), begins[own], lengths[own])
-        writer.add_documents(found, lengths[own])
-        bar.advance(found.nbytes)
+        part = slice(first, last)
+        gathered = _gather_tokens(np.asarray(tokens), begins[part], lengths[part])
+        writer.add_documents(gathered, lengths[part])
+        bar.advance(gathered.nbytes)
     path.unlink()
     _get_positions_path(bucket).unlink()
 
 
 def iterate_document_ranges(lengths: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of documents with about `CHUNK` tokens each, or one with more."""
+    """Yield ranges of documents with at most `CHUNK` tokens each; a longer document is a range by itself."""
     ends = np.cumsum(lengths, dtype=np.int64)
     first = 0
     while first < ends.size:
@@ -141,8 +141,8 @@ def _gather_tokens(tokens: Tokens, begins: Ints, lengths: npt.NDArray[Any]) -> T
     sizes = lengths.astype(np.int64)
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if ends.size else 0
-    found: Tokens = tokens[np.repeat(begins - (ends - sizes), sizes) + np.arange(total)]
-    return found
+    gathered: Tokens = tokens[np.repeat(begins - (ends - sizes), sizes) + np.arange(total)]
+    return gathered
 
 
 def _get_tokens_path(bucket: Path) -> Path:
@@ -150,4 +150,4 @@ def _get_tokens_path(bucket: Path) -> Path:
 
 
 def _get_positions_path(bucket: Path) -> Path:
-    return bucket.with_suffix(".places")
+    return bucket.with_suffix(".positions")

@@ -19,11 +19,12 @@ from mega_data.tokenizer import Tokenizer
 def verify_dataset(prefix: Path, tokenizer: Tokenizer | None = None) -> DatasetInfo | None:
     """Check structure, checksums and token ids against `PREFIX.info`, and that `tokenizer` is the one that produced it.
 
-    Returns the description; None when there is no `PREFIX.info`, and then only the structure was checked and, with a
-    tokenizer, that no id is beyond its vocabulary.
+    Returns:
+        The description. None without a `PREFIX.info`; only the structure was checked then, and token ids against the
+        vocabulary of `tokenizer`, if given.
 
     Raises:
-        DataError: naming the file and what is wrong with it.
+        DataError: naming the file and the problem.
     """
     reader = IndexedReader(Path(prefix))
     info = read_dataset_info(reader.prefix)
@@ -31,8 +32,8 @@ def verify_dataset(prefix: Path, tokenizer: Tokenizer | None = None) -> DatasetI
         _check_counts(reader, info)
         if tokenizer is not None:
             check_dataset_tokenizer(reader.prefix, info, tokenizer)
-    made_by = info.tokenizer if info else None
-    vocab_size = tokenizer.vocab_size if tokenizer else made_by.vocab_size if made_by else None
+    original = info.tokenizer if info else None
+    vocab_size = tokenizer.vocab_size if tokenizer else original.vocab_size if original else None
     digest = _check_tokens(reader, vocab_size)
     if info is not None and digest != info.bin_sha256:
         raise DataError(_format_difference(get_bin_path(reader.prefix), reader.prefix, digest, info.bin_sha256))
@@ -52,8 +53,8 @@ def check_dataset_tokenizer(prefix: Path, info: DatasetInfo, tokenizer: Tokenize
     """
     if info.tokenizer is not None and info.tokenizer.fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"{prefix} was made with the tokenizer {info.tokenizer.path} ({info.tokenizer.fingerprint[:12]}),"
-            f" which is not {tokenizer.path} ({tokenizer.fingerprint[:12]})"
+            f"{prefix}: requires the tokenizer {info.tokenizer.path} ({info.tokenizer.fingerprint[:12]}),"
+            f" not {tokenizer.path} ({tokenizer.fingerprint[:12]})"
         )
 
 
@@ -66,7 +67,7 @@ def _check_counts(reader: IndexedReader, info: DatasetInfo) -> None:
     for name, value in found.items():
         if value != getattr(info, name):
             raise DataError(
-                f"{reader.prefix}: {name} {value}, but {get_info_path(reader.prefix)} says {getattr(info, name)}"
+                f"{reader.prefix}: has {name} = {value}, but {get_info_path(reader.prefix)} has {getattr(info, name)}"
             )
     digest = compute_file_sha256(get_idx_path(reader.prefix))
     if digest != info.idx_sha256:
@@ -74,7 +75,10 @@ def _check_counts(reader: IndexedReader, info: DatasetInfo) -> None:
 
 
 def _format_difference(path: Path, prefix: Path, found: str, expected: str) -> str:
-    return f"{path}: changed since it was written: SHA-256 {found[:12]}..., {get_info_path(prefix)} says {expected[:12]}..."
+    return (
+        f"{path}: was changed after it was written: its SHA-256 is {found[:12]}..., not {expected[:12]}... as in"
+        f" {get_info_path(prefix)}"
+    )
 
 
 def _check_tokens(reader: IndexedReader, vocab_size: int | None) -> str:
@@ -89,6 +93,7 @@ def _check_tokens(reader: IndexedReader, vocab_size: int | None) -> str:
                 if wrong < 0 or (vocab_size is not None and wrong >= vocab_size):
                     at = start + int(np.argmax(tokens == wrong))
                     raise DataError(
-                        f"{get_bin_path(reader.prefix)}: token {at:,} is {wrong}, outside the vocabulary of {vocab_size or '?'}"
+                        f"{get_bin_path(reader.prefix)}: token {at:,} has id {wrong}, outside the vocabulary of"
+                        f" {vocab_size or 'unknown'} ids"
                     )
     return digest.hexdigest()

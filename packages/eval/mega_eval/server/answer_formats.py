@@ -1,9 +1,9 @@
 """Conversion of engine events to the JSON of OpenAI's API, as a whole answer or as a stream of chunks.
 
-Both are made from the same parts, so that the chunks of a stream put together are the whole answer.
+Both use the same parts, so the joined chunks of a stream equal the whole answer.
 
-They are read in two forms: JSON within `<tool_call>` tags (Hermes, Qwen), or an answer that is the JSON of one call or of
-a list of them (Llama).
+Tool calls are parsed in two formats: JSON within `<tool_call>` tags (Hermes, Qwen), or an answer that is the JSON of one
+call or of a list of calls (Llama).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
-from mega_eval.inference_engine import EngineEvent, ScoredToken
+from mega_eval.engine_requests import EngineEvent, ScoredToken
 from mega_eval.server.request_schemas import StreamOptions
 from mega_eval.server.token_spelling import TokenText, Vocabulary
 
-TokenEvent = tuple[int, ScoredToken | None]  # a token and what is known of it: nothing of the first of a prompt
+TokenEvent = tuple[int, ScoredToken | None]  # a token and its log-probabilities; None for the first token of a prompt
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 FINISH: dict[str | None, FinishReason] = {"end": "stop", "stop": "stop", "length": "length"}
@@ -40,13 +40,13 @@ class AnswerPart:
     """New content of one choice.
 
     Attributes:
-        choice: its number in the answer.
-        text: in addition.
-        tokens: each new token with what is told about it, where that was asked for.
-        count: new tokens.
-        finish: what ended it, as the API calls it.
-        begins: whether it is the first of its choice.
-        calls: of functions, in the form of the API.
+        choice: index of the choice in the answer.
+        text: new text.
+        tokens: new tokens with log-probabilities, or None if these were not requested.
+        count: number of new tokens.
+        finish: finish reason of the API, in the last part.
+        begins: True for the first part of a choice.
+        calls: function calls in the form of the API.
     """
 
     choice: int
@@ -96,7 +96,7 @@ class AnswerFormat(Protocol):
 class TextOffsets:
     """Character offsets of the tokens of one choice in its text.
 
-    A token inside of a character has the offset of that character. Special tokens count where the text has them.
+    A token inside a character has the offset of that character. Special tokens count only if the text includes them.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class TextOffsets:
             return token.text if token.text and self._text.startswith(token.text, self._at) else ""
         piece = self._decoder.decode(token.raw)
         if self._at == 0 and not self._text.startswith(piece):
-            return piece.lstrip(" ")  # SentencePiece drops the space that begins a text
+            return piece.lstrip(" ")  # SentencePiece drops a leading space
         return piece
 
 
@@ -179,8 +179,8 @@ class ChatFormat:
 
     def _common_fields(self, part: AnswerPart) -> dict[str, Any]:
         """Return the log-probabilities and the finish reason of a part."""
-        told = [self._format_scored_token(scored) for _, scored in part.tokens or () if scored]
-        return {"logprobs": None if part.tokens is None else {"content": told}, "finish_reason": part.finish}
+        content = [self._format_scored_token(scored) for _, scored in part.tokens or () if scored]
+        return {"logprobs": None if part.tokens is None else {"content": content}, "finish_reason": part.finish}
 
     def _format_scored_token(self, scored: ScoredToken) -> dict[str, Any]:
         """Return a token with its log-probability and alternatives in the form of the API."""
@@ -203,23 +203,23 @@ async def stream_answer_parts(
     """Yield the new content of each choice as it is generated.
 
     Args:
-        events: by the engine, with the number of the choice.
-        echoes: for each choice, the prompt that comes first in the answer, if it is to.
-        scored: whether log-probabilities are told.
-        echo_only: leave the generated tokens out.
+        events: events of the engine with the index of the choice.
+        echoes: for each choice, the prompt to repeat at the start of the answer, or None.
+        scored: include log-probabilities.
+        echo_only: leave out the generated tokens.
     """
-    begun: set[int] = set()
+    started: set[int] = set()
     async for choice, event in events:
         if echo_only:
             event = replace(event, text="", tokens=[], scored=[], finish="length" if event.finish else None)
-        first = choice not in begun
-        begun.add(choice)
+        first = choice not in started
+        started.add(choice)
         echo = echoes[choice] if first else None
         text = echo.text + event.text if echo else event.text
-        told: list[TokenEvent] = [(one.token, one) for one in event.scored]
+        tokens: list[TokenEvent] = [(token.token, token) for token in event.scored]
         if echo and scored:
-            told = [*zip(echo.tokens, event.prompt or (), strict=True), *told]
-        yield AnswerPart(choice, text, told if scored else None, len(event.tokens), FINISH.get(event.finish), first)
+            tokens = [*zip(echo.tokens, event.prompt or (), strict=True), *tokens]
+        yield AnswerPart(choice, text, tokens if scored else None, len(event.tokens), FINISH.get(event.finish), first)
 
 
 @dataclass
@@ -227,9 +227,9 @@ class AnswerBuilder:
     """Builder of one answer of completions or of chat.
 
     Attributes:
-        form: of completions or of chat.
-        model: as it is served.
-        usage: tokens so far.
+        form: format of completions or of chat.
+        model: name of the served model.
+        usage: token counts so far.
     """
 
     form: AnswerFormat
@@ -315,6 +315,6 @@ def _parse_calls(text: str, names: frozenset[str]) -> tuple[str, list[dict[str, 
 def _format_call(call: dict[str, Any]) -> dict[str, Any]:
     """Return a function call in the form of the API."""
     arguments = call.get("arguments", call.get("parameters", {}))
-    spelt = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    function = {"name": call["name"], "arguments": spelt}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": call["name"], "arguments": text}
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}

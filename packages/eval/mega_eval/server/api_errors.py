@@ -25,11 +25,11 @@ class ApiRequestError(Exception):
     """Error response to a request.
 
     Attributes:
-        status: of HTTP.
-        message: what is wrong.
-        param: the field that is to blame.
-        code: a word for programs.
-        retry_after: seconds after which to try again.
+        status: HTTP status.
+        message: sentence for people.
+        param: field of the request that caused the error.
+        code: error code for programs.
+        retry_after: seconds after which the client may try again.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ApiRequestError(Exception):
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
-        # a message may quote half a character, which UTF-8 cannot spell and JSON's escapes can
+        # escaped JSON, since a message may quote a lone surrogate, which UTF-8 cannot encode
         return Response(json.dumps(self.format_error_body()), self.status, headers, media_type="application/json")
 
 
@@ -93,12 +93,12 @@ def _translate_validation_errors(found: Sequence[Any]) -> ApiRequestError:
         return ApiRequestError(
             400, f"the body is not JSON ({found[0]['ctx']['error']} at character {found[0]['loc'][-1]})"
         )
-    sentences = dict.fromkeys(_format_field_error(one) for one in found[:8])
+    sentences = dict.fromkeys(_format_field_error(error) for error in found[:8])
     return ApiRequestError(400, "; ".join(sentences), param=_field_path(found[0]["loc"][:2]) or _named_field(found[0]))
 
 
 def _format_field_error(error: Mapping[str, Any]) -> str:
-    """Return the error of a field as a sentence, in pydantic's words if the schema has none of its own."""
+    """Return the error of a field as a sentence; pydantic's message if the schema has no message."""
     field, message = _field_path(error["loc"]), error["msg"].removeprefix("Value error, ")
     if error["type"] == "missing":
         return f"{field or 'body'} is required"
@@ -118,9 +118,9 @@ def _named_field(error: Mapping[str, Any]) -> str | None:
     return None if field is None else str(field)
 
 
-def _field_path(place: Sequence[Any]) -> str:
+def _field_path(location: Sequence[Any]) -> str:
     """Return the path of a field, without the bracketed names of union arms."""
-    steps = [str(step) for step in place if step != "body"]
+    steps = [str(step) for step in location if step != "body"]
     return ".".join(step for step in steps if not step.startswith("["))[:200]
 
 

@@ -39,7 +39,7 @@ def create_application(service: ModelService, bounds: ServerLimits) -> RequestGa
         title="mega",
         summary="OpenAI-compatible access to one language model and its adapters",
         version=service.version,
-        docs_url=None,  # its page loads scripts from elsewhere
+        docs_url=None,  # its page loads scripts from a CDN
         redoc_url=None,
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
@@ -111,17 +111,17 @@ class _EventStream(StreamingResponse):
 
 async def _cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Return the result of `work`, which is cancelled when the client disconnects."""
-    doing = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_for_disconnect(request))
+    answer = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise ApiRequestError(499, "the client has gone")
-        return doing.result()
+        await asyncio.wait({answer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ApiRequestError(499, "the client has disconnected")
+        return answer.result()
     finally:
-        for task in (doing, gone):
+        for task in (answer, disconnect):
             task.cancel()
-        await asyncio.gather(doing, gone, return_exceptions=True)
+        await asyncio.gather(answer, disconnect, return_exceptions=True)
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -185,7 +185,7 @@ def _add_info_routes(app: FastAPI, service: ModelService, gate: RequestGate) -> 
         if service.driver.failure is not None:
             raise ApiRequestError(503, "the engine has failed")
         if (seconds := service.driver.busy_seconds()) > service.seconds:
-            raise ApiRequestError(503, f"the engine hangs: its step has not ended for {seconds:.0f} seconds")
+            raise ApiRequestError(503, f"the engine hangs: its step has not ended after {seconds:.0f} seconds")
         if gate.draining:
             raise ApiRequestError(503, "the server is shutting down")
         return {"status": "ok"}

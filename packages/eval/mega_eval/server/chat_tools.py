@@ -1,7 +1,7 @@
 """Tools that a chat may call, in its request and in its prompt.
 
-A chat template that knows tools renders them; for any other they are described in the system message. Where a call is
-required, the answer is constrained to the JSON of one.
+A chat template with support for tools renders them; for other templates the system message describes them. If a call is
+required, the answer is constrained to the JSON of a call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mega_eval.server.request_validation import StrictRequestModel, expect_union
 FOREIGN = re.compile(
     r"\[TOOL_CALLS\]|<｜tool|<\|channel\|>|<function=|<\|tool_calls_section_begin\|>|<\|START_ACTION\|>"
 )
-"""Marks of templates whose calls have another form."""
+"""Markers of templates whose call format is not supported."""
 
 DESCRIPTION = """You can call functions. Their JSON schemas are, one a line:
 <tools>

@@ -1,9 +1,9 @@
 """Limits of open connections: their number, the time for a request's headers, and the time for a client to read an
 answer.
 
-uvicorn bounds idle keep-alive connections and the size of headers; the rest is added here to its protocol. A connection that
-waits holds a file descriptor. When all are taken, the one that has waited longest is closed for the new one, so a client
-that sends its request at once is always served.
+uvicorn limits idle keep-alive connections and the size of headers; this module adds the other limits to its protocol. Every
+waiting connection holds a file descriptor. At the maximum, the connection that has waited longest is closed for a new one,
+so a client that sends its request at once is always served.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mega_common.progress_logging import logger
 
-FILES = 65536  # file descriptors to ask the system for
+FILES = 65536  # file descriptors to request from the system
 RESERVE = 64  # file descriptors for everything but connections
 ACCEPT = 32  # connections that the event loop accepts at a time
 QUEUE = 2048  # connections that the kernel may complete before they are accepted
@@ -33,8 +33,8 @@ class ConnectionLimits:
 
     Attributes:
         head: seconds until the headers of a request are complete.
-        flush: seconds until a client has taken the rest of a finished answer.
-        count: connections open at the same time.
+        flush: seconds until a client has read the rest of a finished answer.
+        count: maximum number of open connections.
     """
 
     head: float = 10
@@ -103,7 +103,7 @@ def select_connection_to_close(connections: Iterable[LimitedProtocol]) -> Limite
     """Return the connection to close for a new one: the oldest waiting one of the client with the most waiting
     connections.
 
-    If none waits, it is the newest.
+    If none is waiting, return the newest.
     """
     ordered = sorted(connections, key=lambda one: one._since)
     counts = Counter(one.client_address for one in ordered if one.is_waiting)
@@ -118,8 +118,8 @@ def make_protocol_class(bounds: ConnectionLimits) -> type[LimitedProtocol]:
     return type("BoundedProtocol", (LimitedProtocol,), {"bounds": bounds})
 
 
-def count_available_connections(wanted: int) -> int:
-    """Return how many connections can be open at once, at most `wanted`, with the file descriptors of this process.
+def count_available_connections(requested: int) -> int:
+    """Return how many connections can be open at once, at most `requested`, with the file descriptors of this process.
 
     The soft limit of file descriptors is raised first, as far as the system allows.
     """
@@ -130,10 +130,11 @@ def count_available_connections(wanted: int) -> int:
     else:
         limit = FILES if soft == resource.RLIM_INFINITY else soft
     used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else RESERVE
-    room = limit - used - RESERVE - 3 * ACCEPT  # those accepted while others close
-    if room < wanted:
-        logger.warning("%d connections at once, for only %d files may be open (ulimit -n)", max(room, 1), limit)
-    return max(1, min(wanted, room))
+    available = limit - used - RESERVE - 3 * ACCEPT  # minus connections that are accepted while others close
+    if available < requested:
+        message = "the limit of %d open files (ulimit -n) allows only %d connections at once"
+        logger.warning(message, limit, max(available, 1))
+    return max(1, min(requested, available))
 
 
 class EventLoopErrorLogger:

@@ -25,7 +25,7 @@ from mega_eval.text_embedding import TextEmbedder, check_pooling_modes
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.parallel.lora_layers import AdapterSelection
 
-BATCH_TOKENS = 2048  # tokens of one batch, which the steps of the engine wait for
+BATCH_TOKENS = 2048  # tokens of one batch; the engine pauses while it is computed
 
 Vectors = npt.NDArray[np.float32]
 EmbeddingInputField = Annotated[
@@ -58,9 +58,9 @@ class ServedEmbedder:
 
     Attributes:
         texts: model, tokenizer and settings.
-        adapters: of the model; texts are embedded without any.
-        declared: whether the settings are those of a sentence-transformers folder.
-        width: numbers of a vector.
+        adapters: selection of LoRA adapters; texts are embedded without any.
+        declared: True if a sentence-transformers folder declares the settings.
+        width: P.
     """
 
     texts: TextEmbedder

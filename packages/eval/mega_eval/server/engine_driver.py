@@ -1,11 +1,10 @@
 """Driver that runs the inference engine in its own thread and passes its events to the event loop of the server.
 
-The engine is not thread-safe: additions and cancellations reach it through a queue, between two of its steps. What it
-says goes back to the event loop once a step. So a client that reads slowly holds up nobody: what waits for it is no
-more than the tokens it asked for.
+The engine is not thread-safe: additions and cancellations reach it through a queue, between two of its steps, and its events
+go back to the event loop after each step. A slow client delays no others; its queue is bounded by the tokens it requested.
 
-A request that fails ends no other. A step that fails as a whole ends the requests of that moment; the engine then starts
-again with an empty cache, unless it has failed `MOST_FAILURES` times in a row.
+A failed request does not affect others. A step that fails as a whole fails all open requests; the engine then restarts with
+an empty cache, unless it has failed `MAX_FAILURES` times in a row.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ from typing import TypeVar
 
 from mega_common.errors import DataError
 from mega_common.progress_logging import logger
-from mega_eval.inference_engine import EngineEvent, EngineRequest, InferenceEngine
+from mega_eval.engine_requests import EngineEvent, EngineRequest
+from mega_eval.inference_engine import InferenceEngine
 from mega_eval.server.api_errors import ApiRequestError
 
-MOST_FAILURES = 3  # steps in a row; after these the engine stays down
+MAX_FAILURES = 3  # consecutive failed steps, after which the engine is not restarted
 
 LAST_STEP = 30.0  # seconds for the last step when the server ends
 
 T = TypeVar("T")
-RowEvent = tuple[int, EngineEvent]  # number of the request in its group, and what the engine says about it
+RowEvent = tuple[int, EngineEvent]  # index of the request in its group, and its event
 
 
 class RequestGroup:
@@ -38,29 +38,29 @@ class RequestGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.ids: list[int] = []  # as the engine calls them; belongs to the engine's thread
+        self.ids: list[int] = []  # request numbers of the engine; only for the engine's thread
         self.loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = self.loop.create_future()
-        self._heard: asyncio.Queue[list[RowEvent] | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[list[RowEvent] | Exception] = asyncio.Queue()
 
     async def iterate_events(self) -> AsyncIterator[RowEvent]:
         """Yield the events of the engine until all requests are finished.
 
         Raises:
-            Refusal: when the engine has failed or the server ends.
+            ApiRequestError: when the engine has failed or the server ends.
         """
-        going = self.size
-        while going:
-            heard = await self._heard.get()
-            if isinstance(heard, Exception):
-                raise heard
-            for said in heard:
-                yield said
-                going -= said[1].finish is not None
+        unfinished = self.size
+        while unfinished:
+            events = await self._events.get()
+            if isinstance(events, Exception):
+                raise events
+            for event in events:
+                yield event
+                unfinished -= event[1].finish is not None
 
-    def publish_events(self, said: list[RowEvent] | Exception) -> None:
+    def publish_events(self, events: list[RowEvent] | Exception) -> None:
         """Queue events, or the error that ends them; callable from any thread."""
-        self._call_in_loop(lambda: self._heard.put_nowait(said))
+        self._call_in_loop(lambda: self._events.put_nowait(events))
 
     def report_acceptance(self, error: Exception | None = None) -> None:
         """Report whether the engine has accepted the requests; callable from any thread."""
@@ -68,7 +68,7 @@ class RequestGroup:
 
     def _set_accepted(self, error: Exception | None) -> None:
         """Set the result of `accepted`."""
-        if self.accepted.done():  # who waited has gone
+        if self.accepted.done():  # cancelled, as the client has disconnected
             return
         if error is None:
             self.accepted.set_result(None)
@@ -85,10 +85,10 @@ class EngineDriver:
     """Thread that runs an inference engine.
 
     Attributes:
-        engine: only its counts may be read from outside.
-        open_requests: requests that are in it or wait for it.
-        max_requests: that may be at once.
-        failure: the error that ended the thread for good, if any.
+        engine: inference engine; other threads may only read its counts.
+        open_requests: number of requests that are waiting or running.
+        max_requests: maximum number of open requests.
+        failure: error that ended the thread, if any.
     """
 
     def __init__(self, engine: InferenceEngine, *, max_requests: int) -> None:
@@ -112,7 +112,7 @@ class EngineDriver:
         if self._thread.is_alive():
             self._thread.join(seconds)
         if self._thread.is_alive():
-            logger.error("the engine's step has not ended for %.0f seconds and is given up", self.busy_seconds())
+            logger.error("the engine's step has not ended after %.0f seconds and is abandoned", self.busy_seconds())
             return False
         return True
 
@@ -125,14 +125,13 @@ class EngineDriver:
         """Refuse `count` more requests if the engine has failed or is full.
 
         Raises:
-            Refusal: when the engine has failed, or has as many as it may.
+            ApiRequestError: when the engine has failed or is full.
         """
         if self.failure is not None:
-            raise ApiRequestError(503, "the engine has failed; the server has to be started again")
+            raise ApiRequestError(503, "the engine has failed; the server must be restarted")
         if count > self.max_requests:
-            raise ApiRequestError(
-                400, f"{count} prompts and choices in one call; this server takes {self.max_requests}"
-            )
+            message = f"a call must have at most {self.max_requests} choices over all prompts; found {count}"
+            raise ApiRequestError(400, message)
         if count and self.open_requests + count > self.max_requests:
             raise ApiRequestError(429, f"the server is busy with {self.open_requests} requests", retry_after=1)
 
@@ -140,8 +139,8 @@ class EngineDriver:
         """Submit requests to the engine; the returned group must be released.
 
         Raises:
-            Refusal: when the engine has failed, or has as many as it may.
-            DataError: when one of them cannot be done; then none is.
+            ApiRequestError: when the engine has failed or is full.
+            DataError: when one of them is invalid; then none is added.
         """
         self.check_capacity(len(requests))
         group = RequestGroup(len(requests))
@@ -163,7 +162,7 @@ class EngineDriver:
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(work())
-                except Exception as error:  # noqa: BLE001 - the error is for the caller; the engine goes on
+                except Exception as error:  # noqa: BLE001 - the error is for the caller; the engine continues
                     done.set_exception(error)
 
         self._commands.put(run_and_set_result)
@@ -189,26 +188,26 @@ class EngineDriver:
                     self._dispatch_events(events)
                     failures = 0
                 return
-            except Exception as error:  # noqa: BLE001 - every request that waits needs an answer
+            except Exception as error:  # noqa: BLE001 - every open request needs an answer
                 failures += 1
-                self._recover_engine(error, last=failures == MOST_FAILURES)
-        while self._run_commands():  # until the end: requests that came meanwhile are refused
+                self._recover_engine(error, last=failures == MAX_FAILURES)
+        while self._run_commands():  # refuse requests until the server ends
             pass
 
     def _recover_engine(self, error: Exception, *, last: bool) -> None:
         """Fail the open requests with `error` and reset the engine, unless this was its last allowed failure."""
-        logger.error("the engine has failed and %s", "stays down" if last else "starts again", exc_info=error)
+        logger.error("the engine has failed and %s", "stays down" if last else "restarts", exc_info=error)
         try:
             self.engine.drop_all_requests()
-        except Exception as broken:  # noqa: BLE001 - an engine that cannot start again stays down
-            logger.exception("the engine cannot start again")
-            error, last = broken, True
+        except Exception as reset_error:  # noqa: BLE001 - an engine that cannot restart stays down
+            logger.exception("the engine cannot be restarted")
+            error, last = reset_error, True
         self.failure = error if last else None
         groups = {group for group, _ in self._groups.values()}
         self._groups.clear()
         for group in groups:
             group.publish_events(
-                ApiRequestError(500, f"the engine has failed ({error}); the request may be sent again", retry_after=1)
+                ApiRequestError(500, f"the engine has failed ({error}); send the request again", retry_after=1)
             )
 
     def _run_commands(self) -> bool:
@@ -242,7 +241,7 @@ class EngineDriver:
                 added = self.engine.add_request(request)
                 group.ids.append(added)
                 self._groups[added] = group, number
-        except Exception as error:  # noqa: BLE001 - a request that cannot be done ends no other
+        except Exception as error:  # noqa: BLE001 - an invalid request must not affect others
             self._cancel_group(group)
             group.report_acceptance(error)
         else:
@@ -262,19 +261,19 @@ class EngineDriver:
 
     def _dispatch_events(self, events: Sequence[EngineEvent]) -> None:
         """Send the events of a step to their groups."""
-        said: dict[RequestGroup, list[RowEvent]] = defaultdict(list)
+        published: dict[RequestGroup, list[RowEvent]] = defaultdict(list)
         failed: dict[RequestGroup, Exception] = {}
         for event in events:
             group, number = self._groups[event.request]
             if event.error is not None:
                 failed.setdefault(group, event.error)
                 continue
-            said[group].append((number, event))
+            published[group].append((number, event))
             if event.finish is not None:
                 del self._groups[event.request]
-        for group, new in said.items():
+        for group, new in published.items():
             group.publish_events(new)
-        for group, error in failed.items():  # one choice that fails ends the other choices of its call
+        for group, error in failed.items():  # a failed choice ends the other choices of its call
             self._cancel_group(group)
             group.publish_events(
                 error if isinstance(error, DataError) else ApiRequestError(500, f"the request has failed ({error})")

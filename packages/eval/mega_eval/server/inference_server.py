@@ -31,29 +31,29 @@ from mega_eval.server.connection_limits import (
 from mega_eval.server.model_service import ModelService
 from mega_eval.server.request_gate import ServerLimits
 
-STALLED = 120  # seconds after which the kernel drops a client that takes nothing of what is sent to it
+STALLED = 120  # seconds after which the kernel drops a client that acknowledges no data
 
 
 def bind_server_socket(host: str, port: int, key: str | None) -> socket.socket:
     """Return a bound socket for the server, which does not listen yet; port 0 is any free port.
 
     Raises:
-        ConfigError: when the address is no host's, not this machine's, in use, or open to others without a key.
+        ConfigError: when the address is invalid, not on this machine, in use, or public without an API key.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if key is None and not ipaddress.ip_address(address[0]).is_loopback:
             raise ConfigError(
-                f"--host {host}: others could use the server, and no API key is set",
-                hint="--api-key-file FILE or the environment's MEGA_API_KEY sets one; 127.0.0.1 is for this machine only",
+                f"--host {host} requires an API key, since other machines can reach the server",
+                hint="set one with --api-key-file FILE or the environment variable MEGA_API_KEY, or use --host 127.0.0.1",
             )
         found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that a last server left may linger
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a previous server may linger
         found.bind(address)
     except OSError as error:
-        hint = "choose another --port; 0 takes any that is free" if error.errno == errno.EADDRINUSE else None
-        raise ConfigError(f"{host}:{port}: cannot listen there ({error.strerror})", hint=hint) from None
-    # Accepted connections inherit these: who vanishes without a word, or takes nothing, is dropped by the kernel.
+        hint = "use another --port; 0 selects a free one" if error.errno == errno.EADDRINUSE else None
+        raise ConfigError(f"the server cannot listen on {host}:{port} ({error.strerror})", hint=hint) from None
+    # accepted connections inherit these options: the kernel drops clients that vanish or stop reading
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED * 1000)
     return found
@@ -63,7 +63,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Return an application that pages of `origins` may call, or `app` itself if there are none."""
     if not origins:
         return app
-    # outside of the gate, since browsers ask for permission without the API key
+    # outside of the gate, since the preflight requests of browsers have no API key
     return CORSMiddleware(
         app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
     )
@@ -73,12 +73,16 @@ class InferenceServer(uvicorn.Server):
     """HTTP server that runs until SIGTERM or SIGINT, then finishes open requests and refuses new ones; a second signal
     ends it at once.
 
-    uvicorn by itself would close its socket first. `run(sockets=[...])` runs it; `force_exit` tells afterwards whether
-    there was a second signal.
+    Plain uvicorn would close its socket first. Call `run(sockets=[...])`; afterwards `force_exit` is True if there was a
+    second signal.
+
+    Args:
+        service: model to serve.
+        bounds: limits of the server.
+        drain: seconds to finish open requests after the first signal.
     """
 
     def __init__(self, service: ModelService, bounds: ServerLimits, *, drain: float) -> None:
-        """`drain`: seconds to finish what runs."""
         self.gate = create_application(service, bounds)
         limits = replace(
             bounds.connections, count=count_available_connections(bounds.connections.count + bounds.requests)
@@ -89,7 +93,7 @@ class InferenceServer(uvicorn.Server):
             ws="none",
             backlog=ACCEPT,
             log_config=None,
-            log_level="critical",  # what it would tell, the gate has told
+            log_level="critical",  # the gate logs errors
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=5,
@@ -117,7 +121,7 @@ class InferenceServer(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(EventLoopErrorLogger())
         await super().startup(sockets)
         for listener in sockets or []:
-            listener.listen(QUEUE)  # `backlog` bounds both this queue and how many are accepted at a time
+            listener.listen(QUEUE)  # uvicorn's `backlog` also sets the number of connections accepted at a time
         host, port, *_ = self.servers[0].sockets[0].getsockname()
         shown = f"[{host}]" if ":" in host else host
         logger.info("serving %r at http://%s:%d (Ctrl-C ends)", self._service.name, shown, port)
@@ -129,19 +133,19 @@ class InferenceServer(uvicorn.Server):
             return
         self.gate.draining, self._deadline = True, time.monotonic() + self._drain
         if self.gate.active:
-            what = "%d requests are finished first, for %.0f seconds at most; another signal ends at once"
-            logger.info(what, self.gate.active, self._drain)
+            message = "finishing %d requests for at most %.0f seconds; another signal ends the server at once"
+            logger.info(message, self.gate.active, self._drain)
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to exit; uvicorn calls it ten times a second."""
         now = asyncio.get_running_loop().time()
-        for one in list(self.server_state.connections):
-            if isinstance(one, LimitedProtocol):
-                one.close_if_timed_out(now)
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, LimitedProtocol):
+                connection.close_if_timed_out(now)
         if self.gate.draining and not self.should_exit:
             late = time.monotonic() >= self._deadline
             if late and self.gate.active:
-                logger.warning("%d requests are not finished, and given up", self.gate.active)
+                logger.warning("%d unfinished requests are aborted", self.gate.active)
                 self._service.driver.abort_all_requests(ApiRequestError(503, "the server is shutting down"))
             self.should_exit = late or not self.gate.active
         return await super().on_tick(counter)

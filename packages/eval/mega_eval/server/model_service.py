@@ -16,7 +16,7 @@ from mega_common.errors import DataError
 from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
-from mega_eval.inference_engine import EngineRequest
+from mega_eval.engine_requests import EngineRequest
 from mega_eval.sampling import Sampling
 from mega_eval.server.answer_formats import (
     AnswerBuilder,
@@ -56,19 +56,19 @@ class ModelService:
     """Served model with its tokenizer, chat template and engine.
 
     Attributes:
-        name: as clients call it.
-        version: of mega.
-        driver: runs the engine.
-        tokenizer: of the model.
-        template: of its chats; None: it has none.
+        name: name of the model in the API.
+        version: version of mega.
+        driver: driver of the inference engine.
+        tokenizer: tokenizer of the model.
+        template: chat template, if any.
         ends: tokens that end a text.
-        default_sampling: how the model wants tokens drawn where a request does not say.
-        max_length: tokens of a prompt and its continuation.
-        vocab_size: of the model.
-        seconds: for one answer.
-        metrics: where tokens are counted.
-        adapters: of the model, where each came from by its name, by which clients call the model with it.
-        embedder: makes vectors of texts; a text says why there is none, None: for this kind of model.
+        default_sampling: sampling settings of the model's own files.
+        max_length: maximum number of tokens of a prompt and its continuation.
+        vocab_size: vocabulary size of the model.
+        seconds: time limit of one answer.
+        metrics: metrics of the server.
+        adapters: source of each LoRA adapter, by the model name that selects it in the API.
+        embedder: embedder of texts, or the reason that embeddings are not supported (None: the kind of model).
     """
 
     name: str
@@ -88,7 +88,7 @@ class ModelService:
     def __post_init__(self) -> None:
         self.created = int(time.time())
         self.vocabulary = Vocabulary(self.tokenizer)
-        # Encoding takes a hundred times the memory of the text: few at once, and beside the event loop.
+        # encoding takes a hundred times the memory of the text, so few texts at once; threads keep the event loop free
         self._encoders = CapacityLimiter(2)
         self._workers = WorkerProcesses(getattr(self.driver.engine, "grammars", None))
         self._longest = find_max_token_bytes(self.tokenizer)
@@ -102,7 +102,7 @@ class ModelService:
         """Return the tokens of a text, with the tokenizer's surrounding special tokens (`special`) or without."""
 
         def encode_in_thread() -> list[int]:
-            # a batch of one: other threads run meanwhile
+            # `encode_batch`, unlike `encode`, releases the GIL
             ids: list[int] = self.tokenizer.backend.encode_batch([text], add_special_tokens=special)[0].ids
             return ids
 
@@ -120,39 +120,39 @@ class ModelService:
         """Return the entries of tokens in the tokenizer's vocabulary."""
         return [self.tokenizer.backend.id_to_token(token) for token in tokens]
 
-    async def encode_chat_prompt(self, messages: Sequence[ChatMessage], how: ChatTemplateFields) -> list[int]:
+    async def encode_chat_prompt(self, messages: Sequence[ChatMessage], body: ChatTemplateFields) -> list[int]:
         """Return the tokens of a conversation, up to the beginning of the answer."""
         if self.template is None:
             raise ApiRequestError(400, "this model has no chat template; use /v1/completions", param="messages")
-        given, tools = [message.to_template_message() for message in messages], self._template_tools(how)
+        turns, tools = [message.to_template_message() for message in messages], self._template_tools(body)
         if tools and not self.template.renders_tools:
-            given, tools = describe_tools(given, tools), []
-        going_on = bool(how.continue_final_message)
-        begins = how.add_generation_prompt if how.add_generation_prompt is not None else not going_on
-        conversation = Conversation(given, [], tools or None, dict(how.chat_template_kwargs or {}))
-        text = await self._workers.render_chat(self.template, conversation, begins, going_on)
-        if isinstance(how, GenerationRequestBody):
-            self._check_text_size(text, how)
+            turns, tools = describe_tools(turns, tools), []
+        continues = bool(body.continue_final_message)
+        begins = body.add_generation_prompt if body.add_generation_prompt is not None else not continues
+        conversation = Conversation(turns, [], tools or None, dict(body.chat_template_kwargs or {}))
+        text = await self._workers.render_chat(self.template, conversation, begins, continues)
+        if isinstance(body, GenerationRequestBody):
+            self._check_text_size(text, body)
         return await self.encode_text(text, special=False)
 
     async def start_completion(self, body: CompletionRequest) -> RunningAnswer:
         """Start a completion."""
-        given, prompts = body.list_prompts(), []
-        self.driver.check_capacity(len(given) * (body.n or 1))  # before the work of encoding them
-        for prompt in given:
+        sources, prompts = body.list_prompts(), []
+        self.driver.check_capacity(len(sources) * (body.n or 1))  # before the work of encoding them
+        for prompt in sources:
             if isinstance(prompt, str):
                 self._check_text_size(prompt, body)
             tokens = (
                 prompt if isinstance(prompt, list) else await self.encode_text(prompt, special=body.add_special_tokens)
             )
             prompts.append(self._truncate_prompt(tokens, body))
-        echoes: list[EchoedPrompt | None] = [None] * len(given)
+        echoes: list[EchoedPrompt | None] = [None] * len(sources)
         if body.echo:
             texts = [
                 prompt
                 if isinstance(prompt, str) and body.truncate_prompt_tokens is None
                 else await self.decode_tokens(tokens)
-                for prompt, tokens in zip(given, prompts, strict=True)
+                for prompt, tokens in zip(sources, prompts, strict=True)
             ]
             echoes = [EchoedPrompt(text, tokens) for text, tokens in zip(texts, prompts, strict=True)]
         return await self._start_answer(
@@ -170,10 +170,10 @@ class ModelService:
     async def start_response(self, body: ResponsesRequest) -> RunningAnswer:
         """Start an answer of the Responses API."""
         self.driver.check_capacity(1)
-        asked = body.to_chat_request()
-        prompt = await self.encode_chat_prompt(asked.messages, asked)
+        chat = body.to_chat_request()
+        prompt = await self.encode_chat_prompt(chat.messages, chat)
         return await self._start_answer(
-            asked, partial(ResponsesAnswerBuilder, body, body.model or self.name), [prompt], [None]
+            chat, partial(ResponsesAnswerBuilder, body, body.model or self.name), [prompt], [None]
         )
 
     def _answer_builder(self, form: AnswerFormat, model: str | None) -> Callable[[TokenUsage], AnswerBuilder]:
@@ -207,7 +207,7 @@ class ModelService:
         if not text:
             raise ApiRequestError(400, "input must not have an empty text", param="input")
         if isinstance(text, list) and prompt:
-            message = f"input must be text, since the model puts its prompt {prompt!r} in front; found token ids"
+            message = f"input must be text, as the model's prompt {prompt!r} is put first; found token ids"
             raise ApiRequestError(400, message, param="input")
         if isinstance(text, str):
             _check_unicode(text)
@@ -234,9 +234,9 @@ class ModelService:
         none = {"pad_token": None, "chat_template": None}
         return {**none, "bos_token": begin, "eos_token": self.tokenizer.eos_token, **facts}
 
-    def _template_tools(self, how: ChatTemplateFields) -> list[dict[str, Any]]:
-        """Return the tools of a chat, as templates expect them."""
-        found = how.list_callable_tools() if isinstance(how, ChatRequest) else []
+    def _template_tools(self, body: ChatTemplateFields) -> list[dict[str, Any]]:
+        """Return the tools of a chat in the form that templates expect."""
+        found = body.list_callable_tools() if isinstance(body, ChatRequest) else []
         if found and self.template is not None and self.template.renders_tools:
             foreign = FOREIGN.search(self.template.get_template_config()["chat_template"])
             if foreign:
@@ -261,7 +261,7 @@ class ModelService:
             )
 
     def _truncate_prompt(self, prompt: list[int], body: GenerationRequestBody) -> list[int]:
-        """Return the last `truncate_prompt_tokens` of a prompt; -1 keeps as many as leave room for the answer."""
+        """Return the last `truncate_prompt_tokens` of a prompt; -1 keeps as many as fit with the answer."""
         kept = body.truncate_prompt_tokens
         if kept == -1:
             kept = max(1, self.max_length - (body.get_max_new_tokens() or 1))
@@ -275,14 +275,14 @@ class ModelService:
         echoes: Sequence[EchoedPrompt | None],
     ) -> RunningAnswer:
         """Submit `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
-        choices, alternatives, asked = body.n or 1, body.count_alternatives(), self._make_limits(body)
-        sampling = await self._make_sampling(body, asked)
+        choices, alternatives, limits = body.n or 1, body.count_alternatives(), self._make_limits(body)
+        sampling = await self._make_sampling(body, limits)
         if (grammar := body.resolve_constraint()) is not None:
-            await self._workers.prepare_grammar(grammar, asked.ends)
+            await self._workers.prepare_grammar(grammar, limits.ends)
         requests = [
             EngineRequest(
                 prompt,
-                replace(asked, max_new_tokens=self._count_new_tokens(prompt, body.get_max_new_tokens()) or 1),
+                replace(limits, max_new_tokens=self._count_new_tokens(prompt, body.get_max_new_tokens()) or 1),
                 sampling,
                 sample=choice,
                 logprobs=alternatives,
@@ -295,18 +295,18 @@ class ModelService:
         ]
         answer = answer_for(TokenUsage(sum(map(len, prompts))))
         group = await self.driver.submit_requests(requests)
-        told = stream_answer_parts(
+        parts = stream_answer_parts(
             group.iterate_events(), [echo for echo in echoes for _ in range(choices)], alternatives is not None,
             echo_only=body.get_max_new_tokens() == 0,
         )  # fmt: skip
         if isinstance(body, ChatRequest) and (tools := body.list_callable_tools()):
-            told = extract_tool_calls(told, frozenset(tool.function.name for tool in tools))
-        return RunningAnswer(self, answer, group, told, time.monotonic() + self.seconds)
+            parts = extract_tool_calls(parts, frozenset(tool.function.name for tool in tools))
+        return RunningAnswer(self, answer, group, parts, time.monotonic() + self.seconds)
 
     def _make_limits(self, body: GenerationRequestBody) -> GenerationLimits:
         """Return the generation limits of a request; a stop string that is a special token becomes a stop token."""
         strings, tokens = list(body.list_stop_strings()), set(body.stop_token_ids or ())
-        if body.skip_special_tokens is not False:  # else special tokens are in the text
+        if body.skip_special_tokens is not False:  # otherwise special tokens appear in the text and match as strings
             tokens |= {self.vocabulary.specials[stop] for stop in strings if stop in self.vocabulary.specials}
             strings = [stop for stop in strings if stop not in self.vocabulary.specials]
             mixed = [(stop, name) for stop in strings for name in self.vocabulary.specials if name in stop]
@@ -346,9 +346,9 @@ class ModelService:
 
     async def _encode_bad_word(self, word: str) -> list[list[int]]:
         """Return the token sequences of a word at the start of a text and after a space, as vLLM bans them."""
-        plain, behind = [await self.encode_text(text, special=False) for text in (word, f" {word.lstrip()}")]
-        alike = len(plain) == len(behind) and plain[:1] != behind[:1]
-        return [tokens for tokens in ([plain, behind] if alike else [plain]) if tokens]
+        at_start, spaced = [await self.encode_text(text, special=False) for text in (word, f" {word.lstrip()}")]
+        ban_both = len(at_start) == len(spaced) and at_start[:1] != spaced[:1]
+        return [tokens for tokens in ([at_start, spaced] if ban_both else [at_start]) if tokens]
 
     def _check_token_ids(self, tokens: Collection[int], field: str) -> None:
         """Refuse tokens outside the vocabulary."""
@@ -357,17 +357,17 @@ class ModelService:
             message = f"{field} has token {largest}, which is outside the model's vocabulary of {self.vocab_size}"
             raise ApiRequestError(400, message, param=field)
 
-    def _count_new_tokens(self, prompt: Sequence[int], asked: int | None) -> int:
+    def _count_new_tokens(self, prompt: Sequence[int], requested: int | None) -> int:
         """Return the maximum number of tokens that may follow a prompt; 0 if 0 were requested."""
-        room = self.max_length - len(prompt)
-        if room < (asked != 0) or (asked or 0) > room:
-            more = f" and {asked} new ones" if asked and room > 0 else ""
+        available = self.max_length - len(prompt)
+        if available < (requested != 0) or (requested or 0) > available:
+            more = f" and {requested} new ones" if requested and available > 0 else ""
             raise ApiRequestError(
                 400,
                 f"This model's maximum context length is {self.max_length} tokens; the prompt has {len(prompt)}{more}.",
                 code="context_length_exceeded",
             )
-        return room if asked is None else asked
+        return available if requested is None else requested
 
 
 def _check_unicode(text: str) -> None:
@@ -375,7 +375,7 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ApiRequestError(400, "a text has half a character (a lone surrogate)") from None
+        raise ApiRequestError(400, "a text must not have lone surrogates, which are half characters") from None
 
 
 @dataclass
@@ -389,13 +389,13 @@ class RunningAnswer:
     deadline: float
 
     def __post_init__(self) -> None:
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
 
     async def build_answer(self) -> dict[str, object]:
         """Return the complete answer.
 
         Raises:
-            Refusal: when it takes too long.
+            ApiRequestError: when it takes too long.
         """
         try:
             return await self.answer.build_answer(self._parts_until_deadline())
@@ -407,7 +407,7 @@ class RunningAnswer:
         try:
             async for chunk in self.answer.stream_chunks(self._parts_until_deadline(), options):
                 yield chunk
-        except Exception as error:  # noqa: BLE001 - the status has been sent; here alone it can be told
+        except Exception as error:  # noqa: BLE001 - the status is already sent, so the error must be an event
             yield format_sse_event(translate_error(error).format_error_body())
 
     def release_requests(self) -> None:
@@ -425,8 +425,9 @@ class RunningAnswer:
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                raise ApiRequestError(504, f"not done within {self.service.seconds:.0f} seconds") from None
+                message = f"the answer was not finished within {self.service.seconds:.0f} seconds"
+                raise ApiRequestError(504, message) from None
             if first:
-                self.service.metrics.record_first_token(time.monotonic() - self._begun)
+                self.service.metrics.record_first_token(time.monotonic() - self._start)
             first = False
             yield part

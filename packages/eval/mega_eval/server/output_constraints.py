@@ -1,6 +1,6 @@
 """Constraints on the text of an answer (structured output), in the fields of OpenAI, vLLM and llama.cpp.
 
-All of them become one string for the engine: a JSON schema, or a Lark grammar (https://github.com/guidance-ai/llguidance).
+All are converted to one string for the engine: a JSON schema or a Lark grammar (https://github.com/guidance-ai/llguidance).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _convert_to_lark(grammar: str) -> str:
     except ImportError:
         return grammar  # the engine reports the missing package
     try:
-        # each blank line costs that parser a pass over the rest of the grammar
+        # without blank lines: each of them costs that parser a pass over the rest of the grammar
         return str(any_to_lark(re.sub(r"\n\s*\n", "\n", grammar.strip())))
     except Exception as error:  # noqa: BLE001 - its parser raises several kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,7 @@
 """Gate around the application: access control, and limits of the number, size and time of requests.
 
-The body of a request that is refused is not read. That of any other is read before it counts as one of the requests at
-once, so a client that sends its body slowly takes no place from others.
+The body of a refused request is not read. The body of any other request is read before the request counts as active, so a
+client that sends its body slowly does not block others.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mega_eval.server.api_errors import ApiRequestError, translate_error
 from mega_eval.server.connection_limits import ConnectionLimits
 from mega_eval.server.server_metrics import ServerMetrics
 
-PUBLIC = ("/", "/health")  # the page holds no secret: what it asks for goes by the key
+PUBLIC = ("/", "/health")  # paths without API key; the page itself sends the key with its requests
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-GRACE = 5.0  # seconds in which an answer that ran out of time can still say so
+GRACE = 5.0  # seconds for an answer that ran out of time to report the timeout
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class ServerLimits:
     """Limits of the server.
 
     Attributes:
-        key: that clients have to bring; None: none.
-        hosts: names that it may be called by; None: any. Without a key this keeps out web pages, whose own host name
-            can be made to lead here ("DNS rebinding").
-        requests: of any kind, at the same time.
-        seconds: for one request, from its first byte to the last of the answer.
-        body: bytes of a request.
-        body_seconds: until the body of a request is complete.
-        stalled_seconds: until a client takes the next part of its answer.
+        key: API key that clients must send, or None.
+        hosts: host names that clients may use; None: any. Without a key this protects against web pages whose host name
+            resolves to this machine (DNS rebinding).
+        requests: maximum number of active requests.
+        seconds: time limit of one request, from its first byte to the end of the answer.
+        body: maximum number of bytes of a request body.
+        body_seconds: time limit until the body of a request is complete.
+        stalled_seconds: time limit until a client reads the next part of its answer.
         connections: limits of connections.
-        origins: of web pages that may call the server (CORS), such as https://chat.example; "*": any.
+        origins: origins of web pages that may call the server (CORS), such as https://chat.example; "*": any.
     """
 
     key: str | None
@@ -59,8 +59,8 @@ class RequestGate:
     """ASGI application that checks requests before it passes them to another one.
 
     Attributes:
-        active: requests inside.
-        draining: whether new ones are refused, since the server ends.
+        active: number of active requests.
+        draining: True during shutdown, when new requests are refused.
     """
 
     def __init__(self, app: ASGIApp, bounds: ServerLimits, metrics: ServerMetrics) -> None:
@@ -74,7 +74,7 @@ class RequestGate:
             await self._app(scope, receive, send)
             return
         answer = _TrackedSender(send, Headers(scope=scope), self._bounds.stalled_seconds)
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             self._check_access(scope)
             if scope["method"] == "POST":
@@ -87,32 +87,32 @@ class RequestGate:
                     await self._app(scope, receive, answer.send_message)
             finally:
                 self.active -= 1
-        except Exception as error:  # noqa: BLE001 - the last place where a request can be answered
+        except Exception as error:  # noqa: BLE001 - the last chance to answer the request
             if isinstance(error, TimeoutError):
-                error = ApiRequestError(504, f"not done within {self._bounds.seconds:.0f} seconds")
+                error = ApiRequestError(504, f"the answer was not finished within {self._bounds.seconds:.0f} seconds")
             elif not isinstance(error, ApiRequestError):
                 logger.exception("request %s failed", answer.id)
             if answer.status == 0:
                 await translate_error(error).make_response()(scope, receive, answer.send_message)
         finally:
-            self._metrics.record_request(scope, answer.status, time.monotonic() - begun)
+            self._metrics.record_request(scope, answer.status, time.monotonic() - start)
 
     def _check_access(self, scope: Scope) -> None:
         """Refuse a request with a wrong host, key or content type."""
         path, headers, bounds = scope["path"], Headers(scope=scope), self._bounds
         if bounds.hosts is not None and _requested_host(headers) not in bounds.hosts:
-            raise ApiRequestError(403, "this server is for its own machine only: call it by 127.0.0.1 or localhost")
+            raise ApiRequestError(403, "this server accepts local requests only; use the host 127.0.0.1 or localhost")
         if path in PUBLIC:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")  # RFC 9110: a scheme has any case
         if bounds.key is not None and not (
             scheme.lower() == "bearer" and _equal_constant_time(given.strip(), bounds.key)
         ):
-            raise ApiRequestError(401, "a valid API key is wanted: 'Authorization: Bearer KEY'")
+            raise ApiRequestError(401, "a valid API key is required; send the header 'Authorization: Bearer KEY'")
         if scope["method"] != "POST":
             return
         if not headers.get("content-type", "").partition(";")[0].strip().lower().endswith("json"):
-            raise ApiRequestError(415, "the body has to be JSON: 'Content-Type: application/json'")
+            raise ApiRequestError(415, "the body must be JSON; send the header 'Content-Type: application/json'")
 
     def _check_capacity(self) -> None:
         """Refuse a request while the server is full or shutting down."""
@@ -125,7 +125,7 @@ class RequestGate:
         """Read the whole body and return a `receive` that replays it.
 
         Raises:
-            Refusal: when the body is too long, whatever its header says, or takes too long.
+            ApiRequestError: when the body is too long, regardless of its header, or takes too long.
         """
         seconds = min(self._bounds.body_seconds, self._bounds.seconds)
         try:
@@ -160,15 +160,15 @@ def _requested_host(headers: Headers) -> str:
     return re.sub(r":\d+$", "", headers.get("host", "")).strip("[]").lower()
 
 
-def _equal_constant_time(given: str, wanted: str) -> bool:
+def _equal_constant_time(given: str, expected: str) -> bool:
     """Compare two strings in constant time."""
-    return hmac.compare_digest(given.encode(), wanted.encode())
+    return hmac.compare_digest(given.encode(), expected.encode())
 
 
 class _TrackedSender:
     """Sender of an answer that adds the request id and records the status (0: nothing was sent).
 
-    A client that takes nothing for `stalled` seconds gets no more.
+    Sending stops when the client reads nothing for `stalled` seconds.
     """
 
     def __init__(self, send: Send, headers: Headers, stalled: float) -> None:
@@ -181,7 +181,7 @@ class _TrackedSender:
         """Send a part of the answer.
 
         Raises:
-            TimeoutError: when the client takes nothing.
+            TimeoutError: when the client reads nothing.
         """
         if message["type"] == "http.response.start":
             self.status = message["status"]

@@ -1,6 +1,6 @@
 """Request bodies in the form of OpenAI's API, with bounds: a body out of bounds is refused before any work.
 
-Fields of vLLM are extensions. Fields that are not declared here are harmless or refused: see `fields`.
+Fields of vLLM are extensions. `request_validation` ignores or refuses fields that are not declared here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StreamOptions(StrictRequestModel):
 class GenerationRequestBody(RequestBody, ConstrainedRequest):
     """Request fields for sampling and for the end of a text.
 
-    Settings of sampling that are absent are those of the model's generation_config.json, or else OpenAI's defaults.
+    Absent sampling settings default to the model's generation_config.json, or else to OpenAI's defaults.
     """
 
     n: Annotated[int | None, Field(ge=1, le=128)] = 1
@@ -105,7 +105,7 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
         if self.stream_options is not None and not self.stream:
             raise make_field_error("'stream_options' requires 'stream': true", "stream_options")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise make_field_error("'best_of' is supported only where it is 'n'; remove it", "best_of")
+            raise make_field_error("'best_of' must be equal to 'n'; remove it", "best_of")
         if self.allowed_token_ids and self.bad_words:
             raise make_field_error(
                 "'bad_words' is not supported with 'allowed_token_ids'; use one of them", "bad_words"
@@ -116,7 +116,7 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
         return self
 
     def resolve_sampling(self, own: Mapping[str, Any]) -> Sampling:
-        """Return the sampling settings: the request's, else the model's `own`; without a seed a random one."""
+        """Return the sampling settings of the request, with the model's `own` as defaults; the default seed is random."""
         names = Sampling.model_fields.keys() & self.model_fields_set
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if given.get("top_k", 1) < 1:
@@ -130,7 +130,7 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def get_max_new_tokens(self) -> int | None:
-        """Return the maximum number of tokens to generate; None for as many as the model has room for."""
+        """Return the maximum number of tokens to generate; None for the rest of the context."""
         raise NotImplementedError
 
     def count_alternatives(self) -> int | None:
@@ -171,7 +171,7 @@ class CompletionRequest(GenerationRequestBody):
 class ContentPart(StrictRequestModel):
     """Text part of a message."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)  # such as `cache_control` and `annotations`
+    model_config = ConfigDict(extra="ignore", strict=True)  # ignores fields such as `cache_control` and `annotations`
     type: str
     text: str = ""
 
@@ -290,7 +290,7 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
         return super().resolve_constraint()
 
     def get_max_new_tokens(self) -> int | None:
-        """Return `max_completion_tokens`, or `max_tokens`, its former name."""
+        """Return `max_completion_tokens`, or its older name `max_tokens`."""
         return self.max_completion_tokens or self.max_tokens
 
     def count_alternatives(self) -> int | None:

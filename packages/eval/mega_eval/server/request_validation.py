@@ -1,8 +1,8 @@
 """Validation of request bodies with one error sentence for each field, unions included.
 
 Fields that the schemas declare are implemented. Every other field is refused with status 400, unless it is harmless or
-its value asks for what the server does anyway. An unknown field is refused too, as OpenAI's API does: it may be a
-constraint on the answer, and an answer that ignores it looks like one that obeys it.
+its value equals the server's behaviour. Unknown fields are refused, as in OpenAI's API: a field may constrain the answer,
+and a client could not see that it was ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HARMLESS = frozenset({
 
 
 class RefusedField(NamedTuple):
-    """Field that is refused unless its value is neutral; `fix` says what to do instead."""
+    """Field that is refused unless its value is neutral; `fix` is the instruction in the error message."""
 
     neutral: tuple[Any, ...] = ()
     fix: str = "remove it"
@@ -69,8 +69,8 @@ REFUSED: Mapping[str, RefusedField] = {
     "image": RefusedField(fix=_TEXT),
     # vLLM
     "use_beam_search": RefusedField((False,), "use sampling or temperature 0"),
-    "length_penalty": RefusedField((1, 1.0), "it needs beam search, which is not supported"),
-    "early_stopping": RefusedField((False,), "it needs beam search, which is not supported"),
+    "length_penalty": RefusedField((1, 1.0), "it requires beam search, which is not supported"),
+    "early_stopping": RefusedField((False,), "it requires beam search, which is not supported"),
     "prompt_logprobs": RefusedField(fix=_SCORES),
     "documents": RefusedField(([],), _TEMPLATE),
     "chat_template": RefusedField(fix="start the server with --chat-template FILE"),
@@ -174,7 +174,7 @@ def _equal_with_type(value: Any, neutral: Any) -> bool:
 
 
 T = TypeVar("T")
-Many = Annotated[list[T], Field(fail_fast=True)]  # the first error ends it: a body may hold a hundred thousand
+Many = Annotated[list[T], Field(fail_fast=True)]  # reports the first error only: a list may have 100,000 items
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 

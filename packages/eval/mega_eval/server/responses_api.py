@@ -102,11 +102,11 @@ class ResponsesRequest(RequestBody):
         """Return the request as a chat request."""
         items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        how = None if self.text is None or self.text.format is None else self.text.format.to_response_format()
+        form = None if self.text is None or self.text.format is None else self.text.format.to_response_format()
         return ChatRequest.model_validate({
             "model": self.model, "messages": [*system, *(item.to_template_message() for item in items)],
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature, "top_p": self.top_p, "response_format": how,
+            "temperature": self.temperature, "top_p": self.top_p, "response_format": form,
         })  # fmt: skip
 
 
@@ -117,7 +117,7 @@ class ResponsesAnswerBuilder:
     Attributes:
         body: the request.
         model: name of the served model.
-        usage: tokens so far.
+        usage: token counts so far.
     """
 
     body: ResponsesRequest
@@ -138,20 +138,20 @@ class ResponsesAnswerBuilder:
 
     async def stream_chunks(self, parts: AsyncIterator[AnswerPart], _: StreamOptions) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events."""
-        place = {"item_id": self._item, "output_index": 0, "content_index": 0}
+        location = {"item_id": self._item, "output_index": 0, "content_index": 0}
         yield self._format_event("response.created", response=self._format_response("", None))
         yield self._format_event("response.in_progress", response=self._format_response("", None))
         started = {"id": self._item, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
         yield self._format_event("response.output_item.added", output_index=0, item=started)
-        yield self._format_event("response.content_part.added", **place, part=_text_part(""))
+        yield self._format_event("response.content_part.added", **location, part=_text_part(""))
         text, finish = "", None
         async for part in parts:
             text, finish = text + part.text, part.finish
             self.usage.completion += part.count
             if part.text:
-                yield self._format_event("response.output_text.delta", **place, delta=part.text, logprobs=[])
-        yield self._format_event("response.output_text.done", **place, text=text, logprobs=[])
-        yield self._format_event("response.content_part.done", **place, part=_text_part(text))
+                yield self._format_event("response.output_text.delta", **location, delta=part.text, logprobs=[])
+        yield self._format_event("response.output_text.done", **location, text=text, logprobs=[])
+        yield self._format_event("response.content_part.done", **location, part=_text_part(text))
         yield self._format_event("response.output_item.done", output_index=0, item=self._format_message(text, finish))
         last = self._format_response(text, finish)
         yield self._format_event(f"response.{last['status']}", response=last)

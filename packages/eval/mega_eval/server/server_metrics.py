@@ -20,15 +20,15 @@ class ServerMetrics:
         labels = ("route", "status")
         self._requests = Counter("mega_requests", "HTTP requests answered", labels, registry=self._registry)
         self._seconds = _make_histogram(
-            "mega_request_seconds", "From a request to the end of its answer", self._registry
+            "mega_request_seconds", "Time from a request to the end of its answer", self._registry
         )
-        self._first = _make_histogram("mega_first_token_seconds", "From a request to its first token", self._registry)
-        self._tokens = Counter("mega_tokens", "Tokens read and written", ("kind",), registry=self._registry)
+        self._first = _make_histogram("mega_first_token_seconds", "Time to the first token", self._registry)
+        self._tokens = Counter("mega_tokens", "Prompt and completion tokens", ("kind",), registry=self._registry)
         counts: dict[str, tuple[str, Callable[[], float]]] = {
-            "mega_engine_waiting": ("Requests that wait for a place", lambda: engine.num_waiting),
-            "mega_engine_running": ("Requests that are continued", lambda: engine.num_running),
-            "mega_cache_pages": ("Pages of the key-value cache", lambda: engine.num_pages),
-            "mega_cache_free_pages": ("Those that are free", lambda: engine.num_free_pages),
+            "mega_engine_waiting": ("Requests waiting in the queue", lambda: engine.num_waiting),
+            "mega_engine_running": ("Running requests", lambda: engine.num_running),
+            "mega_cache_pages": ("Pages of the KV cache", lambda: engine.num_pages),
+            "mega_cache_free_pages": ("Free pages of the KV cache", lambda: engine.num_free_pages),
         }
         for name, (text, count) in counts.items():
             Gauge(name, text, registry=self._registry).set_function(count)

@@ -12,16 +12,16 @@ from tokenizers.pre_tokenizers import ByteLevel
 from mega_data.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece spells a byte
+FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # byte token of SentencePiece
 
 
 class TokenText(NamedTuple):
     """Spelling of a token.
 
     Attributes:
-        text: None where its bytes are not whole characters.
-        raw: its bytes.
-        special: whether texts usually leave it out.
+        text: text of the token; None if its bytes are not whole characters.
+        raw: bytes of the token.
+        special: True for special tokens, which decoded texts usually leave out.
     """
 
     text: str | None
@@ -40,7 +40,7 @@ class TokenText(NamedTuple):
 
 
 class Vocabulary:
-    """Text and bytes of each token of a tokenizer, as they are within a text.
+    """Text and bytes of each token of a tokenizer, in the middle of a text.
 
     Attributes:
         specials: token ids of special tokens, by their texts.
@@ -51,7 +51,7 @@ class Vocabulary:
         self._known: dict[int, TokenText] = {}
         added = tokenizer.backend.get_added_tokens_decoder()
         self.specials = {token.content: number for number, token in added.items() if token.special}
-        # Decoders drop a space that begins a text, so that a token is looked at behind another.
+        # decoders drop a leading space, so each token is decoded after another one
         self._before = tokenizer.encode("a")[-1:]
         self._begin = len(tokenizer.decode(self._before))
         self._byte_level = _byte_level_alphabet()
@@ -73,13 +73,13 @@ class Vocabulary:
         except UnicodeDecodeError:
             return TokenText(None, raw, special=False)
 
-    def _token_bytes(self, spelt: str) -> bytes:
-        """Return the bytes of a token that is not whole characters."""
-        if found := FALLBACK.fullmatch(spelt):
+    def _token_bytes(self, entry: str) -> bytes:
+        """Return the bytes of a vocabulary entry that is not whole characters."""
+        if found := FALLBACK.fullmatch(entry):
             return bytes([int(found[1], 16)])
-        if all(letter in self._byte_level for letter in spelt):
-            return bytes(self._byte_level[letter] for letter in spelt)
-        return spelt.encode()
+        if all(letter in self._byte_level for letter in entry):
+            return bytes(self._byte_level[letter] for letter in entry)
+        return entry.encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -87,19 +87,19 @@ def _byte_level_alphabet() -> dict[str, int]:
     bytes.
     """
     letters = sorted(ByteLevel.alphabet())
-    themselves = {letter: ord(letter) for letter in letters if ord(letter) < 256}
-    others = sorted(set(range(256)) - set(themselves.values()))
-    return themselves | dict(zip([letter for letter in letters if ord(letter) >= 256], others, strict=True))
+    printable = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    others = sorted(set(range(256)) - set(printable.values()))
+    return printable | dict(zip([letter for letter in letters if ord(letter) >= 256], others, strict=True))
 
 
-KEEPING_NORMALIZERS = ("Prepend", "Replace", "Sequence")  # those of SentencePiece's models, which drop no text
+KEEPING_NORMALIZERS = ("Prepend", "Replace", "Sequence")  # normalizers of SentencePiece models, which drop no text
 KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Sequence", "Split")
 
 
 def find_max_token_bytes(tokenizer: Tokenizer) -> int | None:
     """Return the maximum number of text bytes that one token covers; None if a tokenizer may drop or merge text.
 
-    That is known of byte-pair encodings whose bytes all have a token, without normalization.
+    The maximum exists for byte-pair encodings without normalization in which every byte has a token.
     """
     raw = json.loads(tokenizer.backend.to_str())
     return (

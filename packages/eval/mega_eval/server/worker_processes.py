@@ -1,7 +1,7 @@
 """Worker processes for chat templates and grammars, whose running time depends on the client or the model's files.
 
-A worker process has a bounded CPU time and memory for each piece of work, and gives way to the engine (`nice`). The
-operating system ends it where it takes more; another one is started for the next piece. `worker_tasks` is what it runs.
+A worker process has limits of CPU time and memory for each task, and a lower priority than the engine (`nice`). The
+operating system kills it when it exceeds them; another one starts for the next task. It runs the functions of `worker_tasks`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mega_data.chat.chat_template import ChatTemplate
 from mega_eval.grammar_matcher import GrammarCache
 from mega_eval.server.worker_tasks import MEMORY, check_grammar_with_limits, render_with_limits
 
-SECONDS = 3.0  # of CPU for one piece of work
-WALL_SECONDS = 60.0  # for the same, on a busy machine, the start of the process included
-PROCESSES = 2  # at once, for each kind of work
-KEPT = 256  # grammars whose check is remembered
+SECONDS = 3.0  # CPU time of one task
+WALL_SECONDS = 60.0  # wall-clock time of one task on a busy machine, including the start of the process
+PROCESSES = 2  # concurrent processes for each kind of task
+CACHED_CHECKS = 256  # grammars whose check is cached
 
 
 class WorkerProcesses:
     """Worker processes of a server.
 
     Args:
-        grammars: of the engine, whose compiled grammars are kept.
-        seconds: CPU time of one piece of work.
+        grammars: cache of compiled grammars, shared with the engine.
+        seconds: CPU time limit of one task.
     """
 
     def __init__(self, grammars: GrammarCache | None, seconds: float = SECONDS) -> None:
@@ -45,7 +45,7 @@ class WorkerProcesses:
         """Return the text of a conversation, rendered by a chat template.
 
         Raises:
-            DataError: when the template refuses it, or takes too long or too much memory.
+            DataError: when the template rejects it, or takes too long or too much memory.
         """
         try:
             async with self._renderers, asyncio.timeout(WALL_SECONDS):
@@ -55,11 +55,11 @@ class WorkerProcesses:
                 )  # fmt: skip
         except (BrokenWorkerProcess, MemoryError, TimeoutError):
             raise DataError(
-                f"the chat template takes more than {self._seconds:g} seconds or {MEMORY // 2**30} GiB of memory on it"
+                f"rendering the chat template takes more than {self._seconds:g} seconds or {MEMORY // 2**30} GiB of memory"
             ) from None
 
     async def prepare_grammar(self, grammar: str, ends: Collection[int]) -> None:
-        """Compile a grammar for the engine, once for all requests that have it.
+        """Compile a grammar for the engine, once for all requests that use it.
 
         Raises:
             DataError: when the grammar cannot be used, or takes too long or too much memory.
@@ -71,7 +71,7 @@ class WorkerProcesses:
         if key not in self._checks:
             self._checks[key] = asyncio.ensure_future(self._check_in_process(grammar, frozenset(ends)))
         self._checks.move_to_end(key)
-        if len(self._checks) > KEPT:
+        if len(self._checks) > CACHED_CHECKS:
             self._checks.popitem(last=False)
         try:
             await asyncio.shield(self._checks[key])

@@ -1,6 +1,6 @@
 """Functions that a worker process of the server runs, with limits of CPU time and memory.
 
-This module imports nothing heavy: it is the first of ours that a worker process loads.
+This module has no heavy imports, since every worker process loads it first.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 MEMORY = 4 * 2**30  # bytes of address space
 NICE = 10
 
-# anyio removes the main module of a worker process, and puts that of its parent there only if it is a .py file. Libraries
-# that are loaded next import it.
+# anyio removes the main module of a worker process, and replaces it by that of the parent only if that is a .py file.
+# Libraries that are loaded next import it.
 sys.modules.setdefault("__main__", ModuleType("__main__"))
 
 
 def run_within_limits(seconds: float, work: Callable[[], T]) -> T:
-    """Run a piece of work in a worker process; the operating system ends the process after `seconds` of CPU time."""
+    """Run `work` in a worker process; the operating system kills the process after `seconds` of CPU time."""
     if os.getpriority(os.PRIO_PROCESS, 0) < NICE:
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

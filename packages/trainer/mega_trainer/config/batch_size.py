@@ -1,6 +1,7 @@
 """Samples of each step as a pure function of the samples consumed so far. No torch.
 
-While it ramps up the batch grows in equal steps, each for an equal share of the ramp-up's samples, as Megatron-LM's does.
+During a ramp-up the batch grows in equal increments, each after an equal share of the ramp-up's samples, as in
+Megatron-LM.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class BatchRampupConfig(StrictConfig):
 class BatchStageConfig(StrictConfig):
     """Size of the global batch for the steps that begin before a number of consumed samples."""
 
-    until: PositiveInt = Field(description="consumed samples from which on a step has the next size")
+    until: PositiveInt = Field(description="number of consumed samples at which the next stage begins")
     size: PositiveInt = Field(description="samples of a step, at most batch.global")
 
 
@@ -33,10 +34,12 @@ class BatchConfig(StrictConfig):
 
     micro: SampleCount = 1
     global_: SampleCount = Field(1, alias="global")
-    rampup: BatchRampupConfig | None = Field(None, description="smaller steps at first; default: none")
+    rampup: BatchRampupConfig | None = Field(
+        None, description="growth of the batch over the first steps; default: none"
+    )
     stages: list[BatchStageConfig] = Field(
         [],
-        description="sizes of the first steps, in order, instead of rampup; after the last one a step has batch.global",
+        description="batch sizes of the first steps, in order, instead of rampup; after the last stage a step has batch.global",
     )
 
     def batch_size_at(self, consumed: int) -> int:
@@ -83,36 +86,44 @@ class BatchConfig(StrictConfig):
         """Check that sizes are whole micro-batches and that the ramp-up is in whole increments."""
         yield from self.find_uneven_sizes(self.micro, f"batch.micro = {self.micro}")
         yield from self._stage_problems()
-        ramp = self.rampup
-        if ramp is None:
-            return
+        yield from self._rampup_problems(self.rampup) if self.rampup is not None else ()
+
+    def _rampup_problems(self, ramp: BatchRampupConfig) -> Iterator[ConfigProblem]:
+        """Yield ramp-ups that do not reach the global batch in whole increments."""
         if ramp.start >= self.global_:
-            yield ConfigProblem("rampup.start", f"must be below batch.global = {self.global_}", ramp.start)
-        elif (self.global_ - ramp.start) % ramp.increment:
-            rule = f"must divide batch.global - start = {self.global_ - ramp.start}"
-            yield ConfigProblem("rampup.increment", rule, ramp.increment)
+            rule, smaller = f"must be below batch.global = {self.global_}", self.global_ // 2 // self.micro * self.micro
+            hint = f"set batch.rampup.start={smaller} and batch.rampup.increment={self.global_ - smaller}"
+            yield ConfigProblem("rampup.start", rule, ramp.start, hint if smaller else "remove batch.rampup")
+            return
+        growth = self.global_ - ramp.start
+        if growth % ramp.increment:
+            rule = f"must divide batch.global - batch.rampup.start = {growth}"
+            fits = [n for n in range(self.micro, growth + 1, self.micro) if growth % n == 0] or [growth]
+            nearest = min(fits, key=lambda n: abs(n - ramp.increment))
+            hint = f"set batch.rampup.increment={nearest}"
+            yield ConfigProblem("rampup.increment", rule, ramp.increment, hint)
         elif self._increments > MOST_BATCH_SIZES:
-            rule = f"makes {self._increments} batch sizes, and at most {MOST_BATCH_SIZES} are supported"
-            yield ConfigProblem("rampup.increment", rule, ramp.increment, "a larger increment")
+            rule = f"must make at most {MOST_BATCH_SIZES} batch sizes, found {self._increments}"
+            yield ConfigProblem("rampup.increment", rule, ramp.increment, f"set batch.rampup.increment={growth}")
 
     def _stage_problems(self) -> Iterator[ConfigProblem]:
-        """Yield stages that are out of order, larger than the global batch, or given beside a ramp-up."""
+        """Yield stages that are out of order, larger than the global batch, or combined with a ramp-up."""
         if self.stages and self.rampup is not None:
-            yield ConfigProblem("stages", "must not be given beside batch.rampup", hint="leave one of them out")
+            hint = "remove batch.stages, or remove batch.rampup"
+            yield ConfigProblem("stages", "conflicts with batch.rampup", hint=hint)
         before = 0
         for index, stage in enumerate(self.stages):
+            path = f"stages.{index}"
             if stage.until <= before:
-                yield ConfigProblem(
-                    f"stages.{index}.until", f"must be above {before}, the stage before it", stage.until
-                )
+                rule = f"must be larger than {before}, that of the stage before"
+                yield ConfigProblem(f"{path}.until", rule, stage.until, f"set batch.{path}.until={before + 1}")
             if stage.size > self.global_:
-                yield ConfigProblem(
-                    f"stages.{index}.size", f"must be at most batch.global = {self.global_}", stage.size
-                )
+                rule = f"must be at most batch.global = {self.global_}"
+                yield ConfigProblem(f"{path}.size", rule, stage.size, f"set batch.{path}.size={self.global_}")
             before = stage.until
 
     def find_uneven_sizes(self, unit: int, description: str) -> Iterator[ConfigProblem]:
-        """Yield the sizes that are no multiples of `unit`; `description` names the unit in the message."""
+        """Yield the sizes that are not multiples of `unit`; `description` names the unit in the message."""
         sizes = {"global": self.global_}
         if self.rampup is not None:
             sizes |= {"rampup.start": self.rampup.start, "rampup.increment": self.rampup.increment}
@@ -120,7 +131,7 @@ class BatchConfig(StrictConfig):
         for path, size in sizes.items():
             if size % unit:
                 fits = max(unit, round(size / unit) * unit)
-                yield ConfigProblem(path, f"must be a multiple of {description}", size, str(fits))
+                yield ConfigProblem(path, f"must be a multiple of {description}", size, f"set batch.{path}={fits}")
 
     @property
     def _increments(self) -> int:

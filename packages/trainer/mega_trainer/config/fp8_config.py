@@ -5,21 +5,19 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeInt
 
 from mega_common.errors import ConfigError
+from mega_common.model_config import ModelConfig
 from mega_common.strict_config import ConfigProblem, StrictConfig
 from mega_trainer.config.parallel_layout import tensor_split_widths
+from mega_trainer.config.sections import ParallelConfig
 
-if TYPE_CHECKING:
-    from mega_common.model_config import ModelConfig
-    from mega_trainer.config.run_config import RunConfig
-    from mega_trainer.config.sections import ParallelConfig
-
-# Of the sizes of a product: what the kernels ask for, or the side of a block, so that no layout cuts one.
+# Required divisor of GEMM sizes: of the kernels, or the side of a scaling block, so that no layout cuts one.
 MULTIPLES = {"tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
+OTHER_RECIPE = "set fp8.recipe=tensorwise"
 
 
 class Fp8Config(StrictConfig):
@@ -27,18 +25,19 @@ class Fp8Config(StrictConfig):
 
     recipe: Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"] = Field(
         "tensorwise",
-        description="what has a scale of its own: tensors, rows, blocks of 1x128 and of weights 128x128 (Hopper), or 1x32 "
-        "(Blackwell); delayed: tensors, by the largest numbers of the steps before",
+        description="granularity of scales: tensors, rows, blocks of 1x128 and of weights 128x128 (Hopper), or 1x32 "
+        "(Blackwell); delayed: tensors, by the maxima of earlier steps",
     )
     format: Literal["e4m3", "hybrid"] | None = Field(
-        None, description="hybrid: gradients in e5m2, all else in e4m3; default: hybrid where tensors are scaled whole"
+        None,
+        description="hybrid: gradients in e5m2, the rest in e4m3; default: hybrid for tensorwise scales, else e4m3",
     )
     keep_weights: bool = Field(
         True,
-        description="weights are quantised once a step, not for each micro-batch: two bytes each (not with zero 3)",
+        description="quantise weights once a step, not for each micro-batch; costs two bytes a weight (not with zero 3)",
     )
-    bf16_first: NonNegativeInt = Field(0, description="so many of the first layers are left in bf16")
-    bf16_last: NonNegativeInt = Field(0, description="so many of the last layers are left in bf16")
+    bf16_first: NonNegativeInt = Field(0, description="number of first layers that stay in bf16")
+    bf16_last: NonNegativeInt = Field(0, description="number of last layers that stay in bf16")
 
     @property
     def uses_e5m2_gradients(self) -> bool:
@@ -50,52 +49,51 @@ class Fp8Config(StrictConfig):
         return range(self.bf16_first, num_layers - self.bf16_last)
 
 
-def cached_weight_layers(config: RunConfig) -> range:
-    """Return the layers whose FP8 weights are kept from one micro-batch of a step to the next."""
-    keeps = config.precision == "fp8" and config.fp8.keep_weights
-    return config.fp8.fp8_layer_range(config.model.num_layers) if keeps else range(0)
-
-
-def find_fp8_problems(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Yield settings that conflict with `precision: fp8`."""
-    if config.precision != "fp8":
-        return
-    fp8, model, parallel = config.fp8, config.model, config.parallel
+def find_fp8_problems(
+    fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig, seq_length: int, *, linear: str
+) -> Iterator[ConfigProblem]:
+    """Yield settings that conflict with `precision: fp8`; `linear` is the library of linear layers."""
     if not fp8.fp8_layer_range(model.num_layers):
-        rule = f"with bf16_last = {fp8.bf16_last} leaves none of the {model.num_layers} layers"
-        yield ConfigProblem("fp8.bf16_first", rule, fp8.bf16_first, "fewer, or precision: bf16")
+        rule = f"must leave layers in FP8: with fp8.bf16_last = {fp8.bf16_last} it covers all {model.num_layers} layers"
+        hint = "set fp8.bf16_first=0 and fp8.bf16_last=0, or set precision=bf16"
+        yield ConfigProblem("fp8.bf16_first", rule, fp8.bf16_first, hint)
+    if linear == "te" and model.moe is not None:
+        rule = "is not supported for experts with precision = fp8"
+        yield ConfigProblem("kernels.linear", rule, "te", "set kernels.linear=torch")
     if fp8.recipe not in MULTIPLES:
-        rule = "keeps a history of scales, which torch's own kernels have not"
-        yield ConfigProblem("fp8.recipe", rule, fp8.recipe, "tensorwise, which takes them from the numbers themselves")
+        yield ConfigProblem("fp8.recipe", "is not supported: it needs a history of scales", fp8.recipe, OTHER_RECIPE)
         return
+    if linear == "te" and fp8.recipe == "rowwise":
+        hint = f"{OTHER_RECIPE}, or set kernels.linear=torch"
+        yield ConfigProblem("fp8.recipe", "is not supported with kernels.linear = te", "rowwise", hint)
     unit, widths = MULTIPLES[fp8.recipe], dict(_linear_widths(model, parallel))
     if odd := {name: width for name, width in widths.items() if width % unit}:
-        told = ", ".join(f"{name} = {width}" for name, width in odd.items())
+        found = ", ".join(f"{name} = {width}" for name, width in odd.items())
         fitting = [name for name, size in MULTIPLES.items() if all(width % size == 0 for width in widths.values())]
-        hint = " or ".join([*fitting[::-1], "a smaller tp or expert_tp", "precision: bf16"])
+        recipes = [f"set fp8.recipe={name}" for name in fitting[::-1] if (linear, name) != ("te", "rowwise")]
+        hint = ", or ".join([*recipes, "set precision=bf16", "reduce parallel.tp or parallel.expert_tp"])
         yield ConfigProblem(
-            "fp8.recipe", f"multiplies widths of a multiple of {unit} on a rank, not {told}", fp8.recipe, hint
+            "fp8.recipe", f"requires widths that are multiples of {unit} on a rank, found {found}", fp8.recipe, hint
         )
-    tokens, length = unit * (2 * parallel.cp if parallel.cp > 1 else 1), config.data.seq_length
-    if length % tokens:
+    tokens = unit * (2 * parallel.cp if parallel.cp > 1 else 1)
+    if seq_length % tokens:
         rule = f"must be a multiple of {tokens} for fp8.recipe = {fp8.recipe}" + " x 2 cp" * (parallel.cp > 1)
-        yield ConfigProblem(
-            "data.seq_length", rule, length, f"{length // tokens * tokens or tokens}, or precision: bf16"
-        )
+        hint = f"set data.seq_length={seq_length // tokens * tokens or tokens}, or set precision=bf16"
+        yield ConfigProblem("data.seq_length", rule, seq_length, hint)
 
 
 def check_fp8_device(capability: tuple[int, int], recipe: str, *, experts: bool) -> None:
     """Reject a GPU for which torch has no GEMM of the FP8 recipe, by its compute capability.
 
     Raises:
-        ConfigError: with a recipe that it has.
+        ConfigError: with a recipe that it supports.
     """
     major, fits = capability[0], [name for name in MULTIPLES if _supports_recipe(name, capability, experts=experts)]
     if recipe not in fits:
-        what = f"fp8.recipe = {recipe}" + " with experts" * experts
-        hint = f"fp8.recipe={' or '.join(fits)}; precision=bf16" if fits else "precision=bf16"
+        subject = f"fp8.recipe = {recipe}" + " with experts" * experts
+        hint = ", or ".join([f"set fp8.recipe={name}" for name in fits] + ["set precision=bf16"])
         raise ConfigError(
-            f"{what}: torch has no such products for compute capability {major}.{capability[1]}", hint=hint
+            f"{subject} is not supported by torch on compute capability {major}.{capability[1]}", hint=hint
         )
 
 

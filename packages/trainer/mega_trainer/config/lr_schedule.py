@@ -1,9 +1,9 @@
 """Learning-rate schedule as a pure function of the number of consumed samples. No torch.
 
-Positions are counted in samples (those of so many steps) and the end of the decay is absolute, so a run that
-stops and resumes, also with another batch size, goes on along the same curve. The curves are Megatron-LM's, except
-that `inverse-sqrt` has no end at which it falls to `min_lr`. Delays, shares, shapes of the warmup and the time scale are
-there for the curves of DeepSpeed, transformers and Axolotl.
+Positions are counted in samples and the end of the decay is absolute, so a run that stops and resumes, also with another
+batch size, stays on the same curve. The curves are Megatron-LM's, except that `inverse-sqrt` has no end at which it falls
+to `min_lr`. Delays, shares, shapes of the warmup and the time scale reproduce the curves of DeepSpeed, transformers and
+Axolotl.
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ WarmupShape = Literal["linear", "cosine", "minus-sqrt", "quadratic", "log"]
 
 
 class LRSchedule(StrictConfig):
-    """Schedule of the learning rate: the rise to `optimizer.lr`, and the decay towards `min_lr`.
+    """Schedule of the learning rate: warmup to `optimizer.lr`, and decay to `min_lr`.
 
-    `wsd` (warm up, stay, decay: arXiv:2404.06395, arXiv:2405.18392) stays at the top until the cooldown, which ends
-    where the other schedules' decay does.
+    `wsd` (warmup-stable-decay: arXiv:2404.06395, arXiv:2405.18392) keeps the highest rate until the cooldown, which ends
+    at the same step as the decay of the other schedules.
     """
 
     name: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
-    warmup_steps: NonNegativeInt = Field(0, description="steps in which the rate rises from warmup_init")
-    warmup_samples: NonNegativeInt | None = Field(None, description="the same in samples, instead of warmup_steps")
+    warmup_steps: NonNegativeInt = Field(0, description="steps over which the rate rises from warmup_init")
+    warmup_samples: NonNegativeInt | None = Field(
+        None, description="length of the warmup in samples, instead of warmup_steps"
+    )
     warmup_share: float | None = Field(
         None, gt=0, lt=1, description="warmup as a share of all steps, rounded up, instead of warmup_steps"
     )
     warmup_shape: WarmupShape = Field(
         "linear",
-        description="shape of the rise. cosine and minus-sqrt mirror those of cooldown_shape; quadratic: (step / N)^2; "
-        "log: log(step) / log(N), with N = warmup_steps, as DeepSpeed's schedulers rise by default",
+        description="shape of the warmup. cosine and minus-sqrt mirror those of cooldown_shape; quadratic: (step / N)^2; "
+        "log: log(step) / log(N), with N = warmup_steps, the default of DeepSpeed's schedulers",
     )
     warmup_delay_steps: NonNegativeInt = Field(
         0,
-        description="steps at warmup_init before the rise, which ends as many steps later; the decay does not move. "
+        description="steps at warmup_init before the warmup, which then ends later by as many steps; the decay is unchanged. "
         "DeepSpeed's linear warmup has 1",
     )
-    warmup_init: NonNegativeFloat = Field(0.0, description="the rate that the warmup starts from")
-    min_lr: NonNegativeFloat = Field(0.0, description="the rate that the decay ends at, and stays at")
+    warmup_init: NonNegativeFloat = Field(0.0, description="learning rate at the start of the warmup")
+    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of the decay and after it")
     decoupled_min_lr: NonNegativeFloat | None = Field(
-        None, description="the same where optimizer.decoupled_lr applies; default: min_lr"
+        None, description="min_lr of the parameters with optimizer.decoupled_lr; default: min_lr"
     )
-    decay_steps: PositiveInt | None = Field(None, description="step of the run that ends the decay; default: its last")
-    cooldown_steps: PositiveInt | None = Field(None, description="wsd: steps of decay before its end")
+    decay_steps: PositiveInt | None = Field(None, description="step at which the decay ends; default: the last step")
+    cooldown_steps: PositiveInt | None = Field(None, description="wsd: steps of the cooldown")
     cooldown_share: float | None = Field(
-        None, gt=0, le=1, description="wsd: the same as a share of all steps up to there; default: 0.1"
+        None, gt=0, le=1, description="wsd: cooldown as a share of decay_steps; default: 0.1"
     )
-    cooldown_shape: DecayShape = Field("linear", description="wsd: how the rate falls")
+    cooldown_shape: DecayShape = Field("linear", description="wsd: shape of the cooldown")
     timescale_steps: PositiveInt | None = Field(
         None,
         description="inverse-sqrt: steps T of sqrt(T / (T + step - warmup)); default: warmup_steps, or one step without",
@@ -64,50 +66,58 @@ class LRSchedule(StrictConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules between fields."""
         if self.warmup_steps and self.warmup_samples is not None:
-            yield ConfigProblem(
-                "warmup_samples", "given beside warmup_steps", self.warmup_samples, "leave one of them out"
-            )
-        if self.warmup_share and (self.warmup_steps or self.warmup_samples is not None):
-            yield ConfigProblem(
-                "warmup_share",
-                "given beside warmup_steps or warmup_samples",
-                self.warmup_share,
-                "leave one of them out",
-            )
-        if self.timescale_steps and self.name != "inverse-sqrt":
-            yield ConfigProblem(
-                "timescale_steps", f"is read by inverse-sqrt, not by {self.name}", self.timescale_steps, "leave it out"
-            )
+            yield self._conflict("warmup_samples", "warmup_steps")
+        if self.warmup_share and self.warmup_steps:
+            yield self._conflict("warmup_share", "warmup_steps")
+        if self.warmup_share and self.warmup_samples is not None:
+            yield self._conflict("warmup_share", "warmup_samples")
         if self.cooldown_steps and self.cooldown_share is not None:
-            yield ConfigProblem(
-                "cooldown_share", "given beside cooldown_steps", self.cooldown_share, "leave one of them out"
-            )
+            yield self._conflict("cooldown_share", "cooldown_steps")
+        if self.timescale_steps and self.name != "inverse-sqrt":
+            rule = f"has no effect with lr_schedule.name = {self.name} (used by inverse-sqrt)"
+            yield ConfigProblem("timescale_steps", rule, self.timescale_steps, "remove lr_schedule.timescale_steps")
+
+    def _conflict(self, key: str, other: str) -> ConfigProblem:
+        rule = f"conflicts with lr_schedule.{other} = {getattr(self, other)}"
+        return ConfigProblem(key, rule, getattr(self, key), f"remove lr_schedule.{key}, or remove lr_schedule.{other}")
 
     def find_run_problems(self, *, lr: float, steps: int, batch: BatchConfig) -> Iterator[ConfigProblem]:
         """Yield settings that do not fit a run of `steps` steps of `batch` with the highest rate `lr`."""
-        if self.min_lr > lr:
-            yield ConfigProblem("min_lr", f"must be at most optimizer.lr = {lr:g}", self.min_lr)
-        if self.warmup_init > lr:
-            yield ConfigProblem("warmup_init", f"must be at most optimizer.lr = {lr:g}", self.warmup_init)
+        for key in ("min_lr", "warmup_init"):
+            if (rate := getattr(self, key)) > lr:
+                rule, hint = f"must be at most optimizer.lr = {lr:g}", f"set lr_schedule.{key}={lr}"
+                yield ConfigProblem(key, rule, rate, hint)
         if self.name in ("constant", "inverse-sqrt"):
             return
-        curve = self.make_curve(lr=lr, steps=steps, batch=batch)
+        curve, last = self.make_curve(lr=lr, steps=steps, batch=batch), self.decay_steps or steps
         if curve.warmup >= curve.end:
+            shorter = {"warmup_steps": last // 10, "warmup_samples": curve.end // 10, "warmup_share": 0.1}
             key = next((key for key in ("warmup_samples", "warmup_share") if getattr(self, key)), "warmup_steps")
-            hint = "for the beginning of a longer run, set decay_steps to that run's steps"
-            rule = f"the warmup must end before the decay does, at step {self.decay_steps or steps}"
+            hint = f"set lr_schedule.{key}={shorter[key]}, or set lr_schedule.decay_steps to the steps of a longer run"
+            rule = f"must end before the decay ends, at step {last}"
             yield ConfigProblem(key, rule, getattr(self, key), hint)
         elif self.name == "wsd" and curve.start < curve.warmup:
             key = "cooldown_steps" if self.cooldown_steps else "cooldown_share"
             yield ConfigProblem(
-                key, "the cooldown would start before the warmup ends", getattr(self, key), "make it less"
+                key, "must start after the warmup ends", getattr(self, key), self._shorter_cooldown(curve, last, batch)
             )
+
+    def _shorter_cooldown(self, curve: LearningRateCurve, last: int, batch: BatchConfig) -> str:
+        """Return the hint with the longest cooldown that starts after the warmup."""
+        warmup_steps = batch.steps_for_samples(curve.warmup)
+        warmup_steps += batch.samples_after_steps(warmup_steps) < curve.warmup
+        if self.cooldown_steps and warmup_steps < last:
+            return f"set lr_schedule.cooldown_steps={last - warmup_steps}"
+        share = math.floor(1000 * (curve.end - curve.warmup) / curve.end) / 1000
+        if share and not self.cooldown_steps:
+            return f"set lr_schedule.cooldown_share={share}"
+        return "shorten the warmup"
 
     def make_curve(self, *, lr: float, steps: int, batch: BatchConfig) -> LearningRateCurve:
         """Return the curve for a run of `steps` steps of `batch` with the highest rate `lr`."""
         last = self.decay_steps or steps
-        risen = math.ceil(self.warmup_share * last) if self.warmup_share else self.warmup_steps
-        warmup = self.warmup_samples if self.warmup_samples is not None else batch.samples_after_steps(risen)
+        warmup_steps = math.ceil(self.warmup_share * last) if self.warmup_share else self.warmup_steps
+        warmup = self.warmup_samples if self.warmup_samples is not None else batch.samples_after_steps(warmup_steps)
         end = batch.samples_after_steps(last)
         start, shape = warmup, self.cooldown_shape
         if self.name == "wsd":
@@ -133,14 +143,14 @@ class LearningRateCurve:
 
     Attributes:
         name, shape: of the schedule and of its decay.
-        first: the rate that the warmup starts from.
-        highest, lowest: the rates between which it moves after the warmup.
+        first: rate at the start of the warmup.
+        highest, lowest: rates at the start and at the end of the decay.
         warmup: samples over which the rate rises.
-        start, end: between these the rate decays.
-        root: time scale of `inverse-sqrt` in samples, up to which the rate is the highest.
-        shift: samples at which `inverse-sqrt` begins to fall; None: at `root`.
+        start, end: of the decay.
+        root: time scale of `inverse-sqrt` in samples.
+        shift: samples at which `inverse-sqrt` starts to fall; None: at `root`.
         rise, rise_steps: shape of the warmup, and its length in steps of the first batch.
-        delay: samples before the rise begins.
+        delay: samples before the warmup starts.
     """
 
     name: str

@@ -7,10 +7,13 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
+from mega_common.model_config import ModelConfig
 from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_data.data_config import DataConfig
+from mega_trainer.config.sections import TrainConfig
 
 REFERENCE = ("reference", "reference_model", "ask_only")
-# What each kind reads, beside its name.
+# Settings that each kind uses.
 USED: dict[str, tuple[str, ...]] = {
     "cross_entropy": (),
     "dpo": ("beta", "label_smoothing", *REFERENCE),
@@ -28,30 +31,30 @@ class ObjectiveConfig(StrictConfig):
 
     kind: Literal["cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill"] = Field(
         "cross_entropy",
-        description="cross_entropy: of the next tokens; of preference pairs (data.kind: pairs): dpo (arXiv:2305.18290), ipo "
+        description="cross_entropy: of the next tokens; on preference pairs (data.kind: pairs): dpo (arXiv:2305.18290), ipo "
         "(arXiv:2310.12036, of means over tokens), kto (arXiv:2402.01306), simpo (arXiv:2405.14734); and, for model.score: true, "
         "reward (Bradley and Terry 1952, arXiv:2203.02155); distill: the divergence from a teacher's next tokens "
         "(arXiv:1503.02531)",
     )
     beta: float | None = Field(
-        None, gt=0, description="how far the model may go from the reference; default: 0.1, of simpo 2"
+        None, gt=0, description="strength of the penalty for leaving the reference; default: 0.1, for simpo 2"
     )
-    gamma: float = Field(1.0, ge=0, description="of simpo: the margin that is asked for")
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="of dpo and simpo: share of pairs that are the wrong way round"
+    gamma: float = Field(1.0, ge=0, description="simpo: target reward margin")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="dpo and simpo: assumed share of swapped pairs")
+    desirable_weight: float = Field(1.0, gt=0, description="kto: weight of the chosen answers")
+    undesirable_weight: float = Field(1.0, gt=0, description="kto: weight of the rejected answers")
+    margin: float = Field(
+        0.0, ge=0, description="reward: margin by which the score of the chosen answer is to be larger"
     )
-    desirable_weight: float = Field(1.0, gt=0, description="of kto: weight of the chosen answers")
-    undesirable_weight: float = Field(1.0, gt=0, description="of kto: weight of the rejected answers")
-    margin: float = Field(0.0, ge=0, description="of reward: by which the chosen answer's is to be larger")
     center: float = Field(
         0.0,
         ge=0,
-        description="of reward: weight of the squared sum of a pair's, which keeps them around 0 (arXiv:2312.09244)",
+        description="reward: weight of the squared sum of a pair's scores, which keeps them around 0 (arXiv:2312.09244)",
     )
     reference: Literal["cached", "live"] = Field(
         "cached",
-        description="where the reference model's log-probabilities come from. cached: it tells all of them before training, into "
-        "files of `output`/reference; live: it stays in memory, and tells those of each step",
+        description="source of the reference model's log-probabilities. cached: computed before training, into files of "
+        "`output`/reference; live: the model stays in memory and runs in each step",
     )
     reference_model: str | None = Field(
         None, description="the reference model: a checkpoint, HuggingFace folder or GGUF file; default: init_from"
@@ -59,21 +62,22 @@ class ObjectiveConfig(StrictConfig):
 
     teacher: str | None = Field(
         None,
-        description="of distill: the model to learn from, with the same vocabulary; a checkpoint, HuggingFace folder or GGUF",
+        description="distill: the model to learn from, with the same vocabulary: a checkpoint, HuggingFace folder or GGUF file",
     )
     teacher_logits: Literal["cached", "live"] = Field(
-        "cached", description="of distill: the teacher is asked before training, into files, or stays in memory"
+        "cached",
+        description="distill: teacher outputs are computed before training, into files, or by a teacher in memory",
     )
-    top_k: PositiveInt = Field(64, description="of distill: likeliest tokens that the teacher tells at each place")
-    temperature: float = Field(1.0, gt=0, description="of distill: logits of both are divided by it")
+    top_k: PositiveInt = Field(64, description="distill: number of most likely teacher tokens used at each position")
+    temperature: float = Field(1.0, gt=0, description="distill: divides the logits of both models")
     cache: str | None = Field(
         None,
-        description="of distill: a folder for what the teacher tells, which runs may share; default: `output`/teacher",
+        description="distill: folder of cached teacher outputs, which runs may share; default: `output`/teacher",
     )
 
     ask_only: bool = Field(
         False,
-        description="end once the reference model or teacher has told all samples into its files; nothing is trained",
+        description="end once the outputs of the reference model or teacher are cached for all samples; train nothing",
     )
 
     @property
@@ -97,8 +101,57 @@ class ObjectiveConfig(StrictConfig):
             value = getattr(self, name)
             if name != "kind" and name not in USED[self.kind] and value != field.default:
                 readers = " and ".join(kind for kind, used in USED.items() if name in used)
-                yield ConfigProblem(name, f"is read by kind {readers}, not by {self.kind}", value, "leave it out")
-        if self.ask_only and "live" in (self.reference, self.teacher_logits):
-            yield ConfigProblem(
-                "ask_only", "fills files, and live has none", True, "reference or teacher_logits: cached"
+                rule = f"has no effect with objective.kind = {self.kind} (used by {readers})"
+                yield ConfigProblem(name, rule, value, f"remove objective.{name}")
+        for name in ("reference", "teacher_logits"):
+            if self.ask_only and getattr(self, name) == "live":
+                rule = f"requires objective.{name} = cached, found live"
+                yield ConfigProblem("ask_only", rule, True, f"set objective.{name}=cached")
+
+    def find_run_problems(
+        self, *, model: ModelConfig, data: DataConfig, train: TrainConfig, init_from: str | None
+    ) -> Iterator[ConfigProblem]:
+        """Yield conflicts of the objective with the model, the data and the policies of a run."""
+        kinds = " and ".join(sorted(data.dataset_kinds))
+        if self.is_pairwise and data.dataset_kinds != {"pairs"}:
+            rule = f"requires preference pairs (data.kind = pairs), found {kinds}"
+            yield ConfigProblem("objective.kind", rule, self.kind, "set data.kind=pairs")
+        if not self.is_pairwise and "pairs" in data.dataset_kinds:
+            rule = f"requires an objective on preference pairs, found objective.kind = {self.kind}"
+            hint = f"set objective.kind={'reward' if model.score else 'dpo' if init_from else 'simpo'}"
+            yield ConfigProblem("data.kind", rule, "pairs", hint)
+        if self.kind == "distill":
+            yield from self._teacher_problems(model, data)
+        if self.kind == "reward" and not model.score:
+            yield ConfigProblem("objective.kind", "requires model.score = true", "reward", "set model.score=true")
+        if self.kind != "reward" and model.score:
+            hint = "set objective.kind=reward and data.kind=pairs, or set model.score=false"
+            yield ConfigProblem("objective.kind", "is not supported with model.score = true", self.kind, hint)
+        if self.needs_reference and self.reference_model is None and init_from is None:
+            hint = "set objective.reference_model=FOLDER, or set init_from=FOLDER"
+            yield ConfigProblem("objective.kind", "requires a reference model", self.kind, hint)
+        yield from self._rollback_problems(train)
+
+    def _teacher_problems(self, model: ModelConfig, data: DataConfig) -> Iterator[ConfigProblem]:
+        """Yield a missing teacher, and models and data that have no next tokens to learn from."""
+        if self.teacher is None:
+            rule = "is required with objective.kind = distill"
+            yield ConfigProblem("objective.teacher", rule, None, "set objective.teacher=FOLDER")
+        if data.dataset_kinds & {"bert", "t5", "masked"} or not model.causal:
+            rule = "requires a decoder and data of running text"
+            yield ConfigProblem("objective.kind", rule, "distill", "set model.causal=true and data.kind=text")
+        if self.top_k > model.vocab_size:
+            rule, hint = (
+                f"must be at most model.vocab_size = {model.vocab_size}",
+                f"set objective.top_k={model.vocab_size}",
             )
+            yield ConfigProblem("objective.top_k", rule, self.top_k, hint)
+
+    def _rollback_problems(self, train: TrainConfig) -> Iterator[ConfigProblem]:
+        """Yield caches of a run's samples under a policy that replaces samples."""
+        policies = [key for key in ("on_nan", "on_spike") if getattr(train, key) == "rollback"]
+        used = {"reference": self.needs_reference, "teacher_logits": self.kind == "distill"}
+        for key in (key for key in used if policies and used[key] and getattr(self, key) == "cached"):
+            rule = f"is not supported with train.{policies[0]} = rollback, which reads samples outside of the cache"
+            skip = " and ".join(f"train.{policy}=skip" for policy in policies)
+            yield ConfigProblem(f"objective.{key}", rule, "cached", f"set objective.{key}=live, or set {skip}")

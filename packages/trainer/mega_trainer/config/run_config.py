@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from mega_common.errors import ConfigError
 from mega_common.lora_config import LoraConfig, is_trainable_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
@@ -23,12 +24,12 @@ from mega_common.strict_config import (
     raise_config_error,
 )
 from mega_data.data_config import DataConfig
+from mega_trainer.config.architecture_rules import find_architecture_problems
 from mega_trainer.config.batch_size import BatchConfig
-from mega_trainer.config.encoder_retrieval_rules import find_encoder_decoder_problems, find_retrieval_problems
 from mega_trainer.config.fp8_config import Fp8Config, find_fp8_problems
 from mega_trainer.config.lr_schedule import LearningRateCurve, LRSchedule
 from mega_trainer.config.objective_config import ObjectiveConfig
-from mega_trainer.config.parallel_layout import find_degree_problems, find_world_size_problems
+from mega_trainer.config.parallel_rules import ParallelRules, find_zero_problems
 from mega_trainer.config.sections import (
     ActivationOffloadConfig,
     CheckpointConfig,
@@ -54,7 +55,7 @@ class RunConfig(StrictConfig):
     model: ModelConfig
     data: DataConfig
     lora: LoraConfig | None = Field(
-        None, description="train an adapter of low rank (LoRA) beside the weights of init_from, which stay as they are"
+        None, description="train a low-rank adapter (LoRA) on the frozen weights of init_from"
     )
     init_from: str | None = Field(
         None, description="start from the weights of this checkpoint, HuggingFace folder or GGUF file"
@@ -66,15 +67,16 @@ class RunConfig(StrictConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRSchedule = LRSchedule()
     precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = Field(
-        "bf16", description="fp8: bf16, but for the products of linear layers"
+        "bf16", description="fp8: bf16, with the GEMMs of linear layers in FP8"
     )
     fp16: Fp16Config = Fp16Config()
     fp8: Fp8Config = Fp8Config()
     deterministic: bool = Field(
-        False, description="the same bits each time in the same layout, on a GPU too: deterministic kernels, slower"
+        False,
+        description="bitwise reproducible in the same layout, on a GPU by deterministic kernels, which are slower",
     )
     compile: bool | Literal["auto"] = Field(
-        "auto", description="compile what is computed element by element or row by row; auto: on a GPU"
+        "auto", description="compile elementwise and row-wise operations; auto: on a GPU"
     )
     recompute: RecomputeConfig = RecomputeConfig()
     offload: ActivationOffloadConfig = ActivationOffloadConfig()
@@ -88,10 +90,10 @@ class RunConfig(StrictConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     machine: str | None = Field(
         None,
-        description="what step times are predicted for, and the layout of a run without `parallel` is chosen for: as `mega plan "
-        "--machine` takes it; default: known by the GPU's name, or none",
+        description="machine for predicted step times and for the layout of a run without `parallel`, as for `mega plan "
+        "--machine`; default: by the GPU's name, if known",
     )
-    timeout_seconds: float = Field(600, gt=0, description="how long a rank may keep the others waiting")
+    timeout_seconds: float = Field(600, gt=0, description="longest time that a rank may keep the others waiting")
     output: str = "runs/default"
 
     @property
@@ -106,7 +108,7 @@ class RunConfig(StrictConfig):
         Raises:
             ConfigError: with every problem, and degrees that would fit.
         """
-        found = list(find_world_size_problems(self, world_size))
+        found = list(self.parallel_rules.find_world_size_problems(world_size))
         if found:
             raise_config_error(found, f"{world_size} rank(s)")
 
@@ -151,6 +153,12 @@ class RunConfig(StrictConfig):
         )
 
     @property
+    def cached_fp8_layers(self) -> range:
+        """Layers whose FP8 weights are kept from one micro-batch of a step to the next."""
+        keeps = self.precision == "fp8" and self.fp8.keep_weights
+        return self.fp8.fp8_layer_range(self.model.num_layers) if keeps else range(0)
+
+    @property
     def target_length(self) -> int:
         """Number of target tokens of a sample: all, or for an encoder-decoder those of the decoder."""
         return self.data.t5.get_decoder_length(self.data.seq_length) if self.model.encoder else self.data.seq_length
@@ -184,14 +192,14 @@ class RunConfig(StrictConfig):
         model, length = self.model, self.data.seq_length
         if model.position == "rope" and length > model.max_position:
             yield (
-                f"data.seq_length = {length} is past model.max_position = {model.max_position}: rope goes on, but an export "
-                f"says that positions end at {model.max_position}; set model.max_position={length}"
+                f"data.seq_length = {length} is larger than model.max_position = {model.max_position}, which an exported model "
+                f"declares as its longest context; set model.max_position={length}"
             )
         if model.moe and model.moe.aux_loss and model.moe.aux_loss_scope == "batch":
             yield (
-                "model.moe.aux_loss_scope = batch counts the load over one micro-batch of all data ranks: training depends on "
-                "batch.micro x data ranks, and is the same in other layouts only where that product is; "
-                "set model.moe.aux_loss_scope=sequence for training that does not depend on the layout"
+                "model.moe.aux_loss_scope = batch counts the load over one micro-batch of all data ranks, so training depends "
+                "on batch.micro x data ranks; set model.moe.aux_loss_scope=sequence for training that does not depend on the "
+                "layout"
             )
         last, ended = (
             self.build_lr_curve()(self.batch.samples_after_steps(self.train.steps - 1)),
@@ -199,174 +207,75 @@ class RunConfig(StrictConfig):
         )
         if not last and ended and self.train.steps - ended > 1:
             yield (
-                f"the learning rate is 0 from step {ended + 1} on, where lr_schedule.decay_steps ends the decay: the last "
-                f"{self.train.steps - ended} steps train nothing; set lr_schedule.min_lr, or another end"
+                f"lr_schedule.decay_steps = {ended} ends the decay before the run: the learning rate is 0 in the last "
+                f"{self.train.steps - ended} steps, which train nothing; set lr_schedule.min_lr, or remove "
+                "lr_schedule.decay_steps"
             )
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violations of rules between sections."""
-        model, data, parallel = self.model, self.data, self.parallel
-        if model.position == "learned" and data.seq_length > model.max_position:
-            yield ConfigProblem(
-                "data.seq_length", f"longer than model.max_position = {model.max_position}", data.seq_length
-            )
-        yield from self._objective_problems()
-        yield from self._encoder_problems()
-        for key, value in (
-            ("train.early_stop", self.train.early_stop),
-            ("checkpoint.best", self.checkpoint.best or None),
-        ):
-            if value is not None and not self.train.eval_every:
-                yield ConfigProblem(key, "goes by validations, which there are none of", value, "set train.eval_every")
-        if self.train.epochs is not None and self.data.sample_order == "megatron":
-            rule = "in data.order: megatron, whose samples depend on the length of the run"
-            yield ConfigProblem("train.epochs", rule, self.train.epochs, "train.steps, or data.order: stable")
-        if self.lora is not None and self.init_from is None:
-            yield ConfigProblem(
-                "lora", "is an adapter of weights that are there", hint="set init_from, or model: {from: ...}"
-            )
-        if self.lora is not None and self.lora.quantize:
-            if parallel.zero == 3:
-                rule = "3 shares out weights in full, and lora.quantize keeps them in 4 bits"
-                yield ConfigProblem("parallel.zero", rule, parallel.zero, "at most 2, or no lora.quantize")
-            if self.precision == "fp8":
-                rule = "packs weights whose products precision = fp8 quantises otherwise"
-                yield ConfigProblem("lora.quantize", rule, self.lora.quantize, "precision: bf16")
-        yield from find_degree_problems(self)
-        yield from find_fp8_problems(self)
-        yield from find_encoder_decoder_problems(self)
-        yield from find_retrieval_problems(self)
-        if self.kernels.linear == "te" and self.precision == "fp8":
-            if self.fp8.recipe == "rowwise":
-                rule = "is no recipe of Transformer Engine, which kernels.linear = te asks for"
-                yield ConfigProblem("fp8.recipe", rule, "rowwise", "tensorwise, or kernels.linear: torch")
-            if model.moe is not None:
-                yield ConfigProblem(
-                    "kernels.linear", "has no fp8 for experts, which are multiplied by groups", "te", "torch"
-                )
-        if parallel.zero == 3 and parallel.pp > 1:
-            rule = "3 gathers weights for every micro-batch, which a pipeline has many of"
-            yield ConfigProblem("parallel.zero", rule, parallel.zero, "at most 2, or parallel.pp=1")
-        if parallel.zero == 3 and self.optimizer.name == "muon":
-            yield ConfigProblem(
-                "parallel.zero", "3 has only AdamW; Muon needs whole matrices", parallel.zero, "at most 2"
-            )
-        for key in ("zero3_shard", "zero3_layers"):
-            if (value := getattr(parallel, key)) is not None and parallel.zero != 3:
-                rule = f"shards weights, which parallel.zero = {parallel.zero} does not"
-                yield ConfigProblem(f"parallel.{key}", rule, value, "leave it out, or parallel.zero=3")
-        for problem in self.lr_schedule.find_run_problems(
-            lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch
-        ):
-            yield replace(problem, path=f"lr_schedule.{problem.path}")
+        """Yield violations of rules between sections; the rules of a section get only the settings that they read."""
+        model, data, parallel, lora, train = self.model, self.data, self.parallel, self.lora, self.train
+        yield from find_architecture_problems(
+            model, data, parallel, precision=self.precision, tasks=self.eval.tasks, lora=lora
+        )
+        yield from self.objective.find_run_problems(model=model, data=data, train=train, init_from=self.init_from)
+        yield from train.find_run_problems(data.sample_order)
+        yield from self.checkpoint.find_run_problems(train.eval_every)
+        yield from self.parallel_rules.find_problems()
+        yield from find_zero_problems(parallel, self.optimizer, lora)
+        if self.precision == "fp8":
+            yield from find_fp8_problems(self.fp8, model, parallel, data.seq_length, linear=self.kernels.linear)
+        yield from find_lora_problems(lora, self.init_from, self.precision) if lora else ()
+        schedule = self.lr_schedule.find_run_problems(lr=self.optimizer.lr, steps=train.steps, batch=self.batch)
+        yield from (replace(problem, path=f"lr_schedule.{problem.path}") for problem in schedule)
         yield from self._decoupled_problems()
-        if self.profile is not None and self.profile.steps[0] > self.train.steps:
-            yield ConfigProblem("profile.steps", f"are past train.steps = {self.train.steps}", list(self.profile.steps))
-        if self.eval.tasks and self.model.encoder and (parallel.pp > 1 or parallel.zero == 3):
-            rule = "are asked of a model with an encoder whose layers no parallel.pp and no parallel.zero = 3 share out"
-            yield ConfigProblem("eval.tasks", rule, self.eval.tasks, "mega eval --tasks, on the checkpoints")
+        yield from self.profile.find_run_problems(train.steps) if self.profile else ()
+        yield from self.fault.find_run_problems(
+            zero=parallel.zero, deterministic=self.deterministic, device=self.device
+        )
         if isinstance(parse_location(self.output), RemotePath):
-            rule = "must be a folder here: metrics and logs are written line by line"
-            yield ConfigProblem("output", rule, self.output, f"checkpoint.path={self.output} for the checkpoints alone")
-        if self.fault.recompute_every and parallel.zero > 1:
-            rule = f"compares whole gradients, which parallel.zero = {parallel.zero} does not keep"
-            yield ConfigProblem("fault.recompute_every", rule, self.fault.recompute_every, "parallel.zero=1, or 0")
-        if self.fault.recompute_every and not self.deterministic and self.device != "cpu":
-            rule = "compares bits, which a GPU promises only with deterministic = true"
-            yield ConfigProblem(
-                "fault.recompute_every", rule, self.fault.recompute_every, "deterministic: true, or device: cpu"
-            )
-        if data.sample_order == "megatron":
-            for key in ("on_nan", "on_spike"):
-                if getattr(self.train, key) == "rollback":
-                    rule = "reads other samples, and data.order = megatron has only those of the run's steps"
-                    yield ConfigProblem(f"train.{key}", rule, "rollback", "skip or stop")
-        yield from self._placeholder_problems()
+            rule = "must be a local folder, as metrics and logs are appended line by line"
+            hint = f"set output=runs/NAME and checkpoint.path={self.output}"
+            yield ConfigProblem("output", rule, self.output, hint)
+        yield from find_placeholder_problems(self.model_dump(mode="json", by_alias=True))
 
-    def _objective_problems(self) -> Iterator[ConfigProblem]:
-        """Check that preference pairs go with an objective that compares them, and that a reference model exists."""
-        objective, kinds, train = self.objective, self.data.dataset_kinds, self.train
-        if objective.is_pairwise and kinds != {"pairs"}:
-            yield ConfigProblem("objective.kind", "compares preference pairs", objective.kind, "data.kind: pairs")
-        if not objective.is_pairwise and "pairs" in kinds:
-            yield ConfigProblem("data.kind", "needs an objective that compares answers", "pairs", "objective.kind: dpo")
-        if objective.kind == "distill":
-            yield from self._teacher_problems()
-        if self.model.score != (objective.kind == "reward"):
-            rule = f"goes with model.score = {str(not self.model.score).lower()}"
-            yield ConfigProblem(
-                "objective.kind", rule, objective.kind, "kind: reward trains what scores, and nothing else does"
-            )
-        if objective.needs_reference and objective.reference_model is None and self.init_from is None:
-            rule = "compares with a reference model, and there is none"
-            yield ConfigProblem("objective.kind", rule, objective.kind, "set init_from, or objective.reference_model")
-        asked = {"reference": objective.needs_reference, "teacher_logits": objective.kind == "distill"}
-        for key, used in asked.items() if "rollback" in (train.on_nan, train.on_spike) else ():
-            if used and getattr(objective, key) == "cached":
-                rule = "has what is told of the run's samples alone, and a rollback goes on with others"
-                yield ConfigProblem(
-                    f"objective.{key}", rule, "cached", "live, or no rollback in train.on_nan and on_spike"
-                )
-
-    def _encoder_problems(self) -> Iterator[ConfigProblem]:
-        """Check that bidirectional models are trained on masked tokens, and only they are."""
-        model, data = self.model, self.data
-        if model.causal and (masked := sorted(data.dataset_kinds & {"bert", "masked"})):
-            rule = "is data for an encoder, and a model that sees no token behind it is a decoder"
-            yield ConfigProblem("data.kind", rule, masked[0], "text or fim; or model.causal: false")
-        if not model.causal and not data.dataset_kinds & {"bert", "masked"}:
-            rule = "is an encoder, which guesses masked tokens"
-            yield ConfigProblem(
-                "model.causal", rule, False, "data.kind: masked for running text, or bert for sentences"
-            )
-        if not model.causal and self.eval.tasks:
-            yield ConfigProblem("eval.tasks", "are of decoders, which continue text", self.eval.tasks, "leave them out")
-        if (
-            "bert" in data.dataset_kinds
-            and data.bert.sentence_pairs
-            and not (model.sentence_pairs and model.token_types > 1)
-        ):
-            rule = "makes two segments, which the model has no types or no head for"
-            hint = "data.bert.sentence_pairs: false; or model.token_types: 2, pooler: true and sentence_pairs: true"
-            yield ConfigProblem("data.bert.sentence_pairs", rule, True, hint)
-
-    def _teacher_problems(self) -> Iterator[ConfigProblem]:
-        """Check that a teacher is given, predicts the same vocabulary, and fits the run's data."""
-        objective = self.objective
-        if objective.teacher is None:
-            yield ConfigProblem(
-                "objective.teacher", "is not there, which kind: distill learns from", hint="a model's folder"
-            )
-        if self.data.dataset_kinds & {"bert", "t5", "masked"} or not self.model.causal:
-            yield ConfigProblem("objective.kind", "learns from a decoder's next tokens", "distill", "data of text")
-        if objective.top_k > self.model.vocab_size:
-            yield ConfigProblem(
-                "objective.top_k", f"is more than model.vocab_size = {self.model.vocab_size}", objective.top_k
-            )
-
-    def _placeholder_problems(self) -> Iterator[ConfigProblem]:
-        """Yield settings that still hold a shell variable or placeholder, as in a translated launch script."""
-        rule = "holds a variable of a shell or a placeholder, which nothing fills in"
-        for path, value in flatten_settings(self.model_dump(mode="json", by_alias=True)).items():
-            if path == "data.fim.tokens":  # which are spelt like placeholders
-                continue
-            for text in filter(UNFINISHED.search, _iterate_texts(value)):
-                yield ConfigProblem(path, rule, text, "write its value")
+    @property
+    def parallel_rules(self) -> ParallelRules:
+        """Rules of the parallel degrees for this model and batch."""
+        return ParallelRules(self.parallel, self.model, self.batch, self.data.seq_length, self.precision)
 
     def _decoupled_problems(self) -> Iterator[ConfigProblem]:
         """Check the separate learning rates of the input embedding and the output layer."""
-        curve, key, lowest = (
-            self.build_decoupled_lr_curve(),
+        key, lowest, curve = (
             "lr_schedule.decoupled_min_lr",
             self.lr_schedule.decoupled_min_lr,
+            self.build_decoupled_lr_curve(),
         )
-        if curve is None:
-            if lowest is not None:
-                yield ConfigProblem(
-                    key, "ends a decay that is not there", lowest, "set optimizer.decoupled_lr, or leave it out"
-                )
-        elif curve.lowest > curve.highest:
-            yield ConfigProblem(key, f"must be at most optimizer.decoupled_lr = {curve.highest:g}", curve.lowest)
+        if curve is None and lowest is not None:
+            hint = f"set optimizer.decoupled_lr={max(self.optimizer.lr, lowest)}, or remove {key}"
+            yield ConfigProblem(key, "requires optimizer.decoupled_lr", lowest, hint)
+        if curve is not None and curve.lowest > curve.highest:
+            rule = f"must be at most optimizer.decoupled_lr = {curve.highest:g}"
+            yield ConfigProblem(key, rule, curve.lowest, f"set {key}={curve.highest}")
+
+
+def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) -> Iterator[ConfigProblem]:
+    """Yield an adapter without base weights, or with quantised weights that the precision does not support."""
+    if init_from is None:
+        yield ConfigProblem("lora", "requires pretrained weights", hint="set init_from=FOLDER")
+    if lora.quantize and precision == "fp8":
+        hint = "set precision=bf16, or remove lora.quantize"
+        yield ConfigProblem("lora.quantize", "is not supported with precision = fp8", lora.quantize, hint)
+
+
+def find_placeholder_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    """Yield settings that still hold a shell variable or placeholder, as in a translated launch script."""
+    rule = "must not contain a shell variable or a placeholder"
+    for path, value in flatten_settings(settings).items():
+        if path == "data.fim.tokens":  # tokens that are spelt like placeholders
+            continue
+        for text in filter(UNFINISHED.search, _iterate_texts(value)):
+            yield ConfigProblem(path, rule, text, "replace it by its value")
 
 
 def flatten_settings(value: object, path: str = "") -> dict[str, object]:
@@ -391,19 +300,19 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
 
     `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
     top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone.
-    `recompute: selective` becomes a section. With `warn_unread`, keys of a config.json that nothing reads are warned of.
+    `recompute: selective` becomes a section. With `warn_unread`, log a warning about unused keys of a config.json.
 
     Raises:
-        ConfigError: for an unknown preset or a path that holds no model.
+        ConfigError: for an unknown preset, or a path that holds no model.
     """
     out = dict(raw)
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
+    if "preset" in model and "from" in model:
+        raise ConfigError("model.preset conflicts with model.from", hint="remove one of them")
     if "preset" in model:
         out["model"] = load_model_preset(str(model.pop("preset"))) | model
     elif "from" in model:
-        from mega_ckpt.source import (
-            read_model_config,
-        )  # here: reading weights needs torch, checking a run.yaml does not
+        from mega_ckpt.source import read_model_config  # imports torch, which checking a run.yaml does not need
 
         given = str(model.pop("from"))
         found = parse_location(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import frexp
+from math import frexp, inf, ldexp
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,52 +12,66 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from mega_common.strict_config import ConfigProblem, DimensionSize, RankCount, StageCount, StrictConfig
 
 
+def missing_validation(key: str, value: object) -> ConfigProblem:
+    """Return the problem of a setting that needs validation in a run without."""
+    return ConfigProblem(key, "requires validation", value, "set train.eval_every=100")
+
+
 class ParallelConfig(StrictConfig):
     """Degrees of parallelism; their product times dp is the number of ranks."""
 
     tp: RankCount = 1
-    sp: bool = Field(False, description="split the residual stream over the sequence among the tensor ranks")
+    sp: bool = Field(
+        False, description="sequence parallelism: split the residual stream over the sequence among tensor ranks"
+    )
     pp: StageCount = 1
     virtual_stages: StageCount = 1
     schedule: Literal["1f1b", "zb-h1", "zbv"] = Field(
-        "1f1b", description="zb-h1 and zbv (which has 2 virtual stages) fill waits with weight gradients put off"
+        "1f1b", description="zb-h1 and zbv (with 2 virtual stages) fill pipeline bubbles with deferred weight gradients"
     )
     pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
-    cp: StageCount = Field(1, description="ranks that share the tokens of each sequence")
+    cp: StageCount = Field(
+        1, description="context parallelism: number of ranks among which the tokens of each sequence are split"
+    )
     cp_kind: Literal["ring", "allgather", "alltoall"] = Field(
         "ring",
-        description="how attention reaches the tokens of other cp ranks: keys and values passed on, or gathered, or heads "
-        "exchanged for tokens",
+        description="attention over the tokens of other cp ranks: keys and values passed around a ring, or all-gathered, or "
+        "heads exchanged for tokens (all-to-all)",
     )
-    ep: RankCount = Field(1, description="split the experts among so many ranks, of all data, context and tensor ranks")
-    expert_tp: RankCount = Field(1, description="split each expert among so many ranks, besides ep")
+    ep: RankCount = Field(
+        1, description="expert parallelism: number of data, context and tensor ranks among which experts are split"
+    )
+    expert_tp: RankCount = Field(1, description="number of ranks that split each expert, in addition to ep")
     dispatch: Literal["alltoall", "deepep", "nvshmem", "te"] = Field(
         "alltoall",
-        description="what brings tokens to experts on other ranks: deepep is a library for NVLink and RDMA; nvshmem, torch's "
-        "exchange, and te, NCCL's kernels in Transformer Engine, have room for dispatch_bound, and send what there is",
+        description="dispatch of tokens to experts on other ranks: deepep is a library for NVLink and RDMA; nvshmem (torch) "
+        "and te (Transformer Engine's NCCL kernels) need a capacity, dispatch_bound",
     )
     dispatch_bound: float | None = Field(
         None,
         ge=1,
-        description="room for tokens on their way to each rank's experts, as a multiple of an even load: the host then waits "
-        "in no layer, and a step that needs more ends the run; default: as much as there is",
+        description="capacity of expert dispatch to each rank, as a multiple of an even load: the host then never waits for the "
+        "device within a layer, and a step that exceeds the capacity ends the run; default: unbounded",
     )
-    dp: RankCount | None = Field(None, description="follows from the number of ranks when left out")
+    dp: RankCount | None = Field(None, description="number of data-parallel ranks; default: from the number of ranks")
     zero: Literal[0, 1, 2, 3] = Field(
-        1, description="what data ranks share: 1 optimizer state, 2 also gradients, 3 also weights"
+        1, description="ZeRO level: shard 1 optimizer state, 2 also gradients, 3 also weights over data ranks"
     )
     zero3_shard: int | None = Field(
-        None, ge=2, description="under zero 3, neighbouring data ranks that share one copy; default: all of them"
+        None,
+        ge=2,
+        description="under zero 3, number of neighbouring data ranks that shard one copy (HSDP); default: all",
     )
     zero3_layers: PositiveInt | None = Field(
-        None, description="under zero 3, layers gathered at once; default: more, the more ranks share smaller layers"
+        None, description="under zero 3, layers all-gathered at once; default: by layer size and number of ranks"
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="what gradients are summed over data ranks in; bf16 sends half as much, and sums lose bits"
+        "fp32",
+        description="dtype of the gradient all-reduce over data ranks; bf16 halves the traffic and loses precision",
     )
     bucket_elements: PositiveInt | None = Field(
         None,
-        description="gradients that are summed over data ranks at once, in elements; default: 40M, or 1M a rank from 40 ranks on",
+        description="elements of a gradient bucket; default: 40M, or 1M per rank with 40 ranks or more",
     )
 
 
@@ -65,64 +79,78 @@ class TrainConfig(StrictConfig):
     """Length of the run, validation interval, and policies for bad numbers."""
 
     steps: DimensionSize = 1000
-    epochs: float | None = Field(
-        None, gt=0, description="in place of steps: so many passes over the training data, in whole steps"
-    )
+    epochs: float | None = Field(None, gt=0, description="passes over the training data, in place of steps")
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 for none")
     eval_steps: PositiveInt = Field(10, description="global batches of one validation")
     seed: int = Field(1234, ge=0)
-    freeze: list[str] = Field(
-        [], description="tensors that stay as they are, by patterns of their names such as model.embed_tokens.*"
-    )
+    freeze: list[str] = Field([], description="frozen tensors, by patterns of their names such as model.embed_tokens.*")
     ema: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="keep an average of the weights, of which each step leaves this share; convert --ema exports it",
+        description="decay of an exponential moving average of the weights; convert --ema exports it",
     )
     early_stop: PositiveInt | None = Field(
-        None, description="end after so many validations in a row without a lower loss than before"
+        None, description="stop after this many consecutive validations without a new lowest loss"
     )
     exit_after_minutes: float | None = Field(
-        None, gt=0, description="save and end with status 75 after so long; the same command goes on"
+        None, gt=0, description="save and exit with status 75 after this time; the same command resumes"
     )
-    exit_interval: PositiveInt | None = Field(None, description="the same after each step that is a multiple of this")
+    exit_interval: PositiveInt | None = Field(
+        None, description="save and exit with status 75 after each step that is a multiple of this"
+    )
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",
-        description="on a loss or gradient that is not finite: rollback goes back to an earlier checkpoint, and past all "
+        description="policy for a loss or gradient that is not finite; rollback: return to an earlier checkpoint and skip all "
         "samples since then",
     )
     max_skips: PositiveInt = Field(
-        10, description="skipped steps in a row, or rollbacks to one checkpoint, after which these stop too"
+        10, description="consecutive skipped steps, or rollbacks to one checkpoint, after which the run stops"
     )
     rollback_steps: PositiveInt = Field(
-        1, description="a rollback goes to the newest checkpoint at least so many steps before the bad one"
+        1, description="a rollback returns to the newest checkpoint at least this many steps before the bad step"
     )
     gc_every: int = Field(
         50,
         ge=0,
-        description="steps between collections of Python's garbage, on all ranks at once; 0: when Python likes",
+        description="steps between garbage collections of Python, on all ranks together; 0: leave it to Python",
     )
     spike_factor: float = Field(
         0.0,
         ge=0,
-        description="a loss this many times the average of about the last 50 steps is a spike, from step 50 on; 0: never",
+        description="a loss above this multiple of the average of about the last 50 steps is a spike, from step 50 on; 0: never",
     )
     on_spike: Literal["warn", "stop", "skip", "rollback"] = Field(
-        "warn", description="as on_nan; all but warn leave the weights as they were before the spike"
+        "warn", description="policy for a loss spike, as on_nan; all but warn leave the weights unchanged"
     )
+
+    def find_run_problems(self, sample_order: str) -> Iterator[ConfigProblem]:
+        """Yield settings that conflict with the order of the data or need validation."""
+        if self.early_stop is not None and not self.eval_every:
+            yield missing_validation("train.early_stop", self.early_stop)
+        if sample_order != "megatron":
+            return
+        if self.epochs is not None:
+            rule = "is not supported with data.order = megatron, whose samples depend on the number of steps"
+            hint = "remove train.epochs and set train.steps, or set data.order=stable"
+            yield ConfigProblem("train.epochs", rule, self.epochs, hint)
+        for key in ("on_nan", "on_spike"):
+            if getattr(self, key) == "rollback":
+                rule = "is not supported with data.order = megatron, which has samples for train.steps steps only"
+                hint = f"set train.{key}=skip, or set data.order=stable"
+                yield ConfigProblem(f"train.{key}", rule, "rollback", hint)
 
 
 class MuonConfig(StrictConfig):
-    """Muon settings for hidden matrices; the rest uses AdamW. Updates have the size of AdamW's, so that lr can be
-    shared.
+    """Muon settings for hidden matrices; other parameters use AdamW. Updates are scaled to the size of AdamW's, so that
+    both can use one lr.
     """
 
     momentum: float = Field(0.95, ge=0, lt=1)
     nesterov: bool = True
-    lr_factor: float = Field(1.0, gt=0, description="its learning rate, as a multiple of optimizer.lr")
+    lr_factor: float = Field(1.0, gt=0, description="learning rate of Muon, as a multiple of optimizer.lr")
     weight_decay: float | None = Field(None, ge=0, description="default: optimizer.weight_decay")
-    rounds: PositiveInt = Field(5, description="rounds of the Newton-Schulz iteration")
+    rounds: PositiveInt = Field(5, description="steps of the Newton-Schulz iteration")
 
 
 class OptimizerConfig(StrictConfig):
@@ -135,40 +163,44 @@ class OptimizerConfig(StrictConfig):
     )
     lr_factors: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         {},
-        description="factors on the learning rate of tensors, by patterns of their names such as model.vision_tower.*; of "
-        "several that match the last one counts",
+        description="factors on the learning rate of tensors, by patterns of their names such as model.vision_tower.*; the last "
+        "matching pattern applies",
     )
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
-    clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clip")
-    offload: bool = Field(False, description="keep main weights and moments in host memory, and update them there")
+    clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
+    offload: bool = Field(False, description="keep and update main weights and moments in host memory")
     muon: MuonConfig = MuonConfig()
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Check that betas lie in [0, 1)."""
         for index, beta in enumerate(self.betas):
             if not 0 <= beta < 1:
-                yield ConfigProblem(f"betas.{index}", "must be at least 0 and below 1", beta)
+                hint = f"set optimizer.betas.{index}={OptimizerConfig().betas[index]}"
+                yield ConfigProblem(f"betas.{index}", "must be at least 0 and below 1", beta, hint)
 
 
 class Fp16Config(StrictConfig):
     """Loss scale under fp16: powers of two, so that scaling changes no bits."""
 
     initial_scale: float = 65536.0
-    growth_interval: PositiveInt = Field(1000, description="steps without overflow after which it doubles")
-    min_scale: float = Field(1.0, description="an overflow at this scale counts as a number that is not finite")
+    growth_interval: PositiveInt = Field(1000, description="steps without overflow after which the scale doubles")
+    min_scale: float = Field(1.0, description="smallest scale; an overflow at this scale is handled by train.on_nan")
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Check that scales are powers of two, the smallest first."""
         for name in ("initial_scale", "min_scale"):
             value = getattr(self, name)
             if not value > 0 or frexp(value)[0] != 0.5:
-                yield ConfigProblem(name, "must be a power of two", value)
+                power = ldexp(0.5, frexp(value)[1]) if 0 < value < inf else getattr(Fp16Config(), name)
+                yield ConfigProblem(name, "must be a power of two", value, f"set fp16.{name}={power}")
         if self.initial_scale < self.min_scale:
-            yield ConfigProblem(
-                "initial_scale", f"must not be below min_scale = {self.min_scale:g}", self.initial_scale
+            rule, hint = (
+                f"must be at least fp16.min_scale = {self.min_scale:g}",
+                f"set fp16.initial_scale={self.min_scale}",
             )
+            yield ConfigProblem("initial_scale", rule, self.initial_scale, hint)
 
 
 class RecomputeConfig(StrictConfig):
@@ -179,15 +211,16 @@ class RecomputeConfig(StrictConfig):
     modules: list[Literal["norm", "activation", "attention", "mlp", "moe"]] = Field(
         ["norm", "activation"],
         min_length=1,
-        description="of selective: norms and what stands between the projections of a feed-forward block or an expert cost "
-        "little; the core of attention pays where it is not fused; mlp and moe are whole blocks",
+        description="modules that selective recomputes: norm and activation (between the projections of a feed-forward block or "
+        "an expert) are cheap; attention (the core) pays off where it is not fused; mlp and moe are whole blocks",
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Check that `modules` is only set for `kind: selective`."""
         if self.kind != "selective" and self.modules != RecomputeConfig().modules:
+            rule = f"requires recompute.kind = selective, found {self.kind}"
             yield ConfigProblem(
-                "modules", f"says what selective recomputes, and kind = {self.kind}", self.modules, "kind: selective"
+                "modules", rule, self.modules, "set recompute.kind=selective, or remove recompute.modules"
             )
 
 
@@ -197,59 +230,62 @@ class ActivationOffloadConfig(StrictConfig):
     activations: int = Field(
         0,
         ge=0,
-        description="of so many layers of each stage, the first ones; not the inputs of layers that are recomputed whole",
+        description="number of first layers of each stage whose activations are offloaded, except inputs of fully recomputed layers",
     )
     min_bytes: int = Field(1 << 20, ge=0, description="smaller tensors stay on the device")
 
 
 class KernelsConfig(StrictConfig):
-    """Kernel libraries. `auto` takes the best that is installed; a run logs its choice and the reason at the start."""
+    """Kernel libraries. `auto` selects the best that is installed; a run logs the choice and its reason at the start."""
 
-    linear: Literal["auto", "torch", "te"] = Field(
-        "auto", description="products of linear layers; te: Transformer Engine"
-    )
+    linear: Literal["auto", "torch", "te"] = Field("auto", description="GEMMs of linear layers; te: Transformer Engine")
     attention: Literal["auto", "sdpa", "varlen", "flash", "flex", "te"] = Field(
         "auto",
-        description="sdpa: torch's choice of a kernel, and its flash attention for blocks, documents and windows; varlen: that "
-        "one always; flash: flash-attn 3 or 2; flex: FlexAttention; te: Transformer Engine, which is cuDNN",
+        description="sdpa: torch's scaled_dot_product_attention, and its flash attention for blocks, documents and windows; varlen: "
+        "torch's flash attention always; flash: flash-attn 3 or 2; flex: FlexAttention; te: Transformer Engine (cuDNN)",
     )
     conv: Literal["auto", "torch", "causal_conv1d"] = Field(
         "auto", description="short convolutions of recurrent mixers"
     )
     scan: Literal["auto", "torch", "mamba_ssm"] = Field(
-        "auto", description="Mamba-2's scan, where context ranks pass no states"
+        "auto", description="Mamba-2's scan, without context parallelism"
     )
     delta: Literal["auto", "torch", "fla"] = Field(
-        "auto", description="gated delta rule, where context ranks pass no states; fla: flash-linear-attention"
+        "auto", description="gated delta rule, without context parallelism; fla: flash-linear-attention"
     )
 
 
 class CheckpointConfig(StrictConfig):
     """Save interval, retention and resume settings."""
 
-    save: bool = Field(True, description="false: none is written, not even at the end, as for a measurement")
+    save: bool = Field(True, description="false: write no checkpoints, not even at the end, as for a benchmark")
     every: int = Field(0, ge=0, description="steps between saves; 0: only at the end")
-    keep: PositiveInt | None = Field(None, description="newest checkpoints to keep; default: all")
+    keep: PositiveInt | None = Field(None, description="number of newest checkpoints to keep; default: all")
     keep_every: PositiveInt | None = Field(None, description="keep each checkpoint whose step is a multiple of this")
-    best: bool = Field(False, description="save after each validation with the lowest loss so far, and keep that one")
+    best: bool = Field(False, description="save after each validation with a new lowest loss, and keep that checkpoint")
     memory_every: int = Field(
         0,
         ge=0,
-        description="steps between copies of the state in host memory, from which ranks go on that torchrun --max-restarts "
-        "starts again; of several machines also in the next one's. Costs two copies of what a rank holds in /dev/shm (four "
-        "with several machines) and the time to make one (and to send it); 0: none",
+        description="steps between copies of the state in host memory, from which ranks resume after a restart by torchrun "
+        "--max-restarts; with several machines also in the memory of the next one. Costs two copies of a rank's state in "
+        "/dev/shm (four with several machines) and the time to copy (and send) it; 0: none",
     )
     async_: bool = Field(True, alias="async", description="write in the background")
     path: str | None = Field(
         None,
-        description="where they are kept, a folder or a URL such as s3://bucket/run; default: `output`/checkpoints",
+        description="folder or URL (such as s3://bucket/run) of the checkpoints; default: `output`/checkpoints",
     )
-    load: str | None = Field(None, description="go on from this checkpoint, a folder or a URL; it must exist")
+    load: str | None = Field(None, description="resume from this checkpoint, a folder or a URL; it must exist")
     resume: bool = Field(
-        True, description="go on from the newest checkpoint of this run, if any; false refuses a used folder"
+        True, description="resume from the newest checkpoint of this run, if any; false: reject a folder that has some"
     )
-    allow_changes: bool = Field(False, description="resume although settings that change the model differ")
-    allow_lr_jump: bool = Field(False, description="resume although the learning rate jumps by changed settings")
+    allow_changes: bool = Field(False, description="resume even if settings that change the model differ")
+    allow_lr_jump: bool = Field(False, description="resume even if changed settings make the learning rate jump")
+
+    def find_run_problems(self, eval_every: int) -> Iterator[ConfigProblem]:
+        """Yield a best checkpoint in a run without validation."""
+        if self.best and not eval_every:
+            yield missing_validation("checkpoint.best", True)
 
 
 def _split_commas(raw: Any) -> Any:
@@ -260,18 +296,19 @@ class InTrainingEvalConfig(StrictConfig):
     """Downstream tasks by lm-evaluation-harness while a run trains; the scores are `eval/TASK/METRIC` in metrics.jsonl."""
 
     tasks: Annotated[list[str], BeforeValidator(_split_commas)] = Field(
-        [], description="names of the harness's tasks, or paths of YAML files of one's own"
+        [], description="task names of lm-evaluation-harness, or paths of your own YAML files"
     )
-    every: PositiveInt = Field(1000, description="steps between evaluations, with one at the end")
-    limit: float | None = Field(
-        100, gt=0, description="so many samples of each task, or below 1 such a share of them; null: all"
-    )
+    every: PositiveInt = Field(1000, description="steps between evaluations; one more at the end")
+    limit: float | None = Field(100, gt=0, description="samples of each task, or a share of them if below 1; null: all")
     num_fewshot: NonNegativeInt | None = Field(
-        None, description="solved examples before each question; default: the task's"
+        None, description="few-shot examples before each question; default: the task's"
     )
-    include_path: Path | None = Field(None, description="a folder with further tasks")
+    include_path: Path | None = Field(None, description="folder with more tasks")
     max_share: float = Field(
-        0.01, gt=0, le=1, description="of the run's time: where those before have taken more, one is left out"
+        0.01,
+        gt=0,
+        le=1,
+        description="largest share of the run's time; an evaluation is skipped while earlier ones exceed it",
     )
 
 
@@ -281,16 +318,26 @@ class CorruptionCheckConfig(StrictConfig):
     hash_every: int = Field(
         0,
         ge=0,
-        description="steps between comparisons of what ranks hold alike (weights; optimizer state where zero leaves copies), "
-        "also before each save, and of what each rank holds with what it held after the update before: with 1, whatever flips "
-        "between two updates is found; costs two readings of weights and state, and 8 bytes sent a tensor; 0: never",
+        description="steps between comparisons of replicated tensors among ranks (weights; optimizer state unless zero shards "
+        "it), also before each save, and of each rank's tensors with those after its last update: 1 finds every bit that flips "
+        "between two updates; costs two reads of weights and state, and 8 bytes sent per tensor; 0: never",
     )
     recompute_every: int = Field(
         0,
         ge=0,
-        description="steps between comparisons of how ranks compute: all data ranks do the same micro-batch (with a pipeline, as "
-        "many as its ranks) besides their own, which is what it costs; up to zero 1; 0: never",
+        description="steps between comparisons of the ranks' computation: all data ranks compute the same micro-batch (with a "
+        "pipeline, one per stage) in addition to their own; up to zero 1; 0: never",
     )
+
+    def find_run_problems(self, *, zero: int, deterministic: bool, device: str) -> Iterator[ConfigProblem]:
+        """Yield a recomputation check in a run whose gradients are sharded or not reproducible."""
+        key, every = "fault.recompute_every", self.recompute_every
+        if every and zero > 1:
+            rule = f"is not supported with parallel.zero = {zero}, which shards gradients"
+            yield ConfigProblem(key, rule, every, f"set parallel.zero=1, or set {key}=0")
+        if every and not deterministic and device != "cpu":
+            rule = "requires deterministic = true on a GPU, as it compares bits"
+            yield ConfigProblem(key, rule, every, "set deterministic=true, or set device=cpu")
 
 
 class TrackingConfig(StrictConfig):
@@ -299,35 +346,43 @@ class TrackingConfig(StrictConfig):
     every: PositiveInt = 1
     tensorboard: bool = True
     wandb: str | None = Field(None, description="project name for Weights & Biases")
-    mlflow: str | None = Field(None, description="experiment of MLflow; where that is, MLFLOW_TRACKING_URI says")
+    mlflow: str | None = Field(None, description="experiment of MLflow, on the server of MLFLOW_TRACKING_URI")
     trackio: str | None = Field(None, description="project name for Trackio")
     prometheus_port: int | None = Field(
-        None, ge=1, le=65535, description="rank 0 answers here what Prometheus asks: the numbers of the last step"
+        None, ge=1, le=65535, description="port at which rank 0 serves the metrics of the last step to Prometheus"
     )
-    prometheus_address: str = Field("127.0.0.1", description="where it listens; 0.0.0.0: on every network of its host")
+    prometheus_address: str = Field("127.0.0.1", description="address of the Prometheus port; 0.0.0.0: all interfaces")
 
 
 class ProfileConfig(StrictConfig):
     """Steps whose time and memory are profiled, into `output`/profile."""
 
-    steps: tuple[PositiveInt, PositiveInt] = Field(description="the first and the last one")
-    trace: bool = Field(True, description="a trace of torch's profiler, for chrome://tracing or Perfetto")
-    memory: bool = Field(True, description="a snapshot of a GPU's memory, for pytorch.org/memory_viz")
-    ranks: list[NonNegativeInt] = Field([0], description="that are looked at")
+    steps: tuple[PositiveInt, PositiveInt] = Field(description="first and last profiled step")
+    trace: bool = Field(True, description="write a trace of torch's profiler, for chrome://tracing or Perfetto")
+    memory: bool = Field(True, description="write a snapshot of GPU memory, for pytorch.org/memory_viz")
+    ranks: list[NonNegativeInt] = Field([0], description="profiled ranks")
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Check that the first step is not after the last."""
         if self.steps[0] > self.steps[1]:
-            yield ConfigProblem("steps", "are the first and the last one, in this order", list(self.steps))
+            last, first = self.steps
+            rule = "must be the first and the last step, in this order"
+            yield ConfigProblem("steps", rule, list(self.steps), f"set profile.steps=[{first}, {last}]")
+
+    def find_run_problems(self, steps: int) -> Iterator[ConfigProblem]:
+        """Yield a profile that starts after the last of `steps` steps."""
+        if self.steps[0] > steps:
+            rule, hint = f"must start at or before train.steps = {steps}", f"set profile.steps=[{steps}, {steps}]"
+            yield ConfigProblem("profile.steps", rule, list(self.steps), hint)
 
 
 class DebugConfig(StrictConfig):
     """Slow checks and reproducible sums, for finding faults."""
 
-    ordered_reductions: bool = Field(False, description="sum over ranks in rank order, bit for bit reproducible")
+    ordered_reductions: bool = Field(False, description="reduce over ranks in rank order, bitwise reproducible")
     layer_norms_every: int = Field(
-        0, ge=0, description="steps between lines with the norms of gradient and weights of each layer; 0: never"
+        0, ge=0, description="steps between logs of the gradient and weight norms of each layer; 0: never"
     )
     reduce_every_microbatch: bool = Field(
-        False, description="sum gradients over ranks after each micro-batch at every ZeRO level, as level 2 must"
+        False, description="reduce gradients after each micro-batch at every ZeRO level, as level 2 does"
     )

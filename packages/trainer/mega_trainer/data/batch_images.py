@@ -1,6 +1,6 @@
 """Images of a forward pass: their split among ranks, and the positions of their features among the tokens.
 
-Legend: n images, or tiles that images are cut in, P features of one, B batch, S sequence, R ranks that share a micro-batch's images.
+Legend: n images or tiles of images, P features of each, B batch, S sequence, R ranks that share a micro-batch's images.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from mega_trainer.distributed.comm import CommGroup, all_gather, reduce_scatter
 from mega_trainer.kernels.attention_masks import ALL, BandMask, MaskPart
 
-ImageBlock = tuple[int, range]  # a row, and tokens of it that see one another
+ImageBlock = tuple[int, range]  # a row, and a range of its tokens with bidirectional attention
 
-IMAGES = 0  # the axis of [n, P, D] that ranks share
+IMAGES = 0  # axis of [n, P, D] that is split among ranks
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,10 @@ class BatchImages:
     """All images of a micro-batch, and the feature row of each placeholder token.
 
     Attributes:
-        pixels: fp32 [n, 3, H, W] in host memory, normalised; where images have shapes of their own [3, H, W] of each.
-        rows: int64 [B, S], of all features [n P] the one that stands at a token; -1 at tokens of text.
-        features: [n P, D], where they are known already, as in generation.
-        positions: int64 [3, B, S], the time, line and column that the decoder turns tokens by; None: all three are their
-            positions in the text.
+        pixels: fp32 [n, 3, H, W] in host memory, normalised; a list of [3, H, W] for images of different shapes.
+        rows: int64 [B, S], index into all features [n P] for each token; -1 for text.
+        features: [n P, D], if already computed, as in generation.
+        positions: int64 [3, B, S], time, line and column of each token for M-RoPE; None: the positions in the text.
     """
 
     pixels: Tensor | Sequence[Tensor]
@@ -52,10 +51,10 @@ class BatchImages:
         return replace(self, rows=self.rows[:, indices], positions=positions)
 
     def local_pixels(self, rank: int, ranks: int) -> Tensor:
-        """Return the images that this rank computes, of `ranks` that share them: equally many on each, padded with
-        black ones.
+        """Return the images that this rank encodes, of `ranks` that share them: equally many on each, padded with black
+        images.
 
-        One at least, for where one rank has a gradient of the tower, all must have one.
+        At least one, because all ranks must have a gradient of the vision encoder if one has.
         """
         assert isinstance(self.pixels, Tensor)
         share = max(1, -(-len(self.pixels) // ranks))
@@ -71,10 +70,10 @@ def combined_rank(groups: Sequence[CommGroup]) -> tuple[int, int]:
     return rank, ranks
 
 
-def find_image_blocks(images: np.ndarray, begins: np.ndarray | None = None) -> list[ImageBlock]:
-    """Return the runs of at least two adjacent image tokens: of `images`, bool [B, S], those with equal `begins`."""
+def find_image_blocks(images: np.ndarray, starts: np.ndarray | None = None) -> list[ImageBlock]:
+    """Return the runs of at least two adjacent image tokens: of `images`, bool [B, S], in documents by `starts`."""
     found: list[ImageBlock] = []
-    for row, own in enumerate(np.where(images, 0 if begins is None else begins, -1)):
+    for row, own in enumerate(np.where(images, 0 if starts is None else starts, -1)):
         cuts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
         found += [(row, range(a, b)) for a, b in pairwise(cuts) if own[a] >= 0 and b - a > 1]
     return found
@@ -86,13 +85,14 @@ def mask_later_in_block(blocks: Sequence[ImageBlock], queries: range, keys: rang
     """
     found = []
     for row, block in blocks:
-        here, there = (
-            range(max(block.start, places.start), min(block.stop, places.stop)) for places in (queries, keys)
+        from_queries, to_keys = (
+            range(max(block.start, tokens.start), min(block.stop, tokens.stop)) for tokens in (queries, keys)
         )
         band = ALL
-        if queries == keys:  # each but the last sees from the next one on
-            here, there, band = here[:-1], there[1:], BandMask(left=0)
-        found += [MaskPart(slice(row, row + 1), here, there, band)] if here and there else []
+        if queries == keys:  # each token attends to the ones after it
+            from_queries, to_keys, band = from_queries[:-1], to_keys[1:], BandMask(left=0)
+        if from_queries and to_keys:
+            found.append(MaskPart(slice(row, row + 1), from_queries, to_keys, band))
     return found
 
 
@@ -104,7 +104,8 @@ def insert_image_features(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
 def all_gather_features(features: Tensor, group: CommGroup, *, partial: bool) -> Tensor:
     """All-gather the features of all ranks' images: [n/R, P, D] -> [n, P, D].
 
-    `partial` says that each rank's gradient is that of its own tokens, to be summed; else all ranks have the same one.
+    Args:
+        partial: each rank has the gradient of its own tokens only, to be reduced; else all ranks have the same gradient.
     """
     if group.size == 1:
         return features

@@ -14,16 +14,16 @@ from mega_common.progress_logging import logger
 from mega_data.blended_dataset import DatasetUsage, plan_dataset_usage
 from mega_data.data_config import DataConfig
 from mega_data.sampling.dataset_parts import find_matching_prefixes
-from mega_data.token_files.dataset_info import DatasetInfo, count_unpaired_answers, get_info_path, read_dataset_info
+from mega_data.token_files.dataset_info import DatasetInfo, count_unpaired_answers, read_dataset_info
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.token_files.remote_copies import resolve_local_prefix
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from mega_ckpt.source import WeightSource  # which needs torch, as looking at data does not
+    from mega_ckpt.source import WeightSource  # imports torch, which checking data does not need
 
-# What makes a tokenizer, and how a chat is put to it: the files that travel with a model.
+# Files of a tokenizer and its chat template, which travel with a model.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -34,8 +34,8 @@ def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
     """Return the run's tokenizer: the configured one, else the one its data sets were made with, if it still exists.
 
     Raises:
-        DataError: when data sets were made by different tokenizers, by another than the one named, or have tokens
-            that the model's vocabulary of `vocab_size` does not.
+        DataError: when data sets were made with different tokenizers, with another than `data.tokenizer`, or have more
+            tokens than the model's `vocab_size`.
     """
     made = _datasets_with_tokenizer(data)
     named = Tokenizer(data.tokenizer) if data.tokenizer is not None else None
@@ -47,13 +47,13 @@ def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
         if maker.fingerprint != fingerprint:
             other = "data.tokenizer" if named else str(next(iter(made)))
             raise DataError(
-                f"{get_info_path(prefix)}: made with another tokenizer ({maker.path}) than {other}",
+                f"{prefix} was made with another tokenizer ({maker.path}) than {other}",
                 hint="preprocess all data sets of a run with one tokenizer",
             )
         size = max(size, maker.vocab_size)
     if size > vocab_size:
         raise DataError(
-            f"the tokenizer has {size} tokens, but model.vocab_size is {vocab_size}",
+            f"model.vocab_size = {vocab_size} must be at least {size}, the number of tokens of the tokenizer",
             hint=f"set model.vocab_size={size}",
         )
     return named or _existing_tokenizer(made)
@@ -63,22 +63,22 @@ def extend_vocabulary(config: RunConfig, source: WeightSource, tokenizer: Tokeni
     """Return the initial weights with rows for new tokens: those of the data's tokenizer, up to `model.vocab_size`.
 
     Args:
-        source: the weights as they are.
-        tokenizer: as `find_run_tokenizer` gives it; its files take the place of those that came with the weights, where it has more.
+        source: weights of `init_from`.
+        tokenizer: of the run; its files replace those that came with the weights, if it has more tokens.
 
     Raises:
-        DataError: when both tokenizers give tokens other numbers: what the weights know would be lost.
-        ConfigError: when an adapter would be beside weights that are not those of `init_from`.
+        DataError: when the two tokenizers assign different ids to a token.
+        ConfigError: when the run trains an adapter, whose base weights must not change.
     """
     first = _first_new_token(config, source, tokenizer)
     if first is None and config.model.vocab_size <= source.model.vocab_size:
         return source
     if config.lora is not None:
         raise ConfigError(
-            f"lora: the weights of {config.init_from} have no rows for new tokens, which an adapter would leave as they begin",
-            hint="make such weights first: mega ckpt convert, with --add-tokens or --vocab-size",
+            f"lora requires base weights with rows for all tokens, found none for new tokens in {config.init_from}",
+            hint="add rows first with mega ckpt convert --add-tokens or --vocab-size",
         )
-    from mega_ckpt.extend_vocabulary import ExtendedVocabularySource  # here: it needs torch
+    from mega_ckpt.extend_vocabulary import ExtendedVocabularySource  # imports torch
 
     files = (
         {} if first is None or tokenizer is None else {p.name: p.read_bytes() for p in list_tokenizer_files(tokenizer)}
@@ -91,7 +91,7 @@ def _first_new_token(config: RunConfig, source: WeightSource, tokenizer: Tokeniz
     """Return the first token of the data's tokenizer that the tokenizer of the weights lacks, as far as both are known;
     None if there is none.
     """
-    came = source.asset_files().get("tokenizer.json")
+    original = source.asset_files().get("tokenizer.json")
     made = {
         info.tokenizer.fingerprint: path
         for path, info in _datasets_with_tokenizer(config.data).items()
@@ -99,9 +99,9 @@ def _first_new_token(config: RunConfig, source: WeightSource, tokenizer: Tokeniz
     }
     if tokenizer is not None:
         made = {tokenizer.fingerprint: tokenizer.path}
-    if came is None or not made or config.data.allow_other_tokenizer:
+    if original is None or not made or config.data.allow_other_tokenizer:
         return None
-    content = came.read_bytes() if isinstance(came, Path) else came
+    content = original.read_bytes() if isinstance(original, Path) else original
     ((fingerprint, path),) = made.items()
     if hashlib.sha256(content).hexdigest() == fingerprint:
         return None
@@ -112,10 +112,9 @@ def _first_new_token(config: RunConfig, source: WeightSource, tokenizer: Tokeniz
         if new | old == new and all(new[token] >= first for token in more):
             return first if more else None
     raise DataError(
-        f"init_from = {config.init_from}: came with another tokenizer than that of the data, {path}",
-        hint="tokenize the text with the model's own, or with one that only adds tokens to it: mega data preprocess --tokenizer "
-        "with that folder; or, to train the weights on these tokens and let the data's tokenizer go with the model, set "
-        "data.allow_other_tokenizer=true",
+        f"init_from = {config.init_from} requires data of its own tokenizer, found that of {path}",
+        hint="run mega data preprocess with the model's tokenizer, or with one that only adds tokens to it; or set "
+        "data.allow_other_tokenizer=true to keep the data's tokenizer",
     )
 
 
@@ -146,7 +145,7 @@ def _existing_tokenizer(made: dict[Path, DatasetInfo]) -> Tokenizer | None:
             tokenizer = Tokenizer(path)
             if tokenizer.fingerprint == info.tokenizer.fingerprint:
                 return tokenizer
-        logger.warning("the tokenizer %s is not there any more; set data.tokenizer, or none goes with the model", path)
+        logger.warning("the tokenizer %s does not exist; set data.tokenizer, else checkpoints have no tokenizer", path)
     return None
 
 
@@ -155,15 +154,15 @@ def list_tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
     return [path for name in TOKENIZER_FILES if (path := tokenizer.path.parent / name).is_file()]
 
 
-BLOCKS, BLOCK = 64, 4096  # tokens that are looked at: some of everywhere
+BLOCKS, BLOCK = 64, 4096  # number and tokens of the checked blocks
 
 
 def check_datasets(config: RunConfig) -> list[DatasetUsage]:
     """Return the use of each data set of the run, after checking it.
 
     Raises:
-        ConfigError, DataError: when a data set is missing or damaged, is of other tokenizers or of a larger vocabulary
-            than the model's, or lacks the end tokens that the configuration's rules ask for.
+        ConfigError, DataError: when a data set is missing or damaged, was made with another tokenizer or a larger
+            vocabulary than the model's, or lacks end-of-document tokens that the configuration requires.
     """
     tokenizer = find_run_tokenizer(config.data, config.model.vocab_size)
     uses = plan_dataset_usage(config.data, config.samples_per_split, None if tokenizer is None else tokenizer.eos_id)
@@ -172,8 +171,8 @@ def check_datasets(config: RunConfig) -> list[DatasetUsage]:
         largest = largest_sampled_token(IndexedReader(prefix))
         if largest >= config.model.vocab_size:
             raise DataError(
-                f"{prefix}: has the token {largest}, and model.vocab_size is {config.model.vocab_size}",
-                hint="the data set was made with the tokenizer of another model",
+                f"{prefix} must have tokens below model.vocab_size = {config.model.vocab_size}, found {largest}",
+                hint="make the data set with the model's tokenizer",
             )
     return uses
 
@@ -187,8 +186,8 @@ def _check_pairs(config: RunConfig, prefix: Path) -> None:
     unpaired, kind = count_unpaired_answers(prefix), config.objective.kind
     if unpaired and config.objective.is_pairwise and kind != "kto":
         raise DataError(
-            f"{prefix}: {unpaired} answers are rated alone, and objective.kind = {kind} requires pairs of answers",
-            hint="objective.kind: kto, or records with chosen and rejected",
+            f"objective.kind = {kind} requires pairs of answers, found {unpaired} single answers in {prefix}",
+            hint="set objective.kind=kto, or use records with chosen and rejected",
         )
 
 

@@ -30,8 +30,8 @@ class SequenceBounds:
 
     Attributes:
         lengths: of each sequence, one more than its largest position.
-        document_starts: int64 [B, S], where the document begins that a token belongs to, if attention is closed at its end.
-        bidirectional_blocks: tokens that see those of their block behind them, too: images under `VisionConfig.bidirectional`.
+        document_starts: int64 [B, S], start of each token's document, if attention does not cross documents.
+        bidirectional_blocks: blocks of tokens with bidirectional attention: images under `VisionConfig.bidirectional`.
     """
 
     lengths: list[int]
@@ -42,20 +42,20 @@ class SequenceBounds:
     def from_positions(
         cls, positions: np.ndarray, documents: np.ndarray | None, bidirectional: np.ndarray | None = None
     ) -> SequenceBounds:
-        """Return the bounds of sequences from their positions and document ids, int [B, S]; `images` bool [B, S] marks
-        tokens of bidirectional blocks.
+        """Return the bounds of sequences from their positions and document ids, int [B, S]; `bidirectional` bool [B, S]
+        marks tokens of bidirectional blocks.
         """
-        begins = None
+        starts = None
         if documents is not None:
             new = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
-            begins = np.maximum.accumulate(np.where(new, np.arange(documents.shape[1]), 0), axis=1)
-        blocks = () if bidirectional is None else find_image_blocks(bidirectional, begins)
-        return cls((positions.max(axis=1) + 1).tolist(), begins, blocks)
+            starts = np.maximum.accumulate(np.where(new, np.arange(documents.shape[1]), 0), axis=1)
+        blocks = () if bidirectional is None else find_image_blocks(bidirectional, starts)
+        return cls((positions.max(axis=1) + 1).tolist(), starts, blocks)
 
     @classmethod
     def from_padded_rows(cls, lengths: np.ndarray, width: int) -> SequenceBounds:
-        """Return the bounds of rows of `width` tokens whose first int [B] tokens are no padding; padding becomes a
-        document of its own.
+        """Return the bounds of rows of `width` tokens with padding after the first int [B] tokens; the padding becomes a
+        separate document.
         """
         positions = np.broadcast_to(np.arange(width), (len(lengths), width))
         padding = positions >= lengths[:, None]
@@ -67,10 +67,9 @@ class MtpTargets:
     """Inputs and targets of the multi-token prediction (MTP) layer that predicts the token k positions after the next.
 
     Attributes:
-        tokens: int64 [B, S], those k places on.
-        labels: int64 [B, S], likewise.
-        weights: fp32 [B, S], of each label; 0 also where it is past the sample, or in another document while attention
-            is closed at document ends.
+        tokens, labels: int64 [B, S], shifted by k positions.
+        weights: fp32 [B, S], of each label; 0 also past the end of the sample, and in another document if attention does
+            not cross documents.
     """
 
     tokens: Tensor
@@ -84,8 +83,8 @@ class TeacherSoftLabels:
 
     Attributes:
         ids: int64 [B, S, K].
-        log_probs: [B, S, K], in fp32 or fp64, by the teacher at temperature 1.
-        temperature: that both are compared at.
+        log_probs: [B, S, K], fp32 or fp64, of the teacher at temperature 1.
+        temperature: of the loss, for both models.
     """
 
     ids: Tensor
@@ -109,8 +108,8 @@ class EncoderBatch:
 
     Attributes:
         tokens, positions: int64 [B, E].
-        sequence_bounds: of the whole samples; what is padding is a document of its own, so that no token sees it.
-        attention_mask: as in `model.cross.Source`.
+        sequence_bounds: of the whole samples; padding is a separate document, to which no token attends.
+        attention_mask: bool [B, 1, 1, E], False at padding; None without padding.
     """
 
     tokens: Tensor
@@ -124,9 +123,9 @@ class RetrievedNeighbors:
     """Retrieved neighbours of each of the L chunks of each sample: K neighbours of 2 m tokens.
 
     Attributes:
-        tokens: int64 [B, L, K, 2 m], 0 where there is none.
-        sequence_bounds: of the neighbours, B L K rows; what is no token is a document of its own, so that no token sees it.
-        attention_mask: bool [B L, 1, 1, 2 m K], where there is a token; None: everywhere.
+        tokens: int64 [B, L, K, 2 m], 0 at padding.
+        sequence_bounds: of the neighbours, B L K rows; padding is a separate document, to which no token attends.
+        attention_mask: bool [B L, 1, 1, 2 m K], False at padding; None without padding.
     """
 
     tokens: Tensor
@@ -139,7 +138,7 @@ class SegmentOrderTargets:
     """Targets of segment order prediction for samples of two segments.
 
     Attributes:
-        labels: int64 [B], 1 where they are swapped.
+        labels: int64 [B], 1 for swapped segments.
         weights: fp32 [B], of each label in the loss.
     """
 
@@ -153,23 +152,22 @@ class MicroBatch:
 
     Attributes:
         tokens, labels, positions: int64 [B, S].
-        weights: fp32 [B, S], the weight of each label in the loss (0 where it does not count).
-        sequence_bounds: of the whole samples: where documents begin, when attention is closed at their ends.
+        weights: fp32 [B, S], loss mask: the weight of each label in the loss.
+        sequence_bounds: of the whole samples.
         samples: the global number of each sample.
-        mtp_targets: for each of the model's layers that predict further tokens.
-        affects_loss_mask: bool [B, S], tokens with a label that counts at or behind them, in their document where attention is
-            closed at its end; the others influence nothing. None: not
-            asked for, without experts.
-        token_indices: int64 [S], where the tokens stand in the whole samples; None when they are those.
-        weight_fn: makes of the labels' log-probabilities [B, S] the weights of their losses, in place of `weights`: those by which
-            the gradient of the weighted losses is that of some other function of the log-probabilities.
-        soft_labels: what the tokens are held against in place of their labels.
-        routes: of a model with experts, those that are chosen elsewhere, or to be told.
-        images: of a model that sees, even where there are none.
-        source: of an encoder-decoder, whose decoder the rest is about.
-        neighbors: of a model with retrieval.
-        token_types: int64 [B, S], of their segments; None: all are 0.
-        segment_order: for a model that tells the order of segments, where there are two.
+        mtp_targets: of each MTP layer.
+        affects_loss_mask: bool [B, S], tokens with an unmasked label at or after them (in their document, if attention does
+            not cross documents); the others have no influence on the loss. None without experts.
+        token_indices: int64 [S], positions of the tokens in the whole samples; None without context parallelism.
+        weight_fn: returns, for the labels' log-probabilities [B, S], the weights of their losses, in place of `weights`: with
+            these the gradient of the weighted losses equals that of another function of the log-probabilities.
+        soft_labels: of a teacher, in place of labels.
+        routes: expert ids of rollout routing replay (R3), given or to record.
+        images: of a vision-language model, possibly none.
+        source: encoder input of an encoder-decoder; the other fields are of the decoder.
+        neighbors: of a retrieval model.
+        token_types: int64 [B, S], segment ids; None: all 0.
+        segment_order: targets of samples of two segments.
     """
 
     tokens: Tensor
@@ -204,7 +202,7 @@ class MicroBatch:
             self, tokens=tokens, labels=labels, weights=weights, positions=positions, token_indices=indices,
             affects_loss_mask=None if self.affects_loss_mask is None else self.affects_loss_mask[:, indices],
             token_types=None if self.token_types is None else self.token_types[:, indices],
-            mtp_targets=[MtpTargets(one.tokens[:, indices], one.labels[:, indices], one.weights[:, indices]) for one in self.mtp_targets],
+            mtp_targets=[MtpTargets(t.tokens[:, indices], t.labels[:, indices], t.weights[:, indices]) for t in self.mtp_targets],
             images=None if self.images is None else self.images.select_positions(indices),
         )  # fmt: skip
 
@@ -218,20 +216,20 @@ def split_micro_batches(
     Raises:
         DataError: for a token that the model's vocabulary does not have.
     """
-    known = [batch.tokens, batch.labels, *([] if batch.source is None else [batch.source.tokens])]
-    known += [] if batch.neighbors is None else [batch.neighbors]
-    size, top = config.batch.micro, max(tokens.max() for tokens in known)
+    inputs = [batch.tokens, batch.labels, *([] if batch.source is None else [batch.source.tokens])]
+    inputs += [] if batch.neighbors is None else [batch.neighbors]
+    size, top = config.batch.micro, max(tokens.max() for tokens in inputs)
     if top >= config.model.vocab_size:
         raise DataError(
-            f"one of the samples {batch.sample_ids.min()} to {batch.sample_ids.max()} has the token {top}, but model.vocab_size is "
-            f"{config.model.vocab_size}",
-            hint="the data were made with another tokenizer, or model.vocab_size is too small",
+            f"model.vocab_size = {config.model.vocab_size} must be larger than every token id, found {top} in one of the samples "
+            f"{batch.sample_ids.min()} to {batch.sample_ids.max()}",
+            hint="use data made with the model's tokenizer, or raise model.vocab_size",
         )
-    matters = _affects_loss(batch) if config.model.moe else None
-    if matters is not None and config.model.score:  # at a text's last token, behind all labels
-        matters = np.ones_like(matters)
+    affects = _affects_loss(batch) if config.model.moe else None
+    if affects is not None and config.model.score:  # the score is of a text's last token, after all labels
+        affects = np.ones_like(affects)
     vision = config.model.vision
-    further = [_mtp_arrays(batch, places) for places in range(1, config.model.mtp_layers + 1)]
+    mtp_arrays = [_mtp_arrays(batch, offset) for offset in range(1, config.model.mtp_layers + 1)]
     retrieved = _check_neighbors(batch, config.model)
     own = None
     if context is not None and context.size > 1:
@@ -253,8 +251,8 @@ def split_micro_batches(
                 batch.tokens[part] == vision.image_token if vision and vision.bidirectional else None,
             ),
             samples=[int(sample) for sample in batch.sample_ids[part]],
-            mtp_targets=[MtpTargets(*map(to_device_tensor, arrays)) for arrays in further],
-            affects_loss_mask=None if matters is None else to_device_tensor(matters),
+            mtp_targets=[MtpTargets(*map(to_device_tensor, arrays)) for arrays in mtp_arrays],
+            affects_loss_mask=None if affects is None else to_device_tensor(affects),
             images=None if vision is None else _collect_images(batch, part, vision, device),
             source=None
             if batch.source is None
@@ -275,51 +273,53 @@ def split_micro_batches(
 def _collect_images(batch: StepBatch, part: slice, vision: VisionConfig, device: torch.device) -> BatchImages:
     """Return the images of some samples, one after another, with their features in the order of `BatchImages.rows`."""
     rows, size = np.full(batch.tokens[part].shape, -1), vision.image_size
-    turned = None if vision.native is None else np.stack([batch.position_ids[part]] * 3)
-    seen: list[np.ndarray] = []
+    mrope = None if vision.native is None else np.stack([batch.position_ids[part]] * 3)
+    images: list[np.ndarray] = []
     count = 0
     for number, sample in enumerate(batch.images[part]):
         if sample is not None:
             rows[number, sample.placeholder_positions] = count + sample.features
-            count += vision.count_total_features(one.shape for one in sample.pixels)
-            seen += sample.pixels
-            if turned is not None:
-                grids = [vision.get_feature_grid(*one.shape[1:]) for one in sample.pixels]
-                turned[:, number] = compute_mrope_positions(
-                    turned[0, number], sample.placeholder_positions, sample.features, grids
+            count += vision.count_total_features(pixels.shape for pixels in sample.pixels)
+            images += sample.pixels
+            if mrope is not None:
+                grids = [vision.get_feature_grid(*pixels.shape[1:]) for pixels in sample.pixels]
+                mrope[:, number] = compute_mrope_positions(
+                    mrope[0, number], sample.placeholder_positions, sample.features, grids
                 )
     where = to_device(torch.from_numpy(rows), device)
-    if turned is not None:
-        return BatchImages([*map(torch.from_numpy, seen)], where, positions=to_device(torch.from_numpy(turned), device))
-    pixels = np.stack(seen) if seen else np.empty((0, 3, size, size), np.float32)
+    if mrope is not None:
+        return BatchImages(
+            [*map(torch.from_numpy, images)], where, positions=to_device(torch.from_numpy(mrope), device)
+        )
+    pixels = np.stack(images) if images else np.empty((0, 3, size, size), np.float32)
     return BatchImages(torch.from_numpy(pixels), where)
 
 
 def build_encoder_batch(
     token_ids: np.ndarray, lengths: np.ndarray, device: torch.device, context: CommGroup
 ) -> EncoderBatch:
-    """Return the encoder tokens of a rank of `context`, from samples int64 [n, E] whose first int64 [n] tokens are no
-    padding.
+    """Return the encoder tokens of a rank of `context`, from samples int64 [n, E] with padding after the first int64 [n]
+    tokens.
     """
     tokens, width = torch.from_numpy(token_ids), token_ids.shape[1]
-    own, outline, seen = rank_token_indices(width, context), SequenceBounds.from_padded_rows(lengths, width), None
-    if outline.document_starts is not None:
+    own, bounds, mask = rank_token_indices(width, context), SequenceBounds.from_padded_rows(lengths, width), None
+    if bounds.document_starts is not None:
         order = torch.cat([rank_token_indices(width, replace(context, rank=rank)) for rank in range(context.size)])
-        seen = to_device((order < torch.from_numpy(lengths)[:, None])[:, None, None], device)
+        mask = to_device((order < torch.from_numpy(lengths)[:, None])[:, None, None], device)
     return EncoderBatch(
-        to_device(tokens[:, own], device), to_device(own.expand(len(tokens), -1).contiguous(), device), outline, seen
+        to_device(tokens[:, own], device), to_device(own.expand(len(tokens), -1).contiguous(), device), bounds, mask
     )
 
 
 def build_neighbor_batch(neighbors: np.ndarray, device: torch.device) -> RetrievedNeighbors:
     """Return the neighbours int64 [B, L, K, 2 m] as a batch; -1 marks positions without a token."""
-    rows, there = neighbors.reshape(-1, neighbors.shape[-1]), neighbors >= 0
+    rows, mask = neighbors.reshape(-1, neighbors.shape[-1]), neighbors >= 0
     documents = np.cumsum(np.diff(rows >= 0, axis=1, prepend=rows[:, :1] >= 0), axis=1, dtype=np.int32)
     positions = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
     return RetrievedNeighbors(
         to_device(torch.from_numpy(np.maximum(neighbors, 0)), device),
         SequenceBounds.from_positions(positions, documents if documents.any() else None),
-        None if there.all() else to_device(torch.from_numpy(there.reshape(-1, 1, 1, neighbors[0, 0].size)), device),
+        None if mask.all() else to_device(torch.from_numpy(mask.reshape(-1, 1, 1, neighbors[0, 0].size)), device),
     )
 
 
@@ -330,13 +330,14 @@ def _check_neighbors(batch: StepBatch, model: ModelConfig) -> np.ndarray | None:
         return None
     if found is None:
         raise DataError(
-            "the samples have no neighbours, which model.retro reads", hint="data with neighbours, or no model.retro"
+            "model.retro requires samples with neighbours, found none",
+            hint="use data with neighbours, or remove model.retro",
         )
     shape = (len(batch.tokens), batch.tokens.shape[1] // retro.chunk_length, retro.neighbors, retro.neighbor_length)
     if found.shape != shape:
         raise DataError(
-            f"the samples have neighbours of shape {found.shape}, but model.retro reads {shape}: samples, chunks, neighbours, tokens",
-            hint="retrieve with the model's chunk_length and neighbors",
+            f"model.retro requires neighbours of shape {shape} (samples, chunks, neighbours, tokens), found {found.shape}",
+            hint="run mega data retrieve with the model's chunk_length and neighbors",
         )
     return found
 
@@ -348,12 +349,12 @@ def _segment_targets(labels: Tensor) -> SegmentOrderTargets:
 def _affects_loss(batch: StepBatch) -> np.ndarray:
     """Return which tokens affect the loss, bool [n, S]; see `MicroBatch.affects_loss_mask`."""
     counts = batch.loss_weights > 0
-    left = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1]  # labels that count, from each token to the end of its row
+    left = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1]  # unmasked labels from each token to the end of its row
     if batch.document_ids is None:
         return left > 0
     ends = np.diff(batch.document_ids, axis=1, append=-1) != 0
-    behind = np.where(ends, left - counts, -1)  # of each document's last token: those of the documents behind it
-    return left > np.maximum.accumulate(behind[:, ::-1], axis=1)[:, ::-1]
+    later = np.where(ends, left - counts, -1)  # at a document's last token: unmasked labels of later documents
+    return left > np.maximum.accumulate(later[:, ::-1], axis=1)[:, ::-1]
 
 
 def _mtp_arrays(batch: StepBatch, offset: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

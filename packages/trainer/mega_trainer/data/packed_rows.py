@@ -1,6 +1,4 @@
-"""Sequences of any length packed into rows of one length by best fit, with attention closed between them, dealt to the
-data ranks.
-"""
+"""Sequences packed into rows of one length by best fit, without attention between them, and divided among data ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Sequences packed into rows of S positions. A sequence of L tokens takes L - 1: its last is a label only.
+    """Sequences packed into rows of S positions. A sequence of L tokens takes L - 1, as its last token is only a label.
 
     Attributes:
-        tokens, labels: int64 [R, S]; 0 where no sequence is.
+        tokens, labels: int64 [R, S]; 0 at padding.
         positions: int64 [R, S], within each sequence.
-        documents: int32 [R, S], the sequences of a row and what is left of it, numbered.
-        positions_of_sequences: of each sequence its row and its positions there.
+        documents: int32 [R, S], number of the sequence in its row; 0 at padding.
+        positions_of_sequences: row of each sequence, and its positions in it.
     """
 
     tokens: Ints
@@ -44,24 +42,26 @@ class PackedRows:
         sizes = np.array([len(sequence) - 1 for sequence in sequences], np.int64)
         wrong = np.flatnonzero((sizes < 1) | (sizes > length))
         if wrong.size or not sizes.size:
-            what = f"sequence {wrong[0]} has {sizes[wrong[0]] + 1} tokens" if wrong.size else "there is no sequence"
-            raise DataError(f"{what}; each needs from 2 to data.seq_length + 1 = {length + 1}")
+            found = f"{sizes[wrong[0]] + 1} in sequence {wrong[0]}" if wrong.size else "no sequence"
+            raise DataError(
+                f"each sequence must have from 2 to data.seq_length + 1 = {length + 1} tokens, found {found}"
+            )
         bins = pack_best_fit(sizes, length)
         count = -(-int(bins.max() + 1) // multiple) * multiple
         tokens, labels, positions = (np.zeros((count, length), np.int64) for _ in range(3))
-        documents, ends, places = np.zeros((count, length), np.int32), np.zeros(count, np.int64), []
+        documents, ends, positions_of_sequences = np.zeros((count, length), np.int32), np.zeros(count, np.int64), []
         for sequence, row, size in zip(sequences, bins.tolist(), sizes.tolist(), strict=True):
             here = slice(int(ends[row]), int(ends[row]) + size)
             tokens[row, here], labels[row, here] = sequence[:-1], sequence[1:]
             positions[row, here], documents[row, here] = np.arange(size), documents[row, here.start - 1] + 1
-            places.append((row, here))
+            positions_of_sequences.append((row, here))
             ends[row] = here.stop
         for row, end in enumerate(ends.tolist()):
             positions[row, end:] = np.arange(length - end)
-        return cls(tokens, labels, positions, documents, places)
+        return cls(tokens, labels, positions, documents, positions_of_sequences)
 
     def rows_of_rank(self, rank: int, ranks: int) -> Ints:
-        """Return the rows of one of the data ranks, int64 [R / ranks]: equally many for each, with about equal work."""
+        """Return the rows of one of the data ranks, int64 [R / ranks]: equally many for each, with balanced work."""
         work = np.array([(np.bincount(row) ** 2).sum() for row in self.documents])
         own: Ints = balance_samples(work, ranks)[rank]
         return own

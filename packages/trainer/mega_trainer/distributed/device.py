@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from mega_common.errors import ConfigError
-from mega_trainer.config.run_config import RunConfig
-from mega_trainer.plan.machine import find_machine_name
 
 
 def select_rank_device(name: str, local_rank: int) -> torch.device:
@@ -25,17 +23,6 @@ def select_rank_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
-
-
-def detect_machine(config: RunConfig) -> str | None:
-    """Return the machine that a run names, or that its GPU identifies; None if neither is known or no time is predicted
-    for the model.
-    """
-    if config.model.has_encoder:
-        return None
-    if config.machine is not None or config.device == "cpu" or not torch.cuda.is_available():
-        return config.machine
-    return find_machine_name(torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory)
 
 
 @contextmanager

@@ -20,16 +20,17 @@ from mega_common.progress_logging import format_number, logger
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.job.experiment_trackers import open_trackers
 from mega_trainer.job.goodput import GoodputCounter
+from mega_trainer.job.step_result import StepResult
 from mega_trainer.plan.flops import count_parameters_by_layer, find_peak_flops, model_flops, palm_flops
 from mega_trainer.plan.layer_flops import image_flops
 from mega_trainer.plan.memory_advice import make_run_shape
 from mega_trainer.plan.trainable_parameters import TrainableParameters
-from mega_trainer.run.train_step import StepResult
 
 MetricsSink = Callable[[int, dict[str, float]], object]
 MetricsLine = dict[str, Any]
-APART = 1.0  # seconds between lines on the screen; metrics.jsonl has every step
-SHOWN = 0.01  # of a step: phases that take less are not on the screen
+LINE_SECONDS = 1.0  # between lines on the screen; metrics.jsonl has every step
+LINE_COLUMNS = 109  # of a line on the screen, which has the time of day before it
+SHOWN_SHARE = 0.01  # of a step: shorter phases are not on the screen
 
 
 @dataclass(frozen=True)
@@ -37,29 +38,32 @@ class UtilizationModel:
     """FLOPs of one token and peak FLOP/s of the machine, for the model FLOPs utilisation (MFU) by both definitions.
 
     Attributes:
-        exact: FLOPs a token, forward and backward, counting each matrix product with causal attention's half; none for
-            gradients of weights that are frozen.
-        palm: the same by the 6N + 12LHQT rule (arXiv:2204.02311, appendix B).
+        exact: FLOPs per token, forward and backward, of each GEMM, with half of causal attention; without the gradients
+            of frozen weights.
+        palm: FLOPs per token by the 6N + 12LHQT rule (arXiv:2204.02311, appendix B).
         peak: FLOP/s of all devices together.
-        image: FLOPs an image besides, by both definitions.
+        image: additional FLOPs per image, by both definitions.
+        peak_is_known: True if `peak` is from a data sheet; else it is the speed of a GEMM, which a step can exceed.
     """
 
     exact: float
     palm: float
     peak: float
     image: float = 0.0
+    peak_is_known: bool = True
 
     @classmethod
     def for_run(cls, config: RunConfig, device: torch.device, dtype: torch.dtype, world_size: int) -> UtilizationModel:
         """Return the model for a run on `world_size` devices like this one."""
         model, lengths = config.model, config.sequence_lengths
-        peak = datasheet_peak_flops(device, config.precision) or measure_peak_flops(device, dtype)
+        known = datasheet_peak_flops(device, config.precision)
+        peak = known or measure_peak_flops(device, dtype)
         count = count_parameters_by_layer(model)
         run = make_run_shape(config, world_size)
         other = TrainableParameters.from_run_shape(model, run, count).extra_flops(model, count)
         image = sum(image_flops(model, run.freeze, config.lora).values())
         exact, palm = model_flops(model, lengths[0], target=lengths[1]), palm_flops(model, *lengths)
-        return cls(exact + other, palm + other, peak * world_size, image)
+        return cls(exact + other, palm + other, peak * world_size, image, peak_is_known=known is not None)
 
 
 def datasheet_peak_flops(device: torch.device, precision: str) -> float | None:
@@ -68,10 +72,10 @@ def datasheet_peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, enough: float = 0.02, repeat: int = 3) -> float:
-    """Measure the FLOP/s of a square GEMM here, the best of a few: the reference where no data sheet is known.
+    """Measure the FLOP/s of a square GEMM, the best of `repeat`: the reference for devices without a known data sheet.
 
-    Larger products come nearer to the peak, but fp16 on a CPU can take seconds for one: they grow until one takes
-    `enough` seconds.
+    Larger GEMMs come nearer to the peak, but one in fp16 can take seconds on a CPU: sizes grow until one takes `enough`
+    seconds.
     """
     peak = 0.0
     for size in (128, 256, 512, 1024, 2048, 4096, 8192):
@@ -88,7 +92,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, enough: float =
 
 
 class MetricsLogger:
-    """Sends each step's metrics to their destinations. Only rank 0 of a run makes one that writes."""
+    """Logger of each step's metrics to the screen, metrics.jsonl and experiment trackers; only rank 0 writes."""
 
     def __init__(
         self, config: RunConfig, speed: UtilizationModel, start: int, consumed_samples: int, *, writes: bool
@@ -97,8 +101,10 @@ class MetricsLogger:
         self._sinks: list[MetricsSink] = []
         self._closers: list[Callable[[], object]] = []
         self._begin = self._last = time.monotonic()
-        self._clock = time.time() - self._begin  # added to the monotonic clock: a Unix time that no clock setting moves
-        self._told = -math.inf
+        self._clock = (
+            time.time() - self._begin
+        )  # offset of the monotonic clock to Unix time, unaffected by changes of the clock
+        self._last_line = -math.inf
         self._start = self._consumed = consumed_samples
         self._earlier: tuple[MetricsLine, MetricsLine, MetricsLine] | None = None
         self._goodput = GoodputCounter(self._clock + self._begin)
@@ -164,21 +170,23 @@ class MetricsLogger:
         }
         for sink in self._sinks:
             sink(step, numbers)
-        if now - self._told >= APART or "valid_loss" in numbers or step == self._config.train.steps:
-            self._told = now
+        if now - self._last_line >= LINE_SECONDS or "valid_loss" in numbers or step == self._config.train.steps:
+            self._last_line = now
             logger.info(self._format_line(step, numbers))
 
-    def _format_line(self, step: int, n: dict[str, float]) -> str:
-        width = len(str(self._config.train.steps))
-        valid = f"  valid loss {n['valid_loss']:.4f}" if "valid_loss" in n else ""
-        shares = {name[7:]: n[name] / n["seconds"] for name in n if name.startswith("phases/")}
-        parts = " ".join(f"{name} {100 * share:.0f}" for name, share in shares.items() if share >= SHOWN)
-        return (
-            f"step {step:{width}}/{self._config.train.steps}  loss {n['loss']:.4f}{valid}  lr {n['lr']:.2e}  "
-            f"grad {n['grad_norm']:.3f}  {format_number(n['tokens_per_second'])} tok/s  "
-            f"MFU {100 * n['mfu']:.1f} % ({100 * n['mfu_palm']:.1f} % by 6N)  "
-            f"{n['memory_bytes'] / 2**30:.2f} GiB  {parts} %  goodput {100 * n['goodput']:.1f} %  {timedelta(seconds=round(n['seconds_left']))} left"
-        )
+    def _format_line(self, step: int, n: Mapping[str, float]) -> str:
+        """Return a line of the screen; parts that do not fit in `LINE_COLUMNS` are left out."""
+        steps = self._config.train.steps
+        parts = [f"step {step:{len(str(steps))}}/{steps}", f"loss {n['loss']:.4f}"]
+        parts += [f"valid loss {n['valid_loss']:.4f}"] if "valid_loss" in n else []
+        parts += [f"lr {n['lr']:.2e}", f"grad {n['grad_norm']:.3f}", f"{format_number(n['tokens_per_second'])} tok/s"]
+        parts += [f"MFU {100 * n['mfu']:.1f} %"] if self._speed.peak_is_known else []
+        parts += [f"{n['memory_bytes'] / 2**30:.1f} GiB", f"{timedelta(seconds=round(n['seconds_left']))} left"]
+        parts += [f"goodput {100 * n['goodput']:.1f} %", _format_phases(n)]
+        line = parts[0]
+        for part in filter(None, parts[1:]):
+            line = f"{line}  {part}" if len(line) + 2 + len(part) <= LINE_COLUMNS else line
+        return line
 
     def __enter__(self) -> MetricsLogger:
         self._last = time.monotonic()
@@ -191,6 +199,13 @@ class MetricsLogger:
     ) -> None:
         for close in self._closers:
             close()
+
+
+def _format_phases(n: Mapping[str, float]) -> str:
+    """Return the shares of a step's phases in percent."""
+    shares = {name[len("phases/") :]: n[name] / n["seconds"] for name in n if name.startswith("phases/")}
+    shown = " ".join(f"{name} {100 * share:.0f}" for name, share in shares.items() if share >= SHOWN_SHARE)
+    return shown and f"{shown} %"
 
 
 def memory_in_use() -> int:

@@ -14,7 +14,7 @@ from mega_common.errors import NumericalError
 from mega_common.progress_logging import logger
 from mega_trainer.config.sections import TrainConfig
 from mega_trainer.job.rollback import RollbackRequested
-from mega_trainer.run.train_step import StepResult
+from mega_trainer.job.step_result import StepResult
 
 MEMORY = 0.98  # weight of the past in the running average of the loss: about the last fifty steps
 WARM = 50  # steps before a jump of the loss means anything

@@ -1,4 +1,4 @@
-"""Attention masks in a few numbers; a mask of queries by keys is only materialised for some rows at a time.
+"""Compact attention masks; a mask of queries by keys is only materialised for some rows at a time.
 
 Legend: B batch, S queries, T keys.
 """
@@ -18,7 +18,7 @@ from mega_trainer.distributed.device import to_device
 class BandMask:
     """Band mask along the diagonal that ends in the last query and the last key, as in flash-attn's `window_size`.
 
-    Query i of S sees key j of T when, with d = i + T - S,  d - left <= j <= d + right. None is no bound.
+    Query i of S attends to key j of T if d - left <= j <= d + right, where d = i + T - S. None means unbounded.
     """
 
     left: int | None = None
@@ -55,9 +55,9 @@ class PackedMask:
     """Mask of packed documents, none of which attends to another.
 
     Attributes:
-        lengths: tokens of each, those of a batch's rows one after another; none crosses from one row to the next.
-        band: what a query sees of its own document.
-        cu_seqlens: int32 [documents + 1], where each begins, and the end, on the device of the tokens.
+        lengths: tokens of each document, the rows of a batch concatenated; no document crosses rows.
+        band: mask within each document.
+        cu_seqlens: int32 [documents + 1], starts of the documents, and the end, on the device of the tokens.
     """
 
     lengths: tuple[int, ...]
@@ -89,12 +89,12 @@ def materialize_dense_mask(mask: AttentionMaskSpec, shape: Sequence[int], keys: 
 
 @dataclass(frozen=True)
 class MaskPart:
-    """Mask of a range of queries and a range of keys, before or after them or equal.
+    """Mask of a range of queries and a range of keys, which are equal or do not overlap.
 
     Attributes:
-        rows: of the batch.
-        queries, keys: their places in the sequence.
-        mask: of these queries and these keys.
+        rows: rows of the batch.
+        queries, keys: positions in the sequence.
+        mask: mask of these queries and keys.
     """
 
     rows: slice
@@ -104,16 +104,17 @@ class MaskPart:
 
 
 def rectangle_mask_part(rows: slice, queries: range, keys: range, band: BandMask) -> MaskPart | None:
-    """Return the mask of queries and keys that are all before or all after them, where a query at position i attends to
-    i - left to i + right: cut to the attending queries and attended keys; None if there are none.
+    """Return the mask of queries and keys in two ranges that do not overlap; None if no query attends to a key.
+
+    A query at position i attends to i - left to i + right. The ranges are cut to attending queries and attended keys.
     """
-    apart = len(queries) + len(keys) + abs(queries.start - keys.start)  # more than any two of them are
-    left, right = (apart if side is None else side for side in (band.left, band.right))
+    unbounded = len(queries) + len(keys) + abs(queries.start - keys.start)  # more than the distance of any two
+    left, right = (unbounded if side is None else side for side in (band.left, band.right))
     queries = range(max(queries.start, keys.start - right), min(queries.stop, keys.stop + left))
     if not queries:
         return None
     keys = range(max(keys.start, queries.start - left), min(keys.stop, queries.stop + right))
-    ahead = queries.stop - keys.stop  # a band is counted from where the last query stands at the last key
+    ahead = queries.stop - keys.stop  # a `BandMask` aligns the last query with the last key
     return MaskPart(
         rows, queries, keys,
         BandMask(

@@ -1,12 +1,11 @@
-"""Blockwise attention of some queries to some keys, and its backward; attention of whole sequences and context
-parallelism are built from it.
+"""Blockwise attention of some queries to some keys, and its backward, for whole sequences and for context parallelism.
 
-A block is one kernel of `flash` each way where that has one. Its backward is told y and the logarithm of the sum over all
-blocks, and so gives the part of the gradient that comes from its own. The rest goes product by product, some queries at a
-time with the keys that they see: no memory grows with S T.
+A block is one kernel of `FlashKernel` each way if it supports the call. The backward of a block gets y and the log-sum-exp
+over all blocks, and returns the part of the gradient that comes from its own keys. Other calls are computed GEMM by GEMM in
+tiles of queries with the keys that they attend to, so that no memory grows with S T.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K queries that share one, d size of queries
-and keys, e of values. Queries that share a key are rows of one product: [B, K, G S, d], so no key is repeated.
+and keys, e of values. Queries that share a key are rows of one GEMM: [B, K, G S, d], so no key is repeated.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ from torch.nn import functional as F
 
 from mega_trainer.kernels.attention_masks import AttentionMaskSpec, BandMask, PackedMask
 from mega_trainer.kernels.flash_attention import FlashCall, FlashKernel
+from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.kernel_interface import ScoreTransform
 from mega_trainer.kernels.leaf_compiler import apply_function
 
-# Elements of the scores at hand: on a CPU they should stay in its cache, on a GPU fill it with work.
+# Score elements per tile: on a CPU they should fit its cache, on a GPU be enough to fill it.
 TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
@@ -77,9 +77,7 @@ def apply_attention_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor
 
 
 def attention_sinks_grad(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> Tensor:
-    """Return the gradient of the sinks [H]: a sink takes the share exp(sink - lse) of each query's probability, without
-    a value.
-    """
+    """Return the gradient of the sinks [H]; a sink has the probability exp(sink - lse) of each query, and no value."""
     delta = (y.to(lse.dtype) * dy).sum(-1)
     return -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
 
@@ -114,8 +112,9 @@ def attend_block_backward(
     how: ScoreTransform,
     d_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of one block, see `Kernels.attend_block_backward`; that of the bias values is added to
-    `d_bias` [H, n], in at least fp32.
+    """Return the gradients of one block; see `Kernels.attend_block_backward`.
+
+    The gradient of the bias values is added to `d_bias` [H, n], in at least fp32.
     """
     if how.bias is None and flash.supports_call(q, v, mask, how):
         return _attend_fused_backward(flash, dy, q, k, v, y, lse, mask, how)
@@ -185,15 +184,13 @@ def _pad_heads(flash: FlashKernel, q: Tensor, k: Tensor, *values: Tensor) -> lis
     return [F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (q, k, *values)]
 
 
-# -------------------------------------------------------------------------------------------------- product by product
+# --------------------------------------------------------------------------------------------------------- GEMM by GEMM
 
 
 def _iterate_tiles(q: Tensor, k: Tensor, band: BandMask) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield some queries at a time, with the keys that they may attend to and the mask of both; None where nothing is
-    masked.
-    """
+    """Yield tiles of queries, the keys that they may attend to, and their mask; None if nothing is masked."""
     rows, queries, heads, keys = *q.shape[:3], k.shape[1]
-    span = keys  # of which as many queries as a window has see fewer
+    span = keys
     if band.left is not None and band.right is not None:
         span = min(keys, 2 * band.left + band.right + 2)
     step = max(1, TILE_ELEMENTS.get(q.device.type, 1 << 26) // (rows * heads * span))
@@ -256,18 +253,15 @@ def _attend_backward(
 def _compute_scores(
     q: Tensor, k: Tensor, mask: Tensor | None, how: ScoreTransform, met: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return scores [B, H, S, T] in at least fp32, minus infinity where masked, and the soft cap's derivative, if there
-    is one.
-    """
+    """Return scores [B, H, S, T] in at least fp32, minus infinity where masked, and the soft cap's derivative or None."""
     product = (_group_heads(q, k.shape[2]) @ k.permute(0, 2, 3, 1)) * how.scale
-    scores = product.view(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    scores = upcast_to_fp32(product.view(q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     slope = None
     if how.bias is not None and met is not None:
         scores = scores + how.bias.values[:, met]
     if how.softcap is not None:
-        bent = torch.tanh(scores / how.softcap)
-        scores, slope = how.softcap * bent, 1 - bent.square()
+        squashed = torch.tanh(scores / how.softcap)
+        scores, slope = how.softcap * squashed, 1 - squashed.square()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return scores, slope

@@ -1,8 +1,7 @@
-"""Flash attention (arXiv:2205.14135, arXiv:2307.08691), one kernel each way: torch's own, or that of the library flash-
-attn.
+"""Flash attention (arXiv:2205.14135, arXiv:2307.08691), one kernel each way: torch's own, flash-attn 2 or flash-attn 3.
 
-All of them take documents and windows, return the logarithm of the sum of exponentiated scores, and go backward from one of
-further keys, too. flash-attn knows soft caps besides; its third version (arXiv:2407.08608) is for Hopper.
+All of them support documents and windows and return the log-sum-exp of the scores, and their backward accepts a log-sum-exp
+over more keys. flash-attn also supports soft caps; version 3 (arXiv:2407.08608) is for Hopper.
 
 Legend: B batch, S queries, T keys, N = B S tokens of documents one after another, H query heads, K key/value heads, d size of
 queries and keys, e of values.
@@ -29,9 +28,9 @@ class FlashCall:
 
     Attributes:
         scale, softcap: as in `ScoreTransform`.
-        band: what a query sees, of its document where there are documents.
-        cu_seqlens: int32 [documents + 1], where each begins, and the end: operands then are [N, heads, size].
-        longest: the most queries and the most keys of one sequence or document.
+        band: band mask, of each document if there are documents.
+        cu_seqlens: int32 [documents + 1], starts of the documents, and the end; the operands then are [N, heads, size].
+        longest: most queries and most keys of one sequence or document.
     """
 
     scale: float
@@ -54,20 +53,22 @@ class FlashCall:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Band in flash-attn's convention, where -1 is no bound."""
-        return tuple(-1 if side is None else side for side in (self.band.left, self.band.right))  # type: ignore[return-value]
+        """Band in flash-attn's convention, where -1 is unbounded."""
+        left, right = (-1 if side is None else side for side in (self.band.left, self.band.right))
+        return left, right
 
 
 class FlashKernel(Protocol):
-    """Interface of flash attention, one kernel each way. Operands are [B, S, H, d], [B, T, K, d] and [B, T, K, e], or
-    with documents [N, H, d] and so on.
+    """Interface of flash attention kernels.
+
+    Operands are [B, S, H, d], [B, T, K, d] and [B, T, K, e]; with documents [N, H, d], [N, K, d] and [N, K, e].
     """
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether there is a kernel for these operands and scores; sinks are handled by the caller."""
+        """Return whether a kernel supports these operands and scores; the caller handles sinks."""
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return whether value heads may have another size than key heads."""
+        """Return whether value heads of size e are supported with key heads of size d."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
         """Return y [B, S, H, e] and the log-sum-exp, fp32 [B, H, S]; with documents [N, H, e] and [H, N]."""
@@ -75,19 +76,20 @@ class FlashKernel(Protocol):
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv from these keys, where y and lse, shaped as in `forward`, are those of all keys."""
+        """Return dq, dk, dv from these keys; y and lse, shaped as in `forward`, are over all keys."""
 
 
 class TorchFlashKernel:
-    """Torch's flash attention on GPUs, and its CPU counterpart, which supports every precision, and one document
-    without a window.
+    """Torch's flash attention on GPUs, and its CPU counterpart.
+
+    On a CPU every precision is supported, but neither documents nor windows.
     """
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
         """Return whether torch has a kernel; see `FlashKernel.supports_call`."""
         if how.softcap is not None:
             return False
-        # on a CPU `causal` is the diagonal from the first query and the first key
+        # on a CPU, causal masks are aligned with the first query and key, not the last
         return fits_gpu_kernels(q, v) if _on_gpu(q) else mask == ALL or (mask == CAUSAL and q.shape[1] == v.shape[1])
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
@@ -116,21 +118,11 @@ class TorchFlashKernel:
             )
             dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
             return dq, dk, dv
-        generator = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+        generator = torch.empty(0, dtype=torch.int64, device=q.device)  # unused: dropout is 0
         dq, dk, dv = _aten._flash_attention_backward(
-            dy,
-            q,
-            k,
-            v,
-            y,
-            lse,
-            *_varlen_arguments(call),
-            0.0,
-            call.is_causal,
-            generator,
-            generator,
+            dy, q, k, v, y, lse, *_varlen_arguments(call), 0.0, call.is_causal, generator, generator,
             **_window_arguments(call),
-        )
+        )  # fmt: skip
         return dq, dk, dv
 
 
@@ -147,7 +139,7 @@ def _window_arguments(call: FlashCall) -> dict[str, Any]:
 
 
 def fits_gpu_kernels(q: Tensor, v: Tensor) -> bool:
-    """Return whether operands are on a GPU, in a precision and a width that its kernels support."""
+    """Return whether operands are on a GPU, in a precision and with head sizes that fused kernels support."""
     width = max(q.shape[-1], v.shape[-1])
     return _on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD
 
@@ -170,12 +162,8 @@ class FlashAttention2:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
         """Attend; see `FlashKernel.forward`."""
-        starts, (queries, keys), (left, right), cap = (
-            call.cu_seqlens,
-            call.longest,
-            call.window_size,
-            call.softcap or 0.0,
-        )
+        starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
+        cap = call.softcap or 0.0
         if starts is None:
             y, lse, *_ = self.library._flash_attn_forward(
                 q, k, v, dropout_p=0.0, softmax_scale=call.scale, causal=call.is_causal,
@@ -193,12 +181,8 @@ class FlashAttention2:
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients; see `FlashKernel.backward`."""
-        starts, (queries, keys), (left, right), cap = (
-            call.cu_seqlens,
-            call.longest,
-            call.window_size,
-            call.softcap or 0.0,
-        )
+        starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
+        cap = call.softcap or 0.0
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         same_bits = torch.are_deterministic_algorithms_enabled()
         if starts is None:
@@ -216,12 +200,10 @@ class FlashAttention2:
 
 
 class FlashAttention3:
-    """Kernel of flash-attn 3, on Hopper: its operators, whose arguments are stable, rather than the Python code around
-    them.
-    """
+    """Kernel of flash-attn 3, on Hopper; calls its operators, whose arguments are stable, not their Python wrappers."""
 
     def __init__(self) -> None:
-        import flash_attn_interface  # noqa: F401  registers them
+        import flash_attn_interface  # noqa: F401  registers the operators
 
         self.library = torch.ops.flash_attn_3
 
@@ -230,7 +212,7 @@ class FlashAttention3:
         return fits_gpu_kernels(q, v)
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return whether the sizes are DeepSeek's; see `FlashKernel.supports_uneven_heads`."""
+        """Return whether the sizes are those of DeepSeek's MLA; see `FlashKernel.supports_uneven_heads`."""
         return 128 < d <= 192 and 96 < e <= 128
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:

@@ -1,28 +1,26 @@
-"""FP8 linear layers: quantisation of GEMM operands, and the back end that multiplies them; all other operations are
-torch's.
+"""FP8 linear layers: quantisation of GEMM operands, and the back end with FP8 GEMMs.
 
     Y  = X W^T     X by rows, W by rows           summed over D
     dX = dY W      dY by rows, W by columns       summed over N
     dW = dY^T X    dY by columns, X by columns    summed over M
 
-Each factor is quantised along the axis that its product sums over, so X, W and dY each have two forms. Those of dY are
-made together, and so are those of a weight that is the same for all micro-batches of a step; those of X are made each from
-what a layer keeps in bf16. No scale of X or dY goes from one micro-batch to the next ("current scaling").
+Each operand is quantised along the axis that its GEMM sums over, so X, W and dY each have two forms. The two forms of dY
+are made together, and so are those of a weight, once per step; each form of X is made from the activation that the layer
+saves in bf16. Scales of X and dY are never reused for the next micro-batch ("current scaling").
 
-Legend: M tokens in any number of axes, D input width, N output width, G groups.
+    kind               scales
+    TensorWise         one per tensor                                               arXiv:2209.05433
+    RowWise            one per row
+    BlockWise1x128     one per row and 128 columns, for activations and gradients   arXiv:2412.19437
+    BlockWise128x128   one per 128 rows and 128 columns, for weights                arXiv:2412.19437
+    BlockWise1x32      one per row and 32 columns, of eight bits: MXFP8             arXiv:2310.10537
 
-kind               scales               by
-    TensorWise         one                  arXiv:2209.05433, of the tensor at hand (current scaling)
-    RowWise            one a row
-    BlockWise1x128     one a row and 128 columns, for activations and gradients     arXiv:2412.19437
-    BlockWise128x128   one for 128 rows and 128 columns, for weights                arXiv:2412.19437
-    BlockWise1x32      one a row and 32 columns, of eight bits: MXFP8               arXiv:2310.10537
+Scales are powers of two, so scaling is exact: a tensor or row that a layout splits into parts with different scales has the
+same values, except those that underflow, 2^13 times (e4m3) or 2^28 times (e5m2) smaller than the largest. No layout splits
+blocks.
 
-A scale is a power of two. As these are floats, such a scale moves their range and rounds nothing else: a tensor or row that
-a layout cuts into parts with scales of their own stands for the same numbers, but for those that leave the range below,
-2^13 times (e4m3) or 2^28 times (e5m2) smaller than the largest. Blocks no layout cuts at all.
-
-Legend: M, N rows of two factors, K columns, over which they are multiplied.
+Legend: M tokens in any number of axes, D input width, N output width, G groups. In functions of two matrices: M and N
+rows, K columns, the axis of the sum.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.kernels.torch_kernels import TorchKernels
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# rows and columns of a block; 0 for all
+# rows and columns of a block; 0: all
 BLOCKS = {
     ScalingType.TensorWise: (0, 0),
     ScalingType.RowWise: (1, 0),
@@ -50,7 +48,7 @@ BLOCKS = {
     ScalingType.BlockWise1x32: (1, 32),
 }
 MX = ScalingType.BlockWise1x32
-_TINY = 2.0**-100  # a block of zeros has a scale too
+_TINY = 2.0**-100  # lower bound of scales, for blocks of zeros
 
 
 class QuantizedMatrix(NamedTuple):
@@ -59,7 +57,7 @@ class QuantizedMatrix(NamedTuple):
     Attributes:
         values: fp8 [.., M, K], contiguous.
         scale: fp32 [.., rows of blocks, columns of blocks].
-        kind: what a block is.
+        kind: block shape.
     """
 
     values: Tensor
@@ -83,9 +81,7 @@ def quantize_matrix(
 
 
 def quantize_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return values and scales in blocks of `rows` x `columns`. A leaf: one kernel, or two for a scale of the whole
-    tensor.
-    """
+    """Return values and scales in blocks of `rows` x `columns`; one kernel, or two for a scale of the whole tensor."""
     blocks = _view_blocks(x, rows, columns)
     largest = blocks.abs().amax((-3, -1), keepdim=True).float()
     scale = ceil_power_of_two(largest / torch.finfo(dtype).max)
@@ -96,16 +92,15 @@ def quantize_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tup
 def quantize_pair(
     x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: LeafCompiler | None = None
 ) -> QuantizedPair:
-    """Quantise a matrix [.., M, K] and its transpose, as in `quantize_matrix`, for two GEMMs that sum over different
-    axes.
-    """
+    """Quantise a matrix [.., M, K] and its transpose with `quantize_matrix`, for GEMMs that sum over different axes."""
     values, scale, turned, turned_scale = (leaves or LeafCompiler())(quantize_pair_leaf, x, *BLOCKS[kind], dtype)
     return QuantizedPair(QuantizedMatrix(values, scale, kind), QuantizedMatrix(turned, turned_scale, kind))
 
 
 def quantize_pair_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `quantize_leaf` of a matrix and of its transpose. A leaf that reads the matrix once for both, except to
-    find the scales.
+    """Return `quantize_leaf` of a matrix and of its transpose; compiled, the matrix is read once for both.
+
+    Finding the scales takes another read.
     """
     return *quantize_leaf(x, rows, columns, dtype), *quantize_leaf(x.mT, rows, columns, dtype)
 
@@ -118,8 +113,8 @@ def _view_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def ceil_power_of_two(x: Tensor) -> Tensor:
-    """Return the smallest power of two that is at least x, for positive fp32; for zeros a small one."""
-    # one less than the next exponent is added, and what then stands below the exponent is dropped
+    """Return the smallest power of two that is at least x, for positive fp32; for zero a tiny one."""
+    # add all mantissa bits, which carries into the exponent unless x is a power of two; then clear the mantissa
     bits = x.clamp(min=_TINY).view(torch.int32) + 0x7FFFFF
     return (bits & -0x800000).view(torch.float32)
 
@@ -131,10 +126,9 @@ def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_gemm(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Multiply [M, K] x [N, K] -> [M, N] in `dtype`, summed in fp32; `fast`: with the fewer bits that Hopper's tensor
-    cores keep.
+    """Multiply [M, K] x [N, K] -> [M, N] in `dtype`, summed in fp32, or `fast` in the accumulator of Hopper's tensor cores.
 
-    A CPU multiplies what is scaled by blocks, and fp64, as the numbers they stand for.
+    On a CPU, block-scaled operands and fp64 outputs are dequantised first.
     """
     by_block = a.kind not in (ScalingType.TensorWise, ScalingType.RowWise)
     if a.values.device.type == "cpu" and (by_block or dtype == torch.float64):
@@ -149,23 +143,23 @@ def scaled_gemm(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, *, f
 
 
 def _left_scale(q: QuantizedMatrix) -> Tensor:
-    """Return the scales in the layout of torch's first factor."""
+    """Return the scales in the layout of torch's first operand."""
     if q.kind == ScalingType.BlockWise1x128:
-        return q.scale.t().contiguous().t()  # the rows' scales of one block side by side
+        return q.scale.t().contiguous().t()  # column-major
     return swizzle_mx_scales(q.scale) if q.kind == MX else q.scale
 
 
 def _right_scale(q: QuantizedMatrix) -> Tensor:
-    """Return the scales in the layout of torch's second factor, which is passed transposed."""
+    """Return the scales in the layout of torch's second operand, which is passed transposed."""
     if q.kind == ScalingType.BlockWise128x128:
-        return F.pad(q.scale, (0, -q.scale.shape[1] % 4)).t()  # in fours
+        return F.pad(q.scale, (0, -q.scale.shape[1] % 4)).t()  # padded to a multiple of 4
     return q.scale.t() if q.kind == ScalingType.RowWise else _left_scale(q)
 
 
 def swizzle_mx_scales(scale: Tensor) -> Tensor:
     """Return MXFP8's scales [M, K/32] as e8m0 in the order in which Blackwell reads them, flat.
 
-    Tiles of 128 x 4, filled up with zeros; within one, row r and column c stand at 16 (r mod 32) + 4 (r div 32) + c.
+    Tiles are 128 x 4, padded with zeros; in a tile, row r and column c are at 16 (r mod 32) + 4 (r div 32) + c.
     """
     rows, columns = scale.shape
     bytes_ = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
@@ -174,7 +168,7 @@ def swizzle_mx_scales(scale: Tensor) -> Tensor:
     return tiles.reshape(-1).view(torch.float8_e8m0fnu)
 
 
-KINDS = {  # of activations and gradients, and of weights
+KINDS = {  # by recipe: (of activations and gradients, of weights)
     "tensorwise": (ScalingType.TensorWise, ScalingType.TensorWise),
     "rowwise": (ScalingType.RowWise, ScalingType.RowWise),
     "blockwise": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
@@ -191,12 +185,12 @@ class QuantizedGradient(NamedTuple):
 
 
 class Fp8Kernels(TorchKernels):
-    """`Kernels` whose linear layers multiply in fp8; every M, D and N is a multiple of the recipe's in `fp8.MULTIPLES`.
+    """`Kernels` whose linear layers multiply in fp8; M, D and N must be multiples of the recipe's block sizes.
 
     Args:
-        recipe: the kinds of scales, of `KINDS`.
-        gradients: the format of dY: e4m3, or e5m2 of a wider range; all else is e4m3.
-        leaves: quantises.
+        recipe: key of `KINDS`.
+        gradients: format of dY: e4m3, or e5m2 with a wider range; all else is e4m3.
+        leaves: calls the quantisation leaves.
     """
 
     def __init__(self, recipe: str, gradients: torch.dtype = E4M3, leaves: LeafCompiler | None = None) -> None:
@@ -230,8 +224,9 @@ class Fp8Kernels(TorchKernels):
         return dx.view(*dy.shape[:-1], -1)
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient, see `Kernels.linear_wgrad`; the product is rounded to the factors' precision
-        before it is written to a wider `out`.
+        """Return the weight gradient; see `Kernels.linear_wgrad`.
+
+        The result is rounded to the dtype of the activations before it is written to a wider `out`.
         """
         dw = scaled_gemm(dy.forms.turned, self._tokens(x.flatten(0, -2).t()), x.dtype)
         if out is None:
@@ -240,10 +235,10 @@ class Fp8Kernels(TorchKernels):
         return out
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Multiply in fp8, see `Kernels.grouped_linear`; tensorwise scales are rowwise here, the kind that torch
-        supports.
+        """Multiply in fp8; see `Kernels.grouped_linear`.
 
-        The product for dW is left in bf16: it sums over the rows of a group, which may be any number of them.
+        The tensorwise recipe uses rowwise scales here, which torch supports. The GEMM for dW stays in bf16: it sums over
+        the rows of a group, whose number need not be a multiple of the block size.
         """
         return self._grouped(x, weight.plain if isinstance(weight, QuantizedPair) else weight, rows)
 

@@ -1,7 +1,9 @@
 """Fused elementwise and row-wise operations with hand-written gradients: each is one leaf forward and one backward.
 
-Nothing is kept for a backward but what a neighbouring product keeps anyway: a gate's input, the residual stream, and a number
-a row. Legend: N tokens in any number of axes, D model width, F feed-forward width, H heads, d head size, r its rotated part.
+A backward needs only tensors that a neighbouring GEMM saves anyway (a gate's input, the residual stream), and a number per
+row.
+
+Legend: N tokens in any number of axes, D model width, F feed-forward width, H heads, d head size, r its rotated part.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch.nn import functional as F
 from mega_trainer.kernels.kernel_interface import RotaryAngles
 from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_function
 
-SLOPE = 1.702  # of the gate in GPT-OSS, where its sigmoid is near gelu's
+SLOPE = 1.702  # of the gate in GPT-OSS, whose sigmoid approximates GELU
 APPROXIMATE = {"geglu": "tanh", "geglu_erf": "none"}
 
 
@@ -58,7 +60,7 @@ def weighted_activation_leaf(gate_up: Tensor, weights: Tensor, activation: str, 
 def weighted_activation_backward_leaf(
     dy: Tensor, gate_up: Tensor, weights: Tensor, activation: str, limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient as `gated_activation_backward_leaf`, and that of the weights [N]."""
+    """Return the gradient as in `gated_activation_backward_leaf`, and the gradient of the weights [N]."""
     dweights = (dy * gated_activation_leaf(gate_up, activation, limit)).sum(-1, dtype=weights.dtype)
     return gated_activation_backward_leaf(dy * weights.to(dy.dtype).unsqueeze(-1), gate_up, activation, limit), dweights
 
@@ -100,8 +102,9 @@ def upcast_to_fp32(x: Tensor) -> Tensor:
 
 
 def inverse_rms(x: Tensor, count: int | Tensor, eps: float | Tensor) -> Tensor:
-    """Return the inverse RMS [N, 1] of x [N, D = count]. Pass tensors where rows are few: torch makes a tensor of a
-    number at each call, which takes as long as the operation.
+    """Return the inverse RMS [N, 1] of x [N, D = count].
+
+    For few rows pass tensors: torch makes a tensor of a number at each call, which takes as long as the operation.
     """
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return length.mul_(length).div_(count).add_(eps).rsqrt_()
@@ -176,13 +179,12 @@ def add_rms_norm(
 
 
 def rotary_leaf(cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, *parts: Tensor) -> Tensor:
-    """Return heads [B, S, H_i, d] in one tensor [B, S, sum H_i, d], the first `turning` of them rotated, or rotated
-    `back`.
+    """Return heads [B, S, H_i, d] as one tensor [B, S, sum H_i, d], the first `turning` heads rotated, or rotated `back`.
 
-    Interleaved, rotation takes pairs of neighbours to halves, and the way back halves to pairs.
+    Interleaved, rotation maps pairs of neighbours to halves, and rotating back maps halves to pairs.
     """
     sin, size = -sin if back else sin, 2 * cos.shape[-1]
-    if torch.compiler.is_compiling():  # makes this one kernel, and would not the writing into parts of a tensor
+    if torch.compiler.is_compiling():  # the compiler makes one kernel of this, but not of writes into parts of a tensor
         return torch.cat(list(_rotate_parts(cos, sin, interleaved, back, turning, parts)), -2)
     x = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -200,7 +202,7 @@ def rotary_leaf(cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning
 def _rotate_parts(
     cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, parts: Sequence[Tensor]
 ) -> Iterator[Tensor]:
-    """Yield the parts of `rotary_leaf`, rotated where they turn; a partly rotated part comes as two."""
+    """Yield the parts of `rotary_leaf`, their first `turning` heads rotated; a partly rotated part is yielded as two."""
     for part in parts:
         own = min(turning, part.shape[-2])
         if own:
@@ -214,8 +216,8 @@ def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: 
     size = 2 * cos.shape[-1]
     x1, x2 = _halves_or_pairs(x[..., :size], interleaved and not back)
     sides = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
-    turned = torch.stack(sides, -1).flatten(-2) if interleaved and back else torch.cat(sides, -1)
-    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
+    rotated = torch.stack(sides, -1).flatten(-2) if interleaved and back else torch.cat(sides, -1)
+    return rotated if size == x.shape[-1] else torch.cat([rotated, x[..., size:]], -1)
 
 
 def _halves_or_pairs(x: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
@@ -256,7 +258,7 @@ def apply_rotary(
 ) -> tuple[Tensor, ...]:
     """Split x [B, S, H, d] into parts of `heads` heads each, of which the first `turning` are rotated.
 
-    For a backward all parts are written anew: x need not be kept for the sake of one that does not turn.
+    In training all parts are copies, so that x is not kept alive by a part that is not rotated.
     """
     if (
         not torch.is_grad_enabled()
@@ -264,12 +266,12 @@ def apply_rotary(
         and not rotation.interleaved
         and 2 * rotation.cos.shape[-1] == x.shape[-1]
     ):
-        # in fewer operations, whose start takes longer than they do where there are few tokens
+        # fewer operations: for few tokens, launching an operation takes longer than running it
         cos, sin = rotation.duplicated_halves
-        turns, stays = torch.tensor_split(x, [sum(heads[:turning])], -2)
-        turned = torch.addcmul(turns * cos, turns.roll(x.shape[-1] // 2, -1), sin)
-        kept = [stays] if turning + 1 == len(heads) else stays.split_with_sizes(list(heads[turning:]), -2)
-        return *turned.split_with_sizes(list(heads[:turning]), -2), *kept
+        moving, fixed = torch.tensor_split(x, [sum(heads[:turning])], -2)
+        rotated = torch.addcmul(moving * cos, moving.roll(x.shape[-1] // 2, -1), sin)
+        kept = [fixed] if turning + 1 == len(heads) else fixed.split_with_sizes(list(heads[turning:]), -2)
+        return *rotated.split_with_sizes(list(heads[:turning]), -2), *kept
     parts: tuple[Tensor, ...] = apply_function(
         _ApplyRotary, x, rotation.cos, rotation.sin, rotation.interleaved, heads, turning, leaves
     )

@@ -2,15 +2,15 @@
 
 Each value head has a state S [K, V], which a token changes and reads:
 
-    S = exp(g) (I - beta k k^T) S + beta k v^T          y = S^T q,   with k / |k| and q / (|q| sqrt(K)) in k's and q's place
+    S = exp(g) (I - beta k k^T) S + beta k v^T          y = S^T q,   where k is k / |k| and q is q / (|q| sqrt(K))
 
 Within a chunk, c the running sum of g, and L the strictly lower part of beta_i (k_i . k_j) exp(c_i - c_j):
 
-    U = (I + L)^-1 (beta v)     W = (I + L)^-1 (beta exp(c) k)     R = U - W S     (what the tokens add to what is known)
+    U = (I + L)^-1 (beta v)     W = (I + L)^-1 (beta exp(c) k)     R = U - W S     (what the tokens write, corrected by S)
     y = exp(c) q S + [(q_i . k_j) exp(c_i - c_j), i >= j] R          S' = exp(c_Q) S + (exp(c_Q - c) k)^T R
 
-So a chunk acts on the state as an affine map, S' = M S + Z with M a matrix [K, K]. What is computed of the chunks alone, and
-what brings states from one to the next (`parallel.state`), are apart.
+So a chunk acts on the state as an affine map, S' = M S + Z with M a matrix [K, K]. The work within chunks is here; passing
+states from chunk to chunk is in `parallel.recurrent_state`.
 
 Legend: B batch, S tokens, n chunks of Q tokens, G key heads, H value heads, r = H/G of one key head, K and V widths of keys and
 values.
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
 
-EPS = 1e-6  # under the roots of |k|^2 and |q|^2
-# M [B, n, H, K, K] and Z [B, n, H, K, V] of each chunk to the states before each [B, n, H, K, V].
+EPS = 1e-6  # added to |k|^2 and |q|^2
+# Maps M [B, n, H, K, K] and Z [B, n, H, K, V] of the chunks to the state before each chunk [B, n, H, K, V].
 DeltaRulePass = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -36,10 +36,10 @@ class DeltaRuleInputs:
     """Inputs of the delta rule for each token.
 
     Attributes:
-        q, k: [B, S, G, K], of any length.
+        q, k: [B, S, G, K], not normalised.
         v: [B, S, H, V].
-        g: the logarithm of how much of a state stays, [B, S, H] in at least fp32, none above zero.
-        beta: how much of what a key stands for is written anew, [B, S, H], as wide, between 0 and 1.
+        g: logarithm of the decay of the state, [B, S, H] in at least fp32, at most 0.
+        beta: share of a key's value that is overwritten, [B, S, H] in the dtype of g, between 0 and 1.
     """
 
     q: Tensor
@@ -77,9 +77,11 @@ def _l2_normalize(x: Tensor) -> Tensor:
 
 
 def _decays(g: Tensor, chunks: SequenceChunks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the remaining shares: at a token of an earlier token's write [.., Q, Q], at a token of the state before
-    its chunk [.., Q, 1], at the chunk's end of a token's write [.., Q, 1], and of the state before the chunk [.., 1,
-    1].
+    """Return decay factors, zero across documents.
+
+    Returns:
+        Decays from an earlier token's write to a token [.., Q, Q], from the chunk's start to a token [.., Q, 1], from a
+        token's write to the chunk's end [.., Q, 1], and from the chunk's start to its end [.., 1, 1].
     """
     sums, size = g.cumsum(-1), g.shape[-1]
     last = sums[..., -1:]

@@ -1,7 +1,7 @@
 """GEMM and sums into a given tensor of wider dtype: gradients of low-precision weights, accumulated in fp32.
 
-A GPU makes and adds them in the precision of the sum, in one kernel. On a CPU torch has none for that: there a part is
-rounded to the weight's precision first.
+A GPU computes and adds a part in the precision of the sum, in one kernel. On a CPU torch has no such kernel: there a part
+is rounded to the weight's precision first.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PIECE, PIECES = 1 << 18, 1 << 8  # elements, and as many at most
+PIECE, PIECES = 1 << 18, 1 << 8  # elements of a part, and most parts
 
 
 def gemm_into(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """Multiply a [M, K] b [K, N]: as a new tensor, or into `out` [M, N], and with `add` on top of its values."""
+    """Multiply a [M, K] b [K, N] to a new tensor, or into `out` [M, N], with `add` added to its values."""
     if out is None:
         return a.mm(b)
     if out.dtype == a.dtype:
@@ -28,17 +28,15 @@ def gemm_into(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = Fa
 
 
 def gemm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply a [M, K] b [K, N] in at least fp32, for factors of any precision."""
+    """Multiply a [M, K] b [K, N] of any precision, with a result in at least fp32."""
     if a.dtype not in (torch.bfloat16, torch.float16):
         return a.mm(b)
     return torch.mm(a, b, out_dtype=torch.float32) if _is_gpu(a) else a.float().mm(b.float())
 
 
 def write_scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor, *, add: bool) -> Tensor:
-    """Write values, in at least fp32, times a scalar: the gradient of a weight of `dtype`, into `out` as for
-    `gemm_into`.
-    """
-    if not _is_gpu(out):  # not fused, or it would not be rounded as what autograd hands on is
+    """Write values, in at least fp32, times a scalar into `out`, as for `gemm_into`: the gradient of a `dtype` weight."""
+    if not _is_gpu(out):  # not fused, for the rounding of a gradient that autograd passes on
         for some, part in zip(_split_for_cache(out), _split_for_cache(values), strict=True):
             write_values(some, (part * scale).to(dtype), add=add)
         return out
@@ -46,10 +44,9 @@ def write_scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor,
 
 
 def write_embedding_grad(values: Tensor, row_indices: Tensor, out: Tensor, *, add: bool) -> Tensor:
-    """Write values [.., D] to the rows `row_indices` [..] of `out` [R, D], the gradient of an embedding, as for
-    `gemm_into`.
+    """Write values [.., D] to rows `row_indices` [..] of `out` [R, D], as for `gemm_into`: the gradient of an embedding.
 
-    Those of one row are added in a fixed order.
+    Values of the same row are added in a fixed order.
     """
     if not _is_gpu(out):
         return write_values(
@@ -61,7 +58,7 @@ def write_embedding_grad(values: Tensor, row_indices: Tensor, out: Tensor, *, ad
 
 
 def write_values(out: Tensor, values: Tensor, *, add: bool) -> Tensor:
-    """Write values into `out`, or with `add` on top of its values."""
+    """Write values into `out`, or add them with `add`."""
     if not add:
         return out.copy_(values)
     if _is_gpu(out) or out.dtype == values.dtype:
@@ -72,7 +69,7 @@ def write_values(out: Tensor, values: Tensor, *, add: bool) -> Tensor:
 
 
 def _split_for_cache(whole: Tensor) -> Sequence[Tensor]:
-    """Split by the first axis, into parts so small that a CPU's converted copy of each stays in its cache."""
+    """Split by the first axis into parts so small that a converted copy of each fits a CPU's cache."""
     rows = max(PIECE * len(whole) // max(1, whole.numel()), -(-len(whole) // PIECES))
     return torch.split(whole, max(1, rows))
 

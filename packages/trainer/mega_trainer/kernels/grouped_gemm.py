@@ -21,10 +21,10 @@ from mega_trainer.kernels import gemm_accumulation
 class GroupedRows:
     """Assignment of M rows to groups: the first rows to group 0, and so on; a group may be empty.
 
-    Rows behind the last group's belong to none: they are in no product, and what a product has there is anything.
+    Rows after those of the last group belong to no group: GEMMs skip them, and their outputs are arbitrary.
 
     Attributes:
-        ends: int32 [G], where each group's rows end, on the device of the rows.
+        ends: int32 [G], end of each group's rows, on the device of the rows.
     """
 
     ends: Tensor
@@ -40,7 +40,7 @@ class GroupedRows:
         return [slice(first, stop) for first, stop in pairwise([0, *self.ends.tolist()])]
 
     def group_of_rows(self, count: int) -> Tensor:
-        """Return the group of each of `count` rows, int64 [M]; an arbitrary group for rows without one."""
+        """Return the group of each of M = `count` rows, int64 [M]; arbitrary for rows without a group."""
         every = torch.arange(count, dtype=torch.int32, device=self.ends.device)
         return torch.searchsorted(self.ends, every, right=True).clamp(max=len(self.ends) - 1)
 
@@ -61,7 +61,7 @@ def grouped_outer_gemm(
 ) -> Tensor:
     """Return the sum of outer products of each group's rows, zero for an empty group: [M, N] x [M, D] -> [G, N, D].
 
-    `out` and `add` as for `products.product`.
+    `out` and `add` as for `gemm_accumulation.gemm_into`.
     """
     if _has_grouped_kernel(x, y.shape[-1]):
         sums: Tensor = F.grouped_mm(y.t(), x, offs=rows.ends)
@@ -71,7 +71,7 @@ def grouped_outer_gemm(
         return sums if out is None else gemm_accumulation.write_values(out, sums, add=add)
     if out is None:
         out = x.new_empty(len(rows.ends), y.shape[-1], x.shape[-1])
-    if x.is_meta:  # the planner's, which wants shapes alone: no rows are there to be counted
+    if x.is_meta:  # in the planner: the row counts are unknown, and only shapes are needed
         return out
     for matrix, own in zip(out, rows.group_slices, strict=True):
         gemm_accumulation.gemm_into(y[own].t(), x[own], matrix, add=add)
@@ -79,12 +79,13 @@ def grouped_outer_gemm(
 
 
 def _has_grouped_kernel(x: Tensor, width: int) -> bool:
-    """Return whether torch has one kernel for all groups: for bf16 on a GPU, where rows are multiples of 16 bytes."""
+    """Return whether torch has one kernel for all groups: bf16 on a GPU, with rows of a multiple of 16 bytes."""
     return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and width % 8 == 0
 
 
 def _zeroes_empty_groups(device: torch.device) -> bool:
-    """Return whether the kernel's sum of no rows is zero: on Hopper it is; on Blackwell it is undefined (pytorch issue
-    172439).
+    """Return whether the kernel writes zeros for empty groups: on Hopper it does, on Blackwell the result is undefined.
+
+    See pytorch issue 172439.
     """
     return torch.cuda.get_device_capability(device)[0] == 9

@@ -1,8 +1,6 @@
 """Interface of kernel back ends. The reference is plain torch, on any device; the others must agree with it.
 
 Legend: B batch, S query length, T key length, H query heads, K key/value heads, d head size, D model width.
-
-Legend: H heads, S queries, T keys.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ class DistanceBias:
     """Attention bias by the distance of key and query.
 
     Attributes:
-        values: [H, n]; a key r places behind its query (negative: before it) adds `values[:, zero + r]`.
-        zero: of a key at its query's own place. Query i of S stands at place i + T - S, as `masks.BandMask` has it.
+        values: [H, n]; the score of a key r positions after its query (negative: before it) gets `values[:, zero + r]`.
+        zero: index for a key at its query's position. Query i of S is at position i + T - S, as in `BandMask`.
     """
 
     values: Tensor
@@ -50,13 +48,13 @@ class DistanceBias:
 
 @dataclass(frozen=True)
 class ScoreTransform:
-    """Transform of attention scores, the products of queries and keys, before the softmax.
+    """Transform of attention scores, the dot products of queries and keys, before the softmax.
 
     Attributes:
-        scale: a factor on it.
-        softcap: the score then becomes cap tanh(score / cap).
-        sinks: [H], a further score of each head in its softmax, which takes no value (arXiv:2309.17453).
-        bias: of this rank's heads, added to it; there is no soft cap then.
+        scale: factor on the scores.
+        softcap: scores become cap tanh(score / cap).
+        sinks: [H], an extra score per head in the softmax, without a value (arXiv:2309.17453).
+        bias: bias of this rank's heads, added to the scaled scores; not used with a soft cap.
     """
 
     scale: float
@@ -90,11 +88,11 @@ class RotaryAngles:
 
     @cached_property
     def duplicated_halves(self) -> tuple[Tensor, Tensor]:
-        """Cosine for both halves of the rotated elements, and sine, negated for the first half: [B or 1, S, 1, r] both."""
+        """Cosine, and sine negated for the first half, repeated for both halves of r: [B or 1, S, 1, r] each."""
         return torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
 
 
-# A factor of two products, as a tensor or as what the back end has prepared of it for both.
+# Operand of two GEMMs: a tensor, or an object that the back end has prepared from it for both.
 GemmOperand = Any
 
 
@@ -102,9 +100,7 @@ class Kernels(Protocol):
     """Operations that transformer layers consist of."""
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Prepare W [N, D] for `linear_forward` and `linear_dgrad`, which also take it unprepared; valid until W
-        changes.
-        """
+        """Prepare W [N, D] for `linear_forward` and `linear_dgrad`, which also accept W itself; valid until W changes."""
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
         """Prepare W [G, N, D] for `grouped_linear` and `grouped_dgrad`."""
@@ -113,9 +109,7 @@ class Kernels(Protocol):
         """Prepare dY [.., N] for `linear_dgrad` and `linear_wgrad`."""
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + b: [.., D] x [N, D] -> [.., N]. This and its gradients are differentiated by
-        `parallel.linear`.
-        """
+        """Return Y = X W^T + b: [.., D] x [N, D] -> [.., N]; `parallel.parallel_linear` makes it differentiable."""
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
         """Return dX = dY W: [.., N] x [N, D] -> [.., D]; dY prepared."""
@@ -123,7 +117,7 @@ class Kernels(Protocol):
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
         """Return dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D]; dY prepared.
 
-        Into `out` where that is given, which may be of a wider dtype; with `add` to what is there. Returns it.
+        With `out`, which may have a wider dtype, the result is written there, or added to it with `add`; returns `out`.
         """
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
@@ -137,13 +131,13 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return the sum of each group's outer products, zero for a group without rows: [M, N] x [M, D] -> [G, N, D].
 
-        `out` and `add` as for `linear_dw`.
+        `out` and `add` as for `linear_wgrad`.
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         """Return x / rms(x) * weight over the last axis (arXiv:1910.07467), statistics in at least fp32.
 
-        With `zero_centered` the factor is 1 + weight, and the product too is in at least fp32, as in Gemma.
+        With `zero_centered` the factor is 1 + weight, and the multiplication is also in at least fp32, as in Gemma.
         """
 
     def add_rms_norm(
@@ -154,8 +148,9 @@ class Kernels(Protocol):
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
     ) -> Tensor:
-        """Return (x - mean) / std * weight + bias over the last axis (arXiv:1607.06450); `zero_centered` as for
-        `rms_norm`.
+        """Return (x - mean) / std * weight + bias over the last axis (arXiv:1607.06450).
+
+        `zero_centered` as for `rms_norm`.
         """
 
     def attention(
@@ -163,22 +158,23 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Compute scaled dot-product attention with grouped queries.
 
-        q [B, S, H, d], k [B, T, K, d] and v [B, T, K, e] with H a multiple of K -> [B, S, H, e]. Where `mask` is a
-        tensor it is boolean, broadcastable to [B, H, S, T], True where a query sees a key.
+        q [B, S, H, d], k [B, T, K, d] and v [B, T, K, e] with H a multiple of K -> [B, S, H, e]. A `mask` tensor is
+        boolean, broadcastable to [B, H, S, T], True where a query attends to a key.
         """
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-        """Attend with one query per row to all keys of that row: q [N, H, d], keys [1, K, T_i, d], values [1, K, T_i,
-        e] -> [N, H, e]. Not differentiable; for generation, where the host overhead of a call counts.
+        """Attend with one query per row to all keys of that row, in generation.
+
+        q [N, H, d], keys [1, K, T_i, d], values [1, K, T_i, e] -> [N, H, e]. Not differentiable, for low host overhead.
         """
 
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
     ) -> tuple[Tensor, Tensor]:
-        """Attend to some of the keys, for a caller that merges blocks; without sinks, which belong to the whole.
+        """Attend to some of the keys, for a caller that merges blocks and applies the sinks.
 
-        Shapes as for `attention`. Returns y [B, S, H, e], in at least the precision of q, and the logarithm of the sum of
-        exponentiated scores [B, S, H], in at least fp32. Every query must see a key. Not differentiable.
+        Shapes as for `attention`. Returns y [B, S, H, e], in at least the precision of q, and the log-sum-exp of the
+        scores [B, S, H], in at least fp32. Every query must attend to a key. Not differentiable.
         """
 
     def attend_block_backward(
@@ -194,8 +190,8 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the part of (dq, dk, dv) that comes from one block, each shaped as its operand.
 
-        y [B, S, H, e] and `lse` [B, S, H] are those of all blocks together, sinks included: with p = exp(score - lse) and
-        delta the sum of y dy over each head, the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
+        y [B, S, H, e] and `lse` [B, S, H] are over all blocks, sinks included: with p = exp(score - lse) and delta the
+        sum of y dy over each head, the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
         """
 
     def gated_activation(
@@ -203,33 +199,29 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu, geglu or geglu_erf (arXiv:2002.05202).
 
-        With a `limit` it is swiglu as in GPT-OSS: gate sigmoid(1.702 gate) (up + 1), with gate <= limit, |up| <= limit.
-        `weights` [..] in at least fp32 are factors of the rows.
+        With a `limit`, swiglu is GPT-OSS's: gate sigmoid(1.702 gate) (up + 1), with gate <= limit, |up| <= limit. Rows
+        are multiplied by `weights` [..], in at least fp32.
         """
 
     def short_convolution(
         self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
     ) -> Tensor:
-        """Return silu(b + sum_j w[j] x[t - k + 1 + j]) for each channel: x [B, S, c], weight [c, k], bias [c] -> [B, S,
-        c].
+        """Return silu(b + sum_j w[j] x[t - k + 1 + j]) of each channel, a causal depthwise convolution.
 
-        `before` are the k - 1 tokens before x [B, k - 1, c], zeros by default; `preceding_tokens` int64 [B, S] says how many tokens of
-        its document stand before each token, of which alone it sees any.
+        x [B, S, c], weight [c, k], bias [c] -> [B, S, c]. `before` are the k - 1 tokens before x [B, k - 1, c], zeros by
+        default. `preceding_tokens` int64 [B, S] is the number of earlier tokens in each token's document; other tokens
+        count as zero.
         """
 
     def selective_scan(
         self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return Mamba-2's recurrence, [B, S, H, P] in at least the precision of x; `states` is the `Pass` of the scan
-        module.
-        """
+        """Return Mamba-2's recurrence, [B, S, H, P] in at least the precision of x; `states` is a `ScanPass`."""
 
     def gated_delta_rule(
         self, updates: DeltaRuleInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return the gated delta rule, [B, S, H, V] in at least the precision of v; `states` is the `Pass` of the delta
-        rule module.
-        """
+        """Return the gated delta rule, [B, S, H, V] in at least the precision of v; `states` is a `DeltaRulePass`."""
 
     def apply_rotary(self, x: Tensor, rotation: RotaryAngles) -> Tensor:
         """Rotate the first r elements of each head of x [B, S, H, d]."""
@@ -237,6 +229,7 @@ class Kernels(Protocol):
     def apply_rotary_qkv(
         self, qkv: Tensor, rotation: RotaryAngles, heads: int, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a fused [B, S, H + 2K, d] into rotated queries and keys, and values; the fused tensor is not kept for
-        the backward.
+        """Split a fused [B, S, H + 2K, d] into rotated queries and keys, and values.
+
+        The fused tensor is not saved for the backward.
         """

@@ -1,8 +1,8 @@
-"""Compilation of leaf functions: elementwise or row-wise computations, each of which torch.compile makes one kernel.
+"""Compilation of leaf functions: elementwise or row-wise computations that torch.compile turns into one kernel each.
 
-A leaf is a plain function of tensors, numbers and names, without autograd: the `Function` that calls it has a leaf for its
-forward and one for its backward. So a compiler never sees a collective, a cache or a wait for the device, and leaves compile
-under any layout, with experts and with recomputation alike.
+A leaf is a plain function of tensors, numbers and strings, without autograd: the `Function` that calls it has a leaf for its
+forward and one for its backward. So compiled code contains no collective, cache or device synchronisation, and leaves
+compile under any layout, with experts and with recomputation.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ R = TypeVar("R")
 
 
 class LeafCompiler:
-    """Caller of leaf functions: eager or, with `compiled`, by torch.compile, once for each.
+    """Caller of leaf functions: eager or, with `compiled`, by torch.compile.
 
-    A second number of rows compiles a leaf again, for any number; results of both ways differ by rounding alone.
+    A leaf is compiled once, and again for dynamic shapes at the second number of rows. Compiled and eager results differ
+    only by rounding.
     """
 
     def __init__(self, *, compiled: bool = False) -> None:
         self.compiled = compiled
-        self._made: dict[Callable[..., object], Callable[..., Any]] = {}
+        self._compiled_leaves: dict[Callable[..., object], Callable[..., Any]] = {}
 
     def __call__(self, leaf: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `leaf` and return its result; not differentiable."""
         if not self.compiled:
             return leaf(*args, **kwargs)
-        if leaf not in self._made:
-            self._made[leaf] = torch.compile(leaf)
-        # a leaf must not be compiled again for an argument that happens to want a gradient, or to be a parameter
+        if leaf not in self._compiled_leaves:
+            self._compiled_leaves[leaf] = torch.compile(leaf)
+        # detached, so that arguments that require a gradient, or are parameters, do not cause recompilation
         plain = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
-        made: R = self._made[leaf](*plain, **kwargs)
-        return made
+        result: R = self._compiled_leaves[leaf](*plain, **kwargs)
+        return result
 
 
 def apply_function(function: type[Function], *args: Any) -> Any:
-    """Call `function.apply`; without gradients only its forward, which takes half of the host's time or less."""
+    """Call `function.apply`; with gradients disabled only its forward, which takes at most half of the host time."""
     if torch.is_grad_enabled():
         return function.apply(*args)  # type: ignore[no-untyped-call]
     return function.forward(_NoContext(), *args)
@@ -61,32 +62,32 @@ class _NoContext:
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return whether a run on `device` compiles its leaves; `auto` does on a GPU, where it can.
+    """Return whether a run on `device` compiles its leaves; `auto` does on a GPU with a working compiler.
 
     Raises:
-        ConfigError: when it is to and cannot.
+        ConfigError: when `setting` is true and the compiler does not work.
     """
     if setting is False or (setting == "auto" and device.type == "cpu"):
         return False
     problem = _compiler_problem(device)
     if problem is not None and setting is True:
-        raise ConfigError(f"compile = true: {problem}", hint="install it, or set compile=false")
+        raise ConfigError(f"compile = true requires {problem}", hint="install it, or set compile=false")
     return problem is None
 
 
 def _compiler_problem(device: torch.device) -> str | None:
-    """Return the reason that torch.compile cannot generate code for the device, else None."""
+    """Return the requirement that is missing to generate code for the device, else None."""
     if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler  # here: it takes a second
+        from torch._inductor.cpp_builder import get_cpp_compiler  # a local import, since it takes a second
         from torch._inductor.exc import InvalidCxxCompiler
 
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler:
-            return "there is no C++ compiler here (g++ or clang++), which code for a CPU wants"
+            return "a C++ compiler (g++ or clang++), and none is found"
         return None
     from torch.utils._triton import has_triton
 
     if not has_triton():
-        return "triton, which code for a GPU wants, is not installed or does not know this one"
-    return None if any(map(shutil.which, ("cc", "gcc", "clang"))) else "there is no C compiler here, which triton wants"
+        return "triton, which is not installed or does not support this GPU"
+    return None if any(map(shutil.which, ("cc", "gcc", "clang"))) else "a C compiler for triton, and none is found"

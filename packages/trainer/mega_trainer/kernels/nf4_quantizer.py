@@ -1,7 +1,7 @@
-"""NF4 weights of QLoRA (arXiv:2305.14314), 4 bits each: bitsandbytes packs and unpacks them, on a CPU as on a GPU.
+"""NF4 weights of QLoRA (arXiv:2305.14314), 4 bits each, packed and unpacked by bitsandbytes on CPU and GPU.
 
-A number is the nearest of sixteen quantiles of a normal distribution, times the largest absolute value of its block of 64
-neighbours. Blocks lie within rows, so that a rank's part of a matrix is packed as it is in the whole.
+A weight is the nearest of sixteen quantiles of a normal distribution, times the largest absolute value of its block of 64
+consecutive weights. Blocks are within rows, so that a rank's part of a matrix is packed like the whole matrix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Nf4Quantizer:
     """`WeightQuantizer` by bitsandbytes.
 
     Raises:
-        ConfigError: when that is not installed.
+        ConfigError: when bitsandbytes cannot be imported.
     """
 
     def __init__(self) -> None:
@@ -40,19 +40,19 @@ class Nf4Quantizer:
             self._library: Any = import_module("bitsandbytes.functional")
         except ImportError as error:
             raise ConfigError(
-                f"lora.quantize = nf4: bitsandbytes, which packs the weights, cannot be imported ({error})",
-                hint="pip install 'packages/trainer[qlora]', or leave lora.quantize out",
+                f"lora.quantize = nf4 requires bitsandbytes, which cannot be imported ({error})",
+                hint="pip install 'packages/trainer[qlora]', or remove lora.quantize",
             ) from error
 
     def pack_weight(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Pack a weight, see `WeightQuantizer.pack_weight`; fp64 is rounded to fp32 before."""
+        """Pack a weight, see `WeightQuantizer.pack_weight`; fp64 is rounded to fp32 first."""
         flat = values.float() if values.dtype == torch.float64 else values
         packed, state = self._library.quantize_4bit(flat.contiguous(), blocksize=BLOCK, quant_type="nf4")
         rows = values.shape[:-1]
         return packed.view(*rows, -1), state.absmax.view(*rows, -1)
 
     def unpack_weight(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Unpack a weight, see `WeightQuantizer.unpack_weight`; fp64 has the values of fp32."""
+        """Unpack a weight, see `WeightQuantizer.unpack_weight`; fp64 has fp32 values."""
         state = self._library.QuantState(
             absmax=scales.view(-1),
             shape=torch.Size(unpacked_shape(packed.shape)),
@@ -65,5 +65,5 @@ class Nf4Quantizer:
 
 
 def unpacked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the values that are packed in `shape`."""
+    """Return the shape of the values of a packed tensor of `shape`."""
     return *shape[:-1], 2 * shape[-1]

@@ -1,7 +1,7 @@
 """Libraries for recurrent mixers on GPUs: causal-conv1d, mamba-ssm and flash-linear-attention.
 
-They differentiate what they compute, and know documents. Where states come from other context ranks, or are kept for generation,
-the torch forms compute (`scan`, `delta_rule`), which hand on what a stretch of tokens does to a state.
+These kernels are differentiable and support documents. With states from other context ranks, or in generation, the torch
+implementations (`selective_scan`, `gated_delta_rule`) are used, which can pass states on.
 
 Legend: B batch, S tokens, c channels, k taps, H heads.
 """
@@ -17,7 +17,7 @@ from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs
 from mega_trainer.kernels.selective_scan import ScanInputs
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
 
-LEAST_CHUNK = 16  # tokens that a product of a GPU takes at least
+LEAST_CHUNK = 16  # least rows of a GEMM tile
 
 
 class CausalConvKernel:
@@ -34,18 +34,16 @@ class CausalConvKernel:
         """Convolve; see `Kernels.short_convolution`."""
         taps = 0 if before is None else before.shape[1]
         numbers = None if preceding_tokens is None else _document_numbers(preceding_tokens, taps)
-        # what is before goes through as tokens, for of which document the library takes it depends on its version
+        # `before` is passed as tokens: which document an initial state belongs to depends on the library's version
         tokens = x.contiguous() if before is None else torch.cat([before, x], 1)
         y: Tensor = self.convolve(tokens.transpose(1, 2), weight, bias, seq_idx=numbers, activation="silu")
         return y.transpose(1, 2)[:, taps:]
 
 
 def _document_numbers(preceding_tokens: Tensor, before: int = 0) -> Tensor:
-    """Return equal numbers for tokens of one document: int32 [B, before + S]; -1 for an earlier token outside all
-    documents.
-    """
+    """Return document numbers of tokens, int32 [B, before + S]; -1 for an earlier token that is in no document."""
     begins = torch.arange(preceding_tokens.shape[1], device=preceding_tokens.device) - preceding_tokens
-    numbers = begins.clamp(min=-1) + 1  # of what began before the first token, zero
+    numbers = begins.clamp(min=-1) + 1  # 0 for a document that began before the first token
     back = torch.arange(before, 0, -1, device=preceding_tokens.device)
     known = torch.where(preceding_tokens[:, :1] >= back, numbers[:, :1], -1)
     return torch.cat([known, numbers], 1).int()
@@ -68,7 +66,7 @@ class MambaScanKernel:
 
 
 class FlaDeltaRuleKernel:
-    """`Kernels.gated_delta_rule` of whole sequences by flash-linear-attention, which takes documents as one row."""
+    """`Kernels.gated_delta_rule` of whole sequences by flash-linear-attention, which needs documents in one row."""
 
     def __init__(self) -> None:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule

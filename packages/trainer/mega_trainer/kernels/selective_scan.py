@@ -2,9 +2,9 @@
 
     S[t] = exp(a[t]) S[t-1] + d[t] x[t] B[t]^T       a[t] = d[t] A       y[t] = S[t] C[t]
 
-With c the running sum of a within a chunk, a token sees those of its chunk by (C[t] . B[s]) exp(c[t] - c[s]), and those
-before by the state that the chunk begins with. What is computed of the chunks alone, and what brings states from one to
-the next (`parallel.state`), are apart.
+With c the running sum of a within a chunk, a token reads those of its chunk by (C[t] . B[s]) exp(c[t] - c[s]), and earlier
+ones by the chunk's initial state. The work within chunks is here; passing states from chunk to chunk is in
+`parallel.recurrent_state`.
 
 Legend: B batch, S tokens, n chunks of Q tokens, H heads of P channels, G groups of r heads with the same B and C, N states of
 a channel.
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from mega_trainer.kernels.leaf_compiler import apply_function
 from mega_trainer.kernels.sequence_chunks import SequenceChunks, mask_or_keep
 
-# M [B, n, H] and Z [B, n, H, P, N] of each chunk to the states before each [B, n, H, P, N].
+# Maps M [B, n, H] and Z [B, n, H, P, N] of the chunks to the state before each chunk [B, n, H, P, N].
 ScanPass = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -34,8 +34,8 @@ class ScanInputs:
 
     Attributes:
         x: [B, S, H, P].
-        d: how long each step is, [B, S, H] in at least fp32.
-        decay: A, how fast a state decays, [H], as wide, below zero.
+        d: step size of each token, [B, S, H] in at least fp32.
+        decay: A, decay rate of the state, [H] in the dtype of d, negative.
         b, c: [B, S, G, N].
     """
 
@@ -54,7 +54,9 @@ def selective_scan(steps: ScanInputs, chunks: SequenceChunks, pass_states: ScanP
     x = torch.unflatten((x * d.unsqueeze(-1)).movedim(3, 2), 2, (groups, -1))  # [B, n, G, r, Q, P]
     total = (d * steps.decay).cumsum(2)
     inside = _within_chunks(total, x, b, c, chunks.same_document)
-    last = None if chunks.same_document is None else chunks.same_document[:, :, -1]  # of the document that goes on
+    last = (
+        None if chunks.same_document is None else chunks.same_document[:, :, -1]
+    )  # tokens of the chunk's last document
     kept = _by_group(mask_or_keep((total[:, :, -1:] - total).exp(), last), groups)
     added = (x * kept.unsqueeze(-1)).mT @ b.unsqueeze(3)
     carried = None if chunks.started_before is None else chunks.started_before[:, :, -1]
@@ -71,9 +73,7 @@ def _within_chunks(total: Tensor, x: Tensor, b: Tensor, c: Tensor, same_document
 
 
 class _WithinChunks(Function):
-    """Product y = W x with W[t, s] = (c[t] . b[s]) exp(total[t] - total[s]): keeps its factors, and nothing of size Q x
-    Q.
-    """
+    """Product y = W x with W[t, s] = (c[t] . b[s]) exp(total[t] - total[s]); saves nothing of size Q x Q."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, x: Tensor, b: Tensor, c: Tensor, same_document: Tensor | None) -> Tensor:
@@ -94,9 +94,7 @@ class _WithinChunks(Function):
 
 
 def _decays(total: Tensor, same_document: Tensor | None) -> Tensor:
-    """Return the share of a token's write that a later token of its chunk and document reads: [B, n, G, r, Q, Q], zero
-    for others.
-    """
+    """Return the decay between two tokens of a chunk and document: [B, n, G, r, Q, Q], zero for other pairs."""
     size = total.shape[-1]
     hidden = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
     hidden = hidden if same_document is None else (hidden | ~same_document)[:, :, None, None]

@@ -1,4 +1,4 @@
-"""Chunks of sequences for recurrent layers: their positions, and their documents.
+"""Chunks of sequences for recurrent layers, with the documents of their tokens.
 
 Legend: B batch, S tokens of a rank, n chunks of Q tokens.
 """
@@ -15,16 +15,15 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class SequenceChunks:
-    """Chunks of a rank's tokens: none crosses from one span of the sequence into another, and the last of each span is
-    padded.
+    """Chunks of a rank's tokens; no chunk crosses two spans of the sequence, and the last chunk of each span is padded.
 
     Attributes:
-        spans: so many pieces of the sequence, as long as each other, are what the rank holds.
+        spans: number of contiguous spans of the sequence that the rank holds, all of the same length.
         size: Q.
-        preceding_tokens: how many tokens of its document stand before each token, int64 [B, S]; None: all before it.
-        whole: these are whole sequences, so that there is no state before them, and nobody wants the one behind them.
-        cu_seqlens: where their documents start, all rows behind one another, and where the last ends: int64 [documents + 1], on
-            the device and on the host; None: each row is one.
+        preceding_tokens: number of earlier tokens in each token's document, int64 [B, S]; None: all earlier tokens.
+        whole: the spans are whole sequences: no state is passed in, and the final state is not needed.
+        cu_seqlens: starts of the documents, rows concatenated, and the end: int64 [documents + 1], on the device and on
+            the host; None: each row is one document.
     """
 
     spans: int
@@ -47,10 +46,9 @@ class SequenceChunks:
 
     @cached_property
     def chunk_document_starts(self) -> Tensor | None:
-        """Start of each token's document relative to its chunk, below zero if before it: int64 [B, n, Q]; None: all
-        before.
+        """Start of each token's document relative to its chunk, negative if before it: int64 [B, n, Q]; None: all before.
 
-        What pads a span is of its last document, so that a state comes through it.
+        Padding belongs to the last document of its span, so that the state passes through it.
         """
         if self.preceding_tokens is None:
             return None
@@ -63,11 +61,8 @@ class SequenceChunks:
     @cached_property
     def same_document(self) -> Tensor | None:
         """Mask of token pairs of a chunk in one document: bool [B, n, Q, Q]; None: all are."""
-        return (
-            None
-            if self.chunk_document_starts is None
-            else self.chunk_document_starts[..., :, None] == self.chunk_document_starts[..., None, :]
-        )
+        starts = self.chunk_document_starts
+        return None if starts is None else starts[..., :, None] == starts[..., None, :]
 
     @cached_property
     def started_before(self) -> Tensor | None:
@@ -75,6 +70,6 @@ class SequenceChunks:
         return None if self.chunk_document_starts is None else self.chunk_document_starts < 0
 
 
-def mask_or_keep(x: Tensor, there: Tensor | None) -> Tensor:
-    """Return x [.., H] where `there` [..] is true, else zero."""
-    return x if there is None else x * there.unsqueeze(-1)
+def mask_or_keep(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return x [.., H] where `mask` [..] is true, else zero; x itself without a mask."""
+    return x if mask is None else x * mask.unsqueeze(-1)

@@ -2,8 +2,9 @@
 
     z[t] = b + sum_{j<k} w[j] x[t - k + 1 + j]        y = silu(z)
 
-A token that is no token of t's document, or stands before the first one known, counts as zero. Legend: B batch, S sequence,
-c channels, k taps.
+Tokens of other documents than t's, and tokens before the first one given, count as zero.
+
+Legend: B batch, S sequence, c channels, k taps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def convolution_leaf(
 def convolution_backward_leaf(
     dy: Tensor, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, of the k - 1 tokens before it, of the weight and of the bias; the sums are recomputed."""
+    """Return the gradients of x, of the k - 1 tokens before it, of the weight and of the bias; z is recomputed."""
     taps, seen = _padded_taps(x, before, weight.shape[1], preceding_tokens)
     dz = torch.ops.aten.silu_backward(upcast_to_fp32(dy), _convolve(taps, weight, bias, seen))
     dpadded, factors = torch.zeros_like(taps), upcast_to_fp32(weight)
@@ -39,7 +40,7 @@ def convolution_backward_leaf(
     for j, mask in enumerate(seen):
         here = slice(j, j + x.shape[1])
         gradient = dz if mask is None else dz * mask
-        dweight[:, j] = (gradient * taps[:, here]).sum((0, 1))  # einsum would be a product a channel
+        dweight[:, j] = (gradient * taps[:, here]).sum((0, 1))  # einsum would launch a GEMM per channel
         dpadded[:, here].addcmul_(gradient, factors[:, j])
     first = weight.shape[1] - 1
     dx, dbefore = dpadded[:, first:].to(x.dtype), dpadded[:, :first].to(x.dtype)
@@ -49,13 +50,11 @@ def convolution_backward_leaf(
 def _padded_taps(
     x: Tensor, before: Tensor | None, k: int, preceding_tokens: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the tokens [B, k - 1 + S, c] of all taps, in at least fp32; and for each tap the mask of queries in the
-    same document.
-    """
+    """Return the tokens [B, k - 1 + S, c] of all taps in at least fp32, and per tap a mask of t in the tap's document."""
     padded = F.pad(x, (0, 0, k - 1, 0)) if before is None else torch.cat([before, x], 1)
-    far = range(k - 1, -1, -1)  # how far back each tap is
+    distances = range(k - 1, -1, -1)  # of each tap from t
     return upcast_to_fp32(padded), [
-        None if preceding_tokens is None or d == 0 else (preceding_tokens >= d).unsqueeze(-1) for d in far
+        None if preceding_tokens is None or d == 0 else (preceding_tokens >= d).unsqueeze(-1) for d in distances
     ]
 
 

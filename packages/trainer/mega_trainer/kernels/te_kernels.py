@@ -1,7 +1,7 @@
 """Transformer Engine: its GEMMs for linear layers, also in its fp8 recipes, and its attention, which is cuDNN's.
 
-Its own modules own their weights, and know nothing of what else is done with them; so linear layers call its product, as
-these modules do, and attention, which has no weights, is the module. It is imported where it is used alone.
+Transformer Engine's linear modules own their weights, which does not fit tensor pieces and flat buffers. So linear layers
+call its GEMM directly; attention, which has no weights, uses the module. The library is imported only where it is used.
 
 Legend: M tokens in any number of axes, D input width, N output width; B batch, S sequence, H query heads, K key/value heads.
 """
@@ -22,13 +22,14 @@ from mega_trainer.kernels.torch_kernels import TorchKernels
 
 
 class TeLinearKernels(TorchKernels):
-    """`Kernels` whose linear layers multiply by Transformer Engine; in fp8 all of M, D and N are multiples of 16
-    (MXFP8: 32).
+    """`Kernels` whose linear layers use Transformer Engine's GEMMs.
+
+    In fp8, M, D and N must be multiples of 16 (MXFP8: 32).
 
     Args:
-        recipe: tensorwise, blockwise or mxfp8, by which both factors of each product are quantised as it comes ("current
-            scaling"); None leaves them as they are.
-        wide_gradients: those of outputs are in e5m2, all else in e4m3.
+        recipe: tensorwise, blockwise or mxfp8: quantisation of both operands of each GEMM by their current values
+            ("current scaling"); None: no quantisation.
+        wide_gradients: output gradients are in e5m2, all else in e4m3.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class TeLinearKernels(TorchKernels):
         self.weight: Any
         self.dy: Any
         self.x, self.weight, self.dy = _make_quantizers(recipe, wide_gradients) if recipe else (None, None, None)
-        self.precise = recipe == "blockwise"  # its scales are applied as the product is summed
+        self.precise = recipe == "blockwise"  # block scales are applied during the accumulation
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
         """Quantise the weight; see `Kernels.prepare_weight`."""
@@ -85,7 +86,7 @@ class TeLinearKernels(TorchKernels):
 
 
 class PreparedOperand(NamedTuple):
-    """GEMM operand of `shape` [.., K] and `dtype` for two products: `matrix` [M, K], in fp8 in both forms."""
+    """GEMM operand of `shape` [.., K] and `dtype` for two GEMMs: `matrix` [M, K], in fp8 with both usages."""
 
     matrix: Any
     shape: torch.Size
@@ -97,23 +98,18 @@ def _make_quantizers(recipe: str, wide_gradients: bool) -> tuple[Any, Any, Any]:
     from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
     from transformer_engine.pytorch.quantization import RecipeState
 
-    given = Format.HYBRID if wide_gradients else Format.E4M3
-    if recipe == "tensorwise":
-        asked = Float8CurrentScaling(fp8_format=given)
-    elif recipe == "blockwise":
-        asked = Float8BlockScaling(fp8_format=given)
-    else:
-        asked = MXFP8BlockScaling(fp8_format=given)
-    forward = RecipeState.create(asked, mode="forward", num_quantizers=3)  # the third is of the output
-    backward = RecipeState.create(asked, mode="backward", num_quantizers=2)
+    scalings = {"tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling, "mxfp8": MXFP8BlockScaling}
+    scaling = scalings[recipe](fp8_format=Format.HYBRID if wide_gradients else Format.E4M3)
+    forward = RecipeState.create(scaling, mode="forward", num_quantizers=3)  # the third is of the output
+    backward = RecipeState.create(scaling, mode="backward", num_quantizers=2)
     return (*forward.make_quantizers()[:2], backward.make_quantizers()[0])
 
 
 def _operand(quantizer: Any, x: GemmOperand, *, rowwise: bool) -> Any:
     """Return a GEMM operand that is summed over its last axis (rowwise), or its first."""
-    return (
-        x.matrix if isinstance(x, PreparedOperand) else _matrix(quantizer, x, rowwise=rowwise, columnwise=not rowwise)
-    )
+    if isinstance(x, PreparedOperand):
+        return x.matrix
+    return _matrix(quantizer, x, rowwise=rowwise, columnwise=not rowwise)
 
 
 def _prepare(quantizer: Any, x: Tensor) -> PreparedOperand:

@@ -27,16 +27,16 @@ from mega_trainer.kernels.recurrent_libraries import RecurrentLibraries
 from mega_trainer.kernels.selective_scan import ScanInputs, selective_scan
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
 
-FEW_QUERIES = 16  # whose mask is small beside their keys
+FEW_QUERIES = 16  # most queries whose mask is small compared to their keys
 
 
 class TorchKernels:
     """`Kernels` by torch's own operations.
 
     Args:
-        leaves: computes what is no product and no attention.
-        flash: attention's kernel; by default torch's.
-        whole: goes before it where it can, for whole sequences; by default torch's choice, but with a `flash` nothing.
+        leaves: calls the leaf functions: operations other than GEMMs and attention.
+        flash: attention kernel for blocks; default: torch's.
+        whole: preferred attention kernel for whole sequences; default: torch's choice, or none if `flash` is given.
         recurrent: libraries for recurrent mixers.
     """
 
@@ -120,8 +120,9 @@ class TorchKernels:
         return blockwise_attention.blockwise_attention(self.flash, q, k, v, mask, how)
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-        """Attend with one query per row, see `Kernels.decode_attention`; heads that share a key become queries of it,
-        so that it is read once.
+        """Attend with one query per row; see `Kernels.decode_attention`.
+
+        Heads that share a key become queries of that key, so that it is read once.
         """
         rows = q.view(len(q), keys[0].shape[1], -1, q.shape[-1])
         attend = partial(F.scaled_dot_product_attention, scale=scale)
@@ -192,8 +193,9 @@ class TorchKernels:
 
 
 class SdpaAttention:
-    """Torch's scaled dot-product attention of whole sequences, causal or full, by the kernel that torch chooses; also
-    of a few queries to cached keys, as in generation on a CPU.
+    """Torch's scaled dot-product attention of whole sequences, causal or full, by the kernel that torch chooses.
+
+    Also of a few queries to cached keys, for generation on a CPU.
     """
 
     def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
@@ -210,7 +212,7 @@ class SdpaAttention:
 
 
 def _is_full_or_causal(q: Tensor, k: Tensor, mask: AttentionMaskSpec) -> bool:
-    """Return whether the mask is full or causal, which torch has an argument for."""
+    """Return whether the mask is full or causal, so that torch needs no mask tensor."""
     return mask == ALL or (mask == CAUSAL and q.shape[1] == k.shape[1])
 
 
@@ -226,9 +228,7 @@ def _attend_few_queries(q: Tensor, k: Tensor, v: Tensor, band: BandMask, scale: 
 
 @lru_cache(8)
 def _additive_mask(band: BandMask, queries: int, keys: int, times: int, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask, minus infinity where a key is masked: [1, 1, times * queries, keys], cached since all
-    layers use it.
-    """
+    """Return the additive mask [1, 1, times * queries, keys], minus infinity for masked keys; cached for all layers."""
     seen = materialize_dense_mask(band, (1, queries), keys, torch.device("cpu")).repeat(1, 1, times, 1)
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
 
@@ -250,8 +250,9 @@ def reference_attention(
     how: ScoreTransform,
     drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
 ) -> Tensor:
-    """Compute `Kernels.attention` unfused, for cases that fused kernels lack; `drop` is applied to the probabilities
-    [B, H, S, T].
+    """Compute `Kernels.attention` unfused, for cases that fused kernels do not support.
+
+    `drop` is applied to the probabilities [B, H, S, T].
     """
     heads, keys = q.shape[2], k.shape[2]
     if not isinstance(mask, Tensor):

@@ -14,7 +14,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -29,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mega_common.errors import INTERRUPTED_STATUS, ConfigError, MegaError, TrainingError
 from mega_common.progress_logging import logger
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.job.connection_errors import connection_error_reason, is_lost_connection
 from mega_trainer.job.environment import STATUS_NOTE
 from mega_trainer.job.error_log import record_error
@@ -36,15 +36,6 @@ from mega_trainer.job.training_guard import KEYBOARD_STATUS, STOP_SIGNALS, StopS
 
 POLL_SECONDS = 0.1
 LAST_WORDS_SECONDS = 5.0  # after the first failure, for the others to find out and to say so
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """Rank and world size of this process in the job."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:

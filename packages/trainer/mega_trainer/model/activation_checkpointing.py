@@ -134,7 +134,7 @@ class _LayerHooks:
     def unpack_saved_tensor(self, packed: Any) -> Tensor:
         if isinstance(packed, tuple):
             again, shape = packed
-            tensor: Tensor = again.value().view(shape)
+            tensor: Tensor = again.recompute_value().view(shape)
         else:
             tensor = packed if self._offloaded is None else self._offloaded.unpack_saved_tensor(packed)
         return tensor

@@ -304,11 +304,11 @@ class LayerBuilder:
         """Build a [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""
         # where a backward is cut in two, its gradient comes with the first half and is put in its place with the second
         config = self.config
-        straight = not (config.tie_embeddings or config.mtp_layers or config.has_encoder or self.deferred)
+        accumulate_in_place = not (config.tie_embeddings or config.mtp_layers or config.has_encoder or self.deferred)
         return make_vocab_parameter(
             name, self.config.vocab_size, self.config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
             dtype=self.dtype, device=self.device, std=self.config.init_std, grad_sync=shared, replicas=shared,
-            parts=self.groups.tp, straight=straight,
+            parts=self.groups.tp, accumulate_in_place=accumulate_in_place,
         )  # fmt: skip
 
     def build_output_matrix(self) -> nn.Parameter:

@@ -124,7 +124,7 @@ class PostNormLayer(TransformerLayer):
         """Return the residual stream [B, S or S/T, D] after this layer."""
         halves = [half for half in (self.mixer, self.cross, self.feed) if half is not None]
         for half, norm in zip(halves, self.norms, strict=True):
-            x = norm.of_sum(x, half(x, context))[1]  # type: ignore[operator]
+            x = norm.add_and_norm(x, half(x, context))[1]  # type: ignore[operator]
         return x
 
 

@@ -1,9 +1,9 @@
 """Distillation from a teacher's next tokens, precomputed before training into files or computed step by step.
 
-In the files each sample has `ids` int32 [S, K] and `log_probs` [S, K], fp32 in runs in fp32 or fp64 and else fp16: of each
-place the teacher's K likeliest next tokens, at temperature 1. So a file fits any layout and batch size, and any temperature.
+In the files each sample has `ids` int32 [S, K] and `log_probs` [S, K] (fp32 in fp32 and fp64 runs, else fp16): the
+teacher's top-K next tokens at each position, at temperature 1. So a file fits any layout, batch size and temperature.
 
-Legend: S sequence, s positions of a context rank, K tokens that a teacher tells.
+Legend: S sequence, s positions of a context rank, K top tokens of the teacher.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TeacherSource(Protocol):
 
 
 class LiveTeacher:
-    """Teacher in memory, whose stages are `DistillationTeacher` models."""
+    """Teacher in memory; its stages are `DistillationTeacher` models."""
 
     def __init__(self, executor: PipelineExecutor) -> None:
         self.executor = executor
@@ -62,13 +62,13 @@ class CachedTeacher:
         """Read the top-k; see `TeacherSource`.
 
         Raises:
-            DataError: for a sample that is not there.
+            DataError: for a sample that is not in the cache.
         """
         return [(self._read("ids", one).long(), self._read("log_probs", one).to(one.weights.dtype)) for one in micro]
 
     def _read(self, name: str, one: MicroBatch) -> Tensor:
-        held = torch.from_numpy(np.stack([self._files.read_array(name, sample) for sample in one.samples]))
-        own = held if one.token_indices is None else held[:, one.token_indices.cpu()]
+        rows = torch.from_numpy(np.stack([self._files.read_array(name, sample) for sample in one.samples]))
+        own = rows if one.token_indices is None else rows[:, one.token_indices.cpu()]
         return own.to(one.tokens.device)
 
 
@@ -81,26 +81,28 @@ class DistillationObjective(TrainingObjective):
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Return the micro-batches with the teacher's soft labels; see `TrainingObjective`."""
-        told = self._source.get_top_k(micro)
         return [
             replace(one, soft_labels=TeacherSoftLabels(ids, log_probs, self._temperature))
-            for one, (ids, log_probs) in zip(micro, told, strict=True)
+            for one, (ids, log_probs) in zip(micro, self._source.get_top_k(micro), strict=True)
         ]
 
 
 def collect_teacher_top_k(
     teacher: LiveTeacher, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
-    """Return the teacher's top-k of each sample of a step for the cache, on every rank. A collective call of all ranks."""
+    """Return the teacher's top-k of each sample of a step for the cache, on every rank.
+
+    A collective call of all ranks.
+    """
     groups, count, length = teacher.executor.parallel_groups, config.objective.top_k, config.data.seq_length
     micro = list(split_micro_batches(batch, config, device, groups.cp))
-    told, places = teacher.get_top_k(micro), rank_token_indices(length, groups.cp)
-    held = torch.zeros(2, len(samples), length, count, dtype=micro[0].weights.dtype)
-    tensor_and_last = groups.tp.rank == 0 and teacher.executor.last_stage_index in teacher.executor.stages
-    for one, (ids, log_probs) in zip(micro, told, strict=True) if tensor_and_last else ():
+    top_k, positions = teacher.get_top_k(micro), rank_token_indices(length, groups.cp)
+    out = torch.zeros(2, len(samples), length, count, dtype=micro[0].weights.dtype)
+    contributes = groups.tp.rank == 0 and teacher.executor.last_stage_index in teacher.executor.stages
+    for one, (ids, log_probs) in zip(micro, top_k, strict=True) if contributes else ():
         rows = torch.tensor(one.samples)[:, None] - samples.start
-        held[0, rows, places], held[1, rows, places] = ids.cpu().to(held.dtype), log_probs.cpu().to(held.dtype)
-    all_reduce(held, groups.world)
-    kept = np.float32 if config.precision in ("fp32", "fp64") else np.float16
-    ids, log_probs = held.numpy()
-    return {"ids": list(ids.astype(np.int32)), "log_probs": list(log_probs.astype(kept))}
+        out[0, rows, positions], out[1, rows, positions] = ids.cpu().to(out.dtype), log_probs.cpu().to(out.dtype)
+    all_reduce(out, groups.world)
+    dtype = np.float32 if config.precision in ("fp32", "fp64") else np.float16
+    ids, log_probs = out.numpy()
+    return {"ids": list(ids.astype(np.int32)), "log_probs": list(log_probs.astype(dtype))}

@@ -1,6 +1,6 @@
 """Answers of preference pairs in packed rows, and sums over them for any split of a row among ranks.
 
-Legend: n rows, S positions, s those of a context rank, W documents that a row has room for, P pairs.
+Legend: n rows, S positions, s positions of a context rank, W bound on the documents of a row, P pairs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class PreferenceAnswers:
     """Answers in n rows: documents 2 i and 2 i + 1 of each row are a pair, and an odd last one is padding.
 
     Attributes:
-        documents: int64 [n, s], of each token its document, numbered row after row, W for each.
-        weights: fp32 [n, s], of each label, 0 outside the answers.
-        pairs: int64 [P], where the pairs are among the n W / 2 that there could be.
-        tokens: fp64 [P, 2], how many labels count, by their weights.
+        documents: int64 [n, s], document of each token; row i has the numbers from i W on.
+        weights: fp32 [n, s], weight of each label, 0 outside the answers.
+        pairs: int64 [P], indices of the pairs among the n W / 2 possible pairs.
+        tokens: fp64 [P, 2], sum of the weights of each answer's labels.
         width: W.
-        context: ranks that share the rows.
+        context: context-parallel ranks that share the rows.
     """
 
     documents: Tensor
@@ -52,9 +52,9 @@ class PreferenceAnswers:
         *,
         scored: bool = False,
     ) -> PreferenceAnswers:
-        """Return the answers in some rows of this data rank; a context rank has only its own tokens of them.
+        """Return the answers in some rows of this data rank; a context rank has only its own tokens.
 
-        Where texts are `scored`, what counts of one is its last token.
+        With `scored`, as for reward models, only the last token of each document has a weight.
         """
         assert batch.document_ids is not None
         ids = batch.document_ids[rows].astype(np.int64)
@@ -62,17 +62,17 @@ class PreferenceAnswers:
         if scored:
             weights = (np.diff(ids, axis=1, append=-1) != 0).astype(np.float32)
         documents = ids + width * np.arange(count)[:, None]
-        there = np.arange(width // 2) < count_row_pairs(ids)[:, None]
-        tokens = np.bincount(documents.ravel(), weights.ravel(), count * width).reshape(-1, 2)[there.ravel()]
-        places = rank_token_indices(ids.shape[1], context)
+        present = np.arange(width // 2) < count_row_pairs(ids)[:, None]
+        tokens = np.bincount(documents.ravel(), weights.ravel(), count * width).reshape(-1, 2)[present.ravel()]
+        own_tokens = rank_token_indices(ids.shape[1], context)
 
         def to_device_tensor(array: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         return cls(
-            to_device_tensor(documents[:, places]),
-            to_device_tensor(weights[:, places]),
-            to_device_tensor(np.flatnonzero(there)),
+            to_device_tensor(documents[:, own_tokens]),
+            to_device_tensor(weights[:, own_tokens]),
+            to_device_tensor(np.flatnonzero(present)),
             to_device_tensor(tokens),
             width,
             context,
@@ -86,7 +86,7 @@ class PreferenceAnswers:
         return out.view(-1, 2)[self.pairs]
 
     def spread_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the log-probabilities [n, s] from that of the answer sums [P, 2]."""
+        """Map the gradient of the answer sums [P, 2] to the gradient of the log-probabilities [n, s]."""
         out = gradient.new_zeros(len(self.weights) * self.width // 2, 2)
         out[self.pairs] = gradient
         return out.flatten()[self.documents] * self.weights
@@ -99,7 +99,7 @@ def count_row_pairs(documents: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def count_answers(batch: StepBatch) -> int:
-    """Return the number of answers in a batch, without those that are missing."""
+    """Return the number of answers in a batch, not counting missing ones."""
     assert batch.document_ids is not None
     return sum(
         len(np.unique(ids[(weights > 0) & (ids < 2 * pairs)]))
@@ -116,10 +116,9 @@ def row_document_bound(batch: StepBatch) -> int:
 
 
 def mismatch_answers(batch: StepBatch) -> StepBatch:
-    """Return the batch with each answer after the question of the next one, and the last answer of a row after its
-    first question.
+    """Return the batch with each answer of a row moved to the question of the next document, cyclically.
 
-    Where an answer is missing, its document stays as it is. A row's questions and answers are all there still, so that it is as long.
+    A document without an answer is unchanged. Rows keep their lengths: their questions and answers are only rearranged.
     """
     assert batch.document_ids is not None
     rows = [_cycle_row(batch, row) for row in range(len(batch.tokens))]
@@ -141,15 +140,15 @@ def _cycle_row(batch: StepBatch, row: int) -> tuple[npt.NDArray[np.generic], ...
         first = int(np.argmax(counts > 0)) if counts.any() else len(counts)
         parts.append(((whole[:first], counts[:first]), (whole[first:], counts[first:])))
     start = 0
-    there = [number for number, (_, (tokens, _)) in enumerate(parts) if len(tokens)]
-    before = dict(zip(there, [*there[-1:], *there[:-1]], strict=True))
+    answered = [number for number, (_, (tokens, _)) in enumerate(parts) if len(tokens)]
+    previous = dict(zip(answered, [*answered[-1:], *answered[:-1]], strict=True))
     for number, (question, _) in enumerate(parts):
-        answer = parts[before.get(number, number)][1]
+        answer = parts[previous.get(number, number)][1]
         whole, counts = (np.concatenate([a, b]) for a, b in zip(question, answer, strict=True))
-        here = slice(start, start := start + len(whole) - 1)
-        for place, value in zip(out, (whole[:-1], whole[1:], counts[1:], np.arange(len(whole) - 1)), strict=True):
-            place[here] = value
-        documents[here] = number
+        span = slice(start, start := start + len(whole) - 1)
+        for array, value in zip(out, (whole[:-1], whole[1:], counts[1:], np.arange(len(whole) - 1)), strict=True):
+            array[span] = value
+        documents[span] = number
     return (*out, documents)
 
 
@@ -177,6 +176,6 @@ def score_answers(
 
 
 def is_reporting_rank(executor: PipelineExecutor) -> bool:
-    """Return whether this rank contributes answer sums to a sum over all ranks, of the ranks with equal ones."""
+    """Return whether this rank, among the ranks with equal answer sums, contributes them to a sum over all ranks."""
     groups = executor.parallel_groups
     return groups.tp.rank == 0 and groups.cp.rank == 0 and executor.last_stage_index in executor.stages

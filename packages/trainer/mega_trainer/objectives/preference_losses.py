@@ -1,7 +1,7 @@
 """Losses of preference pairs, as functions of the log-probabilities of whole answers.
 
-Each is given what the model and a reference make of P pairs, and tells the loss of each pair and its rewards, whose
-difference between the answers is what it moves.
+A loss maps the log-probabilities of P pairs under the policy and the reference model to the loss and the rewards of each
+pair. Training increases the reward of the chosen answer relative to the rejected one.
 
 Legend: P pairs; 2: the chosen answer, the rejected one.
 """
@@ -24,10 +24,11 @@ class PairLogProbs:
     """Log-probabilities of the answers of P pairs, summed over the unmasked tokens.
 
     Attributes:
-        policy: [P, 2], by the model that is trained.
-        reference: [P, 2], by the reference model; zero for a loss that has none.
-        tokens: [P, 2], how many count.
-        kl: how far the model is from the reference, a scalar: mean log ratio of answers to other questions. Of `kto`.
+        policy: [P, 2], under the trained model.
+        reference: [P, 2], under the reference model; zero for a loss without a reference.
+        tokens: [P, 2], number of unmasked tokens.
+        kl: scalar estimate of the policy's KL divergence from the reference: mean log ratio of mismatched answers; only
+            for `kto`.
     """
 
     policy: Tensor
@@ -37,7 +38,7 @@ class PairLogProbs:
 
 
 PreferenceLoss = Callable[[PairLogProbs], tuple[Tensor, Tensor]]
-"""Makes of pairs their losses [P] and rewards [P, 2]."""
+"""Function from pairs to their losses [P] and rewards [P, 2]."""
 
 
 def dpo_loss(pairs: PairLogProbs, beta: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -64,19 +65,20 @@ def kto_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return half of w (1 - sigmoid(r - beta kl)) of the chosen and w' (1 - sigmoid(beta kl - r)) of the rejected answer.
 
-    The mean over pairs is that over answers (arXiv:2402.01306). An answer without tokens is missing, and has neither loss
-    nor reward.
+    The mean over pairs equals the mean over answers (arXiv:2402.01306). An answer without tokens is missing: its loss and
+    reward are zero.
     """
-    there = pairs.tokens > 0
+    present = pairs.tokens > 0
     rewards = beta * (pairs.policy - pairs.reference)
     gain = rewards - beta * pairs.kl
     losses = torch.stack([desirable * (-gain[:, 0]).sigmoid(), undesirable * gain[:, 1].sigmoid()], 1)
-    return losses.where(there, 0).sum(1) / 2, rewards.where(there, 0)
+    return losses.where(present, 0).sum(1) / 2, rewards.where(present, 0)
 
 
 def reward_model_loss(pairs: PairLogProbs, margin: float = 0.0, center: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return -log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2, r the scores (Bradley and
-    Terry 1952).
+    """Return -log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2, r the scores.
+
+    Bradley and Terry 1952.
     """
     scores = pairs.policy
     loss = -logsigmoid(scores[:, 0] - scores[:, 1] - margin)
@@ -105,21 +107,21 @@ def select_pair_loss(config: ObjectiveConfig) -> PreferenceLoss:
     return losses[config.kind]
 
 
-NAMES = (
+PAIR_METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected", "kl",
 )  # fmt: skip
-
-
-SHARES = ("chosen", "rejected", "paired")  # share of pairs that have each answer, and both
+ANSWER_SHARES = ("chosen", "rejected", "paired")  # share of pairs that have the chosen answer, the rejected one, both
 
 
 def compute_pair_metrics(pairs: PairLogProbs, rewards: Tensor) -> Tensor:
-    """Return the metrics of P pairs under TRL's names, in the order of `NAMES` and `SHARES`: [10, P]. Missing answers
-    have zeros.
+    """Return the metrics of P pairs in the order of `PAIR_METRICS` (TRL's names) and `ANSWER_SHARES`: [10, P].
+
+    Missing answers have zeros.
     """
-    there = (pairs.tokens > 0).to(rewards.dtype)
-    (good, bad), both = rewards.unbind(1), there.prod(1)
+    present = (pairs.tokens > 0).to(rewards.dtype)
+    (good, bad), both = rewards.unbind(1), present.prod(1)
     right = (good > bad).to(good.dtype) * both
     return torch.stack([
-        good, bad, good - bad, right, *(pairs.policy * there).unbind(1), pairs.kl * there.mean(1), *there.unbind(1), both
+        good, bad, good - bad, right, *(pairs.policy * present).unbind(1), pairs.kl * present.mean(1),
+        *present.unbind(1), both,
     ])  # fmt: skip

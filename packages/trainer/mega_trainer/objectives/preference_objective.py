@@ -1,7 +1,8 @@
 """Preference losses in training, in one pass for any split of a pair's tokens among ranks.
 
-The last stage of a pipeline knows the log-probabilities of a micro-batch's tokens before it makes their gradient, and
-context ranks sum theirs; so the gradient of any loss of them is the weight that each token's has (`MicroBatch.weigh`).
+The last stage of a pipeline has the log-probabilities of a micro-batch's tokens before it computes their gradient, and
+context ranks sum them per answer. So any loss that is a function of them reduces to a weight on each token's
+log-probability (`MicroBatch.weight_fn`).
 
 Legend: B rows, s positions, P pairs.
 """
@@ -28,8 +29,8 @@ from mega_trainer.objectives.preference_answers import (
     split_answers,
 )
 from mega_trainer.objectives.preference_losses import (
-    NAMES,
-    SHARES,
+    ANSWER_SHARES,
+    PAIR_METRICS,
     PairLogProbs,
     compute_pair_metrics,
     select_pair_loss,
@@ -38,27 +39,27 @@ from mega_trainer.objectives.reference_model import ReferenceModel
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.pipeline.executor import PipelineExecutor
 
-UNTOLD = {"kto": (), "reward": ("kl", "logps/chosen", "logps/rejected")}  # figures that mean nothing, by kind
+MEANINGLESS_METRICS = {"kto": (), "reward": ("kl", "logps/chosen", "logps/rejected")}  # by kind; others: ("kl",)
 
 
 class PreferenceObjective(TrainingObjective):
     """Mean of a preference loss over the pairs of a step.
 
     Args:
-        config: of the run.
-        executor: takes a batch through the model that is trained.
-        device: of this rank's part of it.
-        reference: tells what the reference model makes of the answers; None for a loss without.
+        config: configuration of the run.
+        executor: executor of the trained model.
+        device: device of this rank's part of the model.
+        reference: source of the reference model's log-probabilities; None for a loss without a reference.
     """
 
-    metric_names = (*NAMES, *SHARES, "tokens")
+    metric_names = (*PAIR_METRICS, *ANSWER_SHARES, "tokens")
 
     def __init__(
         self, config: RunConfig, executor: PipelineExecutor, device: torch.device, reference: ReferenceModel | None
     ) -> None:
         super().__init__(executor.parallel_groups, config.model.mtp_layers)
         self.config, self.executor, self.device, self.reference = config, executor, device, reference
-        self.loss, self._speaks = select_pair_loss(config.objective), is_reporting_rank(executor)
+        self.loss, self._reports = select_pair_loss(config.objective), is_reporting_rank(executor)
         self._sums = torch.zeros(1 + len(self.metric_names), dtype=torch.float64, device=device)
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
@@ -69,59 +70,56 @@ class PreferenceObjective(TrainingObjective):
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
         """Return this rank's number of pairs; see `TrainingObjective`."""
-        further = [float("inf")] * self.mtp_layers
+        mtp_terms = [float("inf")] * self.mtp_layers
         if batch is None or any(group.rank for group in (self.groups.tp, self.groups.cp, self.groups.pp)):
-            return [0.0, *further]
+            return [0.0, *mtp_terms]
         assert batch.document_ids is not None
-        if self.config.objective.kind == "kto":  # answers are missing from pairs
-            return [count_answers(batch) / 2, *further]
-        return [float(count_row_pairs(batch.document_ids).sum()), *further]
+        if self.config.objective.kind == "kto":  # pairs may lack an answer
+            return [count_answers(batch) / 2, *mtp_terms]
+        return [float(count_row_pairs(batch.document_ids).sum()), *mtp_terms]
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Return the micro-batches with the loss's weight function; see `TrainingObjective`."""
         self._sums.zero_()
         answers = split_answers(batch, micro, self.groups.cp, scored=self.config.model.score)
-        known = [torch.zeros_like(each.tokens) for each in answers]
+        reference_sums = [torch.zeros_like(each.tokens) for each in answers]
         if self.reference is not None:
-            known = self.reference.get_answer_sums(batch, micro, answers)
+            reference_sums = self.reference.get_answer_sums(batch, micro, answers)
         kl = self._estimate_kl(batch) if self.config.objective.kind == "kto" else self._sums.new_zeros(())
         return [
-            replace(one, weight_fn=_TokenWeights(self, each, of_reference, kl))
-            for one, each, of_reference in zip(micro, answers, known, strict=True)
+            replace(one, weight_fn=_TokenWeights(self, each, reference, kl))
+            for one, each, reference in zip(micro, answers, reference_sums, strict=True)
         ]
 
     def _estimate_kl(self, batch: StepBatch) -> Tensor:
-        """Return the KL estimate of all answers of the step, at least 0; see `PairLogProbs.kl`. A collective call of
-        all ranks.
+        """Return the KL estimate from all answers of the step, at least 0; see `PairLogProbs.kl`.
+
+        A collective call of all ranks.
         """
         assert self.reference is not None
-        other = mismatch_answers(batch)
-        micro = list(split_micro_batches(other, self.config, self.device, self.groups.cp))
-        answers = split_answers(other, micro, self.groups.cp)
-        ours, theirs = (
-            score_answers(self.executor, micro, answers),
-            self.reference.get_answer_sums(other, micro, answers, "mismatched"),
-        )
-        total = torch.stack([(a - b).sum() for a, b in zip(ours, theirs, strict=True)]).sum()
-        found = torch.stack([total, total.new_tensor(sum(int((each.tokens > 0).sum()) for each in answers))])
-        found *= self._speaks
-        all_reduce(found, self.groups.world)
-        return (found[0] / found[1]).clamp(min=0)
+        mismatched = mismatch_answers(batch)
+        micro = list(split_micro_batches(mismatched, self.config, self.device, self.groups.cp))
+        answers = split_answers(mismatched, micro, self.groups.cp)
+        policy = score_answers(self.executor, micro, answers)
+        reference = self.reference.get_answer_sums(mismatched, micro, answers, "mismatched")
+        total = torch.stack([(a - b).sum() for a, b in zip(policy, reference, strict=True)]).sum()
+        ratio = torch.stack([total, total.new_tensor(sum(int((each.tokens > 0).sum()) for each in answers))])
+        ratio *= self._reports
+        all_reduce(ratio, self.groups.world)
+        return (ratio[0] / ratio[1]).clamp(min=0)
 
     def compute_token_weights(
         self, log_probs: Tensor, answers: PreferenceAnswers, reference: Tensor, kl: Tensor
     ) -> Tensor:
-        """Return the weights of a micro-batch's labels [B, s]: minus the gradient of the loss with respect to their
-        log-probabilities.
-        """
+        """Return the weights of a micro-batch's labels [B, s]: minus the loss's gradient in their log-probabilities."""
         with torch.enable_grad():
             policy = answers.sum_log_probs(log_probs).requires_grad_()
             pairs = PairLogProbs(policy, reference, answers.tokens, kl)
             losses, rewards = self.loss(pairs)
             (gradient,) = torch.autograd.grad(losses.sum(), policy)
-        if self._speaks:
-            told = [losses[None], compute_pair_metrics(pairs, rewards), answers.tokens.sum(1)[None]]
-            self._sums += torch.cat(told).detach().sum(1)
+        if self._reports:
+            values = [losses[None], compute_pair_metrics(pairs, rewards), answers.tokens.sum(1)[None]]
+            self._sums += torch.cat(values).detach().sum(1)
         return -answers.spread_gradient(gradient).to(log_probs.dtype)
 
     def measure_losses(self, sums: Tensor) -> Tensor:
@@ -132,20 +130,20 @@ class PreferenceObjective(TrainingObjective):
         """Return the sums of a validation and its number of pairs; see `TrainingObjective`."""
         answers = [one.weight_fn.answers for one in micro if isinstance(one.weight_fn, _TokenWeights)]
         pairs = sum(int((each.tokens > 0).sum()) / 2 for each in answers)
-        return torch.cat([self._sums, self._sums.new_tensor([pairs * self._speaks])])
+        return torch.cat([self._sums, self._sums.new_tensor([pairs * self._reports])])
 
     def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
         """Return means over pairs, and the number of pairs and answer tokens; see `TrainingObjective`."""
         means = dict(super().metrics(figures, count))
         _divide_by_shares(means)
-        tokens, left_out = means.pop("tokens"), UNTOLD.get(self.config.objective.kind, ("kl",))
-        told = {name: value for name, value in means.items() if name not in left_out}
-        return told if count is None else {**told, "tokens": tokens * count, "pairs": count}
+        tokens, excluded = means.pop("tokens"), MEANINGLESS_METRICS.get(self.config.objective.kind, ("kl",))
+        out = {name: value for name, value in means.items() if name not in excluded}
+        return out if count is None else {**out, "tokens": tokens * count, "pairs": count}
 
 
 def _divide_by_shares(means: dict[str, float]) -> None:
-    """Convert means over pairs to means over the answers that exist; metrics without answers are left out."""
-    chosen, rejected, paired = (means.pop(name) for name in SHARES)
+    """Convert means over pairs to means over the answers that exist; remove metrics without answers."""
+    chosen, rejected, paired = (means.pop(name) for name in ANSWER_SHARES)
     shares = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,

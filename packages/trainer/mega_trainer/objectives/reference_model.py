@@ -1,6 +1,4 @@
-"""Reference model's log-probabilities of preference answers, precomputed before training into files or computed step by
-step.
-"""
+"""Reference model's log-probabilities of preference answers, precomputed into files or computed in each step."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class ReferenceModel(Protocol):
     ) -> list[Tensor]:
         """Return the sums of log-probabilities over each micro-batch's answers, or over `mismatched` ones: fp64 [P, 2].
 
-        A collective call of the ranks of a model; what other ranks than the last stage's are told does not matter.
+        A collective call of the ranks of a model; the result is arbitrary except on the last stage.
         """
 
 
@@ -77,21 +75,21 @@ class CachedReference:
         """Read the sums; see `ReferenceModel`.
 
         Raises:
-            DataError: for a sample that is not there.
+            DataError: for a sample that is not in the cache.
         """
         out = []
         for one, each in zip(micro, answers, strict=True):
-            held = np.concatenate([self._files.read_array(what, sample) for sample in one.samples])
-            out.append(torch.from_numpy(held).view(-1, 2).to(each.tokens))
+            sums = np.concatenate([self._files.read_array(what, sample) for sample in one.samples])
+            out.append(torch.from_numpy(sums).view(-1, 2).to(each.tokens))
         return out
 
 
 def collect_reference_sums(
     executor: PipelineExecutor, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
-    """Return each sample's answer sums for the cache, and those of `mismatched` answers where the loss needs them.
+    """Return each sample's answer sums for the cache, also over `mismatched` answers if the loss needs them.
 
-    fp64 [2 P] each, on every rank. A collective call of all ranks.
+    Each is fp64 [2 P], on every rank. A collective call of all ranks.
     """
     kinds: tuple[SampleHalf, ...] = ("answers", "mismatched") if config.objective.kind == "kto" else ("answers",)
     return {str(what): _collect_answer_sums(executor, config, batch, what, samples, device) for what in kinds}
@@ -111,11 +109,11 @@ def _collect_answer_sums(
     answers = split_answers(batch, micro, groups.cp)
     sums, width = score_answers(executor, micro, answers), torch.tensor(answers[0].width)
     all_reduce(width, groups.world, "max")
-    held = torch.zeros(len(samples), 1 + int(width), dtype=torch.float64)  # how many, and what they are
-    for one, each, found in zip(micro, answers, sums, strict=True) if is_reporting_rank(executor) else ():
+    out = torch.zeros(len(samples), 1 + int(width), dtype=torch.float64)  # number of sums, then the sums
+    for one, each, answer_sums in zip(micro, answers, sums, strict=True) if is_reporting_rank(executor) else ():
         rows = each.pairs.cpu() // (each.width // 2)
         for row, sample in enumerate(one.samples):
-            own = found.cpu()[rows == row].flatten()
-            held[sample - samples.start, : 1 + len(own)] = torch.cat([own.new_tensor([len(own)]), own])
-    all_reduce(held, groups.world)
-    return [row[1 : 1 + int(row[0])] for row in held.numpy()]
+            own = answer_sums.cpu()[rows == row].flatten()
+            out[sample - samples.start, : 1 + len(own)] = torch.cat([own.new_tensor([len(own)]), own])
+    all_reduce(out, groups.world)
+    return [row[1 : 1 + int(row[0])] for row in out.numpy()]

@@ -1,10 +1,9 @@
-"""Cache files of another model's outputs per sample, indexed by sample number so that they fit any layout and batch
-size, and their precomputation.
+"""Cache files of another model's outputs per sample, for any layout and batch size, and their precomputation.
 
-A folder has safetensors files of neighbouring samples, `samples-000000000512.safetensors` from sample 512 on. Of each array
-a file has the elements of all samples one after another, as `NAME`, and where each sample's begin and end, as `NAME.bounds`,
-int64 [samples + 1] (in elements of the first axis). A file appears whole, by a rename: a kill leaves those that are there,
-and what fills the folder goes on with the next one.
+A folder has safetensors files of consecutive samples: `samples-000000000512.safetensors` begins with sample 512. For each
+array a file has the concatenated elements of all samples as `NAME`, and the bounds of each sample as `NAME.bounds`, int64
+[samples + 1] (in elements of the first axis). Files are written atomically, by a rename: after a kill the existing files
+are complete, and the precomputation continues with the next one.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class SampleCache:
     """Cache folder with the outputs of one model for the samples of one data set.
 
     Args:
-        folder: of what is told of the samples of one data set by one model, and nothing else.
+        folder: folder for the outputs of one model for one data set, and nothing else.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,15 +61,18 @@ class SampleCache:
         """Return one array of a sample.
 
         Raises:
-            DataError: when no file has it.
+            DataError: when no file contains the sample.
         """
         span = self._find_span(sample)
         if span is None:
-            raise DataError(f"{self.folder}: has nothing of sample {sample}", hint="move it away: it is made anew")
-        held, place = self._files[span], sample - span.start
-        begin, end = held[f"{name}.bounds"][place : place + 2].tolist()
-        found: np.ndarray = held[name][begin:end].numpy()
-        return found
+            raise DataError(
+                f"{self.folder}: sample {sample} is missing",
+                hint="move the folder away and start the run again; it will be recomputed",
+            )
+        tensors, index = self._files[span], sample - span.start
+        begin, end = tensors[f"{name}.bounds"][index : index + 2].tolist()
+        array: np.ndarray = tensors[name][begin:end].numpy()
+        return array
 
     def _find_span(self, sample: int) -> range | None:
         """Return the samples of the file that contains this one, or None."""
@@ -81,48 +83,48 @@ class SampleCache:
             first = int(path.stem.rpartition("-")[2])
             if all(span.start != first for span in self._files):
                 file = SafetensorsFile.open_file(path)
-                held = {name: file.read_tensor(name) for name in file.header.entries}
-                count = next(len(bounds) for name, bounds in held.items() if name.endswith(".bounds")) - 1
-                self._files[range(first, first + count)] = held
+                tensors = {name: file.read_tensor(name) for name in file.header.entries}
+                count = next(len(bounds) for name, bounds in tensors.items() if name.endswith(".bounds")) - 1
+                self._files[range(first, first + count)] = tensors
         return next((span for span in self._files if sample in span), None)
 
 
-# Of a step's samples and their numbers what is to be kept of each, by name; the same on every rank.
-TeacherOutputs = Callable[[StepBatch, range], Mapping[str, Sequence[np.ndarray]]]
+# Function from a step's samples and their numbers to the arrays of each sample by name, equal on all ranks.
+ComputeSamples = Callable[[StepBatch, range], Mapping[str, Sequence[np.ndarray]]]
 
 
 def precompute_samples(
     files: SampleCache,
-    compute: TeacherOutputs,
+    compute: ComputeSamples,
     config: RunConfig,
     groups: ParallelGroups,
     data: LoadableDataset,
     samples: range,
     samples_per_file: int,
 ) -> None:
-    """Compute and write the samples that are missing from the cache, one file at a time, from its end on.
+    """Compute and write the samples that are missing from the cache, one file at a time.
 
-    A collective call of all ranks, of which the first one writes.
+    A collective call of all ranks; rank 0 writes.
 
     Args:
-        samples_per_file: about how many samples to put in a file.
+        samples_per_file: approximate number of samples per file.
     """
     start, unit = files.first_missing_sample(samples.start), config.batch.micro * groups.dp.size * groups.pp.size
 
-    def next_file_size(at: int) -> int:  # of a file: so that every data rank has a share, and a pipeline is full
+    def next_file_size(at: int) -> int:  # a multiple of `unit`, so that every data rank has samples and a full pipeline
         return unit * max(1, min(samples_per_file, samples.stop - at) // unit)
 
     loader = BatchLoader(
         data, global_batch=next_file_size, seq_length=config.data.seq_length, dp_rank=groups.dp.rank, dp_size=groups.dp.size,
         consumed_samples=start, prefetch=1,
     )  # fmt: skip
-    with ProgressBar("asking the other model", total=max(0, samples.stop - start), unit="samples") as bar:
+    with ProgressBar("precomputing model outputs", total=max(0, samples.stop - start), unit="samples") as bar:
         for batch in loader if start < samples.stop else ():
             own = range(start, start := start + next_file_size(start))
-            told = compute(batch, own)
+            outputs = compute(batch, own)
             with raise_on_all_ranks(groups.world):
                 if groups.world.rank == 0:
-                    files.write_samples(own.start, told)
+                    files.write_samples(own.start, outputs)
             bar.advance(len(own))
             if start >= samples.stop:
                 break

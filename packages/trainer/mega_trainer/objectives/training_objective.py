@@ -1,37 +1,37 @@
-"""Interface of training objectives, and the default one, the mean cross entropy of the unmasked tokens."""
+"""Interface of training objectives, and the default objective, the mean cross entropy of the unmasked tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from mega_data.batch_loader import StepBatch
 from mega_trainer.data.micro_batch import MicroBatch
+from mega_trainer.data.token_counts import count_local_tokens, count_step_tokens
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.pipeline.executor import PipelineExecutor
-from mega_trainer.run.train_step import count_local_tokens, count_step_tokens
-from mega_trainer.run.validation import next_token_totals
 
 
 class TrainingObjective:
     """Mean cross entropy, and base class of the other objectives.
 
-    Another objective is a function of the log-probabilities of a micro-batch's tokens: it gives its micro-batches a `weigh`,
-    by which their gradient becomes its own (`MicroBatch`), and adds up what it tells.
+    Another objective is a function of the log-probabilities of a micro-batch's tokens: it sets the micro-batches'
+    `weight_fn`, which gives the gradient in the log-probabilities, and sums its metrics.
 
     Args:
-        groups: this rank's.
-        mtp_layers: layers that predict further tokens.
+        groups: process groups of this rank.
+        mtp_layers: number of multi-token prediction layers.
     """
 
-    metric_names: Sequence[str] = ()  # of what it tells beside the loss
+    metric_names: Sequence[str] = ()  # metrics in addition to the loss
 
     def __init__(self, groups: ParallelGroups, mtp_layers: int) -> None:
         self.groups, self.mtp_layers = groups, mtp_layers
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of terms in a step's mean, and in that of each MTP layer, over all data ranks."""
+        """Return the number of terms in the means of a step's loss and of each MTP layer's loss, over all data ranks."""
         return count_step_tokens(batch, self.mtp_layers, self.groups)
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
@@ -43,12 +43,13 @@ class TrainingObjective:
         return micro
 
     def measure_losses(self, sums: Tensor) -> Tensor:
-        """Return the sums of a step's losses and metrics; see `train_step`."""
+        """Return the sums of a step's losses and metrics; see `StepHooks.measure_losses`."""
         return sums
 
     def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:
         """Return the sums of a validation's losses and metrics, and their count."""
-        return next_token_totals(executor, sums, micro)
+        count = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in micro]).sum()
+        return torch.stack([sums[0], count])
 
     def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
         """Return the metrics of metrics.jsonl from a step's means over `count` terms, or from a validation's."""

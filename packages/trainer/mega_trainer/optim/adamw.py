@@ -18,7 +18,7 @@ class AdamWUpdateRule:
     """`UpdateRule` by AdamW.
 
     Args:
-        slots: what it updates.
+        slots: slots to update.
         betas, eps, weight_decay: as in the paper.
     """
 
@@ -52,7 +52,7 @@ class AdamWUpdateRule:
             with transfers.update_context(slots):
                 for slot in slots:
                     slot.main.grad = slot.grads
-                self._adamw.step()  # of what has a gradient
+                self._adamw.step()  # updates only the slots with a gradient
                 for slot in slots:
                     slot.main.grad = None
 

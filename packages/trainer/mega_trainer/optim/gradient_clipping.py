@@ -1,8 +1,8 @@
 """Gradient norm over the whole model, and gradient clipping (arXiv:1211.5063).
 
-A clip carries the norm's last bit into every weight, so that bit must not depend on the order of adding: on how the
-gradient is cut into stages, slices, rows and buckets. Hence squares are added up to twice the digits of fp64, as a sum
-and what its roundings lost (T. Ogita, S. Rump, S. Oishi, "Accurate sum and dot product", 2005), and rounded once.
+Clipping carries the norm's last bit into every weight, so that bit must not depend on the order of summation: on how the
+gradient is cut into stages, slices, rows and buckets. So the squares are summed with twice the digits of fp64, as a sum
+and its rounding error (T. Ogita, S. Rump, S. Oishi, "Accurate sum and dot product", 2005), and rounded once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mega_trainer.distributed.comm import CommGroup, all_gather
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.parallel.parameter_shards import ParameterBuffer
 
-ROWS = 64  # elements that a sum takes in at once: as many as a kernel adds up in registers
-# Sums side by side, fewest and most: on a CPU what pays for the calls and fits its cache, on a GPU what keeps it busy.
+ROWS = 64  # elements added to each sum at once: as many as a kernel adds up in registers
+# Least and most parallel sums: on a CPU enough to hide the cost of calls yet fit its cache, on a GPU enough to fill it.
 WIDTHS = {"cpu": (1 << 10, 1 << 15), "cuda": (1, 1 << 22)}
 
 
@@ -28,18 +28,18 @@ def compute_grad_norm(
     """Return the L2 norm over the whole model, each canonical element counted once; fp64 scalar, equal on all ranks.
 
     Args:
-        buffers: this rank's, with their reduced gradients.
-        model_groups: the groups over which different ranks hold different parameters, besides the buffers' `parts`.
-        leaves: calls what adds up.
+        buffers: this rank's buffers, with their reduced gradients.
+        model_groups: the groups whose ranks hold different parameters, in addition to the buffers' `parts`.
+        leaves: calls the leaf functions that sum.
     """
     zero = buffers[0].shards[0].grads.new_zeros(1, 2, dtype=torch.float64)
-    held: dict[CommGroup | None, dict[CommGroup | None, list[Tensor]]] = {}
+    by_group: dict[CommGroup | None, dict[CommGroup | None, list[Tensor]]] = {}
     for buffer in buffers:
-        own = held.setdefault(buffer.kind.parts, {})
+        own = by_group.setdefault(buffer.kind.parts, {})
         if buffer.kind.counts_in_norms:
             own.setdefault(buffer.kind.data if buffer.sharded else None, []).extend(s.grads for s in buffer.shards)
     sums = [zero]
-    for parts, own in held.items():
+    for parts, own in by_group.items():
         mine = _fold_sums(
             torch.cat([zero, *(_all_gather(sum_of_squares(grads, leaves), data) for data, grads in own.items())])
         )
@@ -74,16 +74,15 @@ def _split_blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         if whole:
             yield part[:whole].view(ROWS, -1)
         rest.append(part[whole:])
-    for part in torch.split(
-        torch.cat([*rest, rest[0].new_zeros(1)]), ROWS * most
-    ):  # there is one, of no elements at all
+    rest.append(rest[0].new_zeros(1))  # so that there is a block even without elements
+    for part in torch.split(torch.cat(rest), ROWS * most):
         yield pad(part, (0, -len(part) % ROWS)).view(ROWS, -1)
 
 
 def accumulate_squares(values: Tensor) -> Tensor:
     """Map [R, N] to fp64 [2, N]: the sums of the squares of each column, and their rounding errors.
 
-    `_two_sum` in place: what it takes on a CPU is mostly new memory.
+    Does `_two_sum` in place, whose time on a CPU is mostly that of new memory.
     """
     high = values[0].double().square()
     low = torch.zeros_like(high)
@@ -97,11 +96,11 @@ def accumulate_squares(values: Tensor) -> Tensor:
 
 
 def accumulate_sums(sums: Tensor) -> Tensor:
-    """Map sums and their rounding errors [2, R, N] to those of each column, [2, N]."""
+    """Sum each column of sums and rounding errors [2, R, N]: [2, N]."""
     high, low = sums[0, 0], sums[1, 0]
-    for more, lost in zip(sums[0, 1:], sums[1, 1:], strict=True):
+    for more, error in zip(sums[0, 1:], sums[1, 1:], strict=True):
         high, rounding = _two_sum(high, more)
-        low = low + lost + rounding
+        low = low + error + rounding
     return torch.stack([high, low])
 
 
@@ -110,8 +109,8 @@ def _fold_sums(sums: Tensor) -> Tensor:
     high, low = sums[:, 0], sums[:, 1].sum()
     while len(high) > 1:
         first, second = pad(high, (0, len(high) % 2)).chunk(2)
-        high, lost = _two_sum(first, second)
-        low = low + lost.sum()
+        high, errors = _two_sum(first, second)
+        low = low + errors.sum()
     return torch.stack([high, low.view(1)], 1)
 
 
@@ -123,5 +122,5 @@ def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_clip_factor(norm: float, limit: float) -> float:
-    """Return the factor that limits a gradient of this norm to `limit`; 0 is no limit."""
+    """Return the factor that limits a gradient of this norm to `limit`; a limit of 0 disables clipping."""
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 class LossScale:
     """Factor on the loss before it is differentiated, chosen as large as the gradients allow.
 
-    It halves when a gradient overflows and doubles after `growth_interval` steps in a row without that. As a power of
-    two it changes no bits but those that fp16 would lose.
+    The scale halves when a gradient overflows and doubles after `growth_interval` consecutive steps without overflow. A
+    power of two changes no bits except those that fp16 would lose.
 
     Attributes:
-        value: the factor of the next step.
-        growth_interval: steps without overflow before it doubles.
-        minimum: it never gets smaller.
-        good_steps: steps since it last changed.
+        value: factor of the next step.
+        growth_interval: steps without overflow before the scale doubles.
+        minimum: lower bound.
+        good_steps: steps since the scale last changed.
     """
 
     value: float = 65536.0

@@ -1,14 +1,14 @@
 """Muon: the update is the approximately nearest orthogonal matrix of the momentum matrix.
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), and "Muon is scalable for LLM training"
-(arXiv:2502.16982) for the scale of the update. It is for hidden matrices, each canonical one by itself: query, key,
-value, gate and up projections are orthogonalised apart though they lie fused in memory.
+(arXiv:2502.16982) for the scale of the update. Muon is for hidden matrices, each canonical matrix separately: query, key,
+value, gate and up projections are orthogonalised one by one although they are fused in memory.
 
-An orthogonal matrix depends on all elements of the one it comes from, but a rank owns a slice of it. So, bucket by
-bucket, the momentum of whole buckets is gathered over the data ranks (fp32), each matrix goes to one of them, which
-gathers it over its tensor ranks where those split it, and the results go back as a sum to which one rank alone gives
-each element: per step one all-gather and one reduce-scatter over the data ranks (ZeRO-0: one all-reduce), and one
-all-reduce over the tensor ranks. Adding zeros is exact, so the bits do not depend on the ZeRO level.
+The orthogonal matrix depends on all elements of the momentum, but a rank owns only a slice of it. So the momentum of each
+bucket is all-gathered over the data ranks (fp32). Each matrix is assigned to one of them, which gathers the parts of its
+tensor ranks. The updates are returned by a sum in which exactly one rank contributes each element, the others zeros. Per
+step that is one all-gather and one reduce-scatter over the data ranks (ZeRO-0: one all-reduce), and one all-reduce over
+the tensor ranks. Adding zeros is exact, so the bits do not depend on the ZeRO level.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mega_trainer.optim.optimizer_slots import OptimizerSlot, SlotTransfers
 from mega_trainer.parallel.gradient_buckets import GradientBucket
 from mega_trainer.parallel.parameter_info import ParameterInfo, get_parameter_info, is_weight_matrix
 
-# f(x) = a x + b x^3 + c x^5 with the steepest rise at 0 that keeps [0, 1.2] in place. It does not settle at 1: five rounds
-# leave singular values between about 0.7 and 1.2, which trains as well as exact ones.
+# f(x) = a x + b x^3 + c x^5 with the steepest slope at 0 that maps [0, 1.2] into itself. It does not converge to 1: five
+# rounds leave singular values between about 0.7 and 1.2, which trains as well as exact ones.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
@@ -38,16 +38,16 @@ def orthogonalize(matrix: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.
 
     Args:
         matrix: [.., M, N]; leading axes are a batch of matrices.
-        steps: rounds; each lifts small singular values about 3.4 times.
-        dtype: what to compute in.
+        steps: rounds; each multiplies small singular values by about 3.4.
+        dtype: precision of the computation.
 
     Returns:
-        [.., M, N] in `matrix`'s dtype. A matrix of zeros stays one.
+        [.., M, N] in `matrix`'s dtype; zeros for a matrix of zeros.
     """
     x: Tensor = matrix.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
-        x = x.mT  # the products X X^T are then of the shorter side
+        x = x.mT  # makes X X^T a square of the shorter side
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
@@ -56,17 +56,17 @@ def orthogonalize(matrix: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.
 
 
 def muon_update_scale(rows: int, columns: int) -> float:
-    """Return 0.2 sqrt(max(M, N)), which brings the RMS of an orthogonal [M, N] matrix to 0.2, the size of AdamW's
-    updates.
+    """Return 0.2 sqrt(max(M, N)), which scales an orthogonal [M, N] matrix to the RMS of AdamW's updates, 0.2.
 
-    With it Muon takes AdamW's learning rate and weight decay (arXiv:2502.16982, equation 4).
+    Muon can then use AdamW's learning rate and weight decay (arXiv:2502.16982, equation 4).
     """
     return 0.2 * math.sqrt(max(rows, columns))
 
 
 def is_hidden_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether Muon applies: to a matrix (or a stack of them) of a layer, not to embedding, table, head,
-    convolution, norm or bias.
+    """Return whether Muon applies: True for a layer's matrices and stacks of matrices.
+
+    False for embeddings, tables, heads, convolutions, norms and biases.
     """
     names = [piece.name for piece in get_parameter_info(parameter).pieces]
     inside = all(
@@ -79,12 +79,12 @@ class MuonUpdateRule:
     """`UpdateRule` by Muon.
 
     Args:
-        slots: what it updates: slices of buckets of hidden matrices.
-        tensor_group: the ranks that split matrices among them, but those that say otherwise.
-        momentum, nesterov: of the gradient, as in torch's SGD.
-        lr_factor: its learning rate as a multiple of the one given to `update_slots`.
-        weight_decay: decoupled, as AdamW's.
-        rounds: of the Newton-Schulz iteration, which is computed in the model's precision, but not in fp16.
+        slots: slots to update: slices of buckets of hidden matrices.
+        tensor_group: ranks that split a matrix, unless its `ParameterInfo` has its own `split` group.
+        momentum, nesterov: momentum of the gradient, as in torch's SGD.
+        lr_factor: Muon's learning rate as a multiple of the one passed to `update_slots`.
+        weight_decay: decoupled weight decay, as in AdamW.
+        rounds: rounds of the Newton-Schulz iteration, computed in the model's precision (bf16 for fp16).
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class MuonUpdateRule:
         return {"muon_momentum": list(zip(self.slots, self.momenta, strict=True))}
 
     def _gather_and_orthogonalize(self, slot: OptimizerSlot, direction: Tensor) -> Tensor:
-        """Return the update of a slice, from the slices of all data ranks; each rank works on every n-th matrix."""
+        """Return the update of a slice, from the slices of all n data ranks; each computes every n-th matrix."""
         data, sharded, bucket = slot.kind.data, slot.sharded, slot.shard.bucket
         assert bucket is not None
         whole = direction.new_empty(direction.numel() * data.size) if sharded else direction
@@ -157,8 +157,8 @@ def _iterate_matrices(
     bucket: GradientBucket, source: Tensor, target: Tensor
 ) -> Iterator[tuple[ParameterInfo, TensorPiece, Tensor, Tensor]]:
     """Yield the canonical matrices of a bucket, each with this rank's part of two tensors of the bucket's length."""
-    for parameter, place in bucket.param_slices.items():
+    for parameter, span in bucket.param_slices.items():
         info = get_parameter_info(parameter)
         for piece in info.pieces:
-            part, out = (piece.local_view(tensor[place].view(parameter.shape)) for tensor in (source, target))
+            part, out = (piece.local_view(tensor[span].view(parameter.shape)) for tensor in (source, target))
             yield info, piece, part, out

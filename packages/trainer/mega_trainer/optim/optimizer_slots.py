@@ -29,11 +29,11 @@ class OptimizerSlot:
     """Shard with the tensors that the optimizer works on.
 
     Attributes:
-        kind, sharded, shard: as in `Buffer`.
-        main: what is updated: the shard's own weights, or a copy of them in fp32 or in host memory. Its length is a
-            multiple of `SLICE_ELEMENTS`, so that no element is updated in a remainder of vectors; what is past the
-            shard's end means nothing.
-        grads: the gradient, where `main` is, as long: the shard's own, or a copy.
+        kind, sharded, shard: as in `ParameterBuffer`.
+        main: main weights, which are updated: the shard's own weights, or a copy in fp32 or in host memory. The length
+            is a multiple of `SLICE_ELEMENTS`, so that the update of every element is vectorised; values past the
+            shard's end are arbitrary.
+        grads: gradient, on the device and with the length of `main`: the shard's own, or a copy.
     """
 
     kind: ParamGroupKey
@@ -44,10 +44,9 @@ class OptimizerSlot:
 
     @classmethod
     def from_shard(cls, buffer: ParameterBuffer, shard: ParameterShard, *, offload: bool = False) -> OptimizerSlot:
-        """Return the slot of a shard: low-precision weights get fp32 main weights; with `offload` all get copies in
-        host memory.
+        """Return the slot of a shard: low-precision weights get fp32 main weights, with `offload` in host memory.
 
-        So do, where they are, those whose length needs it: rows of ZeRO-3, as a rule of no more than norms and biases.
+        A shard whose length needs padding is copied too, on its device: rows of ZeRO-3, usually only norms and biases.
         """
         weights, grads = shard.weights.detach(), shard.grads
         main = weights if weights.dtype == grads.dtype else weights.to(grads.dtype)
@@ -84,9 +83,7 @@ class OptimizerSlot:
 
 
 def _padded_copy(tensor: Tensor, *, to_host: bool) -> Tensor:
-    """Return a copy padded to a multiple of `SLICE_ELEMENTS`; in host memory pinned, if it is copied from and to a
-    device.
-    """
+    """Return a copy padded to a multiple of `SLICE_ELEMENTS`; in host memory it is pinned for transfers to a GPU."""
     length = -(-len(tensor) // SLICE_ELEMENTS) * SLICE_ELEMENTS
     if to_host:
         copy = allocate_host_memory(length * tensor.element_size(), pinned=tensor.is_cuda).view(tensor.dtype).zero_()
@@ -99,8 +96,8 @@ def _padded_copy(tensor: Tensor, *, to_host: bool) -> Tensor:
 class SlotTransfers:
     """Transfers of gradients to the main weights, and of new weights back to the model.
 
-    With main weights in host memory, `offloaded` from a device, slots are updated one by one, on a GPU with the copies on a
-    stream beside: an update waits for its own gradient, and its weights leave while the next ones are computed.
+    Main weights that are `offloaded` from a device are updated slot by slot. On a GPU the copies run on a second stream:
+    an update waits only for its own gradient, and its weights are sent while the next update is computed.
     """
 
     def __init__(self, offloaded: torch.device | None = None) -> None:
@@ -142,10 +139,10 @@ class UpdateRule(Protocol):
     slots: list[OptimizerSlot]
 
     def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of the slots from their gradients; decoupled param groups have their own rate."""
+        """Update the main weights of the slots from their gradients; `decoupled_lr` is for decoupled param groups."""
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return, by kind of state, each slot's tensor, as long as its main weights."""
+        """Return each slot's tensors by kind of state, with the length of the main weights."""
 
 
 def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
@@ -158,8 +155,8 @@ def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, Sh
 
 
 def checkpoint_boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
-    """Return slot tensors by canonical name, and of replicated ones only the part that this rank saves."""
-    alike: dict[tuple[CommGroup, ...], list[tuple[OptimizerSlot, Tensor]]] = defaultdict(list)
+    """Return slot tensors by canonical name, and of replicated tensors only the part that this rank saves."""
+    by_replicas: dict[tuple[CommGroup, ...], list[tuple[OptimizerSlot, Tensor]]] = defaultdict(list)
     for slot, values in pairs:
-        alike[replica_groups(slot.kind, sharded=slot.sharded)].append((slot, values))
-    return merge_sharded(split_replicas(boxes_by_name(held), groups) for groups, held in alike.items())
+        by_replicas[replica_groups(slot.kind, sharded=slot.sharded)].append((slot, values))
+    return merge_sharded(split_replicas(boxes_by_name(own), groups) for groups, own in by_replicas.items())

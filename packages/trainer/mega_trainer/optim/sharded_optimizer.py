@@ -1,8 +1,7 @@
-"""ZeRO optimizer over this rank's weight shards: gradient norm, update, all-gather (ZeRO-0 to ZeRO-2,
-arXiv:1910.02054).
+"""ZeRO optimizer over this rank's weight shards: gradient norm, update, all-gather (arXiv:1910.02054).
 
-In low precision every shard has fp32 main weights of its own; otherwise the weights are updated in place. What is done
-with a shard is a rule's business: AdamW for all, or Muon for hidden matrices and AdamW for the rest.
+In low precision every shard has fp32 main weights; otherwise the weights are updated in place. An `UpdateRule` updates
+the shards: AdamW for all, or Muon for hidden matrices and AdamW for the rest.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class ShardedOptimizer:
     """Optimizer of the weights of this rank's stages.
 
     Args:
-        stages: all of this rank's stages.
-        adamw: makes the rule for ordinary slots.
-        apart: makes the rule for those of buffers that are kept apart, where there are any.
-        model_groups: the groups over which different ranks hold different layers, for the norm.
-        offload: main weights and the rules' state live in host memory (arXiv:2101.06840).
-        leaves: calls what the norm is added up by.
-        ema: keep a moving average of the main weights, of which each update leaves this share.
+        stages: all stages of this rank.
+        adamw: makes the update rule of ordinary slots.
+        separate: makes the update rule of slots in `separate` buffers; None: all slots are ordinary.
+        model_groups: the groups whose ranks hold different layers, for the norm.
+        offload: keep main weights and the rules' state in host memory (arXiv:2101.06840).
+        leaves: calls the leaf functions of the norm.
+        ema: decay of a moving average of the main weights; None: no average.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class ShardedOptimizer:
             for shard in buffer.shards
             if shard.weights.numel()
         ]
-        self._share = ema
+        self._decay = ema
         self._averages = [] if ema is None else [slot.main.clone() for slot in self.slots]
         self._transfers = SlotTransfers(self.slots[0].shard.weights.device if offload else None)
         self._adamw = adamw([slot for slot in self.slots if separate is None or not slot.kind.separate])
@@ -75,7 +74,7 @@ class ShardedOptimizer:
     def apply_update(self, lr: float, scale: float, decoupled_lr: float | None = None) -> None:
         """Run one update with the gradients times `scale`, and start to all-gather the new weights.
 
-        `decoupled_lr` is the rate of the input embedding and the output layer, where they are kinds of their own.
+        `decoupled_lr` is the rate of the input embedding and the output layer, if they have separate param groups.
         """
         self.wait_for_params()
         if scale != 1.0:
@@ -83,21 +82,19 @@ class ShardedOptimizer:
         self._transfers.start_gradients(slot for rule in self._rules for slot in rule.slots)
         for rule in self._rules:
             rule.update_slots(self._transfers, lr, decoupled_lr)
-        if self._share is not None:
-            torch._foreach_lerp_(self._averages, [slot.main for slot in self.slots], 1 - self._share)
+        if self._decay is not None:
+            torch._foreach_lerp_(self._averages, [slot.main for slot in self.slots], 1 - self._decay)
         self._transfers.wait_for_weights()
         for stage in self.stages:
             stage.all_gather_params()
 
     def wait_for_params(self) -> None:
-        """Wait until the weights of the last update are in place, before any access to them other than a forward."""
+        """Wait for the weights of the last update; needed before any access to them other than a forward."""
         for stage in self.stages:
             stage.wait_for_params()
 
     def persistent_tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors kept from step to step: weights, gradients, main weights and the rules' state, as flat
-        stretches.
-        """
+        """Yield all tensors kept between steps, flat: weights, gradients, main weights and the rules' state."""
         for slot in self.slots:
             yield from (slot.shard.weights.detach(), slot.shard.grads, slot.main, slot.grads)
         yield from self._averages
@@ -105,7 +102,7 @@ class ShardedOptimizer:
             yield from (tensor for pairs in rule.state_tensors().values() for _, tensor in pairs)
 
     def gradients_by_name(self) -> dict[str, ShardedTensor]:
-        """Return the reduced gradients by canonical name, after an update times its scale. The boxes are views."""
+        """Return the reduced gradients by canonical name, as views; after an update they are times its scale."""
         return boxes_by_name((slot, slot.shard.grads) for slot in self.slots)
 
     @property
@@ -119,20 +116,20 @@ class ShardedOptimizer:
         self._adamw.update_count = value
 
     def checkpoint_tensors(self, *, to_save: bool = False) -> dict[str, ShardedTensor]:
-        """Return the state by canonical name: `optimizer/<kind>/<name>` for each kind of the rules' state and, where
-        the main weights are more precise than the model's, `optimizer/main/<name>`; averages are
-        `optimizer/ema/<name>`. The boxes are views, to be filled; with `to_save` only this rank's share of replicated
-        ones.
+        """Return views of the state by canonical name; with `to_save` only this rank's share of replicated tensors.
+
+        Names are `optimizer/<kind>/<name>` for each kind of the rules' state, `optimizer/main/<name>` for main weights
+        that are more precise than the model's, and `optimizer/ema/<name>` for averages.
         """
         boxes = checkpoint_boxes_by_name if to_save else boxes_by_name
         return {
-            f"optimizer/{kind}/{name}": held
+            f"optimizer/{kind}/{name}": tensor
             for kind, pairs in self.state_tensors()
-            for name, held in boxes(pairs).items()
+            for name, tensor in boxes(pairs).items()
         }
 
     def state_tensors(self) -> list[tuple[str, list[tuple[OptimizerSlot, Tensor]]]]:
-        """Return, by kind and `main` weights last, the tensor of each slot: flat, and at least as long as its shard."""
+        """Return the flat tensor of each slot by kind, `main` last; each is at least as long as its shard."""
         kinds = [kind for rule in self._rules for kind in rule.state_tensors().items()]
         if self._averages:
             kinds.append(("ema", list(zip(self.slots, self._averages, strict=True))))
@@ -144,11 +141,11 @@ class ShardedOptimizer:
             average.copy_(slot.main)
 
     def load_main_from_model(self) -> None:
-        """Set the main weights to the model's, after these were loaded without main weights."""
+        """Set the main weights to the model's weights, after loading a model without main weights."""
         for slot in self.slots:
             slot.load_main_from_model()
 
     def copy_main_to_model(self) -> None:
-        """Copy the main weights to the model, after they were loaded: under ZeRO-3 the model has no others."""
+        """Copy the loaded main weights to the model; under ZeRO-3 they are the model's only weights."""
         for slot in self.slots:
             slot.copy_main_to_model()

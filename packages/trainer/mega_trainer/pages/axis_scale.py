@@ -31,8 +31,8 @@ class AxisScale:
         if low > 0 and high / low >= log_from:
             return cls(low / 1.1, high * 1.1, start, length, log=True)
         low = min(low, 0.0) if zero else low
-        room = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
-        return cls(low if zero else low - room, high + room, start, length)
+        margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
+        return cls(low if zero else low - margin, high + margin, start, length)
 
     def to_position(self, value: float) -> float:
         """Return the position of a value in the picture."""
@@ -90,8 +90,8 @@ def format_duration(value: float) -> str:
     if value < 60:
         return f"{value:.3g} s"
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    place = next(place for place, (size, _) in enumerate(units) if value >= size)
-    (large, name), (small, after) = units[place : place + 2] if place < 3 else (units[2], units[3])
+    index = next(index for index, (size, _) in enumerate(units) if value >= size)
+    (large, name), (small, after) = units[index : index + 2] if index < 3 else (units[2], units[3])
     rest = int(value % large // small)
     return f"{int(value // large)} {name}" + (f" {rest} {after}" if rest else "")
 

@@ -1,5 +1,5 @@
 "use strict";
-// What the lines of a figure are at the place that one points at.
+// Tooltip with the values of a figure's lines at the pointer.
 const tip = document.body.appendChild(document.createElement("div"));
 tip.id = "tip";
 tip.hidden = true;
@@ -8,8 +8,8 @@ for (const chart of document.querySelectorAll("svg[data-axes]")) {
   const lines = [...chart.querySelectorAll("path[data-name]")].map((path) => [
     path.dataset.name, path.getAttribute("d").slice(1).split("L").map((point) => point.split(",").map(Number)),
   ]);
-  const yOf = (place) => {
-    const part = (place - yAt) / yLong;
+  const yOf = (position) => {
+    const part = (position - yAt) / yLong;
     return log ? y0 * (y1 / y0) ** part : y0 + part * (y1 - y0);
   };
   chart.addEventListener("pointermove", (event) => {

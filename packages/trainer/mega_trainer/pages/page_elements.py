@@ -1,7 +1,7 @@
 """SVG figures for a page: lines, areas, bars and scatter plots. Colours come from `page.css`, for dark and light mode.
 
-A figure is as wide as its column, which on a narrow screen is the screen: its text is large enough to be made smaller by a
-quarter. Of many points those are drawn that show the same: the extremes of each piece of the axis, and its mean.
+A figure is as wide as its column, or as a narrow screen; its text is still readable when scaled down by a quarter. Long
+series are downsampled to the extremes and the mean of each piece of the axis.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mega_trainer.pages.axis_scale import AxisScale, format_compact
 
 WIDTH, HEIGHT = 480, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 26
-PIECES = 240  # of the axis, a figure's lines together have as many times `SHARED`
-SHARED = 6
+PIECES = 240  # maximum number of pieces of the axis for a line
+SHARED = 6  # the lines of a figure have at most `SHARED * PIECES` pieces together
 COLOURS = 10
-MARKED = 60  # points of a line that may have marks
+MARKED = 60  # maximum number of points of a line with marks
 CurvePoint = tuple[float, float | None]
 AxisLimits = tuple[float, float]
 _Y = itemgetter(1)
@@ -34,11 +34,14 @@ FormatNumber = Callable[[float], str]
 
 @dataclass(frozen=True)
 class LineSeries:
-    """Line of y over x, in the colour of that number or of its position; None is a gap.
+    """Line of y over x; a y of None is a gap.
 
     Attributes:
-        marks: draw its points, too, as of a few measurements.
-        dashed: as what is expected, beside what is.
+        name: entry of the legend.
+        points: (x, y) pairs.
+        colour: number of the colour; None: position among the lines.
+        marks: draw a mark at each point, for a line with few measurements.
+        dashed: dash the line, for predictions.
     """
 
     name: str
@@ -66,19 +69,19 @@ def draw_line_figure(
     events: Sequence[FigureEvent] = (),
 ) -> str:
     """Draw lines over a common axis; events are dashed vertical lines. Empty without a point."""
-    kept = [(one, drawn) for one in series if (drawn := _finite_points(one.points))]
+    kept = [(line, drawn) for line in series if (drawn := _finite_points(line.points))]
     if not kept:
         return ""
     pieces = min(PIECES, PIECES * SHARED // len(kept))
-    outlines = [downsample_extremes(drawn, pieces) for _, drawn in kept]
-    x = _axis_x([at for outline in outlines for at, _ in outline])
-    y = _axis_y([value for outline in outlines for _, value in outline], zero=zero, log_from=log_from)
+    extremes = [downsample_extremes(drawn, pieces) for _, drawn in kept]
+    x = _axis_x([at for points in extremes for at, _ in points])
+    y = _axis_y([value for points in extremes for _, value in points], zero=zero, log_from=log_from)
     body = [*_draw_grid(x, y, write), *_draw_events(events, x)]
     names = []
-    for place, ((one, drawn), outline) in enumerate(zip(kept, outlines, strict=True)):
-        colour = (place if one.colour is None else one.colour) % COLOURS
-        body += _draw_line(one, drawn, outline, (x, y), colour, pieces)
-        names.append((one.name, colour, one.dashed))
+    for index, ((line, drawn), points) in enumerate(zip(kept, extremes, strict=True)):
+        colour = (index if line.colour is None else line.colour) % COLOURS
+        body += _draw_line(line, drawn, points, (x, y), colour, pieces)
+        names.append((line.name, colour, line.dashed))
     if events:
         names.append((events[0].what.split(":")[0], -1, True))
     return format_figure(title, format_svg(title, body, axes=(x, y)), format_legend(names) if len(names) > 1 else "")
@@ -94,7 +97,7 @@ def draw_area_figure(
     """Draw stacked areas of series with equal x, as means over pieces of the axis. Empty without a point."""
     if not series or not series[0].points:
         return ""
-    thin = [_piece_means([(x, y or 0.0) for x, y in one.points], PIECES) for one in series]
+    thin = [_piece_means([(x, y or 0.0) for x, y in area.points], PIECES) for area in series]
     sums = [0.0] * len(thin[0])
     axes = (
         _axis_x([x for x, _ in thin[0]]),
@@ -102,13 +105,13 @@ def draw_area_figure(
     )
     body = [*_draw_grid(*axes, write)]
     names = []
-    for place, (one, points) in enumerate(zip(series, thin, strict=True)):
-        colour = (place if one.colour is None else one.colour) % COLOURS
+    for index, (area, points) in enumerate(zip(series, thin, strict=True)):
+        colour = (index if area.colour is None else area.colour) % COLOURS
         lower = [(x, below) for below, (x, _) in zip(sums, points, strict=True)]
         sums = [below + value for below, (_, value) in zip(sums, points, strict=True)]
         upper = [(x, above) for above, (x, _) in zip(sums, points, strict=True)]
         body.append(f'<path class="area f{colour}" d="{_svg_path([*upper, *reversed(lower)], axes)}Z"/>')
-        names.append((one.name, colour, False))
+        names.append((area.name, colour, False))
     return format_figure(title, format_svg(title, [*body, *_draw_events(events, axes[0])]), format_legend(names))
 
 
@@ -137,8 +140,8 @@ def draw_bar_figure(
     x = AxisScale(0.0, high * 1.02, left, WIDTH - left - 8)
     height = 24 * len(rows) + 12
     body = []
-    for place, (row, total) in enumerate(zip(rows, totals, strict=True)):
-        top, at = 8 + 24 * place, 0.0
+    for index, (row, total) in enumerate(zip(rows, totals, strict=True)):
+        top, at = 8 + 24 * index, 0.0
         body.append(_svg_text(left - 6, top + 13, row.label, "end"))
         for kind, size in row.parts:
             wide, colour = x.to_position(at + size) - x.to_position(at), kinds.index(kind) % COLOURS
@@ -149,12 +152,12 @@ def draw_bar_figure(
             at += size
         if row.note:
             inside = x.to_position(total) + 6 + 7 * len(row.note) > WIDTH
-            place_x = x.to_position(total) - 6 if inside else x.to_position(total) + 6
+            note_x = x.to_position(total) - 6 if inside else x.to_position(total) + 6
             body.append(
-                _svg_text(place_x, top + 13, row.note, "end" if inside else "start", "inside" if inside else "quiet")
+                _svg_text(note_x, top + 13, row.note, "end" if inside else "start", "inside" if inside else "quiet")
             )
-    alike = all([kind for kind, _ in row.parts] == [row.label] for row in rows)  # a legend would say it again
-    names = [] if alike else [(kind, index % COLOURS, False) for index, kind in enumerate(kinds)]
+    labelled = all([kind for kind, _ in row.parts] == [row.label] for row in rows)  # no need for a legend
+    names = [] if labelled else [(kind, index % COLOURS, False) for index, kind in enumerate(kinds)]
     if limit is not None:
         at = x.to_position(limit)
         body.append(f'<path class="event" d="M{at:.1f},2V{height - 2}"/>')
@@ -207,8 +210,8 @@ def format_figure(title: str, picture: str, below: str = "") -> str:
 
 def format_svg(title: str, body: Iterable[str], height: float = HEIGHT, axes: Sequence[AxisScale] = ()) -> str:
     """Return the SVG of a picture; with its axes, the page shows the values of its lines at the pointer."""
-    told = " ".join(f"{n:.9g}" for axis in axes for n in (axis.low, axis.high, axis.start, axis.length))
-    data = f' data-axes="{told} {axes[-1].log:d}"' if axes else ""
+    numbers = " ".join(f"{n:.9g}" for axis in axes for n in (axis.low, axis.high, axis.start, axis.length))
+    data = f' data-axes="{numbers} {axes[-1].log:d}"' if axes else ""
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}"{data}>'
         f"{''.join(body)}</svg>"
@@ -250,14 +253,14 @@ def _piece_means(points: Sequence[AxisLimits], pieces: int) -> list[AxisLimits]:
 
 def _split_pieces(points: Sequence[AxisLimits], count: int) -> Iterator[Sequence[AxisLimits]]:
     """Return the sequence in `count` pieces."""
-    edges = [len(points) * place // count for place in range(count + 1)]
+    edges = [len(points) * index // count for index in range(count + 1)]
     return (points[begin:end] for begin, end in pairwise(edges))
 
 
 def _draw_line(
-    one: LineSeries,
+    line: LineSeries,
     drawn: Sequence[AxisLimits],
-    outline: Sequence[AxisLimits],
+    extremes: Sequence[AxisLimits],
     axes: tuple[AxisScale, AxisScale],
     colour: int,
     pieces: int,
@@ -265,19 +268,19 @@ def _draw_line(
     """Yield the SVG of a line; if points were left out, extremes in the background and means in front. A non-finite
     number is a gap.
     """
-    kind = f'class="line s{colour}{" dashed" * one.dashed}" data-name="{escape(one.name)}"'
-    if len(drawn) > len(outline):
-        yield f'<path class="line faint s{colour}" d="{_svg_path(outline, axes)}"/>'
+    kind = f'class="line s{colour}{" dashed" * line.dashed}" data-name="{escape(line.name)}"'
+    if len(drawn) > len(extremes):
+        yield f'<path class="line faint s{colour}" d="{_svg_path(extremes, axes)}"/>'
         yield f'<path {kind} d="{_svg_path(_piece_means(drawn, pieces), axes)}"/>'
         return
-    for there, piece in groupby(one.points, key=lambda point: bool(_finite_points([point]))):
-        if there:
-            known = _finite_points([*piece])
-            yield f'<path {kind} d="{_svg_path(known, axes)}"/>'
-            if (one.marks and len(drawn) <= MARKED) or len(known) == 1:
+    for finite, piece in groupby(line.points, key=lambda point: bool(_finite_points([point]))):
+        if finite:
+            points = _finite_points([*piece])
+            yield f'<path {kind} d="{_svg_path(points, axes)}"/>'
+            if (line.marks and len(drawn) <= MARKED) or len(points) == 1:
                 yield from (
                     f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
-                    for x, y in _point_positions(known, axes)
+                    for x, y in _point_positions(points, axes)
                 )
 
 
@@ -319,10 +322,9 @@ def _draw_x_ticks(x: AxisScale, bottom: float, write: FormatNumber, most: int) -
     for value in x.compute_ticks(most):
         at = x.to_position(value)
         anchor = "middle" if at < WIDTH - 2 * RIGHT else "end"
-        place = at if anchor == "middle" else WIDTH - 2
-        yield f'<path class="grid" d="M{at:.1f},{TOP}V{bottom:.1f}"/>' + _svg_text(
-            place, bottom + 17, write(value), anchor
-        )
+        label_x = at if anchor == "middle" else WIDTH - 2
+        label = _svg_text(label_x, bottom + 17, write(value), anchor)
+        yield f'<path class="grid" d="M{at:.1f},{TOP}V{bottom:.1f}"/>{label}'
 
 
 def _draw_events(events: Sequence[FigureEvent], x: AxisScale) -> Iterator[str]:
@@ -352,9 +354,9 @@ class PageSection:
         parts = [part for part in self.parts if part]
         if not parts:
             return ""
-        said = f'<p class="quiet">{escape(self.text)}</p>' if self.text else ""
+        text = f'<p class="quiet">{escape(self.text)}</p>' if self.text else ""
         body = "".join(parts) if self.wide else f'<div class="grid">{"".join(parts)}</div>'
-        return f"<section><h2>{escape(self.title)}</h2>{said}{body}</section>\n"
+        return f"<section><h2>{escape(self.title)}</h2>{text}{body}</section>\n"
 
 
 def render_page(title: str, subtitle: str, tiles: Iterable[tuple[str, str]], sections: Iterable[PageSection]) -> str:
@@ -378,7 +380,7 @@ def render_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Se
 
     def render_row(cells: Sequence[str], tag: str) -> str:
         marked = (
-            f"<{tag}{' class=number' * (place in numbers)}>{escape(cell)}</{tag}>" for place, cell in enumerate(cells)
+            f"<{tag}{' class=number' * (column in numbers)}>{escape(cell)}</{tag}>" for column, cell in enumerate(cells)
         )
         return f"<tr>{''.join(marked)}</tr>"
 
@@ -395,10 +397,11 @@ def write_html_page(path: Path, text: str, option: str) -> None:
     """Write the page atomically.
 
     Raises:
-        ConfigError: when the file cannot be written, by the name of the `option` that named it.
+        ConfigError: when the file cannot be written; the message names the `option` with its path.
     """
     try:
         with open_atomic_file(path, text=True) as stream:
             stream.write(text)
     except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written ({error.strerror})", hint="give another file") from error
+        message = f"{option} {path}: the file cannot be written ({error.strerror})"
+        raise ConfigError(message, hint="use another file") from error

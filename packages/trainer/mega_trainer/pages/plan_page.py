@@ -21,9 +21,9 @@ from mega_trainer.pages.page_elements import (
 from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
 from mega_trainer.pipeline.schedules import PipelineOpCosts, make_schedule, simulate_schedule
 
-DRAWN = 2400  # operations of a schedule's picture, at most
-SEEN = 160  # of a rank, that one can tell from each other
-ROWS = 16  # pipeline ranks whose memory is shown
+MAX_OPERATIONS = 2400  # of a schedule's picture
+MAX_RANK_OPERATIONS = 160  # readable operations of a rank
+MAX_ROWS = 16  # pipeline ranks whose memory is shown
 
 
 class PipelineShape(NamedTuple):
@@ -60,13 +60,13 @@ def render_plan_page(
     """Return the HTML page of a plan.
 
     Args:
-        title: what is planned.
-        plan: the plan as `mega plan --json` prints it.
-        moments: when each pipeline rank holds most.
-        pipeline: how it is cut.
-        message: bytes that a stage sends to the next one of each micro-batch.
-        costs: of its operations in seconds, where the machine is known.
-        found: what a search found, the best first.
+        title: title of the page.
+        plan: plan as printed by `mega plan --json`.
+        moments: operation at the memory peak of each pipeline rank.
+        pipeline: shape of the pipeline.
+        message: bytes that a stage sends to the next one for each micro-batch.
+        costs: seconds of pipeline operations, if the machine is known.
+        found: layouts found by a search, fastest first.
     """
     ranks, timed = plan["ranks"], plan.get("time", {})
     degrees = ", ".join(f"{name} {size}" for name, size in ranks.items() if name != "world")
@@ -83,12 +83,12 @@ def render_plan_page(
 def draw_schedule(pipeline: PipelineShape, costs: PipelineOpCosts | None = None) -> tuple[str, str]:
     """Return a picture of a pipeline's schedule, with as many micro-batches as are readable, and its caption."""
     each = pipeline.ranks * pipeline.stages * (3 if pipeline.schedule.startswith("zb") else 2)
-    most = min(DRAWN // each, max(pipeline.ranks, SEEN * pipeline.ranks // each))
+    most = min(MAX_OPERATIONS // each, max(pipeline.ranks, MAX_RANK_OPERATIONS * pipeline.ranks // each))
     shown = max(1, min(pipeline.microbatches, most))
     schedule = make_schedule(pipeline.schedule, pp=pipeline.ranks, microbatches=shown, virtual_stages=pipeline.stages)
-    text = "A row is a pipeline rank; the number in a box is its micro-batch."
+    text = "Each row is a pipeline rank; the number in a box is the micro-batch."
     if shown < pipeline.microbatches:
-        text += f" Drawn with {shown} of {pipeline.microbatches} micro-batches: a full pipeline goes on as it is."
+        text += f" Shows {shown} of {pipeline.microbatches} micro-batches; a full pipeline is periodic."
     return draw_schedule_svg(schedule, simulate_schedule(schedule, costs)), text
 
 
@@ -97,25 +97,25 @@ def _make_tiles(plan: Mapping[str, Any], timed: Mapping[str, Any]) -> list[tuple
     most = max(sum(kinds.values()) for kinds in plan["memory_bytes"])
     tiles = [
         ("parameters", format_number(plan["parameters"])),
-        ("tokens a step", format_number(plan["tokens_per_step"])),
-        ("FLOP a step", format_number(plan["flops_per_step"])),
-        ("of the fullest rank", format_bytes(most)),
-        ("pipeline bubble of equal stages", format_percent(plan["bubble"])),
+        ("tokens per step", format_number(plan["tokens_per_step"])),
+        ("FLOPs per step", format_number(plan["flops_per_step"])),
+        ("peak memory of a rank", format_bytes(most)),
+        ("pipeline bubble for equal stages", format_percent(plan["bubble"])),
     ]
     if timed:
         fits = "fits" if timed["fits"] else "does not fit"
         tiles += [
-            (f"a step on {timed['machine']}, {fits} its memory", format_duration(timed["seconds_per_step"])),
-            ("tokens a second and GPU", f"{timed['tokens_per_second_per_gpu']:,.0f}"),
+            (f"step time on {timed['machine']}, {fits} in its memory", format_duration(timed["seconds_per_step"])),
+            ("tokens/s per GPU", f"{timed['tokens_per_second_per_gpu']:,.0f}"),
             (
-                f"MFU of the {timed['peak_of']} peak, by 6N {format_percent(timed['mfu_palm'])}",
+                f"MFU of the {timed['peak_of']} peak; with 6N FLOPs {format_percent(timed['mfu_palm'])}",
                 format_percent(timed["mfu_causal"]),
             ),
         ]
     if "hours" in timed:
-        tiles.append((f"to {format_number(timed['tokens'])} tokens", format_duration(3600 * timed["hours"])))
+        tiles.append((f"time for {format_number(timed['tokens'])} tokens", format_duration(3600 * timed["hours"])))
     if "cost" in timed:
-        tiles.append((f"costs to {format_number(timed['tokens'])} tokens", format_number(timed["cost"])))
+        tiles.append((f"cost of {format_number(timed['tokens'])} tokens", format_number(timed["cost"])))
     return tiles
 
 
@@ -124,25 +124,23 @@ def _memory_section(plan: Mapping[str, Any], timed: Mapping[str, Any], moments: 
     every, limit = plan["memory_bytes"], timed.get("memory_limit_bytes")
     rows = [
         StackedBar(f"rank {rank}", list(every[rank].items()), format_bytes(sum(every[rank].values())))
-        for rank in range(0, len(every), -(-len(every) // ROWS))
+        for rank in range(0, len(every), -(-len(every) // MAX_ROWS))
     ]
     memory = draw_bar_figure(
-        "Memory of each pipeline rank at its peak", rows, write=format_bytes, limit=limit, limit_name="the GPU has"
+        "Peak memory of each pipeline rank", rows, write=format_bytes, limit=limit, limit_name="GPU memory"
     )
     peaks = [
         (str(rank), format_bytes(sum(kinds.values())), moments[rank], str(flight))
         for rank, (kinds, flight) in enumerate(zip(every, plan["microbatches_in_flight"], strict=True))
     ]
-    listed = render_table(("rank", "needs", "most in", "activations in flight"), peaks, numbers=(0, 1, 3))
+    listed = render_table(("rank", "peak memory", "peak in", "activations in flight"), peaks, numbers=(0, 1, 3))
     parts = timed.get("seconds", {})
     shares = [
         StackedBar(kind, [(kind, part)], format_percent(part / timed["seconds_per_step"]))
         for kind, part in parts.items()
     ]
-    time = draw_bar_figure("Where a step's time goes", shares, write=format_duration) if shares else ""
-    text = (
-        "Time is that of the pipeline rank that works most; what runs beside other work is not in it." if time else ""
-    )
+    time = draw_bar_figure("Step time by part", shares, write=format_duration) if shares else ""
+    text = "Times are of the slowest pipeline rank, without overlapped communication." if time else ""
     return PageSection("Memory and time" if time else "Memory", [memory, time, listed], text)
 
 
@@ -151,11 +149,11 @@ def _schedule_section(pipeline: PipelineShape, message: int, costs: PipelineOpCo
     if pipeline.ranks == 1:
         return PageSection("Pipeline schedule", [])
     picture, text = draw_schedule(pipeline, costs)
-    text += f" A message, the output of a stage or its gradient, has {format_bytes(message)}."
+    text += f" A message (activations or their gradient) has {format_bytes(message)}."
     text += (
-        " Times are those predicted, in seconds."
+        " Times are predicted, in seconds."
         if costs is not None
-        else " Forward, input's and weights' gradient take 1 each."
+        else " Forward, input gradient and weight gradient take 1 unit each."
     )
     return PageSection("Pipeline schedule", [wrap_wide_picture(picture)], text, wide=True)
 
@@ -171,7 +169,7 @@ def _changes_section(timed: Mapping[str, Any]) -> PageSection:
         for change in timed["faster"]
     ]
     return PageSection(
-        "What to change first", [render_table(("change", "gains", "then needs"), rows, numbers=(1, 2))], wide=True
+        "Faster settings", [render_table(("change", "gain", "peak memory"), rows, numbers=(1, 2))], wide=True
     )
 
 
@@ -180,40 +178,40 @@ def _search_section(found: Sequence[SearchedLayout], timed: Mapping[str, Any]) -
     limit = timed.get("memory_limit_bytes")
     drawn = [
         ScatterPoint(
-            one.memory / 2**30,
-            one.rate,
-            _split_name(one.settings),
-            f"{one.settings}: {format_duration(one.seconds)} a step",
-            place == 0,
+            layout.memory / 2**30,
+            layout.rate,
+            _split_name(layout.settings),
+            f"{layout.settings}: {format_duration(layout.seconds)} per step",
+            index == 0,
         )
-        for place, one in enumerate(found)
+        for index, layout in enumerate(found)
     ]
     figure = draw_scatter_figure(
-        "Layouts that fit: the large one is the fastest", drawn, x_name="memory of the fullest rank",
-        y_name="tokens a second and GPU", write_x=format_gib, limit=limit and limit / 2**30,
+        "Layouts that fit (large: fastest)", drawn, x_name="peak memory of a rank",
+        y_name="tokens/s per GPU", write_x=format_gib, limit=limit and limit / 2**30,
     )  # fmt: skip
     best = found[0].seconds
     rows = [
         (
-            f"{one.seconds:.3f} s",
-            f"+{format_percent(one.seconds / best - 1)}",
-            format_compact(one.rate),
-            format_bytes(one.memory),
-            one.settings,
-            one.reason,
+            f"{layout.seconds:.3f} s",
+            f"+{format_percent(layout.seconds / best - 1)}",
+            format_compact(layout.rate),
+            format_bytes(layout.memory),
+            layout.settings,
+            layout.reason,
         )
-        for one in found[:12]
+        for layout in found[:12]
     ]
-    head = ("a step", "slower", "tokens/s/GPU", "memory", "layout", "why")
+    head = ("step time", "slower", "tokens/s/GPU", "memory", "layout", "explanation")
     return PageSection(
         "Search",
         [figure, render_table(head, rows, numbers=(0, 1, 2, 3))],
-        "Predicted; the plan below is of the fastest.",
+        "Predictions; the plan below is for the fastest layout.",
     )
 
 
 def _split_name(settings: str) -> str:
-    """Return the tensor and pipeline ranks in a layout's words, which determine its colour."""
+    """Return the tensor and pipeline ranks in a layout's settings, which determine its colour."""
     words = settings.split()
     kept = [f"{name} {words[words.index(name) + 1]}" for name in ("tp", "pp") if name in words]
-    return ", ".join(kept) or "one rank a copy"
+    return ", ".join(kept) or "tp 1, pp 1"

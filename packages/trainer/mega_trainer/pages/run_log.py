@@ -19,7 +19,7 @@ from mega_common.object_store import parse_location
 from mega_trainer.job.error_log import ERRORS, RANKS
 
 METRICS = "metrics.jsonl"
-LAUNCHER = "the launcher"  # where an error is no rank's own
+LAUNCHER = "the launcher"  # source of an error that no rank reported
 
 
 @dataclass
@@ -46,11 +46,11 @@ class RunLog:
     """Content of a run's folder so far.
 
     Attributes:
-        folder: of the run.
-        columns: by key of metrics.jsonl.
-        last: the last whole line.
-        settings: run.yaml, nested; empty without one.
-        starts: of starts.jsonl.
+        folder: folder of the run.
+        columns: columns of metrics.jsonl by key.
+        last: last complete line of metrics.jsonl.
+        settings: run.yaml as nested mappings; empty if it is missing.
+        starts: lines of starts.jsonl.
     """
 
     folder: Path
@@ -65,10 +65,10 @@ class RunLog:
     ) -> RunLog:
         """Read the folder `path`, or the folder of a metrics.jsonl; with `tail` only the last `tail` bytes of lines.
 
-        `advance` is told of the bytes that were read.
+        `advance` is called with the number of bytes that were read.
 
         Raises:
-            ConfigError: where there is no line of a step.
+            ConfigError: when there are no metrics of a step.
         """
         folder = path.parent if path.name == METRICS else path
         columns: defaultdict[str, MetricColumn] = defaultdict(MetricColumn)
@@ -81,7 +81,8 @@ class RunLog:
             last = line
         if not last:
             raise ConfigError(
-                f"{folder / METRICS}: has no line of a step yet", hint="a run writes one after its first step"
+                f"{folder / METRICS} has no metrics of a step yet",
+                hint="wait for the first step of the run, or start the run with mega train",
             )
         starts = list(read_complete_lines(folder / "starts.jsonl", "time"))
         return cls(folder, columns, last, _read_settings(folder / "run.yaml"), starts)
@@ -122,7 +123,7 @@ class RunLog:
         root = self.folder / "checkpoints" if kept is None else parse_location(kept)
         found = []
         for manifest in sorted(root.glob("step-*/manifest.json")) if isinstance(root, Path) else ():
-            with contextlib.suppress(OSError, ValueError):  # it may go while it is looked at
+            with contextlib.suppress(OSError, ValueError):  # the run may remove it at any time
                 step = int(manifest.parent.name.removeprefix("step-"))
                 found.append(SavedCheckpoint(step, manifest.stat().st_mtime, manifest.parent))
         return found
@@ -131,12 +132,12 @@ class RunLog:
         """Return (time, ranks, message) of each error that ended ranks, oldest first; consecutive equal errors of
         several ranks are one.
         """
-        told = sorted(read_complete_lines(self.folder / ERRORS, "time"), key=lambda line: float(line["time"]))
-        alike = [list(lines) for _, lines in itertools.groupby(told, key=lambda line: str(line["error"]))]
-        return [(lines[0]["time"], _format_ranks(lines), lines[0]["error"]) for lines in alike]
+        errors = sorted(read_complete_lines(self.folder / ERRORS, "time"), key=lambda line: float(line["time"]))
+        groups = [list(lines) for _, lines in itertools.groupby(errors, key=lambda line: str(line["error"]))]
+        return [(lines[0]["time"], _format_ranks(lines), lines[0]["error"]) for lines in groups]
 
     def read_rank_states(self) -> list[dict[str, Any]]:
-        """Return the last reported state of each rank, as written by `watch`; empty for a run on one rank."""
+        """Return the last reported state of each rank, as written by the watchdog; empty for a run on one rank."""
         try:
             found = parse_json_text((self.folder / RANKS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -146,8 +147,8 @@ class RunLog:
 
 def _format_ranks(lines: Sequence[dict[str, Any]], most: int = 8) -> str:
     """Return the ranks of error lines as text."""
-    told = sorted({line["rank"] for line in lines if line["rank"] is not None})
-    return ", ".join(map(str, told[:most])) + (", ..." if len(told) > most else "") or LAUNCHER
+    ranks = sorted({line["rank"] for line in lines if line["rank"] is not None})
+    return ", ".join(map(str, ranks[:most])) + (", ..." if len(ranks) > most else "") or LAUNCHER
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class SavedCheckpoint:
 def read_complete_lines(
     path: Path, key: str = "step", *, tail: int | None = None, advance: Callable[[int], object] = lambda size: None
 ) -> Iterator[dict[str, Any]]:
-    """Yield JSON mappings with a number under `key`, one a line; truncated lines are left out."""
+    """Yield the JSON mappings with a number under `key`, one per line; truncated lines are left out."""
     if not path.exists():
         return
     with open(path, "rb") as stream:
@@ -185,8 +186,8 @@ def _find_metrics(folder: Path) -> Path:
     """Return the path of an existing metrics.jsonl."""
     path = folder / METRICS
     if not path.is_file():
-        what = f"{folder}: no such folder" if not folder.exists() else f"{folder}: holds no {METRICS}"
-        raise ConfigError(what, hint="give the folder of a run, its `output`, such as runs/llama3-8b")
+        message = f"{folder} does not exist" if not folder.exists() else f"{folder} has no {METRICS}"
+        raise ConfigError(message, hint="pass the folder of a run (`output` in run.yaml), such as runs/llama3-8b")
     return path
 
 

@@ -34,8 +34,7 @@ from mega_trainer.pages.plan_page import PipelineShape, draw_schedule
 from mega_trainer.pages.run_log import RunLog
 
 PHASES = ("data", "forward", "backward", "pipeline", "reduce", "norm", "update", "evaluate", "save")
-MOST_ROWS = 40  # of a table of checkpoints or starts
-DRAWN_OPERATIONS = 1200  # of a schedule's picture
+MAX_ROWS = 40  # rows of a table of checkpoints, starts or errors
 PredictedMetrics = Mapping[str, float]  # by key of metrics.jsonl
 
 
@@ -91,12 +90,12 @@ def _make_tiles(run: RunLog, planned: PredictedMetrics) -> list[tuple[str, str]]
     valid = [value for _, value in run.metric_points("valid_loss") if math.isfinite(value)]
     if valid:
         tiles.append(("best validation loss", f"{min(valid):.4f}"))
-    for key, what in (("tokens_per_second", "tokens a second"), ("mfu", "MFU")):
+    for key, name in (("tokens_per_second", "tokens/s"), ("mfu", "MFU")):
         values = sorted(value for _, value in run.metric_points(key)[-200:] if math.isfinite(value))
         if values:
             write: FormatNumber = format_percent if key == "mfu" else format_compact
-            beside = f", planned {write(planned[key])}" if key in planned else ""
-            tiles.append((f"{what}, median of the last steps{beside}", write(values[len(values) // 2])))
+            prediction = f", planned {write(planned[key])}" if key in planned else ""
+            tiles.append((f"{name}, median of the last steps{prediction}", write(values[len(values) // 2])))
     tiles.append(("memory", format_bytes(last.get("memory_bytes") or 0)))
     if "goodput" in last:
         tiles.append(("goodput", format_percent(last["goodput"])))
@@ -124,8 +123,8 @@ def _draw_metric(
 ) -> str:  # fmt: skip
     """Draw a figure of one key with a line for each run, in multiples of `unit`."""
     series = [
-        LineSeries(name, [(step, value / unit) for step, value in run.metric_points(key)], place)
-        for place, (run, name) in enumerate(zip(runs, names, strict=True))
+        LineSeries(name, [(step, value / unit) for step, value in run.metric_points(key)], index)
+        for index, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
     return draw_line_figure(
         title, [*series, *extra], write=write, log_from=log_from, zero=zero, events=_restart_events(runs)
@@ -146,15 +145,15 @@ def _learning_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSecti
     """Return the section about losses, learning rate and gradient norm."""
     valid = [
         LineSeries(f"{name}, validation" if len(runs) > 1 else "validation", run.metric_points("valid_loss"),
-               place if len(runs) > 1 else 1, marks=True, dashed=len(runs) > 1)
-        for place, (run, name) in enumerate(zip(runs, names, strict=True))
+               index if len(runs) > 1 else 1, marks=True, dashed=len(runs) > 1)
+        for index, (run, name) in enumerate(zip(runs, names, strict=True))
     ]  # fmt: skip
     figures = [
         _draw_metric(runs, ["training"] if len(runs) == 1 else names, "Loss", "loss", log_from=3, extra=valid),
         _draw_metric(runs, names, "Learning rate", "lr", zero=True),
-        _draw_metric(runs, names, "Gradient norm, before the clip", "grad_norm", log_from=30),
-        _draw_metric(runs, names, "Loss of further tokens", "mtp_loss"),
-        _draw_metric(runs, names, "Loss of the order of segments", "pair_loss"),
+        _draw_metric(runs, names, "Gradient norm before clipping", "grad_norm", log_from=30),
+        _draw_metric(runs, names, "Multi-token prediction (MTP) loss", "mtp_loss"),
+        _draw_metric(runs, names, "Segment order loss", "pair_loss"),
         _draw_metric(runs, names, "Loss scale", "loss_scale", log_from=30),
     ]
     return PageSection("Learning", figures)
@@ -166,9 +165,9 @@ def _speed_section(runs: Sequence[RunLog], names: Sequence[str], planned: Sequen
     def make_planned_series(key: str) -> list[LineSeries]:
         several = len(runs) > 1
         return [
-            LineSeries(f"{name}, planned" if several else "planned", [(run.metric_points(key)[0][0], told[key]), (run.metric_points(key)[-1][0], told[key])],
-                   place if several else 1, dashed=True)
-            for place, (run, name, told) in enumerate(zip(runs, names, planned, strict=True)) if key in told and run.metric_points(key)
+            LineSeries(f"{name}, planned" if several else "planned", [(run.metric_points(key)[0][0], plan[key]), (run.metric_points(key)[-1][0], plan[key])],
+                   index if several else 1, dashed=True)
+            for index, (run, name, plan) in enumerate(zip(runs, names, planned, strict=True)) if key in plan and run.metric_points(key)
         ]  # fmt: skip
 
     def draw_speed_figure(title: str, key: str, write: FormatNumber) -> str:
@@ -178,22 +177,22 @@ def _speed_section(runs: Sequence[RunLog], names: Sequence[str], planned: Sequen
     return PageSection(
         "Speed and memory",
         [
-            draw_speed_figure("Tokens a second", "tokens_per_second", format_compact),
-            draw_speed_figure("Model FLOPs utilisation", "mfu", format_percent),
-            draw_speed_figure("Seconds a step", "seconds", format_duration),
+            draw_speed_figure("Tokens per second", "tokens_per_second", format_compact),
+            draw_speed_figure("Model FLOPs utilisation (MFU)", "mfu", format_percent),
+            draw_speed_figure("Step time", "seconds", format_duration),
             _draw_metric(runs, names, "Memory of rank 0", "memory_bytes", write=format_gib, zero=True, unit=2**30),
         ],
     )
 
 
 def _time_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSection:
-    """Return the section about where the time went."""
+    """Return the section about time by phase and lost time."""
     figures = []
     for run, name in zip(runs, names, strict=True):
-        behind = f" of {name}" if len(runs) > 1 else ""
+        suffix = f" of {name}" if len(runs) > 1 else ""
         figures += [
-            _draw_phases(run, f"Seconds of a step by phase{behind}"),
-            _draw_lost_time(run, f"Time lost{behind}"),
+            _draw_phases(run, f"Step time by phase{suffix}"),
+            _draw_lost_time(run, f"Lost time{suffix}"),
         ]
     figures.append(
         _draw_metric(
@@ -204,7 +203,7 @@ def _time_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSection:
             write=format_percent,
         )
     )
-    return PageSection("Where the time went", figures, "Of rank 0. What a phase waits for in another is not in both.")
+    return PageSection("Time breakdown", figures, "Measured on rank 0; nested phases are counted once.")
 
 
 def _draw_phases(run: RunLog, title: str) -> str:
@@ -214,8 +213,8 @@ def _draw_phases(run: RunLog, title: str) -> str:
     steps = [step for step, _ in run.metric_points("seconds")]
     stacked = []
     for name in order:
-        there = dict(run.metric_points(f"phases/{name}"))
-        stacked.append(LineSeries(name.replace("_", " "), [(step, there.get(step, 0.0)) for step in steps]))
+        seconds = dict(run.metric_points(f"phases/{name}"))
+        stacked.append(LineSeries(name.replace("_", " "), [(step, seconds.get(step, 0.0)) for step in steps]))
     return draw_area_figure(title, stacked, write=format_duration, events=_restart_events([run])) if stacked else ""
 
 
@@ -229,27 +228,25 @@ def _draw_lost_time(run: RunLog, title: str) -> str:
 def _routing_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSection:
     """Return the section about the routing of experts."""
     shown = [
-        ("Most loaded expert, in multiples of the mean", "expert_load_max"),
-        ("Least loaded expert, in multiples of the mean", "expert_load_min"),
-        ("Entropy of the router, nats", "router_entropy"),
-        ("Choices dropped", "drop_rate"),
-        ("Balancing loss", "aux_loss"),
-        ("z-loss of the router", "z_loss"),
+        ("Maximum expert load / mean", "expert_load_max"),
+        ("Minimum expert load / mean", "expert_load_min"),
+        ("Router entropy, nats", "router_entropy"),
+        ("Dropped tokens", "drop_rate"),
+        ("Load balancing loss", "aux_loss"),
+        ("Router z-loss", "z_loss"),
     ]
-    return PageSection("Routing of experts", [_draw_metric(runs, names, title, key) for title, key in shown])
+    return PageSection("Expert routing", [_draw_metric(runs, names, title, key) for title, key in shown])
 
 
 def _data_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSection:
     """Return the section about epochs of the data sets."""
     several = len(runs) > 1
     series = [
-        LineSeries(f"{name}: {read}" if several else read, run.metric_points(f"epochs/{read}"))
+        LineSeries(f"{name}: {dataset}" if several else dataset, run.metric_points(f"epochs/{dataset}"))
         for run, name in zip(runs, names, strict=True)
-        for read in run.list_key_suffixes("epochs/")
+        for dataset in run.list_key_suffixes("epochs/")
     ]
-    return PageSection(
-        "Data", [draw_line_figure("How often each data set was read", series, zero=True) if series else ""]
-    )
+    return PageSection("Data", [draw_line_figure("Epochs of each data set", series, zero=True) if series else ""])
 
 
 def _schedule_sections(runs: Sequence[RunLog], names: Sequence[str]) -> list[PageSection]:
@@ -280,8 +277,8 @@ def _history_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSectio
     """Return the section about starts, errors and checkpoints."""
     parts = []
     for run, name in zip(runs, names, strict=True):
-        behind = f" of {name}" if len(runs) > 1 else ""
-        starts = [run.starts[place] for place in pick_evenly_spaced(len(run.starts), MOST_ROWS)]
+        suffix = f" of {name}" if len(runs) > 1 else ""
+        starts = [run.starts[index] for index in pick_evenly_spaced(len(run.starts), MAX_ROWS)]
         rows = [
             (
                 _format_time(start["time"]),
@@ -291,14 +288,14 @@ def _history_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSectio
             )
             for start in starts
         ]
-        parts.append(render_table((f"Start{behind}", "after step", "layout", "rank 0 on"), rows, numbers=(1,)))
+        parts.append(render_table((f"Start{suffix}", "after step", "layout", "rank 0 on"), rows, numbers=(1,)))
         kept = run.list_checkpoints()
-        shown = [kept[place] for place in pick_evenly_spaced(len(kept), MOST_ROWS)]
-        saved = [(f"step {one.step:,}", _format_time(one.written), format_bytes(one.size_bytes)) for one in shown]
-        parts.append(render_table((f"Checkpoint{behind}", "written", "size"), saved, numbers=(2,)))
+        shown = [kept[index] for index in pick_evenly_spaced(len(kept), MAX_ROWS)]
+        saved = [(f"step {each.step:,}", _format_time(each.written), format_bytes(each.size_bytes)) for each in shown]
+        parts.append(render_table((f"Checkpoint{suffix}", "written", "size"), saved, numbers=(2,)))
         errors = run.list_rank_errors()
-        ends = [(_format_time(when), rank, what) for when, rank, what in errors[:MOST_ROWS]]
-        parts.append(render_table((f"Error{behind}", "rank", "what it said"), ends, numbers=(1,)))
+        ends = [(_format_time(time), rank, message) for time, rank, message in errors[:MAX_ROWS]]
+        parts.append(render_table((f"Error{suffix}", "rank", "message"), ends, numbers=(1,)))
     return PageSection("Starts, errors and checkpoints", parts)
 
 
@@ -319,20 +316,20 @@ def _settings_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSecti
     if len(runs) > 1:
         keys = [key for key in keys if len({str(settings.get(key)) for settings in found}) > 1]
     rows = [(key, *(str(settings.get(key, "(default)")) for settings in found)) for key in keys]
-    text = "Those that differ; all others are alike." if len(runs) > 1 else ""
+    text = "Only settings that differ." if len(runs) > 1 else ""
     listed = render_table(("setting", *names), rows)
-    if len(rows) > MOST_ROWS:
+    if len(rows) > MAX_ROWS:
         listed = f"<details><summary>{len(rows)} settings</summary>{listed}</details>"
     return PageSection("Settings", [listed], text, wide=True)
 
 
 def _environment_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSection:
     """Return the section about hosts and software versions."""
-    told = [run.starts[-1] if run.starts else {} for run in runs]
+    starts = [run.starts[-1] if run.starts else {} for run in runs]
     found = [
         {key: str(start[key]) for key in ("host", "machine", "cpus") if key in start} | start.get("versions", {})
-        for start in told
+        for start in starts
     ]
-    keys = list(dict.fromkeys(key for one in found for key in one))
-    rows = [(key, *(str(one.get(key, "")) for one in found)) for key in keys]
+    keys = list(dict.fromkeys(key for environment in found for key in environment))
+    rows = [(key, *(str(environment.get(key, "")) for environment in found)) for key in keys]
     return PageSection("Environment", [render_table(("at the last start", *names), rows)], wide=True)

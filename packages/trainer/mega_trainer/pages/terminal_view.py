@@ -18,10 +18,10 @@ from mega_trainer.pages.axis_scale import format_bytes, format_duration, format_
 from mega_trainer.pages.run_log import LAUNCHER, RunLog
 from mega_trainer.pages.run_page import PHASES
 
-TAIL = 1 << 20  # bytes of metrics.jsonl that are read each time: a thousand steps, about
-POINTS = 48  # of a sparkline
-SILENT = 5.0  # as many steps' time without a line, and a run is not called running
-MOST, ERRORS = 8, 3  # ranks and errors that are shown
+TAIL = 1 << 20  # bytes of metrics.jsonl that are read each time: about a thousand steps
+POINTS = 48  # characters of a sparkline
+SILENT = 5.0  # steps' time without a new line after which a run does not count as running
+MAX_RANKS, MAX_ERRORS = 8, 3  # ranks and errors that are shown
 LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -30,8 +30,8 @@ def render_run_view(run: RunLog, now: float) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()
-    for name, told in _iterate_facts(run, now):
-        facts.add_row(name, told)
+    for name, text in _iterate_facts(run, now):
+        facts.add_row(name, text)
     parts: list[RenderableType] = [Text(f"{run.folder}  {_describe_state(run, now)}", style="bold")]
     if run.planned_steps:
         done = Table.grid(padding=(0, 2))
@@ -46,12 +46,12 @@ def render_run_view(run: RunLog, now: float) -> RenderableType:
 def draw_sparkline(values: Sequence[float], points: int = POINTS) -> str:
     """Return the means of `points` pieces of these values as bar characters.
 
-    >>> sparkline([1, 2, 3, 4])
+    >>> draw_sparkline([1, 2, 3, 4])
     '▁▃▆█'
     """
     finite = [value for value in values if math.isfinite(value)]
     count = min(points, len(finite))
-    edges = [len(finite) * place // count for place in range(count + 1)] if count else []
+    edges = [len(finite) * index // count for index in range(count + 1)] if count else []
     means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     top = len(LEVELS) - 1
@@ -83,10 +83,10 @@ def _iterate_facts(run: RunLog, now: float) -> Iterator[tuple[str, str]]:
     yield "learning rate", f"{last['lr']:.3g}"
     rates = [value for _, value in run.metric_points("tokens_per_second")]
     yield (
-        "tokens a second",
+        "tokens/s",
         f"{format_number(last['tokens_per_second'])}  {draw_sparkline(rates)}  MFU {format_percent(last['mfu'])}",
     )
-    yield "a step", format_duration(last["seconds"])
+    yield "step time", format_duration(last["seconds"])
     yield "memory", format_bytes(last["memory_bytes"])
     if "goodput" in last:
         lost = [
@@ -98,7 +98,7 @@ def _iterate_facts(run: RunLog, now: float) -> Iterator[tuple[str, str]]:
         yield "checkpoint", f"step {saved[-1].step:,}, {format_duration(max(now - saved[-1].written, 0))} ago"
     if run.starts:
         layout = ", ".join(f"{key} {value}" for key, value in run.starts[-1].get("layout", {}).items())
-        yield "starts", f"{len(run.starts)}, the last with {layout} on {run.starts[-1].get('host', '?')}"
+        yield "starts", f"{len(run.starts)}; last start: {layout} on {run.starts[-1].get('host', '?')}"
 
 
 def _remaining_time(run: RunLog) -> str:
@@ -116,7 +116,7 @@ def _phase_bars(run: RunLog) -> Iterator[RenderableType]:
         if share >= 0.001:
             table.add_row(name.replace("_", " "), Bar(1.0, 0.0, min(share, 1.0), width=40), format_percent(share))
     if table.row_count:
-        yield Text("phases of the last step, on rank 0", style="bold")
+        yield Text("phases of the last step (rank 0)", style="bold")
         yield table
 
 
@@ -124,21 +124,21 @@ def _slowest_ranks(run: RunLog, now: float) -> Iterator[RenderableType]:
     """Yield the ranks of a running run that are furthest behind, with their phase and its duration."""
     if run.is_finished:
         return
-    signs = sorted(run.read_rank_states(), key=lambda sign: (sign["step"], sign["heard"] - sign["still"]))
+    states = sorted(run.read_rank_states(), key=lambda state: (state["step"], state["heard"] - state["still"]))
     table = Table.grid(padding=(0, 2))
-    for sign in signs[:MOST]:
-        at = f"waiting: {sign['waits']}" if sign["waits"] else sign["phase"] or "between phases"
-        still = f"for {format_duration(sign['still'])}" if sign["still"] >= 1 else ""
-        heard = f"heard of {format_duration(max(now - sign['heard'], 0))} ago"
-        table.add_row(f"rank {sign['rank']}", sign["host"], f"step {sign['step']:,}", at, still, heard)
-    if signs:
-        more = f", those furthest behind of {len(signs)}" if len(signs) > MOST else ""
-        yield Text(f"ranks{more}", style="bold")
+    for state in states[:MAX_RANKS]:
+        phase = f"waiting: {state['waits']}" if state["waits"] else state["phase"] or "between phases"
+        duration = f"for {format_duration(state['still'])}" if state["still"] >= 1 else ""
+        heartbeat = f"heartbeat {format_duration(max(now - state['heard'], 0))} ago"
+        table.add_row(f"rank {state['rank']}", state["host"], f"step {state['step']:,}", phase, duration, heartbeat)
+    if states:
+        title = f"slowest {MAX_RANKS} of {len(states)} ranks" if len(states) > MAX_RANKS else "ranks"
+        yield Text(title, style="bold")
         yield table
 
 
 def _last_errors(run: RunLog, now: float) -> Iterator[RenderableType]:
     """Yield the last errors of ranks."""
-    for when, rank, what in run.list_rank_errors()[-ERRORS:]:
-        who = rank if rank == LAUNCHER else f"rank {rank}"
-        yield Text(f"{format_duration(max(now - when, 0))} ago, {who}: {what}", style="yellow")
+    for time, rank, message in run.list_rank_errors()[-MAX_ERRORS:]:
+        source = rank if rank == LAUNCHER else f"rank {rank}"
+        yield Text(f"{format_duration(max(now - time, 0))} ago, {source}: {message}", style="yellow")

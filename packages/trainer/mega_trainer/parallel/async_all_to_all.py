@@ -1,10 +1,10 @@
 """Asynchronous all-to-all of rows, overlapped with computation in forward and backward.
 
-An exchange is two nodes of the graph: what stands between `start` and its wait runs beside it, and in the backward the
-gradient's way back starts where the wait was, and is waited for where the rows set out. Autograd takes the youngest node
-that is ready, so there too what stood between the two runs beside the exchange.
+An exchange is two nodes of the autograd graph, start and wait: operations between them overlap with it. In the backward the
+reverse exchange of the gradient starts at the wait node and is waited for at the start node. Autograd runs the most recent
+ready node first, so the backwards of those operations overlap with the reverse exchange too.
 
-Tables of rows have one more than is sent: the last one is nobody's, as `RowAssignment` wants it.
+Tables have one more row than is sent: the last row is unused, as in `RowAssignment`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch.autograd.function import once_differentiable
 
 from mega_trainer.distributed.comm import CollectiveWork, CommGroup, all_to_all_into
 
-# rows, of which the first are sent; how many to and from each rank of the group; rows of the table that is to be returned ->
-# that table, there after the wait, with what came as its first rows
+# (rows, of which the first are sent; row counts to and from each rank; rows of the received table) -> (received table,
+# complete after the wait, with the received rows first; handle to wait for)
 AllToAllFunction = Callable[[Tensor, Any, Any, int], tuple[Tensor, CollectiveWork]]
 
 
 @dataclass(frozen=True)
 class HostSplitWire:
-    """`Wire` for row counts on the host."""
+    """`AllToAllFunction` with row counts on the host."""
 
     group: CommGroup
 
     def __call__(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], length: int
     ) -> tuple[Tensor, CollectiveWork]:
-        """See `Wire`."""
+        """See `AllToAllFunction`."""
         table = rows.new_empty((length, *rows.shape[1:]))
         out, own = table[: sum(received)], rows[: sum(sent)].contiguous()
         work = all_to_all_into(out, own, self.group, received, sent, async_op=True)
@@ -44,33 +44,33 @@ class HostSplitWire:
 
 @dataclass
 class AsyncAllToAll:
-    """One all-to-all, and later that of the gradients.
+    """One all-to-all, and the reverse all-to-all of its gradient.
 
     Attributes:
-        wire: what sends.
-        sent, received: rows to and from each of its ranks, as the wire wants them.
-        length: of the table that comes.
+        wire: performs the exchange.
+        sent, received: row counts to and from each rank, in the wire's form.
+        length: rows of the received table.
     """
 
     wire: AllToAllFunction
     sent: Any
     received: Any
     length: int
-    _under_way: tuple[Tensor, CollectiveWork] | None = None  # from the one node of a pass to the other
+    _pending: tuple[Tensor, CollectiveWork] | None = None  # set between the two nodes of a pass
 
     def start_forward(self, rows: Tensor) -> Tensor:
         """Start to send the first of `rows`; the received table is complete after `wait_for_table`."""
-        self._under_way = self.wire(rows, self.sent, self.received, self.length)
-        return self._under_way[0]
+        self._pending = self.wire(rows, self.sent, self.received, self.length)
+        return self._pending[0]
 
     def start_backward(self, rows: Tensor, length: int) -> None:
-        """Start the reverse exchange (combine), of a table as long as the received one."""
-        self._under_way = self.wire(rows, self.received, self.sent, length)
+        """Start the reverse exchange of `rows` into a table of `length` rows."""
+        self._pending = self.wire(rows, self.received, self.sent, length)
 
     def wait_for_table(self) -> Tensor:
         """Wait for the exchange in progress and return its table."""
-        assert self._under_way is not None
-        (table, work), self._under_way = self._under_way, None
+        assert self._pending is not None
+        (table, work), self._pending = self._pending, None
         work.wait()
         return table
 
@@ -84,7 +84,7 @@ class _StartExchange(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.end(), None
+        return ctx.exchange.wait_for_table(), None
 
 
 class _WaitForExchange(Function):
@@ -97,8 +97,8 @@ class _WaitForExchange(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.exchange.begin_back(dy, ctx.length)
-        return dy, None, None  # what came back is `_StartExchange`'s to return
+        ctx.exchange.start_backward(dy, ctx.length)
+        return dy, None, None  # `_StartExchange.backward` returns the received gradient
 
 
 def start_host_copy(table: Tensor) -> Callable[[], Any]:
@@ -117,11 +117,11 @@ def start_host_copy(table: Tensor) -> Callable[[], Any]:
 
 
 def start_exchange(rows: Tensor, exchange: AsyncAllToAll) -> Callable[[], Tensor]:
-    """Send the first of rows [more than are sent, ..]; the returned function waits for the received table [length, ..]."""
+    """Start to send the first of `rows`; the returned function waits for the received table [length, ..]."""
     out: Tensor = _StartExchange.apply(rows, exchange)  # type: ignore[no-untyped-call]
 
     def wait_for_table() -> Tensor:
-        there: Tensor = _WaitForExchange.apply(out, exchange, len(rows))  # type: ignore[no-untyped-call]
-        return there
+        table: Tensor = _WaitForExchange.apply(out, exchange, len(rows))  # type: ignore[no-untyped-call]
+        return table
 
     return wait_for_table

@@ -1,13 +1,13 @@
 """Context parallelism: the tokens of a sequence split over the ranks of a group, by ring, all-gather or all-to-all.
 
-Under causal attention a token has the more to do the later it stands. So a sequence is cut in 2 N chunks, and rank r
-holds the chunks r and 2 N - 1 - r: of the chunks' N (2 N + 1) visible pairs each rank computes as many. Where all see
-all, each has as many in any order, and this one stays.
+Under causal attention later tokens have more work. So a sequence is cut in 2 N chunks, and rank r holds the chunks r and
+2 N - 1 - r: each rank computes the same number of the chunks' N (2 N + 1) visible pairs. Bidirectional attention is
+balanced in any order, and uses the same one.
 
-    ring        k and v go from rank to rank while each computes with those at hand; results are merged by their
-                log-sum-exp, and dK and dV go around with k and v in the backward (arXiv:2310.01889)
+    ring        k and v move from rank to rank while each computes with its current part; results are merged by their
+                log-sum-exp, and dK and dV move with k and v in the backward (arXiv:2310.01889)
     allgather   k and v of all ranks are gathered, dK and dV reduce-scattered; the backward gathers again
-    alltoall    each rank gets all tokens of its share of the heads, and gives its results back (arXiv:2309.14509)
+    alltoall    each rank receives all tokens of its share of the heads, and returns its results (arXiv:2309.14509)
 
 Legend: B batch, S sequence, N context ranks, s = S/N tokens of a rank, C = s/2 of a chunk, H query heads, K key/value
 heads, d size of queries and keys, e of values; heads are those of one tensor rank.
@@ -36,12 +36,13 @@ from mega_trainer.distributed.comm import (
 from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, MaskPart
 from mega_trainer.kernels.blockwise_attention import apply_attention_sinks, attention_sinks_grad
 from mega_trainer.kernels.kernel_interface import Kernels, ScoreTransform
+from mega_trainer.parallel.parallel_linear import ALONE
 from mega_trainer.parallel.tensor_parallel import gather_sequence, local_sequence_slice
 
 ContextParallelKind = Literal["ring", "allgather", "alltoall"]
-# Which keys at some places in the sequence the queries at others see.
+# (query positions, key positions) -> mask of the visible pairs, in parts.
 VisibleRanges = Callable[[range, range], Sequence[MaskPart]]
-# Attention of whole sequences by some of a tensor rank's heads: q, k, v, what becomes of scores, number of the first head.
+# Attention of whole sequences by some of a tensor rank's heads: (q, k, v, score transform, number of the first head) -> y.
 FullAttention = Callable[[Tensor, Tensor, Tensor, ScoreTransform, int], Tensor]
 
 
@@ -59,7 +60,7 @@ class ContextParallelAttention(Protocol):
     ) -> Tensor:
         """Compute attention: q [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
 
-        Kinds that work block by block ask `visible_parts`; one that has whole sequences leaves the attention to `attend_whole`.
+        Blockwise kinds use `visible_parts`; the kind that exchanges heads has whole sequences, and uses `attend_whole`.
         """
 
 
@@ -83,18 +84,16 @@ def rank_chunks(rank: int, length: int, ranks: int) -> tuple[range, range]:
 
 def rank_token_indices(length: int, group: CommGroup) -> Tensor:
     """Return the index in the sequence of each token that this rank holds: int64 [s]."""
-    return torch.cat([torch.arange(places.start, places.stop) for places in _rank_ranges(length, group)])
+    return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in _rank_ranges(length, group)])
 
 
 def residual_token_ranges(length: int, cp: CommGroup, tp: CommGroup, *, sp: bool) -> list[range]:
-    """Return the index ranges of the tokens in a rank's residual stream, in order; under `sp` a part of the rank's
-    tokens.
-    """
+    """Return the index ranges of the tokens in a rank's residual stream; under `sp` a part of its context rank's tokens."""
     part, before, out = range(length // cp.size)[local_sequence_slice(length // cp.size, tp, sp=sp)], 0, []
-    for places in _rank_ranges(length, cp):
-        out.append(places[max(0, part.start - before) : max(0, part.stop - before)])
-        before += len(places)
-    return [places for places in out if places]
+    for chunk in _rank_ranges(length, cp):
+        out.append(chunk[max(0, part.start - before) : max(0, part.stop - before)])
+        before += len(chunk)
+    return [indices for indices in out if indices]
 
 
 def _rank_ranges(length: int, group: CommGroup) -> tuple[range, ...]:
@@ -104,7 +103,7 @@ def _rank_ranges(length: int, group: CommGroup) -> tuple[range, ...]:
 def gather_preceding_tokens(x: Tensor, count: int, group: CommGroup) -> Tensor:
     """Return the tokens before each of a rank's two chunks, zeros before the sequence: [B, s, w] -> [B, 2, count, w].
 
-    The ends of all chunks are gathered, for a chunk may be shorter than `count`; their gradients are summed back.
+    The ends of all chunks are gathered, since a chunk may be shorter than `count`; the backward sums their gradients.
     """
     ends = torch.unflatten(x, 1, (2, -1))[:, :, -count:].flatten(1, 2)
     gathered = torch.unflatten(gather_sequence(ends, group, sp=True), 1, (group.size, -1)).movedim(1, 0)
@@ -120,14 +119,15 @@ class KeyValueExchange(Protocol):
         """Call `work` with each rank's number and keys and values, this rank's first."""
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call `work` as in `visit_all_ranks`, to return partial gradients in at least fp32; return the summed gradient
-        of this rank's keys and values.
+        """Return the gradient of this rank's keys and values, the sum over all ranks.
+
+        Calls `work` as `visit_all_ranks` does; it returns partial gradients in at least fp32.
         """
 
 
 @dataclass(frozen=True)
 class RingExchange:
-    """Exchange from rank to rank: the next part travels while `work` runs, and no rank holds more than two parts."""
+    """Exchange from rank to rank: the next part is sent while `work` runs, and no rank holds more than two parts."""
 
     group: CommGroup
 
@@ -139,9 +139,7 @@ class RingExchange:
             mine = passing.wait() if passing is not None else mine
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """See `KeyValueExchange.collect_gradients`: the sum follows its keys one step behind, and takes one more step
-        to return to its rank.
-        """
+        """See `KeyValueExchange.collect_gradients`; the sum moves one step behind its keys, plus a last step home."""
         following: RingTransfer | None = None
         for rank, coming in self._ring_steps():
             passing = start_ring_transfer(mine, self.group) if coming else None
@@ -162,8 +160,9 @@ class RingExchange:
 
 @dataclass(frozen=True)
 class AllGatherExchange:
-    """Exchange by all-gather while `work` runs on the local part: in the forward and again in the backward, so that
-    only a rank's own keys and values are kept between them.
+    """Exchange by all-gather, overlapped with `work` on the local part.
+
+    The backward gathers again, so that only a rank's own keys and values are saved.
     """
 
     group: CommGroup
@@ -196,7 +195,7 @@ class AllGatherExchange:
 class BlockwiseAttention:
     """Attention block by block of a chunk's queries and a chunk's keys; blocks without visible pairs are skipped."""
 
-    passage: KeyValueExchange
+    exchange: KeyValueExchange
     group: CommGroup
     kernels: Kernels
 
@@ -214,15 +213,16 @@ class BlockwiseAttention:
         return y
 
     def visible_blocks(self, length: int, rank: int, visible_parts: VisibleRanges) -> Iterator[AttentionBlock]:
-        """Yield the blocks of this rank's queries and the keys of `rank` that have visible pairs. Blocks of this rank's
-        own chunks come first, so that every query has a key from then on. Under causal attention a first chunk never
-        attends to a second one. Adjacent chunks are one block where possible.
+        """Yield the blocks of this rank's queries and the keys of `rank` that have visible pairs.
+
+        Blocks of equal chunks come first, so that every query then has attended to a key. Under causal attention a first
+        chunk never attends to a second one. Adjacent chunks are merged into one block if possible.
         """
         mine = rank_chunks(self.group.rank, length, self.group.size)
         theirs = rank_chunks(rank, length, self.group.size)
-        seen = {(i, j): list(visible_parts(mine[i], theirs[j])) for i, j in ((0, 0), (1, 1), (1, 0), (0, 1))}
+        visible = {(i, j): list(visible_parts(mine[i], theirs[j])) for i, j in ((0, 0), (1, 1), (1, 0), (0, 1))}
         both, half = slice(0, 2 * len(mine[0])), len(mine[0])
-        whole = tuple(_single_mask(parts, mine[i], theirs[j]) for (i, j), parts in seen.items())
+        whole = tuple(_single_mask(parts, mine[i], theirs[j]) for (i, j), parts in visible.items())
         if whole == (CAUSAL, CAUSAL, ALL, None):
             yield AttentionBlock(slice(None), both, both, CAUSAL, first=True)
         elif whole == (ALL, None, ALL, None):
@@ -232,13 +232,11 @@ class BlockwiseAttention:
         elif whole == (ALL, ALL, ALL, ALL):
             yield AttentionBlock(slice(None), both, both, ALL, first=mine == theirs)
         else:
-            for (i, j), parts in seen.items():
+            for (i, j), parts in visible.items():
                 for part in parts:
-                    here, there = (
-                        _chunk_slice(part.queries, mine[i], i * half),
-                        _chunk_slice(part.keys, theirs[j], j * half),
-                    )
-                    yield AttentionBlock(part.rows, here, there, part.mask, first=part.queries == part.keys)
+                    queries = _chunk_slice(part.queries, mine[i], i * half)
+                    keys = _chunk_slice(part.keys, theirs[j], j * half)
+                    yield AttentionBlock(part.rows, queries, keys, part.mask, first=part.queries == part.keys)
 
 
 @dataclass(frozen=True)
@@ -261,19 +259,20 @@ class PartwiseAttention(BlockwiseAttention):
     @classmethod
     def on_one_rank(cls, kernels: Kernels) -> PartwiseAttention:
         """Return the attention for one rank."""
-        return cls(LocalExchange(), CommGroup("alone"), kernels)
+        return cls(LocalExchange(), ALONE, kernels)
 
     def visible_blocks(self, length: int, rank: int, visible_parts: VisibleRanges) -> Iterator[AttentionBlock]:
         """Yield the visible blocks, part by part."""
         for part in visible_parts(range(length), range(length)):
-            here, there = (_chunk_slice(places, range(length), 0) for places in (part.queries, part.keys))
-            yield AttentionBlock(part.rows, here, there, part.mask, first=part.queries == part.keys)
+            queries, keys = (_chunk_slice(indices, range(length), 0) for indices in (part.queries, part.keys))
+            yield AttentionBlock(part.rows, queries, keys, part.mask, first=part.queries == part.keys)
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Queries and keys of some batch rows, as slices of the ranks' tokens; `first` means both are the same tokens, none
-    of which has attended to a key before.
+    """Queries and keys of some batch rows, as slices of the ranks' tokens.
+
+    `first`: queries and keys are the same tokens, none of which has attended to a key before.
     """
 
     rows: slice
@@ -288,8 +287,8 @@ def _single_mask(parts: Sequence[MaskPart], queries: range, keys: range) -> Atte
     if not parts:
         return None
     part = parts[0]
-    at_once = len(parts) == 1 and part.rows == slice(None) and (part.queries, part.keys) == (queries, keys)
-    return part.mask if at_once else "parts"
+    is_whole = len(parts) == 1 and part.rows == slice(None) and (part.queries, part.keys) == (queries, keys)
+    return part.mask if is_whole else "parts"
 
 
 def _chunk_slice(indices: range, chunk: range, start: int) -> slice:
@@ -299,9 +298,7 @@ def _chunk_slice(indices: range, chunk: range, start: int) -> slice:
 
 
 class _BlockwiseFunction(Function):
-    """Autograd function of blockwise attention; keeps q, k, v, y and a log-sum-exp per query between forward and
-    backward, and no tensor of another rank.
-    """
+    """Autograd function of blockwise attention; saves q, k, v, y and the log-sum-exp, and no tensor of another rank."""
 
     @staticmethod
     def forward(
@@ -317,24 +314,24 @@ class _BlockwiseFunction(Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         y = q.new_empty(*q.shape[:3], v.shape[-1], dtype=wide)
         lse = q.new_empty(q.shape[:3], dtype=wide)
-        length, split = q.shape[1] * kind.group.size, _KeyValuePacking(k, v)
+        length, packing = q.shape[1] * kind.group.size, _KeyValuePacking(k, v)
 
         def attend_to_rank(rank: int, packed: Tensor) -> None:
-            keys, values = split.view_key_value(packed)
+            k_rank, v_rank = packing.view_key_value(packed)
             for block in kind.visible_blocks(length, rank, visible_parts):
-                here, there = (block.rows, block.queries), (block.rows, block.keys)
-                part, part_lse = kind.kernels.attend_block(q[here], keys[there], values[there], block.mask, how)
+                queries, keys = (block.rows, block.queries), (block.rows, block.keys)
+                part, part_lse = kind.kernels.attend_block(q[queries], k_rank[keys], v_rank[keys], block.mask, how)
                 if block.first:
-                    y[here], lse[here] = part, part_lse
+                    y[queries], lse[queries] = part, part_lse
                 else:
-                    _merge_block(y[here], lse[here], part.to(wide), part_lse)
+                    _merge_block(y[queries], lse[queries], part.to(wide), part_lse)
 
-        kind.passage.visit_all_ranks(split.pack_key_value(k, v), attend_to_rank)
+        kind.exchange.visit_all_ranks(packing.pack_key_value(k, v), attend_to_rank)
         if sinks is not None:
             y, lse = apply_attention_sinks(y, lse, sinks)
         out = y.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.how, ctx.see, ctx.kind = how, visible_parts, kind
+        ctx.how, ctx.visible_parts, ctx.kind = how, visible_parts, kind
         return out
 
     @staticmethod
@@ -342,38 +339,37 @@ class _BlockwiseFunction(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse, sinks = ctx.saved_tensors
         kind: BlockwiseAttention = ctx.kind
-        length, split = q.shape[1] * kind.group.size, _KeyValuePacking(k, v)
+        length, packing = q.shape[1] * kind.group.size, _KeyValuePacking(k, v)
         dq = torch.empty_like(q, dtype=lse.dtype)
 
         def backward_of_rank(rank: int, packed: Tensor) -> Tensor:
-            keys, values = split.view_key_value(packed)
+            k_rank, v_rank = packing.view_key_value(packed)
             own = rank == kind.group.rank
             gradient = (torch.empty_like if own else torch.zeros_like)(packed, dtype=lse.dtype)
-            dk, dv = split.view_key_value(gradient)
-            for block in kind.visible_blocks(length, rank, ctx.see):
-                here, there = (block.rows, block.queries), (block.rows, block.keys)
+            dk, dv = packing.view_key_value(gradient)
+            for block in kind.visible_blocks(length, rank, ctx.visible_parts):
+                queries, keys = (block.rows, block.queries), (block.rows, block.keys)
                 parts = kind.kernels.attend_block_backward(
-                    dy[here], q[here], keys[there], values[there], y[here], lse[here], block.mask, ctx.how
+                    dy[queries], q[queries], k_rank[keys], v_rank[keys], y[queries], lse[queries], block.mask, ctx.how
                 )
-                for whole, part in zip((dq[here], dk[there], dv[there]), parts, strict=True):
+                for whole, part in zip((dq[queries], dk[keys], dv[keys]), parts, strict=True):
                     (whole.copy_ if block.first else whole.add_)(part)
             return gradient
 
-        dk, dv = split.view_key_value(kind.passage.collect_gradients(split.pack_key_value(k, v), backward_of_rank))
+        packed = packing.pack_key_value(k, v)
+        dk, dv = packing.view_key_value(kind.exchange.collect_gradients(packed, backward_of_rank))
         d_sinks = None if sinks is None else attention_sinks_grad(sinks, dy, y, lse)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
 
 
 def _merge_block(y: Tensor, lse: Tensor, block_y: Tensor, block_lse: Tensor) -> None:
-    """Merge a block's result into the result of earlier blocks, in place: both become shares of the sum of
-    exponentials.
-    """
+    """Merge a block's result into the result of earlier blocks, in place, weighted by their sums of exponentials."""
     y.lerp_(block_y, torch.sigmoid(block_lse - lse).unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)
 
 
 class _KeyValuePacking:
-    """Packs k and v of any sizes as one flat tensor, which is one message, and views them back without a copy."""
+    """Packing of k and v of any sizes in one flat tensor, sent as one message, and the views of them."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.shapes = (k.shape, v.shape)
@@ -390,7 +386,7 @@ class _KeyValuePacking:
 class AllToAllAttention:
     """Attention by exchanging sequence for heads: between two exchanges each rank has all S tokens of H/N heads.
 
-    With K < N every key/value head is sent to the N/K ranks that have its query heads.
+    If K < N, every key/value head is sent to the N/K ranks that have its query heads.
     """
 
     group: CommGroup
@@ -419,7 +415,7 @@ class AllToAllAttention:
         return slice(first, first + max(1, heads // self.group.size))
 
     def exchange_to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange several [B, s, H_i, d_i] of this rank's tokens -> [B, S, H_i/N or 1, d_i] of all tokens, in order."""
+        """Exchange several [B, s, H_i, d_i] of this rank's tokens -> [B, S, H_i/N or 1, d_i] of all tokens in order."""
         size, (rows, tokens) = self.group.size, parts[0].shape[:2]
         parts = [t.repeat_interleave(size // t.shape[2], dim=2) if t.shape[2] < size else t for t in parts]
         shares = [t.reshape(rows, tokens, size, -1) for t in parts]
@@ -428,12 +424,12 @@ class AllToAllAttention:
         return [part.reshape(rows, size * tokens, -1, t.shape[-1]) for part, t in zip(split, parts, strict=True)]
 
     def exchange_to_tokens(self, y: Tensor) -> Tensor:
-        """Exchange [B, S, H/N, d] of all tokens -> [B, s, H, d] of this rank's."""
+        """Exchange [B, S, H/N, d] of all tokens -> [B, s, H, d] of this rank's tokens."""
         mine = self._exchange_ranks(_rank_order(y.flatten(-2), self.group.size))
         return mine.movedim(0, 2).reshape(len(y), -1, self.group.size * y.shape[2], y.shape[3])
 
     def _exchange_ranks(self, x: Tensor) -> Tensor:
-        """Exchange [N, ..]: x[r] goes to rank r, and the tensor of rank r comes to y[r]."""
+        """Exchange [N, ..]: x[r] is sent to rank r, and y[r] is received from rank r."""
         one_each = [1] * self.group.size
         return all_to_all(x, self.group, one_each, one_each)
 

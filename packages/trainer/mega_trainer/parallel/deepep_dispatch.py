@@ -1,9 +1,9 @@
 """Expert dispatch by DeepEP's kernels for NVLink and RDMA, if it is installed (version 2 or later).
 
-It sends what `AllToAll` does, one row for each token and rank, and sums on the way back. A backward is the other way's
-forward: the gradient of what was sent is what comes back, and the other way round.
+As with `AllToAllDispatcher`, one row is sent per token and target rank, and rows are summed in the combine. The backward of
+a dispatch is a combine, and the backward of a combine is a dispatch.
 
-Legend: N tokens of this rank, K experts of a token, T tokens that came, M rows of this rank's experts, D model width.
+Legend: N tokens of this rank, K experts of a token, T received tokens, M rows of this rank's experts, D model width.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 class DeepEpDispatcher:
     """`ExpertDispatcher` by DeepEP for all layers of a model, in bf16; its buffer is made at the first dispatch.
 
-    The host reads how many tokens came, once a layer, or with a `bound` nothing: tables then have room for every token
-    of every rank.
+    The host reads the number of received tokens once per layer. With a `bound` it reads nothing, and buffers hold every
+    token of every rank.
 
     Attributes:
         num_experts: E.
         group: the ranks that hold all experts.
         bound: rows of this rank's experts, as a multiple of an even load.
-        deterministic: what comes is in an order that does not change.
+        deterministic: receive tokens in a fixed order.
     """
 
     num_experts: int
@@ -50,20 +50,21 @@ class DeepEpDispatcher:
         shape = (*x.shape, chosen.shape[1])
         if shape not in self._buffers:
             self._buffers[shape] = self._make_buffer(*shape)
-        trip = DeepEpDispatchState(self._buffers[shape], self.num_experts, wait=self.bound is None)
-        tokens, came = _Dispatch.apply(x, weights, chosen, trip)  # type: ignore[no-untyped-call]
+        state = DeepEpDispatchState(self._buffers[shape], self.num_experts, wait=self.bound is None)
+        tokens, recv_weights = _Dispatch.apply(x, weights, chosen, state)  # type: ignore[no-untyped-call]
 
         def wait_for_rows() -> ExpertRows:
-            trip.event.current_stream_wait()
-            here, own = trip.chosen.long(), self.num_experts // self.group.size
+            state.event.current_stream_wait()
+            local, own = state.chosen.long(), self.num_experts // self.group.size
             if self.bound is None:
-                return sort_rows_by_expert(tokens, here, came, own, sum(trip.handle.num_recv_tokens_per_expert_list))
-            count = trip.handle.psum_num_recv_tokens_per_scaleup_rank[-1]  # behind these nothing is written
-            here = here.masked_fill((torch.arange(len(here), device=here.device) >= count).unsqueeze(-1), -1)
-            return sort_rows_by_expert(tokens, here, came, own, math.ceil(self.bound * chosen.numel()))
+                rows = sum(state.handle.num_recv_tokens_per_expert_list)
+                return sort_rows_by_expert(tokens, local, recv_weights, own, rows)
+            count = state.handle.psum_num_recv_tokens_per_scaleup_rank[-1]  # later rows are not written
+            local = local.masked_fill((torch.arange(len(local), device=local.device) >= count).unsqueeze(-1), -1)
+            return sort_rows_by_expert(tokens, local, recv_weights, own, math.ceil(self.bound * chosen.numel()))
 
         def combine_outputs(y: Tensor) -> Tensor:
-            combined: Tensor = _Combine.apply(y, trip)  # type: ignore[no-untyped-call]
+            combined: Tensor = _Combine.apply(y, state)  # type: ignore[no-untyped-call]
             return combined
 
         return TokenDispatch(wait_for_rows, combine_outputs, chosen.new_zeros(()))
@@ -73,7 +74,7 @@ class DeepEpDispatcher:
             from deep_ep import ElasticBuffer
         except ImportError as error:
             raise ConfigError(
-                f"parallel.dispatch = deepep: DeepEP cannot be imported: {error}",
+                f"parallel.dispatch = deepep requires DeepEP, which cannot be imported ({error})",
                 hint="install deep_ep 2 or later for this CUDA, or set parallel.dispatch=alltoall",
             ) from error
         return ElasticBuffer(
@@ -84,13 +85,13 @@ class DeepEpDispatcher:
 
 @dataclass
 class DeepEpDispatchState:
-    """State of one DeepEP dispatch: its buffer and what the library returns.
+    """State of one DeepEP dispatch: its buffer and the library's results.
 
     Attributes:
-        buffer: where it is made.
+        buffer: buffer of the dispatch.
         num_experts: E.
-        wait: for the number of tokens that come.
-        handle, event, chosen: what it returned; `chosen` [T, K] are this rank's own experts, -1 for others.
+        wait: let the host wait for the number of received tokens.
+        handle, event, chosen: the library's results; `chosen` [T, K] are this rank's local experts, -1 for others.
     """
 
     buffer: ElasticBuffer
@@ -104,38 +105,38 @@ class DeepEpDispatchState:
 class _Dispatch(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, chosen: Tensor, trip: DeepEpDispatchState
+        ctx: Any, x: Tensor, weights: Tensor, chosen: Tensor, state: DeepEpDispatchState
     ) -> tuple[Tensor, Tensor]:
-        ctx.trip = trip
-        buffer: ElasticBuffer = trip.buffer
-        rows, trip.chosen, came, trip.handle, trip.event = buffer.dispatch(
-            x, topk_idx=chosen, topk_weights=weights, num_experts=trip.num_experts, do_cpu_sync=trip.wait,
+        ctx.state = state
+        buffer: ElasticBuffer = state.buffer
+        rows, state.chosen, recv_weights, state.handle, state.event = buffer.dispatch(
+            x, topk_idx=chosen, topk_weights=weights, num_experts=state.num_experts, do_cpu_sync=state.wait,
             async_with_compute_stream=True,
         )  # fmt: skip
-        return rows, came
+        return rows, recv_weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, drows: Tensor, dcame: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        buffer: ElasticBuffer = ctx.trip.buffer
-        dx, dweights, _ = buffer.combine(drows, ctx.trip.handle, topk_weights=dcame)
+    def backward(ctx: Any, drows: Tensor, drecv_weights: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        buffer: ElasticBuffer = ctx.state.buffer
+        dx, dweights, _ = buffer.combine(drows, ctx.state.handle, topk_weights=drecv_weights)
         return dx, dweights, None, None
 
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, trip: DeepEpDispatchState) -> Tensor:
-        ctx.trip = trip
-        buffer: ElasticBuffer = trip.buffer
-        out: Tensor = buffer.combine(y, trip.handle)[0]
+    def forward(ctx: Any, y: Tensor, state: DeepEpDispatchState) -> Tensor:
+        ctx.state = state
+        buffer: ElasticBuffer = state.buffer
+        out: Tensor = buffer.combine(y, state.handle)[0]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        trip: DeepEpDispatchState = ctx.trip
-        buffer: ElasticBuffer = trip.buffer
+        state: DeepEpDispatchState = ctx.state
+        buffer: ElasticBuffer = state.buffer
         rows, _, _, _, _ = buffer.dispatch(
-            dy, handle=trip.handle, num_experts=trip.num_experts, num_sms=trip.handle.num_sms
+            dy, handle=state.handle, num_experts=state.num_experts, num_sms=state.handle.num_sms
         )
         return rows, None

@@ -1,10 +1,9 @@
 """Deferred weight gradients (wgrad), with which a pipeline can fill its idle time (arXiv:2401.10241).
 
-The backward of Y = X W^T is two products: dX = dY W, for which the stage before waits, and dW = dY^T X, for which nobody
-does. A layer that is handed a `Deferred` makes the first in its backward and leaves the second there, with X and dY, all
-that must be kept for it. Gradients that are no product of that kind (of norms, biases, embeddings, the head) are made
-with dX. `run_deferred_wgrads` then runs as one backward of its own: each parameter gets its gradient of a micro-batch once, whole,
-and the hooks that take it notice no difference.
+The backward of Y = X W^T is two GEMMs: dX = dY W, which the previous stage waits for, and dW = dY^T X, which nothing waits
+for. A layer with a `DeferredWgradQueue` computes dX in its backward and queues dW with X and dY, its only inputs. Other
+gradients (of norms, biases, embeddings, the head) are computed with dX. `run_deferred_wgrads` then runs as a separate
+backward: each parameter gets its gradient of a micro-batch once, complete, so gradient hooks work unchanged.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ class DeferredWgrad:
     """Weight gradient (wgrad) to be computed later.
 
     Attributes:
-        weight: a parameter, or made from some.
-        edge: where its gradient goes. The weight itself may be a copy that recomputation made, which does not keep the
-            way to the parameter alive.
-        compute_grad: computes it; none where it has put it in its place.
+        weight: a parameter, or a tensor made from parameters.
+        edge: autograd edge that receives the gradient. It is kept separately, because a weight that recomputation made
+            does not keep its graph alive.
+        compute_grad: computes the gradient; returns None if it wrote it to the main gradient.
     """
 
     weight: Tensor
@@ -45,29 +44,29 @@ class DeferredWgradQueue:
     """Deferred weight gradients of one stage's backward, in the order of the backward."""
 
     def __init__(self) -> None:
-        self._products: list[DeferredWgrad] = []
+        self._wgrads: list[DeferredWgrad] = []
 
     def defer_wgrad(self, weight: Tensor, gradient: Callable[[], Tensor | None]) -> None:
         """Queue the gradient of `weight`, a parameter or a tensor made from parameters; called in a backward."""
-        self._products.append(DeferredWgrad(weight, get_gradient_edge(weight), gradient))
+        self._wgrads.append(DeferredWgrad(weight, get_gradient_edge(weight), gradient))
 
     def take_all_wgrads(self) -> list[DeferredWgrad]:
         """Return all queued gradients and empty the queue."""
-        products, self._products = self._products, []
-        return products
+        wgrads, self._wgrads = self._wgrads, []
+        return wgrads
 
 
 def run_deferred_wgrads(deferred: list[DeferredWgrad], computed: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Compute gradients and pass them to their parameters, the last layer's first, as a backward would.
 
     Args:
-        deferred: what a backward put off; emptied, so that each is freed once it is computed.
-        computed: parameters and their gradients, or parts of them, that were computed before.
+        deferred: gradients queued by a backward; emptied, so that each is freed once it is computed.
+        computed: parameters and gradients, or parts of gradients, that were computed before.
     """
-    # autograd runs first what was made last
-    made = [deferred.pop().autograd_root() for _ in range(len(deferred))]
-    roots = [*made, *(parameter for parameter, _ in computed)]
-    torch.autograd.backward(roots, [*(None for _ in made), *(gradient for _, gradient in computed)])
+    # autograd runs the node that was created last first
+    scalars = [deferred.pop().autograd_root() for _ in range(len(deferred))]
+    roots = [*scalars, *(parameter for parameter, _ in computed)]
+    torch.autograd.backward(roots, [*(None for _ in scalars), *(gradient for _, gradient in computed)])
 
 
 class _ComputeInBackward(Function):

@@ -1,14 +1,14 @@
-"""Expert parallelism: tokens travel to the ranks that hold their experts, and back (arXiv:2006.16668).
+"""Expert parallelism: dispatch of tokens to the ranks that hold their experts, and combine (arXiv:2006.16668).
 
-Each rank brings tokens of its own: under sequence parallelism its part of the sequence, without it a share of those that
-all tensor ranks hold alike. The ranks of a stage, of all data, context and tensor ranks, are cut into groups of
-ep x expert_tp neighbours that hold all experts between them; so ep need not divide dp.
+Each rank has its own tokens: under sequence parallelism its part of the sequence, otherwise a share of the tokens that all
+tensor ranks hold. The ranks of a stage (all data, context and tensor ranks) are cut into groups of ep x expert_tp
+consecutive ranks that together hold all experts; so ep need not divide dp.
 
-    rank of a group   p q, p < ep, q < expert_tp: part q of the experts p E/ep to (p + 1) E/ep
-    there             each token once to every rank that holds a part of an expert of its, with its choice and weights
-    back              the weighted sum of what that rank's experts made of it; the token's ranks are summed
+    rank of a group   (p, q), p < ep, q < expert_tp: part q of the experts p E/ep to (p + 1) E/ep
+    dispatch          each token is sent once to every rank with a part of one of its experts, with its choices and weights
+    combine           each rank returns the weighted sum of its experts' outputs; these are summed over the token's ranks
 
-Legend: N tokens of this rank, K experts of a token, E experts, R ranks of a group, T tokens that came, M rows (a row is a
+Legend: N tokens of this rank, K experts of a token, E experts, R ranks of a group, T received tokens, M rows (a row is a
 token for one expert), D model width.
 """
 
@@ -36,7 +36,7 @@ from mega_trainer.parallel.token_rows import (
     sum_token_rows,
 )
 
-# rows of this rank's experts, sorted by expert [M, D], and their weights [M] -> what is to be summed [M, D]
+# (rows sorted by expert [M, D], their weights [M], assignment of rows to experts) -> weighted outputs [M, D]
 ExpertFunction = Callable[[Tensor, Tensor, GroupedRows], Tensor]
 
 
@@ -47,9 +47,9 @@ class ExpertRows:
     Attributes:
         x: [M, D], sorted by expert.
         weights: [M].
-        rows: which are whose; there may be others behind them.
-        sum_outputs: takes what the experts made of them, [M, D].
-        dropped: int64, choices that found no row.
+        rows: assignment of rows to experts; unused rows may follow.
+        sum_outputs: sums the experts' outputs [M, D] per token, for `TokenDispatch.combine_outputs`.
+        dropped: int64, number of choices that got no row.
     """
 
     x: Tensor
@@ -71,11 +71,11 @@ def sort_rows_by_expert(
 
     Args:
         x: [T, D].
-        chosen: int64 [T, K], which of this rank's experts; -1 for others' and none.
+        chosen: int64 [T, K], local ids of this rank's experts; -1 for experts of other ranks, or none.
         weights: [T, K].
-        experts: of this rank.
-        rows: M - 1, at least as many as there are choices of this rank's experts.
-        sum_rows: makes sums of rows; see `RowAssignment.sum_rows`.
+        experts: number of this rank's experts.
+        rows: M - 1, capacity for the choices of this rank's experts.
+        sum_rows: see `RowAssignment.sum_rows`.
     """
     slots = replace(RowAssignment.assign_rows(chosen, experts, rows), sum_rows=sum_rows)
     return ExpertRows(
@@ -89,12 +89,12 @@ def sort_rows_by_expert(
 
 @dataclass(frozen=True)
 class TokenDispatch:
-    """Tokens on their way to experts on other ranks.
+    """Dispatch of tokens in progress.
 
     Attributes:
-        wait_for_rows: waits for those that come here.
-        combine_outputs: takes what these became, and returns the sums of this rank's tokens, [N, D].
-        dropped: int64, choices that did not fit; always none where nothing bounds them.
+        wait_for_rows: waits for the received tokens.
+        combine_outputs: sends back the sums of the received tokens, and returns the sums of this rank's tokens, [N, D].
+        dropped: int64, number of choices that exceeded the dispatch bound; zero without a bound.
     """
 
     wait_for_rows: Callable[[], ExpertRows]
@@ -110,33 +110,31 @@ class ExpertDispatcher(Protocol):
 
         Args:
             x: [N, D].
-            chosen: int64 [N, K], the experts of each token; -1 for none.
+            chosen: int64 [N, K], the experts of each token; -1: no expert.
             weights: [N, K], in at least fp32.
         """
 
 
-def run_through_experts(delivery: TokenDispatch, experts: ExpertFunction) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of each token's experts, [N, D], zero for tokens without any, and the number of dropped
-    choices.
-    """
-    here = delivery.wait_for_rows()
-    y = experts(here.x, here.weights, here.rows)
-    return delivery.combine_outputs(here.sum_outputs(y)), delivery.dropped + here.dropped
+def run_through_experts(dispatch: TokenDispatch, experts: ExpertFunction) -> tuple[Tensor, Tensor]:
+    """Return the weighted sums of the experts' outputs [N, D], zero for tokens without experts, and the dropped choices."""
+    received = dispatch.wait_for_rows()
+    y = experts(received.x, received.weights, received.rows)
+    return dispatch.combine_outputs(received.sum_outputs(y)), dispatch.dropped + received.dropped
 
 
 @dataclass(frozen=True)
 class AllToAllDispatcher:
     """`ExpertDispatcher` by one all-to-all each way, after a small one for the counts.
 
-    Alone it moves nothing. Among several ranks as many rows travel as there are, which the host must know: it reads the
-    counts once a layer, behind work that the device has to do meanwhile. With a `bound` it reads nothing: to each rank
-    goes a fixed number of rows, and what does not fit is told as lost.
+    A group of one rank exchanges nothing. In larger groups the host must know the row counts: it reads them once per layer,
+    while the device has other work. With a `bound` the host reads nothing: each rank is sent a fixed number of rows, and
+    choices that do not fit are counted as dropped.
 
     Attributes:
         num_experts: E.
         group: the ep x expert_tp ranks that hold all experts.
         parts: expert_tp, the ranks that share an expert.
-        bound: rows to a rank, and of its experts, as a multiple of an even load. All ranks must bring as many tokens.
+        bound: rows to a rank, and of its experts, as a multiple of an even load. All ranks must have equally many tokens.
     """
 
     num_experts: int
@@ -147,27 +145,29 @@ class AllToAllDispatcher:
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
         """See `ExpertDispatcher.dispatch_tokens`."""
         if self.group.size == 1:
-            alone = sort_rows_by_expert(x, chosen, weights, self.experts_per_rank, chosen.numel())
-            return TokenDispatch(lambda: alone, lambda y: y, chosen.new_zeros(()))
+            rows = sort_rows_by_expert(x, chosen, weights, self.experts_per_rank, chosen.numel())
+            return TokenDispatch(lambda: rows, lambda y: y, chosen.new_zeros(()))
         capacity, wire = self._rank_capacity(*chosen.shape), HostSplitWire(self.group)
         ranks = target_ranks(chosen, self.experts_per_rank, self.parts)
         size = ranks.numel() if capacity is None else capacity * self.group.size
         slots = RowAssignment.assign_rows(ranks, self.group.size, size, capacity)
-        splits = (
+        wait_for_splits = (
             self._count_splits(chosen, slots)
             if capacity is None
             else partial(self._bounded_splits, capacity, chosen.numel())
         )
-        ticket = pack_routing(chosen, weights, slots)
-        sent, received, count = splits()
+        packed = pack_routing(chosen, weights, slots)  # queued before the host waits for the counts
+        sent, received, count = wait_for_splits()
         slots = slots.truncate_rows(sum(sent))
-        choices = start_exchange(ticket, AsyncAllToAll(wire, sent, received, sum(received) + 1))
-        tokens = start_exchange(gather_token_rows(x, slots), AsyncAllToAll(wire, sent, received, sum(received) + 1))
+        wait_for_routing = start_exchange(packed, AsyncAllToAll(wire, sent, received, sum(received) + 1))
+        wait_for_tokens = start_exchange(
+            gather_token_rows(x, slots), AsyncAllToAll(wire, sent, received, sum(received) + 1)
+        )
 
         def wait_for_rows() -> ExpertRows:
-            came, theirs = unpack_routing(choices(), chosen.shape[1])
-            theirs = local_expert_ids(theirs, self.group.rank // self.parts, self.experts_per_rank)
-            return sort_rows_by_expert(tokens(), theirs, came, self.experts_per_rank, count)
+            recv_weights, recv_chosen = unpack_routing(wait_for_routing(), chosen.shape[1])
+            local = local_expert_ids(recv_chosen, self.group.rank // self.parts, self.experts_per_rank)
+            return sort_rows_by_expert(wait_for_tokens(), local, recv_weights, self.experts_per_rank, count)
 
         def combine_outputs(y: Tensor) -> Tensor:
             return sum_token_rows(start_exchange(y, AsyncAllToAll(wire, received, sent, slots.row_count + 1))(), slots)
@@ -176,24 +176,24 @@ class AllToAllDispatcher:
 
     @property
     def experts_per_rank(self) -> int:
-        """Number of experts of a rank."""
+        """Number of experts that a rank holds, whole or a part of each."""
         return self.num_experts * self.parts // self.group.size
 
     def _rank_capacity(self, tokens: int, choices: int) -> int | None:
-        """Return the bound of rows to each rank, at most the number of tokens; None without a bound."""
+        """Return the most rows to each rank, at most the number of tokens; None without a bound."""
         if self.bound is None:
             return None
         holders = self.group.size // self.parts
         return min(tokens, math.ceil(self.bound * tokens * min(choices, holders) / holders))
 
     def _bounded_splits(self, capacity: int, choices: int) -> tuple[list[int], list[int], int]:
-        """Return the rows to and from each rank, and those of this rank's experts, from the bound."""
+        """Return the row counts to and from each rank, and the rows of this rank's experts, given by the bound."""
         splits = [capacity] * self.group.size
         assert self.bound is not None
         return splits, splits, math.ceil(self.bound * choices * self.parts)
 
     def _count_splits(self, chosen: Tensor, slots: RowAssignment) -> Callable[[], tuple[list[int], list[int], int]]:
-        """Return a function that waits for the real counts, in the form of `_bounded_splits`."""
+        """Return a function that waits for the actual counts, in the form of `_bounded_splits`."""
         ranks, ends = self.group.size, slots.ends.long()
         holder = chosen.flatten() // self.experts_per_rank + 1
         choices = holder.new_zeros(ranks // self.parts + 1).scatter_add_(0, holder, torch.ones_like(holder))[1:]
@@ -209,39 +209,34 @@ class AllToAllDispatcher:
 
 
 def target_ranks(chosen: Tensor, experts_per_rank: int, parts: int) -> Tensor:
-    """Return the ranks that each token goes to, each once: int64 [N, K parts], -1 for none; a rank has
-    `experts_per_rank` experts.
+    """Return the target ranks of each token, without repeats: int64 [N, K parts], -1 for none.
+
+    A rank has `experts_per_rank` experts.
     """
     holder = chosen // experts_per_rank
-    again = (holder.unsqueeze(-1) == holder.unsqueeze(-2)).tril(-1).any(-1)
-    holder = holder.masked_fill(again, -1).unsqueeze(-1)
-    each = holder * parts + torch.arange(parts, device=chosen.device)
-    return each.masked_fill(holder < 0, -1).flatten(1)
+    repeated = (holder.unsqueeze(-1) == holder.unsqueeze(-2)).tril(-1).any(-1)
+    holder = holder.masked_fill(repeated, -1).unsqueeze(-1)
+    ranks = holder * parts + torch.arange(parts, device=chosen.device)
+    return ranks.masked_fill(holder < 0, -1).flatten(1)
 
 
 def local_expert_ids(chosen: Tensor, holder: int, experts_per_rank: int) -> Tensor:
-    """Return the local ids of this rank's `experts_per_rank` experts, -1 for others; the rank is the `holder`-th of
-    those that hold different experts.
-    """
+    """Return the local ids of this rank's `experts_per_rank` experts, -1 for others; `holder` is its index along ep."""
     local = chosen - holder * experts_per_rank
     return local.masked_fill((local < 0) | (local >= experts_per_rank), -1)
 
 
 def pack_routing(chosen: Tensor, weights: Tensor, slots: RowAssignment) -> Tensor:
-    """Return for each row its token's weights and choices as one tensor [M + 1, 2 K], the choices as bits; -1 for
-    unused rows.
-    """
-    theirs = chosen[slots.token_of_row].masked_fill(slots.choice.unsqueeze(-1) < 0, -1)
-    bits = theirs.to(torch.int64 if weights.dtype == torch.float64 else torch.int32)
+    """Return each row's token weights and choices as one tensor [M + 1, 2 K]; the choices are bit-cast, -1 if unused."""
+    row_choices = chosen[slots.token_of_row].masked_fill(slots.choice.unsqueeze(-1) < 0, -1)
+    bits = row_choices.to(torch.int64 if weights.dtype == torch.float64 else torch.int32)
     return torch.cat([gather_token_rows(weights, slots), bits.view(weights.dtype)], 1)
 
 
-def unpack_routing(ticket: Tensor, choices: int, received_rows: Tensor | int = -1) -> tuple[Tensor, Tensor]:
-    """Return the weights and choices of `pack_routing`; rows from number `received_rows` on, which were not sent,
-    choose none.
-    """
-    weights, bits = ticket[:, :choices], ticket[:, choices:].detach().clone(memory_format=torch.contiguous_format)
-    chosen = bits.view(torch.int64 if ticket.dtype == torch.float64 else torch.int32).long()
+def unpack_routing(packed: Tensor, choices: int, received_rows: Tensor | int = -1) -> tuple[Tensor, Tensor]:
+    """Return the weights and choices of `pack_routing`; rows from `received_rows` on were not sent and get no choices."""
+    weights, bits = packed[:, :choices], packed[:, choices:].detach().clone(memory_format=torch.contiguous_format)
+    chosen = bits.view(torch.int64 if packed.dtype == torch.float64 else torch.int32).long()
     if isinstance(received_rows, Tensor):
         return weights, chosen.masked_fill(
             (torch.arange(len(chosen), device=received_rows.device) >= received_rows).unsqueeze(-1), -1
@@ -264,12 +259,12 @@ class _GroupedBias(Function):
         bias, weights = ctx.saved_tensors
         dbias = None
         if ctx.needs_input_grad[1]:
-            # a product with ones: a scattered sum would add in any order on a GPU. Eight columns suit the grouped kernel
+            # a GEMM with ones, since a scattered sum is in any order on a GPU; the grouped kernel needs eight columns
             ones = dy.new_ones(dy.shape[0], 8) if weights is None else weights.to(dy.dtype).unsqueeze(-1).repeat(1, 8)
             dbias = grouped_outer_gemm(dy, ones, ctx.rows)[..., 0].contiguous()
         if weights is None:
             return dy, dbias, None, None
-        dweights = torch.linalg.vecdot(dy, bias[ctx.rows.group(len(dy))])
+        dweights = torch.linalg.vecdot(dy, bias[ctx.rows.group_of_rows(len(dy))])
         return dy, dbias, dweights.to(weights.dtype), None
 
 
@@ -312,13 +307,11 @@ def _padded_share(x: Tensor, group: CommGroup) -> Tensor:
 def take_token_share(x: Tensor, group: CommGroup) -> Tensor:
     """Return this rank's share of tokens [N, ..] that all ranks hold: [ceil(N / ranks), ..], padded with zeros.
 
-    The gradients of all ranks make up the whole one, which each gets.
+    The backward gathers the gradients of all ranks, so that each has the whole gradient.
     """
     return x if group.size == 1 else _TakeShare.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def gather_token_shares(x: Tensor, group: CommGroup, tokens: int) -> Tensor:
-    """Gather all ranks' shares [ceil(N / ranks), ..] to the N = `tokens` tokens; each rank takes its gradient from its
-    own share.
-    """
+    """Gather the shares [ceil(N / ranks), ..] of all ranks: [N = tokens, ..]; the backward takes a rank's own share."""
     return x if group.size == 1 else _GatherShares.apply(x, group, tokens)  # type: ignore[no-untyped-call]

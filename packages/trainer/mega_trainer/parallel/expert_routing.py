@@ -19,7 +19,7 @@ from mega_trainer.distributed.comm import CommGroup
 if TYPE_CHECKING:
     from mega_trainer.data.micro_batch import MicroBatch
 
-SUMS = 6  # numbers of a layer before those of its experts
+SUMS = 6  # numbers of a layer before the loads of its experts
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class StepRouting:
     """Router inputs and load counters of all layers for one micro-batch of a training step.
 
     Attributes:
-        affects_loss_mask: bool [B, S], the tokens that count; None: all.
-        token_indices: int64 [S], where they stand in their sequences, where context ranks have others; None: all are here.
-        sequence_weight: of one sequence in the losses: (loss scale) / sequences of the step, over all ranks.
-        batch_weight: of one micro-batch: (loss scale) / micro-batches of the step.
-        loads: by layer, what its router did with this rank's tokens. Set, not added to: a forward may be repeated.
-            For a layer fp64 [6 + E]: tokens, dropped choices, entropies, the two losses as weighted, choices that the
-            dispatch lost, and then the choices of each expert.
+        affects_loss_mask: bool [B, S], tokens that can affect the loss; None: all.
+        token_indices: int64 [S], positions of this rank's tokens under context parallelism; None: all tokens are here.
+        sequence_weight: weight of one sequence in the losses: (loss scale) / sequences of the step, over all ranks.
+        batch_weight: weight of one micro-batch: (loss scale) / micro-batches of the step.
+        loads: routing statistics of this rank's tokens, by layer: fp64 [6 + E], tokens, choices dropped over capacity, sum
+            of entropies, the two weighted losses, choices dropped by the dispatch, then the choices of each expert.
+            Overwritten, not added to, since a forward may be repeated.
     """
 
     affects_loss_mask: Tensor | None
@@ -49,14 +49,15 @@ class StepRouting:
 
 @dataclass(frozen=True)
 class RoutingReplay:
-    """Experts of a micro-batch's tokens for rollout routing replay (R3): given from elsewhere, or recorded; for L
-    layers with experts, K each.
+    """Experts of a micro-batch's tokens for rollout routing replay (R3), given or recorded.
+
+    Legend: L layers with experts, K experts per token.
 
     Attributes:
-        layers: numbers of those layers.
-        token_indices: as in `Routing`.
-        given: int64 [B, S, L, K], of whole sequences, -1 where the model is to choose; None: everywhere.
-        recorded: int64 [B, S, L, K], one more than what is chosen for this rank's tokens in its layers, 0 for others.
+        layers: numbers of the layers.
+        token_indices: as in `StepRouting`.
+        given: int64 [B, S, L, K], experts to use, of whole sequences; -1: the router chooses; None: it always does.
+        recorded: int64 [B, S, L, K], 1 + the experts of this rank's tokens in its layers, 0 for other tokens and layers.
     """
 
     layers: Sequence[int]
@@ -65,17 +66,15 @@ class RoutingReplay:
     recorded: Tensor
 
     def apply_replay(self, layer: int, expert_ids: Tensor, tokens: RoutedTokens) -> Tensor:
-        """Return the experts of this rank's tokens, int64 [N, K], replayed or the router's own `expert_ids`, and record
-        them.
-        """
-        if layer not in self.layers:  # one that predicts further tokens
+        """Return and record the experts of this rank's tokens, int64 [N, K]: given ones or the router's `expert_ids`."""
+        if layer not in self.layers:  # an MTP layer
             return expert_ids
         number = self.layers.index(layer)
         if self.given is not None:
             given = self.given[tokens.row, tokens.position, number]
             expert_ids = torch.where(given >= 0, given, expert_ids)
-        here = tokens.affects_loss_mask  # rows that fill up a rank's share are no tokens
-        self.recorded[tokens.row[here], tokens.position[here], number] = expert_ids[here] + 1
+        valid = tokens.affects_loss_mask  # false for the padding of a rank's token share
+        self.recorded[tokens.row[valid], tokens.position[valid], number] = expert_ids[valid] + 1
         return expert_ids
 
 
@@ -84,9 +83,9 @@ class RoutedTokens:
     """This rank's N tokens of a micro-batch.
 
     Attributes:
-        row, place: int64 [N], sequence in the micro-batch, and position in it.
+        row, position: int64 [N], sequence in the micro-batch, and position in the sequence.
         affects_loss_mask: bool [N].
-        sequences, length: B, and the positions of a sequence.
+        sequences, length: B and S.
     """
 
     row: Tensor
@@ -97,9 +96,7 @@ class RoutedTokens:
 
 
 def make_step_routings(batches: Sequence[MicroBatch], data: CommGroup, loss_scale: float) -> list[StepRouting]:
-    """Return the router inputs of each of a rank's micro-batches of a step; `data` are the ranks with other micro-
-    batches.
-    """
+    """Return the routing state of each of a rank's micro-batches of a step; `data` are the data-parallel ranks."""
     sequences = sum(len(batch.tokens) for batch in batches) * data.size
     return [
         StepRouting(batch.affects_loss_mask, batch.token_indices, loss_scale / sequences, loss_scale / len(batches))
@@ -114,9 +111,7 @@ def sum_expert_loads(routings: Sequence[StepRouting]) -> dict[int, Tensor]:
 
 
 def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
-    """Return this rank's loads with zeros for layers of other ranks: fp64 [layers, 6 + E], each row as in
-    `StepRouting.loads`.
-    """
+    """Return this rank's loads, zeros for layers of other ranks: fp64 [layers, 6 + E], rows as `StepRouting.loads`."""
     if config.moe is None:
         return torch.zeros(0, SUMS, dtype=torch.float64, device=device)
     none = torch.zeros(SUMS + config.moe.num_experts, dtype=torch.float64, device=device)
@@ -129,24 +124,26 @@ def list_expert_layers(config: ModelConfig) -> list[int]:
 
 
 def compute_routing_metrics(moe: MoeConfig | None, table: Tensor, loss_scale: float) -> dict[str, float]:
-    """Return the routing metrics of a step, from the sum of all ranks' `tabulate_expert_loads`, in host memory; empty
-    without experts.
+    """Return the routing metrics of a step, from the sum of all ranks' `tabulate_expert_loads`; empty without experts.
 
-    `aux_loss` and `z_loss` as they are in what training makes small; `expert_load_max` and `expert_load_min`: most and
-    fewest choices of an expert, in multiples of the mean of its layer; `drop_rate`: of the choices; `router_entropy`: of
-    a token's distribution over the experts, in nats, the mean of tokens and layers.
+    `aux_loss` and `z_loss` are weighted as in the training loss. `expert_load_max` and `expert_load_min` are the most and
+    fewest choices of an expert, relative to the mean of its layer. `drop_rate` is the share of dropped choices.
+    `router_entropy` is the entropy of a token's distribution over the experts, in nats, averaged over tokens and layers.
+
+    Args:
+        table: in host memory.
 
     Raises:
-        TrainingError: when the dispatch lost choices.
+        TrainingError: when the dispatch dropped choices.
     """
     if moe is None:
         return {}
     tokens, dropped, entropy, aux, z, lost = table[:, :SUMS].sum(0).tolist()
     if lost:
         raise TrainingError(
-            f"parallel.dispatch_bound: {lost:.0f} choices of experts found no room on their way, so the step is not what "
-            "it should be; nothing of it is saved",
-            hint="set a larger bound, or leave it out: all then travel. The same command goes on from the last checkpoint",
+            f"parallel.dispatch_bound is too small: {lost:.0f} expert choices did not fit, so the step is wrong and was not "
+            "saved",
+            hint="set a larger bound, or remove it; then run the same command again to resume from the last checkpoint",
         )
     counts = table[:, SUMS:]
     relative = counts / counts.mean(-1, keepdim=True).clamp(min=1)

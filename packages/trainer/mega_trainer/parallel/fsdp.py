@@ -1,18 +1,18 @@
-"""ZeRO-3 (arXiv:1910.02054, arXiv:2304.11277): weights too are sharded over the data ranks, by PyTorch's FSDP2.
+"""ZeRO-3 (arXiv:1910.02054, arXiv:2304.11277): weights sharded over the data ranks as well, by PyTorch's FSDP2.
 
 Each rank holds some rows of every (tensor-parallel) weight, in fp32 (fp64 in an fp64 run). A unit's weights are gathered
-in the run's precision just before its forward and again before its backward, its gradients are summed in fp32 and
-scattered after each micro-batch. The units are the layers, several together where ranks are many and a gather of one would
-cost its latency; those that predict further tokens; and the rest of the model together.
+in the run's precision just before its forward and again before its backward; its gradients are reduce-scattered in fp32
+after each micro-batch. The units are the layers (several per unit with many ranks, where one layer's all-gather is bound by
+latency), the MTP layers, and the rest of the model.
 
-When the data ranks are cut into several `shard` groups (hybrid sharding), each of these holds a copy of the weights:
-gathers and scatters stay inside it, and in the step's last backward each unit's sums are added up over the `replicate`
-groups, whose ranks then make the same update.
+With several `shard` groups (hybrid sharding), each group holds a copy of the weights: all-gathers and reduce-scatters stay
+inside the group, and in the step's last backward each unit's gradients are all-reduced over the `replicate` groups, whose
+ranks then make the same update.
 
-Experts are units by themselves, sharded over all the ranks that hold the same ones, whatever the size of `shard`.
+Experts are separate units, sharded over all ranks that hold the same experts, regardless of the size of `shard`.
 
-The collectives are ours, so that they are counted and can sum in rank order as all others. FSDP's own hybrid mesh would
-not allow that: its sum over copies cannot be replaced.
+FSDP calls this project's collectives, so that they are counted and can sum in rank order. FSDP's own hybrid mesh would not
+allow that: its all-reduce over copies cannot be replaced.
 """
 
 from __future__ import annotations
@@ -64,30 +64,31 @@ def fully_shard_stage(
     reduce_dtype: torch.dtype | None = None,
     layers: int = 1,
 ) -> None:
-    """Shard a whole model over its `shard` group, in place. Its parameters become `DTensor`s that describe their own
-    rows.
+    """Shard a whole model over its `shard` group, in place; its parameters become `DTensor`s with pieces of their rows.
 
     Args:
-        model: its parameters are in the type they are kept in, fp32 or fp64, and may lie on the meta device: no rank
-            ever needs to hold them all. Their values are lost.
-        dtype: to compute in.
-        device: where the shards lie.
-        reduce_dtype: the type that gradients are summed over the ranks in; default: the one they are kept in.
-        layers: of a unit.
+        model: parameters are in the dtype of the main weights, fp32 or fp64, and may be on the meta device, since no rank
+            needs to hold them all. Their values are lost.
+        dtype: compute dtype.
+        device: device of the shards.
+        reduce_dtype: dtype in which gradients are reduced over the ranks; default: that of the main weights.
+        layers: layers per unit.
     """
-    group, apart, copies = model.groups.shard, model.groups.expert_data, model.groups.replicate
-    meshes = {sharers: DeviceMesh.from_group(_process_group(sharers), device.type) for sharers in (group, apart)}
+    group, expert_group, copies = model.groups.shard, model.groups.expert_data, model.groups.replicate
+    meshes = {sharers: DeviceMesh.from_group(_process_group(sharers), device.type) for sharers in (group, expert_group)}
     infos = {name: get_parameter_info(parameter) for name, parameter in model.named_parameters()}
-    kept = next(model.parameters()).dtype
+    main_dtype = next(model.parameters()).dtype
     for modules in list_fsdp_units(model, layers):
-        unit, sharers = modules[0], apart if isinstance(modules[0], GroupedExperts) else group
-        sent = reduce_dtype if sharers.size > 1 else None  # what is sent to nobody is not rounded
+        unit, sharers = modules[0], expert_group if isinstance(modules[0], GroupedExperts) else group
+        sent_dtype = reduce_dtype if sharers.size > 1 else None  # no rounding in a group of one
         policy = MixedPrecisionPolicy(
-            param_dtype=None if dtype == kept else dtype, reduce_dtype=sent or kept, cast_forward_inputs=False
+            param_dtype=None if dtype == main_dtype else dtype,
+            reduce_dtype=sent_dtype or main_dtype,
+            cast_forward_inputs=False,
         )
         fully_shard(modules, mesh=meshes[sharers], mp_policy=policy, reshard_after_forward=unit is not model)
         assert isinstance(unit, FSDPModule)
-        unit.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all ranks already
+        unit.set_gradient_divide_factor(1.0)  # the loss is already divided by the tokens of all ranks
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_custom_all_gather(_AllGather(sharers))  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(_ReduceScatter(sharers))  # type: ignore[arg-type]
@@ -98,7 +99,7 @@ def fully_shard_stage(
         values.zero_()
     for name, parameter in model.named_parameters():
         info = infos[name]
-        sharers = apart if info.data is apart else group
+        sharers = expert_group if info.data is expert_group else group
         rows = -(-parameter.shape[0] // sharers.size)
         pieces = tuple(slice_piece_rows(info.pieces, rows * sharers.rank, rows * (sharers.rank + 1)))
         sync = (*info.grad_sync, copies) if sharers is group and copies.size > 1 else info.grad_sync
@@ -106,28 +107,27 @@ def fully_shard_stage(
 
 
 def list_fsdp_units(model: Decoder, layers: int) -> list[list[nn.Module]]:
-    """Return the module lists gathered together, inner ones first; each unit has the parameters of its modules that no
-    earlier unit has.
+    """Return the units, lists of modules, inner ones first; a unit has its modules' parameters that no earlier unit has.
 
-    No unit has layers that a backward computes again and others: FSDP waits until all of a unit's have been through.
+    Recomputed and other layers are in different units: FSDP waits until the forward of all modules of a unit has run.
     """
-    again = model.saved.recompute
+    recompute = model.saved.recompute
     parts = [
-        [layer for index, layer in enumerate(model.layers) if again.recomputes_layer(index) is whole]
-        for whole in (True, False)
+        [layer for index, layer in enumerate(model.layers) if recompute.recomputes_layer(index) is recomputed]
+        for recomputed in (True, False)
     ]
     experts: list[list[nn.Module]] = [[module] for module in model.modules() if isinstance(module, GroupedExperts)]
     blocks = [part[start : start + layers] for part in parts for start in range(0, len(part), layers)]
-    seeing: list[list[nn.Module]] = [] if model.vision is None else [[model.vision]]
-    return [*experts, *blocks, *([predictor] for predictor in model.predictors), *seeing, [model]]
+    vision: list[list[nn.Module]] = [] if model.vision is None else [[model.vision]]
+    return [*experts, *blocks, *([predictor] for predictor in model.predictors), *vision, [model]]
 
 
 def _process_group(group: CommGroup) -> dist.ProcessGroup:
     """Return the process group of a group; a group of one rank gets one, as FSDP requires it."""
-    if group.process_group is None:
-        alone: dist.ProcessGroup = dist.new_group(list(group.ranks), use_local_synchronization=True)
-        return alone
-    return group.process_group
+    if group.process_group is not None:
+        return group.process_group
+    made: dist.ProcessGroup = dist.new_group(list(group.ranks), use_local_synchronization=True)
+    return made
 
 
 def slice_piece_rows(pieces: Sequence[TensorPiece], first: int, stop: int) -> Iterator[TensorPiece]:
@@ -160,17 +160,17 @@ def _row_shard(parameter: nn.Parameter) -> ParameterShard:
 
 
 class FsdpUnitGradients:
-    """Gradients of one unit, one after another in `values`, to which FSDP adds.
+    """Gradients of one unit, concatenated in `values`, to which FSDP adds.
 
-    Those that several copies of the weights share are summed over the copies as soon as the step's last backward has
-    all of the unit's, while that of the units before it still runs.
+    With several copies of the weights, they are all-reduced over the copies as soon as the step's last backward has
+    finished the unit, while the backward of earlier units still runs.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], copies: CommGroup, reduce_dtype: torch.dtype | None) -> None:
         own = [get_local_values(parameter) for parameter in parameters]
         self.values = own[0].new_zeros(sum(part.numel() for part in own))
         self._copies, self._parameters, self._reduce_dtype = copies, list(parameters), reduce_dtype
-        self._owed: set[nn.Parameter] = set()
+        self._missing: set[nn.Parameter] = set()
         self._flight: tuple[CollectiveWork | None, Tensor] | None = None
         for parameter, part in zip(parameters, torch.split(self.values, [part.numel() for part in own]), strict=True):
             assert isinstance(parameter, DTensor)
@@ -183,12 +183,12 @@ class FsdpUnitGradients:
 
     def expect_last_backward(self) -> None:
         """Prepare for the step's last backward."""
-        self._owed = set(self._parameters) if self._copies.size > 1 else set()
+        self._missing = set(self._parameters) if self._copies.size > 1 else set()
 
     def _grad_completed(self, parameter: Tensor) -> None:
-        if parameter in self._owed:
-            self._owed.discard(parameter)
-            if not self._owed:
+        if parameter in self._missing:
+            self._missing.discard(parameter)
+            if not self._missing:
                 self._start_sum()
 
     def _start_sum(self) -> None:
@@ -196,8 +196,8 @@ class FsdpUnitGradients:
         self._flight = all_reduce(sent, self._copies, async_op=True), sent
 
     def wait_for_reduce(self) -> None:
-        """Wait for the sum over the copies; start it here if a parameter got no gradient."""
-        if self._owed:
+        """Wait for the all-reduce over the copies; start it here if a parameter got no gradient."""
+        if self._missing:
             self._start_sum()
         if self._flight is not None:
             work, sent = self._flight
@@ -205,17 +205,17 @@ class FsdpUnitGradients:
                 work.wait()
             if sent is not self.values:
                 self.values.copy_(sent)
-        self._owed, self._flight = set(), None
+        self._missing, self._flight = set(), None
 
 
 def _trainable_parameters(units: Sequence[Sequence[nn.Module]]) -> Iterator[list[nn.Parameter]]:
     """Yield the trainable parameters of each unit of `list_fsdp_units`."""
-    taken: set[nn.Parameter] = set()
+    seen: set[nn.Parameter] = set()
     for unit in units:
-        own = [parameter for module in unit for parameter in module.parameters() if parameter not in taken]
-        taken.update(own)
-        if moving := list(filter(is_trainable, own)):
-            yield moving
+        own = [parameter for module in unit for parameter in module.parameters() if parameter not in seen]
+        seen.update(own)
+        if trainable := list(filter(is_trainable, own)):
+            yield trainable
 
 
 class FullyShardedStage:
@@ -247,16 +247,14 @@ class FullyShardedStage:
 
     @contextmanager
     def backward_context(self, last: bool) -> Iterator[None]:
-        """Run a backward: FSDP's hooks sum over the ranks that share a copy, and in the step's last backward ours over
-        the copies.
-        """
+        """Wrap a backward: FSDP's hooks reduce over a copy's ranks, those of this class over copies in the last one."""
         if last:
             for gradients in self._gradients:
                 gradients.expect_last_backward()
         yield
 
     def finish_gradients(self) -> None:
-        """Wait for the sums over the copies, and sum over the further groups that share gradients."""
+        """Wait for the all-reduces over the copies, and sum over the other groups that share gradients (`grad_sync`)."""
         for gradients in self._gradients:
             gradients.wait_for_reduce()
         for buffer in self.buffers:
@@ -267,10 +265,10 @@ class FullyShardedStage:
                 torch._foreach_copy_(grads, torch.split(joined, [len(part) for part in grads]))
 
     def all_gather_params(self) -> None:
-        """Do nothing: weights are gathered when they are needed."""
+        """Do nothing: FSDP gathers weights when they are needed."""
 
     def wait_for_params(self) -> None:
-        """Drop gathered weights that an evaluation has left, so that the parameters are the shards again."""
+        """Free gathered weights that an evaluation has left, so that the parameters are the shards again."""
         for unit, *_ in self._units:
             assert isinstance(unit, FSDPModule)
             unit.reshard()
@@ -304,5 +302,5 @@ class _ReduceScatter(_Comm):
 
 
 def _torch_work(work: CollectiveWork | None) -> CollectiveWork | None:
-    """Return torch's own work handle: FSDP waits for these, and treats all others as finished."""
+    """Return torch's own work handle: FSDP waits for no other type."""
     return work.work if isinstance(work, PendingWork) else work

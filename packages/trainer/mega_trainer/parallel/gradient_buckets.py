@@ -1,12 +1,12 @@
-"""Gradient buckets: gradients reduced over the data-parallel ranks together. Two kinds differ in what they keep.
+"""Gradient buckets: gradients that are reduced over the data-parallel ranks together.
 
-A `StepBucket` keeps the whole gradient for all of a step and sums it over the ranks once (ZeRO-0 and ZeRO-1). The whole
-gradient of a `MicroBatchGradientBucket` exists only while a backward fills it; it is summed after each micro-batch, and only the sums
-are kept, of this rank's slice alone in ZeRO-2 (arXiv:1910.02054). The kinds add in different orders: over micro-batches
-and then ranks, or over ranks and then micro-batches.
+A `StepGradientBucket` accumulates the whole gradient over a step and reduces it once (ZeRO-0 and ZeRO-1). In a
+`MicroBatchGradientBucket` the whole gradient exists only during a backward; it is reduced after each micro-batch, and only
+the sums are kept, in ZeRO-2 only those of this rank's slice (arXiv:1910.02054). So the orders of summation differ:
+micro-batches then ranks, or ranks then micro-batches.
 
-A backward puts the gradients of large weights where they belong itself, by `parameter.main_grad`: a product is added there
-as it is made. Those that autograd brings are added here. The first of a parameter is written over what was there.
+The backward of large weights writes the gradient to the bucket itself, by `parameter.main_grad`, in the wgrad GEMM.
+Gradients from autograd are added here. The first part of a parameter's gradient overwrites the old values.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mega_trainer.distributed.comm import CollectiveWork, CommGroup, all_reduce,
 from mega_trainer.kernels.gemm_accumulation import write_values
 from mega_trainer.parallel.parameter_info import get_parameter_info
 
-# Slices are multiples of this. An update in vectors then has no remainder, which would be rounded in another way, so an
-# element's new value does not depend on where its slice begins.
+# Slices are multiples of this, so that every element is updated by vectorised code: scalar code for a remainder rounds
+# differently, and an element's value would depend on the start of its slice.
 SLICE_ELEMENTS = 64
 
 
@@ -32,14 +32,14 @@ class GradientBucket(ABC):
 
     Args:
         start: first element, in the buffer.
-        param_slices: where each parameter's gradient lies in the bucket.
-        data: the ranks to sum over; the bucket is padded so that their slices are equal.
-        sharded: keep the sum of this rank's slice alone.
+        param_slices: slice of each parameter's gradient in the bucket.
+        data: the ranks to reduce over; the bucket is padded so that their slices are equal.
+        sharded: keep only the sum of this rank's slice.
         dtype, device: of the gradients.
-        reduce_dtype: the type they are sent and summed over the ranks in.
+        reduce_dtype: dtype in which gradients are reduced over the ranks.
 
     Attributes:
-        grads: the sums of the step: of the slice when `sharded`, else of the whole bucket.
+        grads: reduced gradients of the step: of the slice if `sharded`, else of the whole bucket.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class GradientBucket(ABC):
     ) -> None:
         self.start, self.param_slices, self.data, self.sharded = start, dict(param_slices), data, sharded
         self._reduce_dtype = dtype if data.size == 1 else reduce_dtype
-        unit, self._used = data.size * SLICE_ELEMENTS, max(place.stop for place in param_slices.values())
+        unit, self._used = data.size * SLICE_ELEMENTS, max(part.stop for part in param_slices.values())
         self.size = -(-self._used // unit) * unit
         share = self.size // data.size
         self.stop = start + self.size
         self.grads = torch.zeros(share if sharded else self.size, dtype=dtype, device=device)
-        self._owed: set[nn.Parameter] = set()
-        self._filled: set[nn.Parameter] = set()  # whose gradients so far are in the whole one
+        self._missing: set[nn.Parameter] = set()  # parameters whose gradient of this backward is incomplete
+        self._filled: set[nn.Parameter] = set()  # parameters with a gradient in the whole tensor
         for parameter in (p for p in param_slices if get_parameter_info(p).accumulate_in_place):
             parameter.main_grad = partial(self.grad_destination, parameter)  # type: ignore[attr-defined]
 
@@ -71,11 +71,11 @@ class GradientBucket(ABC):
 
     @abstractmethod
     def should_reduce(self, last: bool) -> bool:
-        """Return whether the next backward, the step's last or not, ends with a sum over the ranks."""
+        """Return whether the next backward, which may be the step's last, ends with a reduction."""
 
     def begin_backward(self) -> None:
         """Expect a gradient of every parameter."""
-        self._owed = set(self.param_slices)
+        self._missing = set(self.param_slices)
 
     def grad_destination(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         """Return the view for the next part of a parameter's gradient, and whether to add to it: see `MainGrad`."""
@@ -84,19 +84,17 @@ class GradientBucket(ABC):
         return self._grad_view(parameter), add
 
     def accumulate_grad(self, parameter: nn.Parameter) -> None:
-        """Add the gradient that autograd holds for a parameter and clear it there; the gradient of this micro-batch is
-        then complete.
-        """
+        """Move a parameter's gradient from autograd to the bucket; its gradient of this micro-batch is then complete."""
         if parameter.grad is not None:
             out, add = self.grad_destination(parameter)
             write_values(out, parameter.grad, add=add)
             parameter.grad = None
-        self._owed.discard(parameter)
+        self._missing.discard(parameter)
 
     @property
     def is_complete(self) -> bool:
         """True if all gradients of this backward have arrived."""
-        return not self._owed
+        return not self._missing
 
     @abstractmethod
     def _grad_view(self, parameter: nn.Parameter) -> Tensor:
@@ -104,21 +102,21 @@ class GradientBucket(ABC):
 
     @abstractmethod
     def start_reduce(self) -> None:
-        """Start the sum over the ranks; a missing gradient counts as zero."""
+        """Start the reduction over the ranks; a missing gradient counts as zero."""
 
     @abstractmethod
     def wait_for_reduce(self) -> None:
-        """Wait until `grads` has all sums that were started."""
+        """Wait until `grads` contains all reductions that were started."""
 
     def _zero_missing(self, whole: Tensor) -> None:
-        for parameter, place in self.param_slices.items():
+        for parameter, part in self.param_slices.items():
             if parameter not in self._filled:
-                whole[place].zero_()
+                whole[part].zero_()
 
     def _start_sum(self, whole: Tensor, out: Tensor) -> tuple[CollectiveWork | None, Tensor, Tensor]:
-        """Start the sum of `whole` over the ranks; return the work, its input, and its output.
+        """Start the reduction of `whole` over the ranks; return the work, its input, and its output.
 
-        That is `out`, a slice or `whole` itself, unless another type is sent.
+        The output is `out` (a slice, or `whole` itself) unless the reduction has another dtype.
         """
         if self._reduce_dtype != whole.dtype:
             whole = whole.to(self._reduce_dtype)
@@ -129,7 +127,7 @@ class GradientBucket(ABC):
 
 
 class StepGradientBucket(GradientBucket):
-    """Gradient bucket that keeps the whole gradient over the micro-batches; the last backward starts the one sum."""
+    """Gradient bucket that accumulates the whole gradient over the micro-batches and reduces it in the last backward."""
 
     def __init__(
         self,
@@ -147,16 +145,16 @@ class StepGradientBucket(GradientBucket):
         )
         self._whole = torch.zeros(self.size, dtype=dtype, device=device) if sharded else self.grads
         self._views = {
-            parameter: self._whole[place].view(parameter.shape) for parameter, place in self.param_slices.items()
+            parameter: self._whole[part].view(parameter.shape) for parameter, part in self.param_slices.items()
         }
-        self._flight: tuple[CollectiveWork | None, Tensor, Tensor] | None = None  # as `_sum` tells
+        self._flight: tuple[CollectiveWork | None, Tensor, Tensor] | None = None  # from `_start_sum`
 
     def begin_step(self) -> None:
-        """Let the next gradient of each parameter replace the present one."""
+        """Let the next gradient of each parameter overwrite the old one."""
         self._filled.clear()
 
     def should_reduce(self, last: bool) -> bool:
-        """Return true for the last backward only."""
+        """Return True for the last backward only."""
         return last
 
     def local_gradients(self) -> ItemsView[nn.Parameter, Tensor]:
@@ -176,29 +174,27 @@ class StepGradientBucket(GradientBucket):
         """See `GradientBucket.wait_for_reduce`."""
         if self._flight is None:
             return
-        work, _, arrival = self._flight
+        work, _, reduced = self._flight
         if work is not None:
             work.wait()
-        if arrival is not self.grads:
-            self.grads.copy_(arrival)
+        if reduced is not self.grads:
+            self.grads.copy_(reduced)
         self._flight = None
 
 
 class MicroBatchGradientBucket(GradientBucket):
-    """Gradient bucket that holds a whole gradient only from the first parameter of a backward to the end of its sum
-    over the ranks.
-    """
+    """Gradient bucket that holds the whole gradient only from a backward's first gradient to the end of its reduction."""
 
     _whole: Tensor | None = None
-    _flight: tuple[CollectiveWork | None, Tensor, Tensor] | None = None  # as `_sum` tells
+    _flight: tuple[CollectiveWork | None, Tensor, Tensor] | None = None  # from `_start_sum`
     _first = True
 
     def begin_step(self) -> None:
-        """Let the next sum replace the present one."""
+        """Let the next sum overwrite the old one."""
         self._first = True
 
     def should_reduce(self, last: bool) -> bool:
-        """Return true for every backward."""
+        """Return True for every backward."""
         return True
 
     def _grad_view(self, parameter: nn.Parameter) -> Tensor:
@@ -213,18 +209,18 @@ class MicroBatchGradientBucket(GradientBucket):
         whole = self.grads.new_zeros(self.size) if self._whole is None else self._whole
         self._zero_missing(whole)
         self._filled.clear()
-        arrival = torch.empty_like(self.grads) if self.sharded else whole
-        self._whole, self._flight = None, self._start_sum(whole, arrival)
+        reduced = torch.empty_like(self.grads) if self.sharded else whole
+        self._whole, self._flight = None, self._start_sum(whole, reduced)
 
     def wait_for_reduce(self) -> None:
         """See `GradientBucket.wait_for_reduce`."""
         if self._flight is None:
             return
-        work, _, arrival = self._flight
+        work, _, reduced = self._flight
         if work is not None:
             work.wait()
         if self._first:
-            self.grads.copy_(arrival)
+            self.grads.copy_(reduced)
         else:
-            self.grads.add_(arrival)
+            self.grads.add_(reduced)
         self._first, self._flight = False, None

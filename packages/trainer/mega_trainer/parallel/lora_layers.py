@@ -1,18 +1,18 @@
 """LoRA adapters of parallel layers (arXiv:2106.09685): Y += s (X A^T) B^T.
 
-With magnitudes m (DoRA, arXiv:2402.09353) each output of that, its bias left out, is multiplied by m / |W + s B A|, the length
-of its row, which counts as a constant in the backward (section 4.3 there).
+With magnitudes m (DoRA, arXiv:2402.09353) each output, without its bias, is multiplied by m / |W + s B A|, where the norm
+is over the row and a constant in the backward (section 4.3 there).
 
-What lies between the two products is narrow, so that is what ranks exchange; A and B are split as the layer beside them is:
+U, between the two GEMMs, is narrow, so ranks exchange U; A and B are split like the adapted layer:
 
     column   X [B, S or S/T, D]   A [r, D] whole   U = X A^T, gathered over S under sequence parallelism   B [N/T, r]
     row      X [B, S, D/T]        A [r, D/T]       U = sum_T X A^T, to [B, S or S/T, r]                    B [N, r] whole
 
-Where one model serves several adapters, each batch row has one of them or none (`Selected`): those of an adapter are computed
-together, beside one product of all rows with W.
+If one model serves several adapters, each batch row uses one of them or none (`PerRowAdapters`): the rows of an adapter are
+computed together, after one GEMM of all rows with W.
 
 Legend: B batch, S sequence, D input width, N output width, T tensor ranks, M rows of experts, G experts, r rank, R the sum
-of the ranks of projections side by side, which share one product X A^T.
+of the LoRA ranks of fused projections, which share one GEMM X A^T.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_trainer.distributed.rng import SeededDropout
+from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.parallel.parallel_linear import LinearFunction
 
@@ -43,14 +44,14 @@ class LoraAdapterLayer(nn.Module):
     """LoRA adapters of the projections that one GEMM computes.
 
     Args:
-        linear: for both products.
+        linear: linear function of both GEMMs.
         a: [R, D], or a part of its columns.
-        b: of each adapter [rows, r].
-        updates: what each adds to, in the order of a layer's columns.
-        meet: makes of this rank's U what its B are to be multiplied with.
-        drop: drops elements of the layer's input, one mask for all projections side by side.
-        magnitudes: of each adapter [rows], or none.
-        sum_squares: makes whole sums over a row [rows] of what this rank's columns give.
+        b: [rows, r] of each adapter.
+        updates: range of output columns of each adapter, in ascending order.
+        meet: maps this rank's U to the input of B, by the collective of the layer's split.
+        drop: dropout of the layer's input, with one mask for all fused projections.
+        magnitudes: [rows] of each adapter, or none.
+        sum_squares: sums partial row sums [rows] over the ranks that split the columns.
     """
 
     def __init__(
@@ -81,43 +82,43 @@ class LoraAdapterLayer(nn.Module):
     ) -> Tensor:
         """Return a layer's output `y`, computed from input `x` by `weight` and `bias`, with the updates added.
 
-        `factors` are those of this weight where the caller has them, from `self.factors`.
+        `factors` are cached `magnitude_factors` of this weight.
         """
         x = x if dropout is None else self.drop(dropout, x)
         narrow = torch.split(self.meet(self.linear(x, self.a)), self._ranks, -1)
-        found: Sequence[Tensor | None] = (self.magnitude_factors(weight) if factors is None else factors) or [
-            None
-        ] * len(narrow)
+        given = self.magnitude_factors(weight) if factors is None else factors
+        row_factors: Sequence[Tensor | None] = given or [None] * len(narrow)
         parts, done = [], 0
-        for update, u, b, factor in zip(self.updates, narrow, self.b, found, strict=True):
+        for update, u, b, factor in zip(self.updates, narrow, self.b, row_factors, strict=True):
             end = update.first + update.rows
-            own, more = y[..., update.first : end], self.linear(u * update.scale, b)
+            own, delta = y[..., update.first : end], self.linear(u * update.scale, b)
             if factor is not None:
                 plain = own if bias is None else own - bias[update.first : end]
-                more = (factor - 1).to(y.dtype) * plain + factor.to(y.dtype) * more
-            parts += [y[..., done : update.first], own + more]
+                delta = (factor - 1).to(y.dtype) * plain + factor.to(y.dtype) * delta
+            parts += [y[..., done : update.first], own + delta]
             done = end
         return torch.cat([*parts, y[..., done:]], -1)
 
     def magnitude_factors(self, weight: Tensor) -> list[Tensor]:
-        """Return m / |W + s B A| of each adapter [rows], in at least fp32; only m gets a gradient. Empty without
-        magnitudes.
+        """Return m / |W + s B A| of each adapter [rows], in at least fp32; empty without magnitudes.
+
+        Only m gets a gradient.
         """
         if not self.magnitudes:
             return []
-        wide, out = torch.promote_types(weight.dtype, torch.float32), []
+        norms = []
         with torch.no_grad():
             for update, a, b in zip(self.updates, torch.split(self.a, self._ranks), self.b, strict=True):
-                held = weight[update.first : update.first + update.rows].to(wide)
-                squares = torch.addmm(held, b.to(wide), a.to(wide), alpha=update.scale).square().sum(1)
-                out.append(self.sum_squares(squares).sqrt())
-        return [m.to(wide) / length for m, length in zip(self.magnitudes, out, strict=True)]
+                rows = upcast_to_fp32(weight[update.first : update.first + update.rows])
+                squares = torch.addmm(rows, b.to(rows.dtype), a.to(rows.dtype), alpha=update.scale).square().sum(1)
+                norms.append(self.sum_squares(squares).sqrt())
+        return [m.to(norm.dtype) / norm for m, norm in zip(self.magnitudes, norms, strict=True)]
 
 
 class ExpertLoraAdapter(nn.Module):
     """LoRA adapter of each of this rank's experts: A [G, r, D] and B [G, N, r], or a part of D or N.
 
-    A part of D makes a part of the sum over the ranks that share the experts, as the layer's own output is.
+    With a part of D, the update is a partial sum over the ranks that share the experts, like the layer's own output.
     """
 
     def __init__(self, linear: Callable[..., Tensor], a: nn.Parameter, b: nn.Parameter, scale: float) -> None:
@@ -134,8 +135,8 @@ class AdapterSelection:
     """LoRA adapter of each batch row of a forward pass: set before the pass, read by the layers.
 
     Attributes:
-        names: of the adapters.
-        rows: of each adapter that any row has the places of these rows, int64 [R].
+        names: names of all adapters.
+        rows: batch rows of each selected adapter, int64 indices.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -144,31 +145,31 @@ class AdapterSelection:
 
     def select_adapters(self, chosen: Sequence[str | None], device: torch.device) -> None:
         """Set the adapter name of each batch row of the next pass, None for no adapter."""
-        found: defaultdict[str, list[int]] = defaultdict(list)
+        by_name: defaultdict[str, list[int]] = defaultdict(list)
         for row, name in enumerate(chosen):
             if name is not None:
-                found[name].append(row)
-        self.rows = {name: torch.tensor(rows, device=device) for name, rows in found.items()}
+                by_name[name].append(row)
+        self.rows = {name: torch.tensor(rows, device=device) for name, rows in by_name.items()}
 
 
 class PerRowAdapters(nn.Module):
     """Several adapters of one layer, for inference; an adapter missing in `adapters` does not change this layer.
 
-    Neither they nor the layer's weight change once a pass has been made: what a magnitude multiplies is worked out then.
+    Adapters and the layer's weight must not change after the first pass, which caches the magnitude factors.
     """
 
     def __init__(self, selection: AdapterSelection, adapters: Mapping[str, LoraAdapterLayer]) -> None:
         super().__init__()
         self._factors: dict[str, list[Tensor]] = {}
-        self.selection, self.names = selection, {name: place for place, name in enumerate(adapters)}
+        self.selection, self.names = selection, {name: index for index, name in enumerate(adapters)}
         self.adapters = nn.ModuleList(adapters.values())
 
     def find_adapter(self, name: str) -> LoraAdapterLayer | None:
         """Return the adapter of that name, or None."""
-        place = self.names.get(name)
-        if place is None:
+        index = self.names.get(name)
+        if index is None:
             return None
-        adapter = self.adapters[place]
+        adapter = self.adapters[index]
         assert isinstance(adapter, LoraAdapterLayer)
         return adapter
 

@@ -1,14 +1,16 @@
 """Expert dispatch with row counts on the device only: torch's all-to-all over NVSHMEM.
 
-As `AllToAll`, one row for each token and rank, but their numbers stay on the device: the host waits in no layer, and yet no
-row is sent that is nobody's. Tables have room for a multiple of an even load, which the rows of all ranks share; ranks tell
-each other their numbers first, so that what does not fit is left out, and told as lost, where it would set out.
+As with `AllToAllDispatcher`, one row is sent per token and target rank, but the row counts stay on the device: the host
+never waits, and no unused row is sent. Tables hold a multiple of an even load, shared by the rows of all ranks. Ranks
+exchange their row counts first, so that rows that do not fit are dropped, and counted, before they are sent.
 
-In `torch.ops.symm_mem.all_to_all_vdev` each rank gets its rows from the tables of the others, in memory that all can read.
-So rows are made at their place there, and tables take turns: when an exchange has passed its barrier, that before it
-is over on every rank. On a CPU gloo sends the rows between the same tables.
+In `torch.ops.symm_mem.all_to_all_vdev` each rank reads its rows from the tables of the others, in symmetric memory. So rows
+are written directly to that memory, and two tables alternate: once an exchange has passed its barrier, the previous
+exchange has finished on every rank. On a CPU gloo sends the rows between the same tables.
 
-Nothing here has run on a GPU yet. Legend: R ranks of the group.
+This module has not run on a GPU yet.
+
+Legend: R ranks of the group.
 """
 
 from __future__ import annotations
@@ -37,21 +39,21 @@ from mega_trainer.parallel.expert_parallel import (
 )
 from mega_trainer.parallel.token_rows import RowAssignment, gather_token_rows, sum_token_rows
 
-# The kernel wants what comes from a rank to be the same number of bytes for each of up to 64 blocks, which are as many
-# from a table of so many bytes on.
+# The kernel splits the bytes from a rank evenly among thread blocks, up to 64; it uses all 64 for tables of at least
+# `SMALLEST` bytes.
 ALIGNMENT, SMALLEST = 64, 4 << 20
 
 
 @dataclass(frozen=True)
 class NvshmemDispatcher:
-    """`ExpertDispatcher` over NVSHMEM for all layers of a model. All ranks must bring equally many tokens.
+    """`ExpertDispatcher` over NVSHMEM for all layers of a model. All ranks must have the same number of tokens.
 
     Attributes:
         num_experts: E.
         group: the ep x expert_tp ranks that hold all experts.
         parts: expert_tp, the ranks that share an expert.
-        bound: room for tokens that come, and rows of this rank's experts, as a multiple of an even load.
-        leaves: computes sums at their places.
+        bound: capacity for received tokens, and rows of this rank's experts, as a multiple of an even load.
+        leaves: calls the leaf functions that write rows and sums to symmetric memory.
     """
 
     num_experts: int
@@ -64,35 +66,38 @@ class NvshmemDispatcher:
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
         """See `ExpertDispatcher.dispatch_tokens`."""
         (tokens, choices), size = chosen.shape, self.group.size
-        own, most = self.num_experts * self.parts // size, min(choices, size // self.parts) * self.parts  # of a token
-        leaving, room = tokens * most, min(size * tokens, math.ceil(self.bound * tokens * most))
-        wire = self._wires.setdefault(tokens, SymmetricWire(self.group, max(leaving, room) + 1, self.leaves))
+        own, targets = self.num_experts * self.parts // size, min(choices, size // self.parts) * self.parts  # per token
+        leaving, capacity = tokens * targets, min(size * tokens, math.ceil(self.bound * tokens * targets))
+        wire = self._wires.setdefault(tokens, SymmetricWire(self.group, max(leaving, capacity) + 1, self.leaves))
         ranks = target_ranks(chosen, own, self.parts)
-        sent, received = self._fitting_splits(ranks, room)
+        sent, received = self._fitting_splits(ranks, capacity)
         slots = RowAssignment.assign_rows(ranks, size, leaving, sent)
-        away = start_exchange(pack_routing(chosen, weights, slots), AsyncAllToAll(wire, sent, received, room + 1))
-        there = start_exchange(
+        wait_for_routing = start_exchange(
+            pack_routing(chosen, weights, slots), AsyncAllToAll(wire, sent, received, capacity + 1)
+        )
+        wait_for_tokens = start_exchange(
             gather_token_rows(x, replace(slots, pick_rows=wire.spread_token_rows)),
-            AsyncAllToAll(wire, sent, received, room + 1),
+            AsyncAllToAll(wire, sent, received, capacity + 1),
         )
 
         def wait_for_rows() -> ExpertRows:
-            came, theirs = unpack_routing(away(), choices, received.sum())
-            theirs, rows = local_expert_ids(theirs, self.group.rank // self.parts, own), tokens * choices * self.parts
-            return sort_rows_by_expert(there(), theirs, came, own, math.ceil(self.bound * rows), wire.sum_choice_rows)
+            recv_weights, recv_chosen = unpack_routing(wait_for_routing(), choices, received.sum())
+            local = local_expert_ids(recv_chosen, self.group.rank // self.parts, own)
+            rows = math.ceil(self.bound * (tokens * choices * self.parts))
+            return sort_rows_by_expert(wait_for_tokens(), local, recv_weights, own, rows, wire.sum_choice_rows)
 
         def combine_outputs(y: Tensor) -> Tensor:
-            came = start_exchange(y, AsyncAllToAll(wire, received, sent, leaving + 1))()
-            return sum_token_rows(came, replace(slots, pick_rows=wire.spread_token_rows))
+            returned = start_exchange(y, AsyncAllToAll(wire, received, sent, leaving + 1))()
+            return sum_token_rows(returned, replace(slots, pick_rows=wire.spread_token_rows))
 
         return TokenDispatch(wait_for_rows, combine_outputs, slots.dropped)
 
-    def _fitting_splits(self, ranks: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Return the rows to and from each rank, int64 [R]; of the rows for one rank, the first ranks' take precedence."""
+    def _fitting_splits(self, ranks: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """Return the row counts to and from each rank, int64 [R]; rows of lower ranks take precedence."""
         size, own = self.group.size, ranks.flatten() + 1
         counts = own.new_zeros(size + 1).scatter_add_(0, own, torch.ones_like(own))[1:]
         table = all_gather(counts, self.group).view(size, size)  # from each rank to each
-        table = torch.minimum(table, (room - (table.cumsum(0) - table)).clamp(min=0))
+        table = torch.minimum(table, (capacity - (table.cumsum(0) - table)).clamp(min=0))
         return table[self.group.rank].contiguous(), table[:, self.group.rank].contiguous()
 
 
@@ -102,8 +107,8 @@ class SymmetricTables:
 
     Attributes:
         leaving, arriving: [length, width].
-        sent: int64 [R], rows to each rank.
-        received: int64 [2, R], rows from each, and where the first of them is.
+        sent: int64 [R], row counts to each rank.
+        received: int64 [2, R], row counts from each rank, and their offsets.
     """
 
     leaving: Tensor
@@ -114,21 +119,19 @@ class SymmetricTables:
 
 @dataclass(eq=False)
 class SymmetricWire:
-    """`Wire` whose row counts are tensors, int64 [R], and which builds rows in the memory they are sent from.
+    """`AllToAllFunction` whose row counts are tensors, int64 [R], and which builds rows in the memory they are sent from.
 
     Attributes:
-        group: who takes part.
+        group: the ranks of the exchange.
         length: rows of a table.
-        leaves: computes sums.
+        leaves: calls the leaf functions that write rows and sums.
     """
 
     group: CommGroup
     length: int
     leaves: LeafCompiler
     _tables: dict[tuple[int, torch.dtype], list[SymmetricTables]] = field(default_factory=dict)
-    _made: dict[int, SymmetricTables] = field(
-        default_factory=dict
-    )  # whose rows are made and not sent yet, by their memory
+    _filled: dict[int, SymmetricTables] = field(default_factory=dict)  # tables with rows to be sent, by storage id
     _stream: torch.cuda.Stream | None = None
 
     def spread_token_rows(self, x: Tensor, slots: RowAssignment) -> Tensor:
@@ -140,9 +143,9 @@ class SymmetricWire:
         return self.leaves(sum_rows_kernel, rows, numbers, self._next_leaving(len(numbers), rows))
 
     def __call__(self, rows: Tensor, sent: Tensor, received: Tensor, length: int) -> tuple[Tensor, CollectiveWork]:
-        """See `Wire`. Between the first exchange of a shape and the third, the second must have ended."""
-        tables = self._made.pop(_storage_id(rows), None)
-        if tables is None:  # made elsewhere
+        """See `AllToAllFunction`. An exchange must have ended before the second next one of its shape starts."""
+        tables = self._filled.pop(_storage_id(rows), None)
+        if tables is None:  # rows in other memory
             per_row = ALIGNMENT // rows.element_size()
             tables = self._next_tables(rows, -(-rows.shape[1] // per_row) * per_row)
             tables.leaving[: len(rows), : rows.shape[1]] = rows
@@ -151,16 +154,16 @@ class SymmetricWire:
 
     def _next_leaving(self, count: int, like: Tensor) -> Tensor:
         tables = self._next_tables(like, like.shape[1])
-        self._made[_storage_id(tables.leaving)] = tables
+        self._filled[_storage_id(tables.leaving)] = tables
         return tables.leaving[:count]
 
     def _next_tables(self, like: Tensor, width: int) -> SymmetricTables:
-        """Return the tables that have not been used for longest."""
-        turns = self._tables.setdefault((width, like.dtype), [])
-        if not turns:
-            turns += [allocate_tables(self.group, self.length, width, like) for _ in range(2)]
-        turns.reverse()
-        return turns[0]
+        """Return the tables that were not used last."""
+        pair = self._tables.setdefault((width, like.dtype), [])
+        if not pair:
+            pair += [allocate_tables(self.group, self.length, width, like) for _ in range(2)]
+        pair.reverse()
+        return pair[0]
 
     def _start_exchange(self, tables: SymmetricTables, received: Tensor) -> CollectiveWork:
         self.group.record_call("all_to_all", tables.leaving)
@@ -174,11 +177,11 @@ class SymmetricWire:
 
 
 def _storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # as its address, which a fake tensor has not
+    return int(tensor.untyped_storage()._cdata)  # not the data pointer, which fake tensors do not have
 
 
 def launch_all_to_all(tables: SymmetricTables, group: CommGroup) -> None:
-    """Launch the exchange on a GPU; it also writes `received` of the tables."""
+    """Launch the exchange on a GPU; the kernel also writes the tables' `received`."""
     assert group.process_group is not None
     torch.ops.symm_mem.all_to_all_vdev(
         tables.leaving, tables.arriving, tables.sent, tables.received, group.process_group.group_name
@@ -187,9 +190,10 @@ def launch_all_to_all(tables: SymmetricTables, group: CommGroup) -> None:
 
 def exchange_by_gloo(tables: SymmetricTables, group: CommGroup, received: Tensor) -> CollectiveWork:
     """Exchange the tables on a CPU; the received row counts are already known."""
-    there, here = tables.sent.tolist(), received.tolist()
-    own, out = tables.leaving[: sum(there)], tables.arriving[: sum(here)]
-    return PendingWork(dist.all_to_all_single(out, own, here, there, group=group.process_group, async_op=True), group)
+    to_ranks, from_ranks = tables.sent.tolist(), received.tolist()
+    own, out = tables.leaving[: sum(to_ranks)], tables.arriving[: sum(from_ranks)]
+    work = dist.all_to_all_single(out, own, from_ranks, to_ranks, group=group.process_group, async_op=True)
+    return PendingWork(work, group)
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,7 @@ def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> 
     """Allocate tables for rows of this width, in the memory of `like`'s device. A collective call.
 
     Raises:
-        ConfigError: where NVSHMEM is missing.
+        ConfigError: when NVSHMEM is not available.
     """
     length = max(length, -(-SMALLEST // (width * like.element_size())))
     shapes = [((length, width), like.dtype)] * 2 + [((group.size,), torch.int64), ((2, group.size), torch.int64)]
@@ -213,7 +217,7 @@ def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> 
         return SymmetricTables(*(torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in shapes))
     if not symmetric_memory.is_nvshmem_available():
         raise ConfigError(
-            "parallel.dispatch = nvshmem: torch finds no NVSHMEM here",
+            "parallel.dispatch = nvshmem requires NVSHMEM, which torch does not find",
             hint="install nvidia-nvshmem for this CUDA, or set parallel.dispatch=alltoall",
         )
     assert group.process_group is not None
@@ -227,13 +231,13 @@ def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> 
 def spread_rows_kernel(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     """Copy each token of x [N, D] to its rows of `out` [M + 1, D], by row numbers int64 [N, K]; a token is read once.
 
-    The last row is nobody's, and all choices without one are written there, in any order.
+    All choices without a row are written to the last row, which is unused, in any order.
     """
     return out.index_put_((rows,), x.unsqueeze(1).expand(-1, rows.shape[1], -1))
 
 
 def sum_rows_kernel(rows: Tensor, numbers: Tensor, out: Tensor) -> Tensor:
-    """Sum rows as `sum_choice_rows`, into `out` [N, D]."""
+    """Sum rows as `sum_choice_rows` does, into `out` [N, D]."""
     total = upcast_to_fp32(out.new_zeros(()))
     for number in numbers.unbind(1):
         total = total + torch.where((number == len(rows) - 1).unsqueeze(-1), 0.0, upcast_to_fp32(rows[number]))

@@ -1,16 +1,17 @@
-"""Linear layers: one autograd Function over the three GEMMs of a back end, whichever way a layer is split.
+"""Linear layers: one autograd Function over the three GEMMs of a back end, for column, row and no parallelism.
 
-    Y  = X W^T + b    `linear`
-    dX = dY W         `linear_dx`
-    dW = dY^T X       `linear_dw`
+    Y  = X W^T + b    `linear_forward`
+    dX = dY W         `linear_dgrad`
+    dW = dY^T X       `linear_wgrad`
 
-Column-parallel layers (arXiv:1909.08053) see all of X on every rank and sum dX over them, beside the product for dW;
-under sequence parallelism (arXiv:2205.05198) X is gathered first, in the backward beside the product for dX, and the sum
-is a reduce-scatter. The sum of a row-parallel layer's Y is a step of its own: `parallel.tensor.sum_over`.
+Column-parallel layers (arXiv:1909.08053) have all of X on every rank and all-reduce dX, overlapped with the wgrad GEMM.
+Under sequence parallelism (arXiv:2205.05198) X is all-gathered before the GEMM, in the backward overlapped with the dgrad
+GEMM, and the all-reduce becomes a reduce-scatter. The sum of a row-parallel layer's Y is separate:
+`tensor_parallel.sum_partial_results`.
 
-Where the weight is a parameter with a place for its gradient in a flat buffer, the product for dW is added there, and
-autograd gets none. A weight made from several parameters, or a sharded one (ZeRO-3), gets its gradient by autograd.
-A back end may prepare factors for two products at once: dY, and a weight that stays for all micro-batches of a step.
+If the weight is a parameter with a main gradient in a flat buffer, dW is written there, and autograd gets None. A weight
+made from several parameters, or a sharded one (ZeRO-3), gets its gradient from autograd. A back end may prepare an operand
+for two GEMMs at once: dY, and a weight for all micro-batches of a step.
 
 Legend: B batch, S sequence, D input width, N output width, T ranks, M rows of experts, G experts.
 """
@@ -64,10 +65,10 @@ class LinearFunction:
     """Y = X W^T + b, differentiable.
 
     Attributes:
-        gemms: of the back end.
-        deferred: takes the product for dW, and the gathering of X for it, where a backward puts them off.
+        gemms: GEMMs of the back end.
+        deferred: queue for wgrad GEMMs, and the all-gather of X for them, if the pipeline splits backwards.
         group: the ranks that each have some rows of W, and all of X.
-        sp: X is split over them by the sequence.
+        sp: X is split over `group` along the sequence.
     """
 
     gemms: LinearGemms
@@ -85,8 +86,9 @@ class LinearFunction:
         return y
 
     def weight_operand(self, weight: Tensor, preparer: PreparedWeight | PackedWeight | None) -> GemmOperand:
-        """Return the GEMM operand of the weight. Each pass asks for it, so that unpacked values of a packed weight are
-        not kept between passes.
+        """Return the GEMM operand of the weight.
+
+        Called in each pass, so that the unpacked values of a packed weight are not kept between passes.
         """
         return weight if preparer is None else preparer.gemm_operand(weight, self.gemms.prepare_weight)
 
@@ -112,11 +114,11 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearFunction) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        # the weight that a backward sees may be a copy, made in recomputation
-        ctx.layer, ctx.main, ctx.keeper = layer, get_main_grad(weight), get_weight_preparer(weight)
-        return layer.gemms.linear_forward(layer.gather_input(x), layer.weight_operand(weight, ctx.keeper), bias)
+        # taken here: in the backward, the weight may be a copy made by recomputation
+        ctx.layer, ctx.main, ctx.preparer = layer, get_main_grad(weight), get_weight_preparer(weight)
+        return layer.gemms.linear_forward(layer.gather_input(x), layer.weight_operand(weight, ctx.preparer), bias)
 
-    # not once_differentiable: its check costs 5 us of host time, a third of what is here
+    # not once_differentiable: its check costs 5 us of host time, a third of the rest of this function
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
@@ -125,9 +127,9 @@ class _Linear(Function):
         now = layer.deferred is None and trains
         full, gathering = start_all_gather(x, layer.group, SEQUENCE) if layer.sp and now else (x, None)
         dx = work = dweight = None
-        given = layer.gemms.prepare_gradient(dy)
+        grad_operand = layer.gemms.prepare_gradient(dy)
         if ctx.needs_input_grad[0]:
-            dx = layer.gemms.linear_dgrad(given, layer.weight_operand(weight, ctx.keeper))
+            dx = layer.gemms.linear_dgrad(grad_operand, layer.weight_operand(weight, ctx.preparer))
             if layer.sp:
                 dx, work = start_reduce_scatter(dx, layer.group, SEQUENCE)
             elif layer.group.size > 1:
@@ -135,9 +137,9 @@ class _Linear(Function):
         if gathering is not None:
             gathering.wait()
         if now:
-            dweight = layer.compute_wgrad(full, given, ctx.main)
+            dweight = layer.compute_wgrad(full, grad_operand, ctx.main)
         elif trains:
-            layer.defer_wgrad(weight, x, given, ctx.main)
+            layer.defer_wgrad(weight, x, grad_operand, ctx.main)
         dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         if work is not None:
             work.wait()
@@ -146,7 +148,7 @@ class _Linear(Function):
 
 @dataclass(frozen=True)
 class _GroupedGemms:
-    """`LinearGemms` of rows with their groups' matrices: X [M, D], W [G, N, D], Y [M, N]."""
+    """`LinearGemms` by grouped GEMMs: X [M, D], W [G, N, D], Y [M, N]."""
 
     kernels: Kernels
     rows: GroupedRows
@@ -176,9 +178,8 @@ class _GroupedGemms:
 def apply_grouped_linear(
     x: Tensor, weight: Tensor, rows: GroupedRows, kernels: Kernels, deferred: DeferredWgradQueue | None = None
 ) -> Tensor:
-    """Multiply each row by its group's matrix: [M, D] x [G, N, D] -> [M, N]; a group without rows has a gradient of
-    zero.
+    """Multiply each row by its group's matrix: [M, D] x [G, N, D] -> [M, N].
 
-    `deferred` takes the product for the weight's gradient, where a backward puts it off.
+    The weight gradient of a group without rows is zero. `deferred` is as in `LinearFunction`.
     """
     return LinearFunction(_GroupedGemms(kernels, rows), deferred)(x, weight)

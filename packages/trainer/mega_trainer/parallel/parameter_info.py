@@ -16,8 +16,8 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.kernel_interface import GemmOperand
 from mega_trainer.kernels.nf4_quantizer import BLOCK, WeightQuantizer, unpacked_shape
 
-# Where the next part of a parameter's gradient belongs, and whether to add it to what is there or write over it. To be
-# called once for each part, which must then be put there.
+# Returns the destination of the next part of a parameter's gradient, and whether to add to its values or overwrite them.
+# To be called once for each part, which must then be written there.
 MainGrad = Callable[[], tuple[Tensor, bool]]
 
 
@@ -51,17 +51,17 @@ class ParameterInfo:
     """Parameter attributes that the rest of the trainer needs.
 
     Attributes:
-        pieces: where its elements live in the canonical tensors; padding belongs to no piece.
-        std: standard deviation of the normal distribution it starts from; None for a constant `fill`.
-        fill: the constant it starts from when `std` and `uniform` are None.
-        data: the group over which the data-parallel gradient is summed and ZeRO slices are cut.
-        grad_sync: further groups whose ranks each see a part of its gradient, to be summed.
-        replicas: groups whose ranks hold the same values, so that norms count it on the first rank alone.
-        parts: the ranks of a pipeline stage that hold the rest of such tensors, over which norms are summed.
-        split: the ranks that hold the rest of each of its matrices, where those are not the tensor ranks.
-        accumulate_in_place: a backward may add its gradient to the buffer right where it is made. Not where there are several uses
-            of it in a micro-batch, whose gradients are summed before that, whoever keeps it.
-        uniform: what it starts from instead, if that is no normal distribution.
+        pieces: location of the elements in the canonical tensors; padding belongs to no piece.
+        data: the group over which the gradient is reduced and ZeRO slices are cut.
+        std: standard deviation of the initial normal distribution; None: no normal distribution.
+        fill: initial constant, if `std` and `uniform` are None.
+        grad_sync: other groups whose ranks each have a part of the gradient, to be summed.
+        replicas: groups whose ranks hold the same values; norms count them on the first rank only.
+        parts: the ranks of a pipeline stage that hold the other parts of the tensors; norms are summed over them.
+        split: the ranks that hold the other parts of each matrix, if not the tensor ranks.
+        accumulate_in_place: the GEMM of a backward may write to the main gradient. Must be False for weights used more
+            than once per micro-batch.
+        uniform: initial uniform distribution, instead of a normal one.
     """
 
     pieces: tuple[TensorPiece, ...]
@@ -100,10 +100,10 @@ def make_parameter(
 ) -> nn.Parameter:
     """Return a parameter of the local `shape`, uninitialised, with its description attached.
 
-    One with a `packing` is kept in few bits (`PackedWeight`): the parameter itself has its shape and dtype, and one zero in memory.
+    With `packing` the values are in a `PackedWeight`; the parameter has the shape and dtype, and one zero in memory.
 
     Raises:
-        ConfigError: when a row of such a one is not cut evenly into blocks.
+        ConfigError: when `packing` is given and a row is not a multiple of its blocks.
     """
     if packing is None:
         parameter = nn.Parameter(torch.zeros(tuple(shape), dtype=dtype, device=device))
@@ -119,9 +119,7 @@ def make_parameter(
 
 
 def get_local_values(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, as a view: all its elements, under ZeRO-3 its rows, for a packed one its
-    bits.
-    """
+    """Return a view of this rank's part of a parameter: under ZeRO-3 its rows, for a packed weight its packed bytes."""
     packed = get_packed_weight(parameter)
     values = parameter.detach() if packed is None else packed.packed
     return values.to_local() if isinstance(values, DTensor) else values
@@ -142,62 +140,60 @@ def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> Non
     """Freeze the parameters whose canonical tensors are not trainable.
 
     Raises:
-        ConfigError: when tensors that lie in one parameter are not treated alike.
+        ConfigError: when only some of the tensors fused in one parameter are trainable.
     """
     for parameter in model.parameters():
         names = dict.fromkeys(piece.name for piece in get_parameter_info(parameter).pieces)
-        moving = [name for name in names if trainable(name)]
-        if moving and len(moving) < len(names):
-            still = next(name for name in names if name not in moving)
+        trained = [name for name in names if trainable(name)]
+        if trained and len(trained) < len(names):
+            frozen = next(name for name in names if name not in trained)
             raise ConfigError(
-                f"{still} is frozen and {moving[0]} is not, and the two are one matrix in memory",
+                f"{frozen} is frozen and {trained[0]} is not, but the two are fused into one matrix",
                 hint=f"train or freeze all of {', '.join(names)}",
             )
-        parameter.requires_grad_(bool(moving) or not names)
+        parameter.requires_grad_(bool(trained) or not names)
 
 
 def is_weight_matrix(parameter: Tensor) -> bool:
-    """Return whether a parameter is a matrix (or a stack of them, as of experts and heads), and no bias or norm."""
+    """Return whether a parameter is a matrix or a stack of matrices (of experts or heads), not a bias or norm."""
     names = [piece.name for piece in get_parameter_info(parameter).pieces]
     return parameter.dim() > 1 and not any(name.endswith((".bias", "norm.weight")) for name in names)
 
 
 def get_main_grad(weight: Tensor) -> MainGrad | None:
-    """Return the main-gradient callback of a parameter in a flat buffer; None for others, whose gradient autograd
-    holds.
-    """
-    taker: MainGrad | None = getattr(weight, "main_grad", None)
-    return taker
+    """Return the main-gradient callback of a parameter in a flat buffer; None if autograd holds the gradient."""
+    main: MainGrad | None = getattr(weight, "main_grad", None)
+    return main
 
 
 class PreparedWeight:
-    """GEMM operand that a back end has prepared of a parameter, kept until the weight changes."""
+    """GEMM operand that a back end has prepared from a parameter, cached until the weight changes."""
 
     def __init__(self) -> None:
-        self._made: GemmOperand | None = None
+        self._operand: GemmOperand | None = None
 
     def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
-        """Return the operand that `prepare` makes of the weight, computed once."""
-        if self._made is None:
-            self._made = prepare(weight.detach())
-        return self._made
+        """Return the operand that `prepare` makes from the weight, cached."""
+        if self._operand is None:
+            self._operand = prepare(weight.detach())
+        return self._operand
 
     def invalidate(self) -> None:
         """Discard the operand after a change of the weight."""
-        self._made = None
+        self._operand = None
 
 
 class PackedWeight:
     """Quantised elements of a frozen parameter, unpacked again for each GEMM.
 
     Args:
-        name: of the parameter, for a message.
-        shape, dtype: of those numbers.
-        device: of the bits.
-        packing: makes either of the other.
+        name: name of the parameter, for error messages.
+        shape, dtype: of the unpacked values.
+        device: of the packed elements.
+        packing: packs and unpacks.
 
     Raises:
-        ConfigError: when a row is not cut evenly into blocks.
+        ConfigError: when a row is not a multiple of the block size.
     """
 
     def __init__(
@@ -206,15 +202,15 @@ class PackedWeight:
         *rows, width = shape
         if width % BLOCK:
             raise ConfigError(
-                f"lora.quantize: {name} has rows of {width} on a rank, and {BLOCK} neighbours in a row have one scale",
-                hint=f"choose parallel.tp (expert_tp for experts) so that {BLOCK} divides it, or leave lora.quantize out",
+                f"lora.quantize requires rows of a multiple of {BLOCK} elements; those of {name} have {width} on a rank",
+                hint=f"choose parallel.tp (expert_tp for experts) so that {BLOCK} divides them, or remove lora.quantize",
             )
         self.dtype, self.packing = dtype, packing
         self.packed = torch.zeros(*rows, width // 2, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(*rows, width // BLOCK, dtype=torch.float32, device=device)
 
     def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
-        """Return the operand that `prepare` makes of the unpacked values, each time."""
+        """Return the operand that `prepare` makes from the unpacked values, not cached."""
         return prepare(self.unpack_values())
 
     def unpack_values(self) -> Tensor:
@@ -223,7 +219,7 @@ class PackedWeight:
 
     @contextmanager
     def writable_values(self) -> Iterator[Tensor]:
-        """Yield zeros to be filled with values, and pack them at the end of the block."""
+        """Yield a zero tensor to fill with values, and pack it at the end of the block."""
         values = torch.zeros(unpacked_shape(self.packed.shape), dtype=self.dtype, device=self.packed.device)
         yield values
         packed, scales = self.packing.pack_weight(values)
@@ -238,21 +234,21 @@ class PackedWeight:
 
 def get_packed_weight(parameter: Tensor) -> PackedWeight | None:
     """Return the `PackedWeight` of a quantised parameter, else None."""
-    keeper = getattr(parameter, "prepared", None)
-    return keeper if isinstance(keeper, PackedWeight) else None
+    prepared = getattr(parameter, "prepared", None)
+    return prepared if isinstance(prepared, PackedWeight) else None
 
 
 def get_weight_preparer(weight: Tensor) -> PreparedWeight | PackedWeight | None:
     """Return the object that prepares the GEMM operand of a parameter, or None."""
-    keeper: PreparedWeight | PackedWeight | None = getattr(weight, "prepared", None)
-    return keeper
+    prepared: PreparedWeight | PackedWeight | None = getattr(weight, "prepared", None)
+    return prepared
 
 
 class NonTrainableBuffer(nn.Module):
-    """Non-trainable tensor of the model, whole on every rank of its stage. Zero until it is loaded.
+    """Non-trainable tensor of the model, whole on every rank of its stage, zero until loaded.
 
     Args:
-        name: canonical.
+        name: canonical name.
         shape, dtype, device: of `values`.
     """
 

@@ -16,7 +16,7 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.parallel.gradient_buckets import GradientBucket
 from mega_trainer.parallel.parameter_info import ParameterInfo, get_parameter_info, is_trainable, is_weight_matrix
 
-LrFactor = Callable[[str], float]  # of a tensor, by its canonical name
+LrFactor = Callable[[str], float]  # canonical tensor name -> learning-rate factor
 EMBEDDING_AND_OUTPUT = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
 
@@ -26,11 +26,11 @@ class ParamGroupKey:
 
     Attributes:
         data, grad_sync, replicas, parts: as in `ParameterInfo`.
-        decay: whether weight decay applies: to matrices, not to biases and norms.
-        separate: whether an optimizer beside AdamW is for them.
-        dtype: that they are computed with.
-        decoupled: whether they have a learning rate of their own: the input embedding and the output layer.
-        lr_factor: on their learning rate.
+        decay: weight decay applies: to matrices, not to biases and norms.
+        separate: another optimizer than AdamW updates them.
+        dtype: compute dtype.
+        decoupled: the decoupled learning rate applies: to the input embedding and the output layer.
+        lr_factor: factor on the learning rate.
     """
 
     data: CommGroup
@@ -45,20 +45,18 @@ class ParamGroupKey:
 
     @property
     def counts_in_norms(self) -> bool:
-        """True if this rank is the one, of those that hold copies, whose part counts in a norm over the model."""
+        """True if this rank is the one among the replicas whose part counts in a norm over the model."""
         return all(group.rank == 0 for group in self.replicas)
 
 
 def replica_groups(group: ParamGroupKey | ParameterInfo, *, sharded: bool) -> tuple[CommGroup, ...]:
-    """Return the groups over whose ranks, in all combinations, equal values are replicated; `sharded` excludes the data
-    ranks.
-    """
+    """Return the groups over which equal values are replicated; `sharded` excludes the data ranks."""
     groups = (*group.replicas, *group.grad_sync, *(() if sharded else (group.data,)))
     return tuple(dict.fromkeys(groups))
 
 
 def split_replicas(tensors: Mapping[str, ShardedTensor], groups: Sequence[CommGroup]) -> dict[str, ShardedTensor]:
-    """Return this rank's part of a checkpoint, of tensors that several ranks hold."""
+    """Return the part of replicated tensors that this rank saves to a checkpoint."""
     rank, size = 0, 1
     for group in groups:
         rank, size = rank * group.size + group.rank, size * group.size
@@ -73,14 +71,16 @@ def group_parameters(
     decoupled: bool = False,
     lr_factor: LrFactor = lambda name: 1.0,
 ) -> dict[ParamGroupKey, list[nn.Parameter]]:
-    """Return the trainable parameters of a model (or of one pipeline stage), which computes with `dtype`, by parameter
-    group.
+    """Return the trainable parameters of a model or a pipeline stage by param group.
 
-    Frozen ones are of no kind. With `decoupled` the input embedding and the output layer are kinds of their own, and those of
-    each `lr_factor` are.
+    Args:
+        dtype: compute dtype of the model.
+        separate: selects parameters for another optimizer.
+        decoupled: the input embedding and the output layer have separate groups.
+        lr_factor: learning-rate factor of each tensor; each factor has a separate group.
 
     Raises:
-        ConfigError: when tensors that lie in one parameter have several factors.
+        ConfigError: when tensors fused in one parameter have different factors.
     """
     kinds: dict[ParamGroupKey, list[nn.Parameter]] = {}
     for parameter in filter(is_trainable, model.parameters()):
@@ -100,20 +100,20 @@ def _common_lr_factor(info: ParameterInfo, lr_factor: LrFactor) -> float:
     if len(factors) > 1:
         names = list(factors.values())
         raise ConfigError(
-            f"{names[0]} and {names[1]} have different optimizer.lr_factors, and the two are one matrix in memory",
-            hint="give both the same",
+            f"optimizer.lr_factors must be equal for {names[0]} and {names[1]}, which are fused into one matrix",
+            hint="set the same factor for both",
         )
     return next(iter(factors))
 
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Elements of a parameter that lie in a shard.
+    """Elements of a parameter in a shard.
 
     Attributes:
-        pieces, shape: of the local tensor they are from.
-        start: the first of them, in that tensor flattened.
-        shard_slice: where they lie in the shard's tensors.
+        pieces, shape: pieces and shape of the local tensor.
+        start: first element, in the flattened local tensor.
+        shard_slice: position in the shard's tensors.
     """
 
     pieces: Sequence[TensorPiece]
@@ -127,10 +127,10 @@ class ParameterShard:
     """Parameter elements that this rank updates and saves.
 
     Attributes:
-        weights: flat, a view of what the model computes with, or gathers it from.
-        grads: the sum of their gradients over the data ranks, as long, fp32 or fp64.
-        parts: what they are.
-        bucket: what they are a slice of, in a flat buffer.
+        weights: flat view of the weights that the model computes with or, under ZeRO-3, gathers.
+        grads: gradients summed over the data ranks, of the same length, fp32 or fp64.
+        parts: parameters of the elements.
+        bucket: bucket of which the shard is a slice, in a flat buffer.
     """
 
     weights: Tensor
@@ -143,9 +143,9 @@ class ParameterBuffer:
     """Parameters of one parameter group, as shards.
 
     Attributes:
-        kind: how.
-        sharded: each data rank has other shards, not the same.
-        shards: as many on every data rank.
+        kind: param group.
+        sharded: each data rank has different shards.
+        shards: shards of this rank; every data rank has the same number.
     """
 
     kind: ParamGroupKey
@@ -167,10 +167,10 @@ class ShardedStage(Protocol):
         """Wrap one micro-batch's backward through the stage; `last` marks the last backward of the step."""
 
     def finish_gradients(self) -> None:
-        """Wait for the sums after the step's backwards, and sum over the further groups that share gradients."""
+        """Wait for the reductions of the step, and sum over the other groups that share gradients (`grad_sync`)."""
 
     def all_gather_params(self) -> None:
         """Start to give every rank the updated weights it needs."""
 
     def wait_for_params(self) -> None:
-        """Wait until all weights are in place, before any access to them other than a forward."""
+        """Wait for the updated weights; needed before any access to them other than a forward."""

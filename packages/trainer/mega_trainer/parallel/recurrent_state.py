@@ -1,9 +1,9 @@
 """Recurrent states passed from chunk to chunk of a sequence, and from rank to rank under context parallelism.
 
-A chunk of tokens acts on the state before it as an affine map, S -> M S + Z: of Mamba-2, M is a number for each head, of the
-delta rule a matrix. Maps one after another are a map again, so a rank makes one of each span of the sequence that it
-holds, gets those of all others, and has the states before its own spans without any chunk being computed twice. A rank
-keeps the states before its chunks, and the maps: nothing else of any other rank.
+A chunk of tokens maps the state before it affinely, S -> M S + Z: in Mamba-2, M is a number per head, in the delta rule a
+matrix. Affine maps compose to an affine map, so a rank computes one for each of its two spans of the sequence, gathers
+those of all other ranks, and derives the states before its own spans; no chunk is computed twice. A rank saves the states
+before its chunks and the maps, and nothing else of other ranks.
 
 Legend: B batch, n chunks, H heads, N ranks.
 """
@@ -31,7 +31,7 @@ def pass_recurrent_states(
         maps: M, [B, n, H] or [B, n, H, K, K].
         added: Z, [B, n, H, K, V].
         initial_state: the state before the first chunk, [B, H, K, V]; None: zero.
-        group: the context ranks, of which each has two spans of the sequence, as `parallel.context.rank_chunks`.
+        group: the context ranks, each with two spans of the sequence, as in `context_parallel.rank_chunks`.
 
     Returns:
         [B, n, H, K, V] and [B, H, K, V].
@@ -46,24 +46,25 @@ def pass_recurrent_states(
     zero = torch.zeros_like(added[:, 0])
     identity = torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device).expand_as(maps[:, 0])
     whole = fold_affine_maps(maps, torch.zeros_like(maps), identity)[:, -1], fold_affine_maps(maps, added, zero)[:, -1]
-    every_map, every = _gather_spans([torch.unflatten(x, 0, (rows, spans)) for x in whole], group)
-    before = fold_affine_maps(every_map, every, initial_state)
-    mine = before[:, [group.rank, 2 * group.size - 1 - group.rank]].flatten(0, 1)
-    states = fold_affine_maps(maps, added, mine)[:, :-1]
+    span_maps, span_added = _gather_spans([torch.unflatten(x, 0, (rows, spans)) for x in whole], group)
+    before = fold_affine_maps(span_maps, span_added, initial_state)
+    own = before[:, [group.rank, 2 * group.size - 1 - group.rank]].flatten(0, 1)
+    states = fold_affine_maps(maps, added, own)[:, :-1]
     return states.reshape(rows, -1, *states.shape[2:]), before[:, -1]
 
 
 def _gather_spans(parts: Sequence[Tensor], group: CommGroup) -> list[Tensor]:
-    """Gather [B, 2, ..] of each rank -> [B, 2 N, ..] in sequence order; gradients return to their ranks."""
-    everyone = gather_sequence(torch.cat([part.flatten(2) for part in parts], -1), group, sp=True)
-    ordered = torch.cat([everyone[:, ::2], everyone[:, 1::2].flip(1)], 1)
+    """Gather [B, 2, ..] of each rank -> [B, 2 N, ..] in sequence order; the backward reduce-scatters the gradients."""
+    gathered = gather_sequence(torch.cat([part.flatten(2) for part in parts], -1), group, sp=True)
+    ordered = torch.cat([gathered[:, ::2], gathered[:, 1::2].flip(1)], 1)
     split = torch.split(ordered, [part[0, 0].numel() for part in parts], -1)
     return [torch.unflatten(one, -1, part.shape[2:]) for one, part in zip(split, parts, strict=True)]
 
 
 def fold_affine_maps(maps: Tensor, added: Tensor, initial_state: Tensor) -> Tensor:
-    """Compute S[0] = initial_state, S[i + 1] = M[i] S[i] + Z[i]: [B, n, H, K or 1, K or 1], [B, n, H, K, V], [B, H, K,
-    V] -> [B, n + 1, H, K, V].
+    """Compute S[0] = initial_state, S[i + 1] = M[i] S[i] + Z[i].
+
+    [B, n, H, K or 1, K or 1], [B, n, H, K, V], [B, H, K, V] -> [B, n + 1, H, K, V].
     """
     states: Tensor = _FoldAffineMaps.apply(maps, added, initial_state)  # type: ignore[no-untyped-call]
     return states
@@ -96,5 +97,5 @@ class _FoldAffineMaps(Function):
 
 
 def _apply_map(m: Tensor, state: Tensor) -> Tensor:
-    """Return M S for a number or a matrix of each head."""
+    """Return M S, with a number or a matrix M per head."""
     return m * state if m.shape[-1] == 1 else m @ state

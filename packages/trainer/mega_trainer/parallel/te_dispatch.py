@@ -1,10 +1,9 @@
-"""Expert dispatch by NCCL's kernels, which Transformer Engine offers (version 2.20 or later).
+"""Expert dispatch by NCCL's kernels in Transformer Engine (version 2.20 or later).
 
-Tokens come sorted by expert into a table of a given length, and go back summed. The kernels know from the device where the
-table's rows end, so that the host waits in no layer; and but for the products and the activation in between, whose tables have
-room for a multiple of an even load, there is nothing left to do. How often a token travels is NCCL's affair.
+Tokens are received sorted by expert in a table of a fixed length, and returned summed. Row counts stay on the device, so
+the host never waits. Tables hold a multiple of an even load.
 
-Nothing here has run on a GPU yet.
+This module has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from mega_trainer.parallel.expert_parallel import ExpertRows, TokenDispatch
 
 @dataclass(frozen=True)
 class TransformerEngineDispatcher:
-    """`ExpertDispatcher` by Transformer Engine for all layers of a model, in bf16; all ranks must bring equally many
-    tokens each time.
+    """`ExpertDispatcher` by Transformer Engine for all layers of a model, in bf16.
+
+    All ranks must have the same number of tokens.
 
     Attributes:
         num_experts: E.
@@ -41,25 +41,28 @@ class TransformerEngineDispatcher:
             from transformer_engine.pytorch import ep
         except ImportError as error:
             raise ConfigError(
-                f"parallel.dispatch = te: Transformer Engine's experts cannot be imported: {error}",
+                f"parallel.dispatch = te requires Transformer Engine's expert kernels, which cannot be imported ({error})",
                 hint="install transformer-engine 2.20 or later for this CUDA, or set parallel.dispatch=alltoall",
             ) from error
         (tokens, choices), width = chosen.shape, x.shape[1]
-        room = math.ceil(self.bound * chosen.numel()) + 1  # the last row is nobody's, as grouped products want it
+        capacity = math.ceil(self.bound * chosen.numel()) + 1  # the last row is unused, as in `RowAssignment`
         if not ep.is_ep_bootstrapped():
             ep.ep_bootstrap(
-                self.group.process_group, self.num_experts, tokens, width, choices, recv_capacity_per_rank=room,
+                self.group.process_group, self.num_experts, tokens, width, choices, recv_capacity_per_rank=capacity,
                 drop_on_overflow=True,
             )  # fmt: skip
-        # what a backward needs to know of its dispatch is in the buffer, so that each has one
-        buffer = ep.EpBuffer(choices, tokens, width, self.num_experts // self.group.size, recv_capacity_per_rank=room)
-        rows, came, counts = ep.ep_dispatch(buffer, x, chosen, weights)
+        # one buffer per dispatch: the backward needs the state in it
+        buffer = ep.EpBuffer(
+            choices, tokens, width, self.num_experts // self.group.size, recv_capacity_per_rank=capacity
+        )
+        rows, recv_weights, counts = ep.ep_dispatch(buffer, x, chosen, weights)
         total: Tensor = buffer.total_recv_tokens  # [1]
-        lost = (total.sum() - (room - 1)).clamp(min=0)
-        here = ExpertRows(rows, came, GroupedRows(counts.cumsum(0).clamp(max=room - 1).int()), lambda y: y, lost)
+        dropped = (total.sum() - (capacity - 1)).clamp(min=0)
+        groups = GroupedRows(counts.cumsum(0).clamp(max=capacity - 1).int())
+        received = ExpertRows(rows, recv_weights, groups, lambda y: y, dropped)
 
         def combine_outputs(y: Tensor) -> Tensor:
             out: Tensor = ep.ep_combine(buffer, y, num_local_tokens=tokens)
             return out
 
-        return TokenDispatch(lambda: here, combine_outputs, chosen.new_zeros(()))
+        return TokenDispatch(lambda: received, combine_outputs, chosen.new_zeros(()))

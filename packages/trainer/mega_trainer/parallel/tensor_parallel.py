@@ -2,11 +2,11 @@
 
 Legend: B batch, S sequence, D model width, N width of a split layer, T tensor-parallel ranks.
 
-    column   X [B, S, D]    W [N/T, D]   Y = X W^T  [B, S, N/T]   every rank sees all of X; forward free, backward sums dX
-    row      X [B, S, N/T]  W [D, N/T]   Y = sum_T X W^T  [B, S, D]   forward sums Y, backward free
+    column   X [B, S, D]    W [N/T, D]   Y = X W^T  [B, S, N/T]   every rank has all of X; the backward all-reduces dX
+    row      X [B, S, N/T]  W [D, N/T]   Y = sum_T X W^T  [B, S, D]   the forward all-reduces Y
 
-With sequence parallelism the tensors outside a column-row pair are [B, S/T, D]: the sum of a row layer becomes a
-reduce-scatter over S and a column layer first gathers S; the traffic is the same, the memory T times smaller.
+With sequence parallelism the tensors outside a column-row pair are [B, S/T, D]: the all-reduce of a row layer becomes a
+reduce-scatter over S, and a column layer first all-gathers S; the traffic is the same, the memory T times smaller.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ from mega_trainer.parallel.parameter_info import get_main_grad, make_parameter
 
 
 class _SumForward(Function):
-    """Y = sum over ranks of X, by all-reduce or (sequence parallel) reduce-scatter; the backward passes the gradient
-    on, gathered under sequence parallelism.
-    """
+    """Sum of X over the ranks: all-reduce, with the identity as backward, or with `sp` reduce-scatter and all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: CommGroup, sp: bool) -> Tensor:
@@ -52,7 +50,7 @@ class _SumForward(Function):
 
 
 class _GatherSequence(Function):
-    """All-gather [B, S/T, D] -> [B, S, D]; the backward sums the gradients of all ranks back into their parts."""
+    """All-gather [B, S/T, D] -> [B, S, D]; the backward reduce-scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: CommGroup) -> Tensor:
@@ -66,7 +64,7 @@ class _GatherSequence(Function):
 
 
 class _SumBackward(Function):
-    """Y = X; the backward sums the gradients of all ranks."""
+    """Identity whose backward all-reduces the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: CommGroup) -> Tensor:
@@ -82,14 +80,12 @@ class _SumBackward(Function):
 
 
 def sum_partial_results(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Sum partial results [B, S, D] of all ranks: to [B, S, D], or with `sp` to this rank's [B, S/T, D]."""
+    """Sum partial results [B, S, D] over the ranks: to [B, S, D], or with `sp` to this rank's part [B, S/T, D]."""
     return x if group.size == 1 else _SumForward.apply(x, group, sp)  # type: ignore[no-untyped-call]
 
 
 def gather_sequence(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Gather [B, S or, with `sp`, S/T, D] -> [B, S, D], for a consumer on each rank that contributes its own part of
-    the gradient.
-    """
+    """Gather [B, S or, with `sp`, S/T, D] -> [B, S, D], and sum the gradients of all ranks in the backward."""
     if group.size == 1 or not sp:
         return sum_input_gradient(x, group)
     y: Tensor = _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]
@@ -97,12 +93,12 @@ def gather_sequence(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
 
 
 def sum_input_gradient(x: Tensor, group: CommGroup) -> Tensor:
-    """Return X unchanged, for a consumer on each rank that contributes its own part of the gradient."""
+    """Return X unchanged, and sum the gradients of all ranks in the backward."""
     return x if group.size == 1 else _SumBackward.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def local_sequence_slice(length: int, group: CommGroup, *, sp: bool) -> slice:
-    """Return the tokens of a sequence of `length` that a rank's residual stream holds: its share under `sp`, else all."""
+    """Return the slice of a sequence of `length` tokens in a rank's residual stream: its share under `sp`, else all."""
     share = length // group.size
     return slice(group.rank * share, (group.rank + 1) * share) if sp else slice(None)
 
@@ -111,13 +107,13 @@ class ColumnParallelLinear(nn.Module):
     """Y = X W^T + b with the rows of W, and so the columns of Y, split over `group`.
 
     Args:
-        kernels: the back end that multiplies.
+        kernels: back end of the GEMMs.
         weights: local parameters [N_i/T, D], used as one matrix. Usually one; parts whose gradients are summed over
-            different ranks (shared key/value heads) are parameters of their own.
-        biases: local parameters [N_i/T], as many, or none.
+            different ranks (shared key/value heads) are separate parameters.
+        biases: local parameters [N_i/T] for the same parts, or none.
         group: tensor-parallel ranks.
         sp: X is [B, S/T, D] rather than [B, S, D].
-        deferred: takes the products for dW, where a backward puts them off.
+        deferred: queue for wgrad GEMMs, if the pipeline splits backwards.
     """
 
     def __init__(
@@ -151,10 +147,9 @@ def concat_parameters(parts: nn.ParameterList) -> Tensor | None:
 
 
 class RowParallelLinear(nn.Module):
-    """Y = X W^T + b with the columns of W, and so those of X, split over `group`; the bias is added once, after the
-    sum.
+    """Y = X W^T + b with the columns of W and X split over `group`; the bias is added after the sum.
 
-    Args as for `ColumnParallelLinear`; the local weight is [D, N/T] and the bias [D] is whole on every rank.
+    Args as for `ColumnParallelLinear`; the local weight is [D, N/T], and the bias [D] is whole on every rank.
     """
 
     def __init__(
@@ -185,10 +180,9 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding with the rows split over `group`: each rank looks up its own tokens, zeros elsewhere, then the ranks
-    are summed.
+    """Embedding with the rows split over `group`: each rank looks up its own rows, zeros for others, and ranks are summed.
 
-    The vocabulary is padded in memory to `rows` * T so that every rank holds as many rows; padding is in no piece.
+    The vocabulary is padded so that every rank holds the same number of rows; padding is in no piece.
     """
 
     def __init__(self, weight: nn.Parameter, group: CommGroup, *, sp: bool) -> None:
@@ -201,7 +195,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def embed_token_ids(tokens: Tensor, weight: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Return the rows of a matrix split over `group`, each rank's [R, D], for token ids int64 [B, S]: [B, S or S/T, D]."""
+    """Look up token ids int64 [B, S] in a matrix split by rows over `group`, [R, D] each: [B, S or S/T, D]."""
     if group.size == 1:
         return _lookup_rows(tokens, weight)
     rows = weight.shape[0]
@@ -230,9 +224,9 @@ class _MainGradEmbedding(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
-        (places,) = ctx.saved_tensors
+        (indices,) = ctx.saved_tensors
         out, add = ctx.main()
-        gemm_accumulation.write_embedding_grad(dy, places, out, add=add)
+        gemm_accumulation.write_embedding_grad(dy, indices, out, add=add)
         return None, None
 
 
@@ -263,11 +257,10 @@ class SplitHeads:
 def split_fused_heads(
     blocks: Sequence[SplitHeads], tail: tuple[int, ...], group: CommGroup
 ) -> tuple[list[int], list[TensorPiece]]:
-    """Return shape and pieces of this rank's heads of several tensors [count * size, *tail], fused: one block after
-    another.
+    """Return shape and pieces of this rank's heads of several tensors [count * size, *tail], concatenated.
 
-    So a fused gate-up or query-key-value product gives whole heads, and matching gate and up columns, on each rank. Where
-    there are fewer heads than ranks, neighbours hold the same one.
+    So the output of a fused gate-up or query-key-value GEMM has whole heads, and matching gate and up columns, on each
+    rank. If there are fewer heads than ranks, consecutive ranks hold the same head.
     """
     pieces, row, zeros = [], 0, (0,) * len(tail)
     for block in blocks:

@@ -1,13 +1,12 @@
-"""Rows for the choices of tokens, sorted by group, and their sums for the tokens they belong to.
+"""Rows for the choices of tokens, sorted by group, and the sums of each token's rows.
 
     choices [N, K]   -> rows sorted by group       gather   x [N, D] -> [M + 1, D]
-    rows             -> one sum for each token     collect  y [M + 1, D] -> [N, D]
+    rows             -> one sum per token          sum      y [M + 1, D] -> [N, D]
 
-Each is the gradient of the other, one kernel that reads rows and writes rows; no [N, K, D] is ever made, and sums are in
-the order of the choices: a scattered sum would add in any order on a GPU. Shapes never depend on the tokens, so nothing
-waits for the device. There may be more rows than choices that have a group: the others belong to no group, and the last
-one never does, so that a choice without a row has one to point at. What such rows hold, even if it is not a number, goes
-nowhere.
+Each is the gradient of the other, one kernel that reads and writes rows. No [N, K, D] tensor is made, and sums are in the
+order of the choices (a scattered sum would be in any order on a GPU). Shapes never depend on the tokens, so the host never
+waits for the device. There may be more rows than choices with a group; the surplus rows belong to no group, and the last
+row never does: choices without a row point to it. The values of such rows, even NaN, are never used.
 
 Legend: N tokens, K choices of each, G groups (ranks, or experts), M rows, D width.
 """
@@ -40,11 +39,11 @@ class RowAssignment:
     """Assignment of choices to rows.
 
     Attributes:
-        row: int64 [N, K], the row of each choice, M where it has none.
-        choice: int64 [M + 1], the choice of each row, counted through [N, K]; -1 where it has none.
-        ends: int32 [G], where each group's rows end.
-        dropped: int64, choices of a group that found no row.
-        pick, sum: as `pick_token_rows` and `summed`, which may make what they return at a place of their own.
+        row: int64 [N, K], the row of each choice; M for a choice without a row.
+        choice: int64 [M + 1], the flat index in [N, K] of each row's choice; -1 for a row without a choice.
+        ends: int32 [G], end of each group's rows.
+        dropped: int64, number of choices with a group that got no row.
+        pick_rows, sum_rows: `pick_token_rows` and `sum_choice_rows`, or versions that write into their own memory.
     """
 
     row: Tensor
@@ -58,33 +57,33 @@ class RowAssignment:
     def assign_rows(cls, groups: Tensor, count: int, rows: int, capacity: int | Tensor | None = None) -> RowAssignment:
         """Assign rows to the choices of `groups`, int64 [N, K], each one of `count` or -1.
 
-        Sorted by group, and then by token and choice: one after the other, or with a `capacity` each group behind as many
-        rows as those before it may have, and no more of it than that. What comes too late is lost.
+        Rows are sorted by group, then by token and choice. With a `capacity` every group has a range of that many rows;
+        choices beyond it, or beyond `rows`, are dropped.
 
         Args:
-            groups: what was chosen.
+            groups: group of each choice.
             count: G.
             rows: M.
-            capacity: rows of every group, or int64 [G], of each.
+            capacity: rows of every group, or of each group, int64 [G].
         """
         flat, device = groups.flatten(), groups.device
         sorted_groups, order = torch.where(flat < 0, count, flat).sort(stable=True)
-        at, there = torch.arange(len(flat), device=device), sorted_groups < count
+        at, valid = torch.arange(len(flat), device=device), sorted_groups < count
         if capacity is not None:
-            room = capacity if isinstance(capacity, Tensor) else flat.new_full((count,), capacity)
+            limits = capacity if isinstance(capacity, Tensor) else flat.new_full((count,), capacity)
             at = at - torch.searchsorted(sorted_groups, sorted_groups)
-            there = there & (at < F.pad(room, (0, 1))[sorted_groups])
-            at = at + F.pad(room.cumsum(0), (1, 0))[sorted_groups]
-        at = torch.where(there & (at < rows), at, rows)
+            valid = valid & (at < F.pad(limits, (0, 1))[sorted_groups])
+            at = at + F.pad(limits.cumsum(0), (1, 0))[sorted_groups]
+        at = torch.where(valid & (at < rows), at, rows)
         row = torch.empty_like(at).scatter_(0, order, at)
         choice = torch.full((rows + 1,), -1, device=device).scatter_(0, at, order)
         choice[-1] = -1
         ends = torch.searchsorted(sorted_groups, torch.arange(count, device=device), right=True).clamp(max=rows)
-        lost = (flat >= 0).sum() - (row < rows).sum()
-        return cls(row.view_as(groups), choice, ends.int(), lost)
+        dropped = (flat >= 0).sum() - (row < rows).sum()
+        return cls(row.view_as(groups), choice, ends.int(), dropped)
 
     def truncate_rows(self, rows: int) -> RowAssignment:
-        """Return the assignment with fewer rows, where the removed ones have no choice."""
+        """Return the assignment with fewer rows; the removed rows must have no choice."""
         return replace(self, row=self.row.clamp(max=rows), choice=self.choice[: rows + 1])
 
     @property
@@ -94,7 +93,7 @@ class RowAssignment:
 
     @property
     def token_of_row(self) -> Tensor:
-        """Token of each row, int64 [M + 1], an arbitrary one for rows without a choice."""
+        """Token of each row, int64 [M + 1]; arbitrary for rows without a choice."""
         return self.choice.clamp(min=0) // self.row.shape[1]
 
 
@@ -107,7 +106,7 @@ class _GatherRows(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.slots.sum(dy, ctx.slots.row), None
+        return ctx.slots.sum_rows(dy, ctx.slots.row), None
 
 
 class _SumTokenRows(Function):
@@ -119,7 +118,7 @@ class _SumTokenRows(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.slots.pick(dy, ctx.slots), None
+        return ctx.slots.pick_rows(dy, ctx.slots), None
 
 
 class _PickChoiceValues(Function):
@@ -132,7 +131,7 @@ class _PickChoiceValues(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         row = ctx.slots.row
-        return dy[row].masked_fill(row == ctx.slots.rows, 0.0), None
+        return dy[row].masked_fill(row == ctx.slots.row_count, 0.0), None
 
 
 def gather_token_rows(x: Tensor, slots: RowAssignment) -> Tensor:
@@ -142,7 +141,7 @@ def gather_token_rows(x: Tensor, slots: RowAssignment) -> Tensor:
 
 
 def sum_token_rows(y: Tensor, slots: RowAssignment) -> Tensor:
-    """Return for each token the sum of its rows: [M + 1, D] -> [N, D], zero for a token without any."""
+    """Return for each token the sum of its rows: [M + 1, D] -> [N, D], zero for a token without rows."""
     x: Tensor = _SumTokenRows.apply(y, slots)  # type: ignore[no-untyped-call]
     return x
 

@@ -1,11 +1,10 @@
-"""ZeRO-0 to ZeRO-2 (arXiv:1910.02054): flat buffers of a stage's weights and gradients, shared among data-parallel
-ranks.
+"""ZeRO-0 to ZeRO-2 (arXiv:1910.02054): flat buffers of a stage's weights and gradients, sharded over data-parallel ranks.
 
-Parameters that are treated alike (same data group, same further sums, same weight decay) lie in one `FlatParameterBuffer`, cut in
-buckets that are summed over the ranks while the backward still runs. Gradients are fp32 (fp64 in an fp64 model); a sum
-over the data ranks may be in bf16, which loses bits: what a rank adds up by itself never is.
+The parameters of a group (`ParamGroupKey`) are in one `FlatParameterBuffer`, cut in buckets that are reduced over the ranks
+while the backward still runs. Gradients are fp32 (fp64 in an fp64 model); the reduction over the data ranks may be in bf16,
+which loses bits, but local accumulation never is.
 
-    level   weights   gradients kept            summed over the data ranks
+    level   weights   gradients kept            reduction over the data ranks
     0       all       all                       all-reduce, once a step
     1       all       all, the sum of a slice   reduce-scatter, once a step; then all-gather of the new weights
     2       all       a slice                   reduce-scatter, each micro-batch; then all-gather of the new weights
@@ -36,8 +35,8 @@ from mega_trainer.parallel.parameter_shards import (
 )
 
 BUCKET_ELEMENTS = 40_000_000  # large enough for full bandwidth, small enough that the first starts early
-RANK_ELEMENTS = 1_000_000  # a rank's slice is at least so large: among many ranks smaller messages cost their latency
-IN_FLIGHT = 2  # sums under way at once where what they send is to be short-lived
+RANK_ELEMENTS = 1_000_000  # least elements of a rank's slice: with many ranks, smaller messages are bound by latency
+IN_FLIGHT = 2  # most reductions in progress at once where their send buffers should be short-lived
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,13 @@ class ZeroConfig:
     """Sharding and reduction settings of the data ranks.
 
     Attributes:
-        shard_grads: each rank keeps, updates and saves its slice of every bucket (ZeRO-1 and up), rather than all of it.
-        reduce_every_microbatch: gradients are summed after every micro-batch and not kept whole (ZeRO-2).
-        separate: which parameters have buffers of their own, for an optimizer that treats them otherwise.
-        decoupled, lr_factor: so have the embedding and the output layer, or those of each factor, for their learning rates.
-        reduce_dtype: the type that gradients are sent and summed over the data ranks in; default: their own.
-        bucket_elements: a bucket is closed when it has so many; default: grows with the number of ranks.
-        cache_prepared_weights: what a back end prepares of a weight for its products is kept until the next update.
+        shard_grads: each rank keeps, updates and saves only its slice of every bucket (ZeRO-1 and up).
+        reduce_every_microbatch: gradients are reduced after every micro-batch and only a slice is kept (ZeRO-2).
+        separate: selects parameters with separate buffers, for another optimizer.
+        decoupled, lr_factor: separate buffers for embedding and output layer, or per learning-rate factor.
+        reduce_dtype: dtype in which gradients are reduced over the data ranks; default: their own.
+        bucket_elements: least elements of a bucket; default: grows with the number of ranks.
+        cache_prepared_weights: keep the operands that a back end prepares from weights until the next update.
     """
 
     shard_grads: bool
@@ -72,13 +71,13 @@ class ZeroConfig:
     cache_prepared_weights: bool = False
 
     def min_bucket_elements(self, ranks: int) -> int:
-        """Return the elements of a bucket that `ranks` data ranks share."""
+        """Return the least elements of a bucket that `ranks` data ranks share."""
         return self.bucket_elements or max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks)
 
 
 @dataclass(frozen=True)
 class ForwardUnit:
-    """Module whose forward is the first to need these parameters, its own or others."""
+    """Module whose forward is the first to use these parameters, its own or others."""
 
     module: nn.Module
     parameters: list[nn.Parameter]
@@ -88,9 +87,9 @@ class FlatParameterBuffer(ParameterBuffer):
     """Parameters of one parameter group, laid out one after another, last first (the order of the backward).
 
     Args:
-        parameters: they become views of `weights`.
-        kind: what they have in common.
-        sharing: what each rank keeps.
+        parameters: parameters in the order of the forward; they become views of `weights`.
+        kind: param group of the parameters.
+        sharing: sharding settings.
     """
 
     def __init__(self, parameters: list[nn.Parameter], kind: ParamGroupKey, sharing: ZeroConfig) -> None:
@@ -106,18 +105,18 @@ class FlatParameterBuffer(ParameterBuffer):
         """Assign each parameter its span; a bucket is closed once it is large enough."""
         kind = MicroBatchGradientBucket if sharing.reduce_every_microbatch else StepGradientBucket
         dtype = torch.float64 if self.kind.dtype == torch.float64 else torch.float32
-        start, places, length = 0, {}, 0
+        start, slices, length = 0, {}, 0
         for parameter in parameters:
             self.spans.append(ParameterSpan(parameter, start + length))
-            places[parameter] = slice(length, length + parameter.numel())
+            slices[parameter] = slice(length, length + parameter.numel())
             length += parameter.numel()
             if length >= sharing.min_bucket_elements(self.kind.data.size) or parameter is parameters[-1]:
                 bucket = kind(
-                    start, places, self.kind.data, sharded=self.sharded, dtype=dtype, device=parameter.device,
+                    start, slices, self.kind.data, sharded=self.sharded, dtype=dtype, device=parameter.device,
                     reduce_dtype=sharing.reduce_dtype or dtype,
                 )  # fmt: skip
                 yield bucket
-                start, places, length = bucket.stop, {}, 0
+                start, slices, length = bucket.stop, {}, 0
 
     def _move_to_buffer(self, span: ParameterSpan) -> None:
         view = self.weights[span.start : span.start + span.parameter.numel()].view(span.parameter.shape)
@@ -135,20 +134,18 @@ class FlatParameterBuffer(ParameterBuffer):
         for span in self.spans:
             low, high = max(span.start, start), min(span.start + span.parameter.numel(), stop)
             if low < high:
-                place = slice(low - start, high - start)
-                yield ShardPart(
-                    get_parameter_info(span.parameter).pieces, tuple(span.parameter.shape), low - span.start, place
-                )
+                pieces, shape = get_parameter_info(span.parameter).pieces, tuple(span.parameter.shape)
+                yield ShardPart(pieces, shape, low - span.start, slice(low - start, high - start))
 
 
 class FlatBufferStage:
-    """Flat buffers of one pipeline stage: accumulates gradients as they arrive and starts the sums over the ranks.
+    """Flat buffers of one pipeline stage: accumulates gradients as they arrive and starts the reductions over the ranks.
 
-    All ranks start their buckets in the same order, or they would wait for each other in vain: a bucket that is complete
-    on one rank may lack a gradient on another (an expert that got no token). The order is that in which a backward is
-    expected to complete them. Each starts when it and all before it are complete, the rest at the backward's end.
+    All ranks must reduce their buckets in the same order, or they would deadlock: a bucket that is complete on one rank may
+    lack a gradient on another (an expert without tokens). The order is the expected order of completion in a backward. A
+    bucket starts when it and all before it are complete, the rest at the end of the backward.
 
-    New weights are gathered in the background, and each unit's forward waits for its own.
+    New weights are all-gathered in the background, and each unit's forward waits for its own weights.
     """
 
     def __init__(
@@ -161,23 +158,21 @@ class FlatBufferStage:
         self.buffers = list(buffers)
         self._in_flight_limit = IN_FLIGHT if sharing.reduce_every_microbatch or sharing.reduce_dtype else None
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
-        self._homes = {
+        self._bucket_shards = {
             bucket: (buffer, shard)
             for buffer in buffers
             for bucket, shard in zip(buffer.buckets, buffer.shards, strict=True)
         }
-        self._buckets = sorted(self._homes, key=lambda bucket: -min(position[p] for p in bucket.param_slices))
+        self._buckets = sorted(self._bucket_shards, key=lambda bucket: -min(position[p] for p in bucket.param_slices))
         self._arriving: dict[GradientBucket, tuple[CollectiveWork | None, Tensor]] = {}
         self._register_gather_hooks(units)
-        # of frozen ones, too
-        self._prepared = (
-            {parameter: PreparedWeight() for parameter in position} if sharing.cache_prepared_weights else {}
-        )
+        cached = position if sharing.cache_prepared_weights else ()  # frozen parameters included
+        self._prepared = {parameter: PreparedWeight() for parameter in cached}
         for parameter, prepared in self._prepared.items():
             parameter.prepared = prepared  # type: ignore[attr-defined]
         self._waiting: deque[GradientBucket] = deque()
         self._in_flight: deque[GradientBucket] = deque()
-        self._ends: list[Node] = []
+        self._grad_nodes: list[Node] = []
         for bucket in self._buckets:
             for parameter in bucket.param_slices:
                 self._register_grad_hook(bucket, parameter)
@@ -200,12 +195,12 @@ class FlatBufferStage:
     def _register_grad_hook(self, bucket: GradientBucket, parameter: nn.Parameter) -> None:
         """Register a hook that fires when a parameter's gradient is complete, after all its uses.
 
-        By a hook of the graph's node, which is called whether autograd brings a gradient or it is in its place already;
-        of a parameter's own hook torch promises that only where one has come.
+        The hook is on the graph's node, because it also fires if the gradient was written to the main gradient; torch
+        guarantees a parameter's own hook only if autograd delivers a gradient.
         """
-        end = get_gradient_edge(parameter).node
-        end.register_hook(partial(self._grad_completed, bucket, parameter))
-        self._ends.append(end)  # it lives, and its hook with it, only as long as someone holds it
+        node = get_gradient_edge(parameter).node
+        node.register_hook(partial(self._grad_completed, bucket, parameter))
+        self._grad_nodes.append(node)  # keep a reference, else the node and its hook are freed
 
     def _grad_completed(self, bucket: GradientBucket, parameter: nn.Parameter, *_: object) -> None:
         bucket.accumulate_grad(parameter)
@@ -219,7 +214,7 @@ class FlatBufferStage:
             self._in_flight.popleft().wait_for_reduce()
 
     def finish_gradients(self) -> None:
-        """Wait for the sums after the step's backwards, and sum over the further groups that share gradients."""
+        """Wait for the reductions of the step, and sum over the other groups that share gradients (`grad_sync`)."""
         while self._in_flight:
             self._in_flight.popleft().wait_for_reduce()
         for buffer in self.buffers:
@@ -228,20 +223,18 @@ class FlatBufferStage:
                     all_reduce(shard.grads, group)
 
     def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield this rank's gradients of its micro-batches so far, before any sum over ranks: up to ZeRO-1, which keeps
-        them.
-        """
+        """Yield this rank's gradients of its micro-batches so far, before any reduction; only for ZeRO-0 and ZeRO-1."""
         for bucket in self._buckets:
             assert isinstance(bucket, StepGradientBucket)
             yield from bucket.local_gradients()
 
     def all_gather_params(self) -> None:
-        """Start to all-gather the updated weights, those needed first first."""
+        """Start to all-gather the updated weights, in the order of the forward."""
         for parameter, prepared in self._prepared.items():
             if is_trainable(parameter):
                 prepared.invalidate()
         for bucket in reversed(self._buckets):
-            buffer, shard = self._homes[bucket]
+            buffer, shard = self._bucket_shards[bucket]
             if buffer.sharded:
                 mine, whole = shard.weights.clone(), buffer.weights[bucket.start : bucket.stop]
                 self._arriving[bucket] = (all_gather_into(whole, mine, buffer.kind.data, async_op=True), mine)
@@ -257,7 +250,7 @@ class FlatBufferStage:
                 work.wait()
 
     def _register_gather_hooks(self, units: Sequence[ForwardUnit]) -> None:
-        """Make each unit's forward wait for its buckets, and the first one for those of no unit."""
+        """Make each unit's forward wait for its buckets, and the first unit's also for buckets of no unit."""
         needs = [[b for b in self._buckets if not b.param_slices.keys().isdisjoint(unit.parameters)] for unit in units]
         needs[0] += [bucket for bucket in self._buckets if all(bucket not in needed for needed in needs)]
         for unit, buckets in zip(units, needs, strict=True):
@@ -273,9 +266,9 @@ def flatten_parameters(model: nn.Module, zero: ZeroConfig, units: Sequence[Forwa
     parameters keep their values and from then on are views of the buffers.
 
     Args:
-        model: its parameters carry their descriptions.
-        zero: what each data rank keeps.
-        units: its parts in the order of a forward; by default the whole model is one.
+        model: model whose parameters have a `ParameterInfo`.
+        zero: sharding settings.
+        units: parts of the model in the order of a forward; default: the whole model is one unit.
     """
     dtype = next(model.parameters()).dtype
     kinds = group_parameters(model, dtype, zero.separate, decoupled=zero.decoupled, lr_factor=zero.lr_factor)

@@ -30,8 +30,8 @@ from mega_trainer.parallel.parameter_info import is_trainable
 from mega_trainer.pipeline.schedules import PipelineOp, PipelineSchedule
 
 MicroBatchKey = tuple[int, int]  # (stage, microbatch)
-ReceivedTensors = list[tuple[Tensor, Tensor]]  # parameters and gradients of theirs
-IN_FLIGHT = 4  # messages of a rank that may be under way, in numbers of ranks: it runs ahead of others by about as many
+ParamGrads = list[tuple[Tensor, Tensor]]  # parameters, each with its gradient
+IN_FLIGHT = 4  # unfinished sends per rank, as a multiple of the ranks: a rank runs ahead of others by about as many
 FORWARD_ONLY = frozenset({"F", "SEND_F", "RECV_F"})
 
 
@@ -40,15 +40,15 @@ class PipelineExecutor:
     """Executes the operations of one rank for one step.
 
     Attributes:
-        schedule: who does what, in order, for some number of micro-batches; for another one it is made again.
+        schedule: operations of all ranks for one number of micro-batches; it is made again for another number.
         stages: this rank's parts of the model, by stage number.
         group: the pipeline ranks.
         dropout_seed: seed of the dropout masks; None when the model has no dropout.
-        around_backward: what each backward runs in, given the stage's number and whether it is the stage's last of the
-            step; it takes the gradients. Where a backward is cut in two, that is the half of the weights.
-        phase: what parts of a step run in, given their names.
-        loads: what the routers of each layer did with this rank's tokens in the last run, as in `Routing.loads`.
-        losses: of each token of each micro-batch of the last run, [B, S]; none but on the last stage.
+        around_backward: makes the context of each backward, which reduces the gradients, from the stage's number and a
+            flag for the stage's last backward of the step. Of a split backward, the weight half runs in it.
+        phase: makes the context of a named part of a step, for timing.
+        loads: tokens per expert in the last run, by layer, as in `StepRouting.loads`.
+        losses: loss of each token by micro-batch of the last run, [B, S]; empty except on the last stage.
     """
 
     schedule: PipelineSchedule
@@ -65,7 +65,7 @@ class PipelineExecutor:
     _outputs: dict[MicroBatchKey, Tensor] = field(default_factory=dict)
     _edges: dict[MicroBatchKey, GradientEdge] = field(default_factory=dict)
     _tied_weights: dict[int, Tensor] = field(default_factory=dict)
-    _deferred_wgrads: dict[MicroBatchKey, tuple[list[DeferredWgrad], ReceivedTensors]] = field(default_factory=dict)
+    _deferred_wgrads: dict[MicroBatchKey, tuple[list[DeferredWgrad], ParamGrads]] = field(default_factory=dict)
     _recvs: dict[tuple[str, MicroBatchKey], tuple[Tensor, PendingWork]] = field(default_factory=dict)
     _sends: deque[tuple[Tensor, PendingWork]] = field(default_factory=deque)
     _contexts: dict[int, ForwardContext] = field(default_factory=dict)
@@ -73,24 +73,24 @@ class PipelineExecutor:
     def run_operations(self, batches: Sequence[MicroBatch], scale: float, loss_scale: float = 1.0) -> Tensor:
         """Run all operations of a step; the parameters' hooks collect the gradients.
 
-        Where gradients are disabled only the forward operations run: any part of the common order of all ranks that
-        leaves out whole messages is as free of deadlock as the whole.
+        With gradients disabled only the forward operations run. A subsequence of the common order of all ranks that
+        leaves out whole messages (send and receive) is as free of deadlock as the whole order.
 
         Args:
             batches: this rank's micro-batches (every stage has them all: labels, positions, documents).
             scale: factor on the sum of the losses before differentiation, usually 1 / tokens of the step.
-            loss_scale: factor on losses that are no sums over tokens.
+            loss_scale: factor on losses that are not sums over tokens.
 
         Returns:
-            Sums of the weighted losses of this rank's micro-batches, fp64 [2], as `Decoder.objective` tells them; zero
-            but on the last stage.
+            Sums of the weighted losses of this rank's micro-batches, fp64 [2], as `Decoder.compute_objective` returns
+            them; zero except on the last stage.
         """
         total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
         model = self.first_local_stage
         self._routings = (
             make_step_routings(batches, model.groups.dp, loss_scale) if model.config.moe and model.training else ()
         )
-        left, self.losses = dict.fromkeys(self.stages, len(batches)), {}
+        remaining, self.losses = dict.fromkeys(self.stages, len(batches)), {}
         for op in self._schedule_for(len(batches)).ranks[self.group.rank]:
             key = (op.stage, op.microbatch)
             if not torch.is_grad_enabled() and op.kind not in FORWARD_ONLY:
@@ -103,9 +103,9 @@ class PipelineExecutor:
                     with self.phase("backward"):
                         self._backward_input(key)
                 case "B" | "W":
-                    left[op.stage] -= 1
+                    remaining[op.stage] -= 1
                     backward = self._backward if op.kind == "B" else self._backward_weights
-                    with self.phase("backward"), self.around_backward(op.stage, left[op.stage] == 0):
+                    with self.phase("backward"), self.around_backward(op.stage, remaining[op.stage] == 0):
                         backward(key)
                 case _:
                     with self.phase("pipeline"):
@@ -114,8 +114,8 @@ class PipelineExecutor:
             for _, work in self._sends:
                 work.wait()
         self.loads = sum_expert_loads(self._routings)
-        for left_over in (self._sends, self._contexts, self._inputs, self._tied_weights):
-            left_over.clear()
+        for buffer in (self._sends, self._contexts, self._inputs, self._tied_weights):
+            buffer.clear()
         return total
 
     @property
@@ -187,29 +187,29 @@ class PipelineExecutor:
         stage, microbatch = key
         if y.requires_grad:
             self._edges[key] = get_gradient_edge(y)
-        if self.schedule.owner_of_stage(stage + 1) == self.group.rank:
+        if self.schedule.owners[stage + 1] == self.group.rank:
             self._inputs[stage + 1, microbatch] = y.detach()
         else:
             self._outputs[key] = y.detach()
 
     def _borrow_embedding(self, model: Decoder, microbatch: int) -> Tensor | None:
-        """Return the tied embedding for a last stage without one of its own, as a further input from the first stage.
+        """Return the first stage's tied embedding as an extra input of a last stage that has no copy, else None.
 
-        Like other inputs, its gradient waits until the micro-batch's backward comes to the stage it is from.
+        As for other inputs, its gradient is kept until the micro-batch's backward reaches the first stage.
         """
         if not model.borrows:
             return None
         weight = self.stages[0].embedding.weight
-        lent = weight.detach().requires_grad_(torch.is_grad_enabled() and weight.requires_grad)
-        if lent.requires_grad:
-            self._tied_weights[microbatch] = lent
-        return lent
+        borrowed = weight.detach().requires_grad_(torch.is_grad_enabled() and weight.requires_grad)
+        if borrowed.requires_grad:
+            self._tied_weights[microbatch] = borrowed
+        return borrowed
 
     def _backward(self, key: MicroBatchKey) -> None:
-        (edges, given), returned = self._autograd_roots(key), self._tied_grad(key)
-        edges = [*edges, *(get_gradient_edge(weight) for weight, _ in returned)]
+        (edges, grads), tied = self._autograd_roots(key), self._tied_grad(key)
+        edges = [*edges, *(get_gradient_edge(weight) for weight, _ in tied)]
         if edges:
-            torch.autograd.backward(edges, [*given, *(gradient for _, gradient in returned)])
+            torch.autograd.backward(edges, [*grads, *(gradient for _, gradient in tied)])
 
     def _autograd_roots(self, key: MicroBatchKey) -> tuple[list[GradientEdge], list[Tensor | None]]:
         """Return the autograd roots of a stage's backward and their gradients; empty for a frozen first stage."""
@@ -220,40 +220,39 @@ class PipelineExecutor:
         """Run a backward without the deferred weight gradients; no gradient reaches a parameter yet."""
         model = self.stages[key[0]]
         inputs, parameters = self._differentiable_inputs(key), list(filter(is_trainable, model.parameters()))
-        edges, given = self._autograd_roots(key)
-        gradients = torch.autograd.grad(edges, [*inputs, *parameters], given, allow_unused=True) if edges else ()
+        edges, grads = self._autograd_roots(key)
+        gradients = torch.autograd.grad(edges, [*inputs, *parameters], grads, allow_unused=True) if edges else ()
         for tensor, gradient in zip(inputs, gradients, strict=False):
             tensor.grad = gradient
-        rest = zip(parameters, gradients[len(inputs) :], strict=bool(edges))
+        param_grads = zip(parameters, gradients[len(inputs) :], strict=bool(edges))
         assert model.deferred is not None
         self._deferred_wgrads[key] = (
             model.deferred.take_all_wgrads(),
-            [(p, gradient) for p, gradient in rest if gradient is not None],
+            [(p, gradient) for p, gradient in param_grads if gradient is not None],
         )
 
     def _backward_weights(self, key: MicroBatchKey) -> None:
-        products, known = self._deferred_wgrads.pop(key)
-        run_deferred_wgrads(products, [*known, *self._tied_grad(key)])
+        wgrads, param_grads = self._deferred_wgrads.pop(key)
+        run_deferred_wgrads(wgrads, [*param_grads, *self._tied_grad(key)])
 
     def _output_gradient(self, key: MicroBatchKey) -> Tensor | None:
         stage, microbatch = key
         if stage == self.last_stage_index:
             return None
-        here = self.schedule.owner_of_stage(stage + 1) == self.group.rank
-        return self._input_gradient((stage + 1, microbatch)) if here else self._wait_for_recv("B", key)
+        if self.schedule.owners[stage + 1] == self.group.rank:
+            return self._input_gradient((stage + 1, microbatch))
+        return self._wait_for_recv("B", key)
 
     def _differentiable_inputs(self, key: MicroBatchKey) -> list[Tensor]:
         """Return the inputs of a stage that require a gradient."""
         stage, microbatch = key
-        given = [self._inputs[key]] if key in self._inputs else []
-        return (
-            [*given, self._tied_weights[microbatch]]
-            if self.stages[stage].borrows and microbatch in self._tied_weights
-            else given
-        )
+        inputs = [self._inputs[key]] if key in self._inputs else []
+        if self.stages[stage].borrows and microbatch in self._tied_weights:
+            inputs.append(self._tied_weights[microbatch])
+        return inputs
 
-    def _tied_grad(self, key: MicroBatchKey) -> ReceivedTensors:
-        """Return the tied embedding and the gradient of its use in the last stage, for the stage that holds it."""
+    def _tied_grad(self, key: MicroBatchKey) -> ParamGrads:
+        """Return the tied embedding with the gradient of its use in the last stage; empty except in the first stage."""
         stage, microbatch = key
         if stage > 0 or microbatch not in self._tied_weights:
             return []
@@ -278,34 +277,30 @@ class PipelineExecutor:
             case "SEND_B":
                 self._send(self._input_gradient(key), op.stage - 1)
 
-    def _receive(self, what: str, key: MicroBatchKey, from_stage: int, batch: MicroBatch) -> None:
+    def _receive(self, direction: str, key: MicroBatchKey, from_stage: int, batch: MicroBatch) -> None:
         model = self.stages[key[0]]
         tensor = torch.empty(model.pipeline_message_shape(batch), dtype=model.dtype, device=batch.tokens.device)
         self.group.record_call("receive", tensor)
-        # Unbatched, messages of two ranks have a communicator and a stream of their own, made by the first of them. So they
-        # must stay: `init_process_group` with a `device_id` would put those of all ranks on one stream, where one that
-        # waits for its sender holds up all behind it.
-        work = dist.irecv(
-            tensor, self.group.ranks[self.schedule.owner_of_stage(from_stage)], group=self.group.process_group
-        )
+        # Unbatched messages of two ranks have a separate communicator and stream, which their first message makes. Do
+        # not pass a `device_id` to `init_process_group`: it would put the messages of all ranks on one stream, where a
+        # receive that waits for its sender blocks everything behind it.
+        work = dist.irecv(tensor, self.group.ranks[self.schedule.owners[from_stage]], group=self.group.process_group)
         assert work is not None
-        self._recvs[what, key] = (tensor, PendingWork(work, self.group))
+        self._recvs[direction, key] = (tensor, PendingWork(work, self.group))
 
-    def _wait_for_recv(self, what: str, key: MicroBatchKey) -> Tensor:
-        tensor, work = self._recvs.pop((what, key))
+    def _wait_for_recv(self, direction: str, key: MicroBatchKey) -> Tensor:
+        tensor, work = self._recvs.pop((direction, key))
         with self.phase("pipeline"):
             work.wait()
         return tensor
 
     def _send(self, tensor: Tensor, to_stage: int) -> None:
         tensor = tensor.contiguous()
-        work = dist.isend(
-            tensor, self.group.ranks[self.schedule.owner_of_stage(to_stage)], group=self.group.process_group
-        )
+        work = dist.isend(tensor, self.group.ranks[self.schedule.owners[to_stage]], group=self.group.process_group)
         assert work is not None
         self._sends.append((tensor, PendingWork(work, self.group)))
         if len(self._sends) > IN_FLIGHT * self.group.size:
-            self._sends.popleft()[1].wait()  # the common order of messages lets a send block anywhere
+            self._sends.popleft()[1].wait()  # safe: in the common order of messages a send may block anywhere
 
     def _batch_context(self, microbatch: int, batch: MicroBatch) -> ForwardContext:
         """Return positions, masks and dropout of a micro-batch, made once for all stages of this rank."""
@@ -322,7 +317,7 @@ class PipelineExecutor:
         model, groups = self.first_local_stage, self.parallel_groups
         if self.dropout_seed is None or not model.training:
             return None
-        places, whole = (
+        residual, full = (
             residual_token_ranges(length * groups.cp.size, groups.cp, groups.tp, sp=sp) for sp in (model.sp, False)
         )
-        return SeededDropout(self.dropout_seed + kind, samples, places, whole)
+        return SeededDropout(self.dropout_seed + kind, samples, residual, full)

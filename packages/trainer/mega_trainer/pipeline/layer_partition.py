@@ -20,10 +20,13 @@ def split_stage_layers(
 ) -> list[range]:
     """Return the layers of each stage, in stage order, as half-open ranges of layer numbers.
 
-    Without `layout` the layers are spread so that the most work of a stage is least; `embed_cost` and `head_cost` are
-    the work of the embedding (in the first stage) and of the output head (in the last), in layers, as `layer_costs` are
-    that of each layer, where they differ. `layout` gives the number of layers of each stage itself; there, the first and
-    the last stage may have none.
+    Without `layout` the layers are split to minimise the work of the busiest stage. With `layout` the first and the last
+    stage may have no layers.
+
+    Args:
+        layout: number of layers of each stage.
+        embed_cost, head_cost: work of the embedding (first stage) and the output head (last stage), in layers.
+        layer_costs: work of each layer; None if all are equal.
 
     Raises:
         ConfigError: when there are fewer layers than stages, or `layout` does not fit the model or the stages.
@@ -45,7 +48,7 @@ def split_stage_layers(
 def _balance_by_count(num_layers: int, stages: int, embed_cost: float = 0.0, head_cost: float = 0.0) -> list[int]:
     """Return the number of layers of each stage: one each, then one by one to the stage with the least work.
 
-    Between equals a later stage is preferred: earlier ones hold the activations of more microbatches.
+    Ties go to the later stage: earlier ones hold the activations of more micro-batches.
     """
     counts, work = [1] * stages, [1.0] * stages
     work[0] += embed_cost
@@ -63,7 +66,7 @@ def _balance_by_cost(costs: Sequence[float], stages: int, embed_cost: float, hea
     """
     sums = [embed_cost + total for total in accumulate(costs, initial=0.0)]
     sums[0], sums[-1] = 0.0, sums[-1] + head_cost
-    # of the first so many layers: the most work, the squares' sum and the counts of the best split in so many stages
+    # by number of first layers: (most work of a stage, sum of squares, counts) of their best split in n stages
     best = {end: (work, work * work, [end]) for end, work in enumerate(sums) if end}
     for _ in range(1, stages):
         best = {
@@ -85,8 +88,8 @@ def _check_enough_layers(num_layers: int, pp: int, virtual_stages: int) -> None:
     if num_layers < pp and virtual_stages > 1:
         fits += " and parallel.virtual_stages=1"
     raise ConfigError(
-        f"model.num_layers = {num_layers}: too few for parallel.pp = {pp} times parallel.virtual_stages = "
-        f"{virtual_stages}, which makes {pp * virtual_stages} stages of at least one layer",
+        f"model.num_layers = {num_layers} is too few for parallel.pp = {pp} times parallel.virtual_stages = "
+        f"{virtual_stages}: each of the {pp * virtual_stages} stages needs at least one layer",
         hint=f"set parallel.{fits}",
     )
 
@@ -97,7 +100,7 @@ def _check_layout(layout: Sequence[int], num_layers: int, stages: int) -> None:
     elif sum(layout) != num_layers:
         problem = f"has {sum(layout)} layers, but model.num_layers = {num_layers}"
     elif min(layout) < 0 or 0 in layout[1:-1]:
-        problem = "each stage needs at least one layer; only the first and the last may have none"
+        problem = "only the first and the last stage may have 0 layers"
     else:
         return
     hint = f"for example {_balance_by_count(num_layers, stages)}" if num_layers >= stages else None

@@ -1,7 +1,7 @@
 """Drawing of a pipeline schedule: one row per rank, time to the right, idle time left empty, messages as lines. Plain
 SVG, no library.
 
-Colours are attributes, which a page's style sheet may replace: `paper` and `idle` are behind what is drawn, `quiet` is text.
+A page's style sheet can override the colours by class: `paper` and `idle` are backgrounds, `quiet` is text and lines.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _INK, _QUIET, _EMPTY = "#222222", "#666666", "#f0f0f0"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 132, 58, 44
 _ROW, _GAP = 28, 6
 _CHART = 1000
-_MESSAGES = 400  # operations of a picture in which messages are drawn; of more one would see nothing else
-_POINTED = 3.0  # wide a box must be to be pointed at
+_MESSAGES = 400  # most operations with which messages are drawn; the lines of more would hide everything else
+_TOOLTIP_WIDTH = 3.0  # least width of a box with a tooltip
 
 
 def draw_schedule_svg(schedule: PipelineSchedule, timeline: PipelineTimeline) -> str:
     """Return an SVG of `schedule` as timed in `timeline`: the number in a box is its micro-batch, the shade its chunk.
 
-    The right margin tells, for each rank, the share of idle time and the most activations it holds at once (microbatches,
-    counted for each chunk).
+    The right margin shows the share of idle time of each rank, and the most activations it holds at once (in
+    micro-batches, counted once per chunk).
     """
     width = _LEFT + _CHART + _RIGHT
     height = _TOP + schedule.pp * (_ROW + _GAP) + _BOTTOM
@@ -89,9 +89,9 @@ def _op_box(op: PipelineOp, x: float, y: float, width: float, colour: RgbColour,
         style = f'text-anchor="middle" font-size="{size:.3g}" fill="{_text_colour(colour)}"'
         number = _svg_text(x + width / 2, y + _ROW / 2 + size * 0.36, str(op.microbatch), style)
     edge = min(0.75, width / 8)
-    told = f"<title>{escape(str(op))}</title>" if width >= _POINTED else ""
+    tooltip = f"<title>{escape(str(op))}</title>" if width >= _TOOLTIP_WIDTH else ""
     return (
-        f'<g>{told}<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="{_hex_colour(colour)}" stroke="#ffffff" '
+        f'<g>{tooltip}<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="{_hex_colour(colour)}" stroke="#ffffff" '
         f'stroke-width="{edge:.2g}"/>{number}</g>'
     )
 
@@ -110,21 +110,21 @@ def _message_lines(schedule: PipelineSchedule, timeline: PipelineTimeline) -> It
             if (
                 op.kind != kind
                 or there not in timeline.spans
-                or schedule.owner_of_stage(op.stage) == schedule.owner_of_stage(there.stage)
+                or schedule.owners[op.stage] == schedule.owners[there.stage]
             ):
                 continue
             ends = ((op, timeline.spans[op][1]), (there, timeline.spans[there][0]))
             moves.append(
                 "L".join(
-                    f"{_LEFT + at * _CHART / timeline.makespan:.1f},{_row_top(schedule.owner_of_stage(one.stage)) + _ROW / 2:.0f}"
+                    f"{_LEFT + at * _CHART / timeline.makespan:.1f},{_row_top(schedule.owners[one.stage]) + _ROW / 2:.0f}"
                     for one, at in ends
                 )
             )
         if moves:
-            what = "outputs to the next stage" if step > 0 else "gradients to the stage before"
+            title = "outputs to the next stage" if step > 0 else "gradients to the stage before"
             yield (
                 f'<path class="quiet" d="M{"M".join(moves)}" fill="none" stroke="{_QUIET}" stroke-width="0.7" '
-                f'opacity="0.8"><title>{what}</title></path>'
+                f'opacity="0.8"><title>{title}</title></path>'
             )
 
 

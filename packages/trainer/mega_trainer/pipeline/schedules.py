@@ -2,22 +2,22 @@
 
 The model is cut into `pp * virtual_stages` *stages* of consecutive layers; a rank owns `virtual_stages` of them, its
 *chunks*. A microbatch goes forward through all stages and backward again. The same lists are executed
-(`pipeline.run`), timed (`simulate_schedule`) and drawn (`pipeline.draw`).
+(`pipeline.executor`), timed (`simulate_schedule`) and drawn (`pipeline.schedule_svg`).
 
 How a list is made:
 
 1. A rank's schedule is first a list of steps `(kind, chunk)`. Microbatches are numbered by counting: the n-th forward
-   of a chunk is microbatch n, and so with its backwards. So in every schedule each stage adds up its gradients in the
-   order of the microbatches, and all schedules give bitwise the same gradients.
-2. `_simulate_times` runs all ranks side by side and says when each operation ends, or which rank waits for what for ever.
-3. `_add_messages` merges all operations into one sequence, by the time they end, and walks it. A result that another
-   rank needs enters both lists at that moment, as a send in one and as a receive in the other.
+   of a chunk is microbatch n, and the n-th backward too. So in every schedule each stage sums its gradients in the order
+   of the microbatches, and all schedules give bitwise the same gradients.
+2. `_simulate_times` simulates all ranks and returns when each operation ends, or reports a deadlock: which rank waits
+   for which operation.
+3. `_add_messages` merges the operations of all ranks into one sequence, sorted by end time, and walks it. A result that
+   another rank needs is added to both lists at that point: a send in one, a receive in the other.
 
-The matching rule that follows from 3: **all ranks meet their messages in one common order.** There is a sequence of the
-whole machine in which everything each operation needs lies before it, so no deadlock is possible, even where a send
-blocks until its receive is reached, a receive blocks the rank, and all messages of a rank share one stream. Sorting by
-*end* rather than by start puts a receive before the operation during which the message arrives: the transfer hides
-behind that operation.
+From 3 follows the matching rule: **the messages of all ranks are in one common order.** In the merged sequence every
+operation comes after everything it needs, so no deadlock is possible, even if a send blocks until its receive is
+reached, a receive blocks the rank, and all messages of a rank share one stream. Sorting by *end* rather than by start
+puts a receive before the operation during which the message arrives: the transfer overlaps with that operation.
 """
 
 from __future__ import annotations
@@ -75,10 +75,6 @@ class PipelineSchedule:
     owners: tuple[int, ...]
     ranks: tuple[tuple[PipelineOp, ...], ...]
 
-    def owner_of_stage(self, stage: int) -> int:
-        """Return the rank that holds `stage`."""
-        return self.owners[stage]
-
     def stages_of_rank(self, rank: int) -> list[int]:
         """Return the stages that `rank` holds, in model order: its chunks."""
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
@@ -101,16 +97,17 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
     """Return the schedule `name` for `pp` ranks with `virtual_stages` stages each and any number of micro-batches.
 
     Raises:
-        ConfigError: for an unknown name, or a number of virtual stages that the schedule is not made for.
+        ConfigError: for an unknown name, or a number of virtual stages that the schedule does not support.
     """
     if name not in _SCHEDULES:
         near = difflib.get_close_matches(name, _SCHEDULES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_SCHEDULES)}"
-        raise ConfigError(f"parallel.schedule = {name!r}: no such schedule", hint=hint)
+        raise ConfigError(f"parallel.schedule = {name!r} is not a known schedule", hint=hint)
     steps_of, needed = _SCHEDULES[name]
     if needed not in (None, virtual_stages):
         raise ConfigError(
-            f"parallel.virtual_stages = {virtual_stages}: the schedule {name} has {needed} per rank",
+            f"parallel.virtual_stages = {virtual_stages} is not supported with parallel.schedule = {name}, which needs "
+            f"{needed}",
             hint=f"set parallel.virtual_stages={needed}, or parallel.schedule=1f1b",
         )
     owners = place_stages(name, pp, virtual_stages)
@@ -129,10 +126,10 @@ def place_stages(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 
 
 def _number_microbatches(steps: Sequence[ScheduleStep], stages: Sequence[int], microbatches: int) -> list[PipelineOp]:
-    """Return operations from steps. Schedules are made for enough micro-batches to have their shape; the surplus is
-    left out.
+    """Return operations from steps, numbering the micro-batches of each kind and chunk.
 
-    Leaving out is always legal: no operation needs one of another microbatch.
+    Steps may be those of more micro-batches, where a schedule needs a minimum for its shape; the surplus is left out,
+    which is always legal: no operation needs one of another micro-batch.
     """
     counts: Counter[ScheduleStep] = Counter()
     order = []
@@ -145,8 +142,9 @@ def _number_microbatches(steps: Sequence[ScheduleStep], stages: Sequence[int], m
 
 
 def _gpipe_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[ScheduleStep]:
-    """Return all forwards, then all backwards (arXiv:1811.06965). Simple, and holds the activations of every micro-
-    batch.
+    """Return all forwards, then all backwards (arXiv:1811.06965).
+
+    Holds the activations of every micro-batch.
     """
     forward: list[ScheduleStep] = [("F", chunk) for chunk in range(virtual_stages) for _ in range(microbatches)]
     backward: list[ScheduleStep] = [
@@ -159,8 +157,8 @@ def _one_f_one_b_steps(rank: int, pp: int, virtual_stages: int, microbatches: in
     """Return one forward, one backward in turn, plain or interleaved (arXiv:2104.04473, sections 2.2.1 and 2.2.2).
 
     Interleaved, a rank takes a group of microbatches through one chunk, then through its next. Groups of `pp` keep all
-    ranks busy; where `pp` does not divide the microbatches, groups are made a little larger rather than one smaller: a
-    group of fewer than `pp` makes ranks wait, and can deadlock.
+    ranks busy. If `pp` does not divide the microbatches, groups are slightly larger: a group of fewer than `pp` makes
+    ranks wait, and can deadlock.
     """
     groups = max(1, microbatches // pp)
     sizes = [microbatches // groups + (group < microbatches % groups) for group in range(groups)]
@@ -174,10 +172,9 @@ def _one_f_one_b_steps(rank: int, pp: int, virtual_stages: int, microbatches: in
 
 
 def _zb_h1_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[ScheduleStep]:
-    """Return 1F1B with the backward cut in two; rank r keeps r weight halves back to fill the end (arXiv:2401.10241,
-    H1).
+    """Return 1F1B with a split backward; rank r delays r weight halves to fill the end (arXiv:2401.10241, H1).
 
-    Holds as many activations as the first rank of 1F1B, on every rank.
+    Every rank holds as many activations as the first rank of 1F1B.
     """
     count = max(microbatches, pp)
     ahead = pp - 1 - rank
@@ -189,10 +186,9 @@ def _zb_h1_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> 
 
 
 def _zbv_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[ScheduleStep]:
-    """Return two chunks per rank in a V, with the backward cut in two (arXiv:2401.10241, ZB-V): no idle rank inside the
-    step.
+    """Return two chunks per rank in a V, with a split backward (arXiv:2401.10241, ZB-V); no rank idles inside the step.
 
-    The first rank holds the first and the last stage, so that a microbatch's backward starts where its forward ended.
+    The first rank holds the first and the last stage, so a micro-batch's backward starts where its forward ended.
     """
     count = max(microbatches, 2 * pp - 1)
     f0, i0, w0, f1, i1, w1 = ((kind, chunk) for chunk in (0, 1) for kind in _SPLIT)
@@ -209,7 +205,7 @@ def _zbv_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> li
 
 _SPLIT: tuple[PipelineOpKind, ...] = ("F", "I", "W")
 _SCHEDULES: dict[str, tuple[Callable[[int, int, int, int], list[ScheduleStep]], int | None]] = {
-    # name: (steps of a rank, the number of virtual stages it is made for)
+    # name: (steps of a rank, the number of virtual stages it requires; None: any)
     "gpipe": (_gpipe_steps, None),
     "1f1b": (_one_f_one_b_steps, None),
     "zb-h1": (_zb_h1_steps, 1),
@@ -226,7 +222,7 @@ class PipelineOpCosts:
         input_grad: time of `I`.
         weight_grad: time of `W`.
         message: time from the end of an operation to the moment another rank can use its result.
-        stages: a factor for each stage, where they are not alike; empty: all 1.
+        stages: factor for each stage; empty: all 1.
     """
 
     forward: float = 1.0
@@ -251,10 +247,10 @@ class PipelineTimeline:
     """Start and end of each compute operation.
 
     Attributes:
-        costs: what the operations were taken to cost.
+        costs: simulated costs of the operations.
         spans: (start, end) of each operation, in the unit of the costs; the first starts at 0.
-        makespan: the end of the last one.
-        bubble: share of the makespan in which each rank has nothing to compute.
+        makespan: end of the last operation.
+        bubble: share of the makespan in which each rank is idle.
     """
 
     costs: PipelineOpCosts
@@ -269,10 +265,10 @@ class PipelineTimeline:
 
 
 def simulate_schedule(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> PipelineTimeline:
-    """Return the timeline of `schedule`. Every rank computes one operation at a time; messages overlap with
-    computation.
+    """Return the timeline of `schedule`.
 
-    The default costs, forward : input gradient : weight gradient = 1 : 1 : 1, are those of a product of matrices.
+    Every rank computes one operation at a time; messages overlap with computation. The default costs, forward : input
+    gradient : weight gradient = 1 : 1 : 1, are those of a GEMM.
     """
     costs = costs or PipelineOpCosts()
     orders = [schedule.compute_ops(rank) for rank in range(schedule.pp)]
@@ -286,7 +282,7 @@ def bubble_formula(schedule: PipelineSchedule, costs: PipelineOpCosts | None = N
     """Return the bubble in closed form, for equal stages and messages that take no time; None if no form is known.
 
     `gpipe` and `1f1b`: (p-1) / (v m + p-1), from p microbatches on. `zb-h1`: (p-1)(F+I-W) / (m (F+I+W) + (p-1)(F+I-W))
-    where F = I >= W. `zbv`, where F = I = W: (p-1) / (6 m + p-1), which is only that ranks start one after another.
+    where F = I >= W. `zbv`, where F = I = W: (p-1) / (6 m + p-1), only because ranks start one after another.
     """
     costs = costs or PipelineOpCosts()
     p, v, m = schedule.pp, schedule.virtual_stages, schedule.microbatches
@@ -304,7 +300,7 @@ def bubble_formula(schedule: PipelineSchedule, costs: PipelineOpCosts | None = N
 def peak_activations(schedule: PipelineSchedule) -> list[int]:
     """Return the most micro-batches whose activations each rank holds at once, counted once for each chunk.
 
-    A microbatch is held from its forward until its whole backward, or the weight half of it, is done.
+    The activations of a micro-batch are freed after its whole backward, or the weight half of it.
     """
     one = [1.0] * len(schedule.owners)
     return [round(peak_held_memory(schedule, rank, one, one)) for rank in range(schedule.pp)]
@@ -313,13 +309,13 @@ def peak_activations(schedule: PipelineSchedule) -> list[int]:
 def peak_held_memory(
     schedule: PipelineSchedule, rank: int, activations: Sequence[float], deferred: Sequence[float]
 ) -> float:
-    """Return the most that `rank` holds at once, in the unit of what each stage holds of a micro-batch.
+    """Return the peak memory that `rank` holds for backwards, in the unit of `activations` and `deferred`.
 
     Args:
-        schedule: who does what when.
-        rank: which one.
-        activations: of each stage, from `F` to `B` or `I`.
-        deferred: of each stage, from `I` to `W`.
+        schedule: operations of all ranks.
+        rank: pipeline rank.
+        activations: memory of one micro-batch in each stage, from `F` to `B` or `I`.
+        deferred: memory of one micro-batch in each stage, from `I` to `W`.
     """
     held = peak = 0.0
     for kind, stage, _ in schedule.compute_ops(rank):
@@ -330,9 +326,7 @@ def peak_held_memory(
 
 
 def _dependencies(op: PipelineOp, last_stage: int) -> Iterator[PipelineOp]:
-    """Yield the operations that must have ended before `op` can start. `B` stands for the moment the input's gradient
-    is known, `I` too.
-    """
+    """Yield the operations that must have ended before `op` can start; `B` also stands for `I`, the input gradient."""
     if op.kind == "F" and op.stage > 0:
         yield PipelineOp("F", op.stage - 1, op.microbatch)
     if op.kind in ("B", "I"):
@@ -349,7 +343,7 @@ def _simulate_times(
     """Return start and end of every compute operation.
 
     Raises:
-        ConfigError: when the ranks wait for each other for ever.
+        ConfigError: on a deadlock.
     """
     last_stage = len(owners) - 1
     ready: dict[PipelineOp, float] = {}
@@ -388,8 +382,8 @@ def _explain_deadlock(stuck: dict[int, PipelineOp], ready: dict[PipelineOp, floa
 
 def _add_messages(orders: Sequence[Sequence[PipelineOp]], owners: Sequence[int]) -> tuple[tuple[PipelineOp, ...], ...]:
     """Insert sends and receives between the compute operations; see the top of this file for the rule."""
-    # Were messages to take no time, many operations would end at once and their messages would meet in an order that
-    # delays some; a little latency sorts them as a machine would.
+    # With messages that take no time, many operations would end at once, and the order of their messages would delay
+    # some of them. A small latency sorts them as on a real machine.
     ends = {op: end for op, (_, end) in _simulate_times(orders, owners, PipelineOpCosts(message=0.1)).items()}
     sequence = sorted(ends, key=lambda op: (ends[op], owners[op.stage]))
     ranks: list[list[PipelineOp]] = [[] for _ in orders]

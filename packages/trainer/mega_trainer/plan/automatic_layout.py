@@ -11,12 +11,8 @@ from mega_trainer.plan.layout_candidates import LayoutSettings
 from mega_trainer.plan.layout_search import NoLayoutFitsError, apply_settings, find_best_layouts, format_layout
 from mega_trainer.plan.machine import load_machine
 
-CHOSEN = (
-    "batch.micro",
-    "recompute",
-    "offload.activations",
-    "optimizer.offload",
-)  # besides `parallel`, where a run does not give them
+# settings that are chosen together with `parallel`, unless the run sets them
+CHOSEN = ("batch.micro", "recompute", "offload.activations", "optimizer.offload")
 
 
 def choose_layout(
@@ -25,25 +21,25 @@ def choose_layout(
     """Return settings for a run without a `parallel` section on `ranks` ranks of a machine, and a line that describes
     them.
 
-    A run that goes on keeps the layout of the configuration it was `saved` with, while that fits its ranks. Else it is what
-    `mega plan --search` finds first, the same on every rank and at any time. Where none fits as planned, nothing is set, and the
-    run may show that it does.
+    A resumed run keeps the layout of its `saved` configuration if that is legal on its ranks. Otherwise the layout is the best
+    result of `mega plan --search`, which is deterministic and equal on all ranks. If no layout fits by prediction, nothing is
+    set, as the prediction may be too high.
 
     Raises:
-        ConfigError: when there is no such machine.
+        ConfigError: for an unknown machine.
     """
     given = [path for path in CHOSEN if _is_given(config, path)]
     if saved is not None:
         kept = {path: value for path, value in _saved_layout(saved).items() if path not in given}
         if _is_legal(config, kept, ranks):
-            return kept, f"run.yaml has no `parallel`: the layout stays the checkpoint's, {format_layout(kept)}"
+            return kept, f"run.yaml has no section `parallel`; layout of the checkpoint: {format_layout(kept)}"
     try:
         best = find_best_layouts(config, ranks, load_machine(machine), fixed=given)[0]
     except NoLayoutFitsError as error:
-        return {}, f"run.yaml has no `parallel`, and {error.message}: the ranks share the batch alone"
+        return {}, f"run.yaml has no section `parallel`, and {error.message}; using data parallelism only"
     return best.settings, (
-        f"run.yaml has no `parallel`: the fastest that fits {ranks} ranks of {machine} by `mega plan --search` is "
-        f"{format_layout(best.settings)}; {best.time.seconds:.3g} s a step predicted"
+        f"run.yaml has no section `parallel`; fastest layout for {ranks} ranks of {machine} (mega plan --search): "
+        f"{format_layout(best.settings)}, predicted {best.time.seconds:.3g} s/step"
     )
 
 

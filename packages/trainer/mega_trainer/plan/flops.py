@@ -1,8 +1,8 @@
 """Parameter counts and FLOPs of a model, and peak FLOP/s of devices.
 
-A product of [M, K] and [K, N] is 2 M K N operations. Exactly, a model is counted product by product (`forward_flops`);
-what others publish is counted by conventions of theirs (`published_flops`), of which the oldest is the rule 6 N + 12 L H Q S
-(`palm_flops`): the exact count of a model without a window, with attention over the full square, but for the norms' weights.
+A GEMM of [M, K] and [K, N] has 2 M K N operations. `forward_flops` counts a model exactly, GEMM by GEMM. `published_flops`
+follows the conventions of other trainers; the oldest is 6 N + 12 L H Q S (`palm_flops`), which for a model without attention
+window equals the exact count with full attention, except for the weights of norms.
 
 Legend: D model width, F feed-forward width, H heads, Q head size, K key/value heads, L layers, S sequence, V vocabulary.
 """
@@ -25,11 +25,11 @@ from mega_trainer.plan.run_shape import RecomputeKind
 
 FlopsConvention = Literal["exact", "megatron", "full", "palm", "mosaic"]
 CONVENTIONS: dict[FlopsConvention, str] = {
-    "exact": "products of matrices, of attention what is not masked",
-    "megatron": "as Megatron-LM and Megatron-Bridge: half of attention, windows as if there were none, no router, gates of SwiGLU alone",
-    "full": "as NeMo: products of matrices, all of attention",
-    "palm": "as PaLM, torchtitan and nanotron: 6 N + 12 L H Q S, without look-up tables",
-    "mosaic": "as llm-foundry: the same, with look-up tables",
+    "exact": "GEMMs, and the unmasked part of attention",
+    "megatron": "as Megatron-LM and Megatron-Bridge: half of attention, no windows, no router, gates only for SwiGLU",
+    "full": "as NeMo: GEMMs and all of attention",
+    "palm": "as PaLM, torchtitan and nanotron: 6 N + 12 L H Q S, without embedding tables",
+    "mosaic": "as llm-foundry: 6 N + 12 L H Q S, with embedding tables",
 }
 
 
@@ -38,9 +38,9 @@ class LayerParameterCounts:
     """Parameter counts of one layer.
 
     Attributes:
-        split: what tensor parallelism splits.
-        whole: what every tensor rank holds: norms, latents, routers.
-        experts: all routed experts.
+        split: parameters that tensor parallelism splits.
+        whole: parameters that every tensor rank holds: norms, latents, routers.
+        experts: parameters of all routed experts.
     """
 
     split: int
@@ -58,13 +58,12 @@ class ParameterCounts:
     """Parameter counts of a model.
 
     Attributes:
-        embedding: tables of tokens, of learned or relative positions, and of types of segment.
-        head: the output matrix; 0 where it is the token table; and what an encoder has beside it.
-        final_norm: the norm before the head, those of embeddings and of an encoder's head, and that behind an encoder.
-        layers: of each layer, and behind them of each that predicts further tokens, with the projection and norms that
-            it has besides.
-        vision: a vision tower and its projector.
-        top_k, num_experts: how many of a layer's experts see a token; 0 of 1 without experts.
+        embedding: tables of tokens, learned or relative positions, and segment types.
+        head: output matrix, 0 if it is tied to the token table; and the other heads of an encoder.
+        final_norm: norms before the head, of embeddings, of an encoder's head, and after an encoder.
+        layers: each layer, then each multi-token-prediction (MTP) layer with its projection and norms.
+        vision: vision encoder and projector.
+        top_k, num_experts: experts per token and experts of a layer; 0 and 1 without experts.
     """
 
     embedding: int
@@ -95,7 +94,7 @@ class ParameterCounts:
 
 
 def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None = None) -> ParameterCounts:
-    """Count the parameters of `model`, tensor by tensor; or only those of `tensors`, by canonical name, if given."""
+    """Count the parameters of `model` tensor by tensor; if `tensors` are given, by canonical name, count only these."""
     ends: Counter[str] = Counter()
     layers = [Counter[str]() for _ in range(model.num_layers + model.mtp_layers)]
     for name, shape in (canonical_tensors(model) if tensors is None else tensors).items():
@@ -132,10 +131,10 @@ def forward_flops(
 ) -> dict[str, float]:
     """Return the FLOPs of the forward pass per token, by part, all layers together; only GEMMs count.
 
-    `causal` leaves the masked half of scores out; see `visible_keys`. Layers that predict further tokens
-    are layers like the others, and use the head once more each; what they are fed from is a part by itself. Of a model
-    with an encoder it is per token of either sequence, `target` being the length of the decoder's (default: the same).
-    A vision tower is counted by image, not by token: see `plan.vision`.
+    `causal` leaves out the masked half of scores; see `mean_visible_keys`. A multi-token-prediction (MTP) layer counts as a
+    layer and one more use of the head; its input projection is the part "further tokens". For an encoder-decoder model the
+    count is per token of both sequences; `target` is the length of the decoder's (default: `seq_length`). The vision encoder is
+    counted per image: see `layer_flops.image_flops`.
     """
     if model.encoder is not None:
         return _encoder_decoder_flops(model, seq_length, target or seq_length, causal=causal)
@@ -167,32 +166,35 @@ def stack_layer_flops(
     }
     if encodes:
         return parts
-    asked = 2 * model.num_attention_heads * model.query_key_head_dim * model.hidden_size  # queries and outputs
+    query_out = (
+        2 * model.num_attention_heads * model.query_key_head_dim * model.hidden_size
+    )  # query and output projections
     pairs = target * mixing_flops(model, "attention", None, source, causal=False)
-    return {**parts, "cross attention": 2.0 * (asked * target + (own - asked) * source) + pairs}
+    return {**parts, "cross attention": 2.0 * (query_out * target + (own - query_out) * source) + pairs}
 
 
 def retrieval_flops(model: ModelConfig, layer: int) -> dict[str, float]:
     """Return the additional forward FLOPs per text token of a layer that attends to retrieved neighbours.
 
-    To each token come 2 K of neighbours, which the encoder reads in the first such layer. There and here a token that asks
-    sees all of its chunk's.
+    Each text token has 2 K tokens of neighbours, which the encoder reads in the first such layer. In the encoder and in the
+    decoder a query attends to all neighbours of its chunk.
     """
     retro, encoder = model.retro, model.neighbor_encoder_config
     assert retro is not None
     assert encoder is not None
     read, m = 2 * retro.neighbors, retro.chunk_length
     own = sum(map(math.prod, itertools.chain(*projection_shapes(model, "attention"))))
-    asked = 2 * model.num_attention_heads * model.query_key_head_dim * model.hidden_size  # queries and outputs
-    of_key = 4.0 * model.num_attention_heads * model.query_key_head_dim
-    parts = {"cross attention": 2.0 * (asked + (own - asked) * read) + of_key * read * m}
+    query_out = (
+        2 * model.num_attention_heads * model.query_key_head_dim * model.hidden_size
+    )  # query and output projections
+    per_key = 4.0 * model.num_attention_heads * model.query_key_head_dim
+    parts = {"cross attention": 2.0 * (query_out + (own - query_out) * read) + per_key * read * m}
     if layer > model.retrieval_layers[0]:
         return parts
-    alone = 2.0 * (own + active_ffn_elements(model, "mlp")) + mixing_flops(
-        encoder, "attention", None, 2 * m, causal=False
-    )
-    chunk = 2.0 * (asked * read + (own - asked)) + of_key * read * m
-    return {**parts, "neighbour encoder": read * alone * encoder.num_layers + chunk}
+    scores = mixing_flops(encoder, "attention", None, 2 * m, causal=False)
+    encoder_layer = 2.0 * (own + active_ffn_elements(model, "mlp")) + scores
+    chunk = 2.0 * (query_out * read + (own - query_out)) + per_key * read * m
+    return {**parts, "neighbour encoder": read * encoder_layer * encoder.num_layers + chunk}
 
 
 def _encoder_decoder_flops(model: ModelConfig, source: int, target: int, *, causal: bool) -> dict[str, float]:
@@ -243,29 +245,24 @@ def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True, tar
 
 
 def hardware_flops(model: ModelConfig, seq_length: int, *, recompute: RecomputeKind, causal: bool = True) -> float:
-    """Return `model_flops` plus recomputed GEMMs: none for `selective`, those of all layers for `full`."""
+    """Return `model_flops` plus recomputed GEMMs: none for `selective`, all layers for `full`."""
     forward = forward_flops(model, seq_length, causal=causal)
-    again = {
-        "none": 0.0,
-        "selective": 0.0,
-        "full": sum(forward.values()) - forward["head"],
-    }[recompute]
-    return 3 * sum(forward.values()) + again
+    recomputed = sum(forward.values()) - forward["head"] if recompute == "full" else 0.0
+    return 3 * sum(forward.values()) + recomputed
 
 
 def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
     """Return 6 N + 12 L H Q S FLOPs per token, forward and backward (arXiv:2204.02311, appendix B).
 
-    N are the active parameters without look-up tables: a tied table counts, once, since it is the head. Of a model with an
-    encoder or with retrieval, no token of which meets all of N, it is all products, and attention over the full square.
+    N is the number of active parameters without embedding tables; a tied table counts once, as the head. In models with an
+    encoder or retrieval no token uses all N parameters; for these, count all GEMMs, and attention over the full square.
     """
     if model.has_encoder:
         return model_flops(model, seq_length, causal=False, target=target)
     count = count_parameters_by_layer(model)
     tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
-    pairs = (
-        model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim) // 2
-    )  # H Q, or between keys and values
+    # H Q, where Q is the mean of the head sizes of keys and values
+    pairs = model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim) // 2
     attention = 12 * sum(kind.mixer == "attention" for kind in model.layer_kinds) * pairs * seq_length
     return float(6 * (count.active_parameters - tables) + attention)
 
@@ -276,7 +273,7 @@ def published_flops(
     """Return the FLOPs per token, forward and backward, by the convention of a source of published figures; see
     `CONVENTIONS`.
 
-    They were found by what the sources tell of both FLOP/s and tokens a second (benchmarks/plan_flops.py).
+    The conventions were identified by published pairs of FLOP/s and tokens per second (benchmarks/plan_flops.py).
     """
     if model.has_encoder:
         return model_flops(model, seq_length, causal=convention == "exact", target=target)
@@ -302,10 +299,10 @@ def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
         moe = model.moe if feed == "moe" else None
         routers += 2.0 * model.hidden_size * (moe.num_experts + moe.shared_gate) if moe else 0.0
         gates += 2.0 * model.hidden_size * active_ffn_width(model, feed)
-    counted = model.activation == "swiglu" and model.activation_limit is None
-    whole = model.model_copy(update={"sliding_window": None})
-    forward = sum(forward_flops(whole, seq_length).values()) - routers
-    return 3 * (forward - (0.0 if counted or not model.has_gated_mlp else gates))
+    counts_gates = model.activation == "swiglu" and model.activation_limit is None
+    without_window = model.model_copy(update={"sliding_window": None})
+    forward = sum(forward_flops(without_window, seq_length).values()) - routers
+    return 3 * (forward - (0.0 if counts_gates or not model.has_gated_mlp else gates))
 
 
 def head_cost_in_layers(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
@@ -335,7 +332,7 @@ def relative_layer_costs(model: ModelConfig, seq_length: int, target: int | None
 
 
 # Dense peak in TFLOP/s from the makers' data sheets (half of a figure given with sparsity), with fp32 accumulation. A device
-# is known by the words of its name; `bf16` stands for fp16 too, and `fp32` is without tf32.
+# matches an entry if its name has all words of the entry. `bf16` includes fp16; `fp32` is without tf32.
 _PEAKS: dict[str, dict[str, float]] = {
     "B200": {"fp64": 37, "fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500},
     "GB200": {"fp64": 40, "fp32": 80, "tf32": 1250, "bf16": 2500, "fp8": 5000},

@@ -1,14 +1,14 @@
 """Predicted compute and communication time of a rank for one layer of one micro-batch, by kind.
 
-    product      FLOPs / (a share of the peak of its type) + its factors and result / bandwidth
-    attention    FLOPs of the scores that are seen / (a share of the peak)
-    elementwise  bytes / bandwidth, as the trainer's fused kernels move them: benchmarks/traffic.py counts the same
-    tensor       collectives of tensor parallelism, waited for or beside products
+    product      FLOPs of GEMMs / (a share of the peak of their dtype) + their operands and results / bandwidth
+    attention    FLOPs of unmasked scores / (a share of the peak)
+    elementwise  bytes / bandwidth, as moved by the trainer's fused kernels (benchmarks/traffic.py counts these)
+    tensor       collectives of tensor parallelism, exposed or overlapped with GEMMs
     context      keys and values, or heads, of other context ranks
-    expert       tokens on their way to experts and back
+    expert       dispatch of tokens to experts, and combine
 
-Legend: T tokens of a rank, D model width, F feed-forward width, E experts, V vocabulary. `benchmarks/predict.py` counts the
-trainer's real operations instead, of one model on H100s, to say what a change of the code gains; this says it of any model.
+This predicts any model on any machine. `benchmarks/predict.py` instead counts the trainer's real operations for one model on
+H100s, to show the gain of a code change.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSp
 from mega_trainer.plan.run_shape import RunShape
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 
-TILE = 128  # rows that a kernel works on at once: a product of fewer costs as much, attention sees half of one too many
-HEAD_BYTES = 7  # that the loss moves for each logit, forward and backward, besides the products
-BETWEEN_AGAIN = 0.7  # of work element by element, what norms and activations are, about
-BLOCK_AGAIN = 0.6  # of a layer's products, what a feed-forward block's are that its backward computes again, about
-KERNELS = 6  # of a layer's work element by element, each way
-EXPERT_KERNELS = 20  # that route, sort and pack the rows of experts, each way
+TILE = 128  # rows of a kernel's tile: the minimum cost of a GEMM; attention computes half a tile of masked scores
+HEAD_BYTES = 7  # bytes that the loss moves per logit, forward and backward, in addition to its GEMMs
+NORM_ACTIVATION_SHARE = 0.7  # approximate share of norms and activations in elementwise work
+FFN_SHARE = 0.6  # approximate share of recomputed feed-forward GEMMs in a layer's GEMMs
+KERNELS = 6  # elementwise kernels of a layer, in each direction
+EXPERT_KERNELS = 20  # kernels that route, sort and pack the rows of experts, in each direction
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class TrainerProfile:
     published runs.
 
     Attributes:
-        attention: its kernel; `unfused` writes and reads all scores.
-        passes: bytes of work element by element, as a multiple of those of fused kernels.
-        tp_waited: of the ten collectives of a layer under tensor and sequence parallelism, those that nothing hides.
-        dispatch: how often a token travels: once to each expert of its, to each rank that has some, or to each node.
-        gradient_bytes: of an element of a gradient that is summed over data ranks.
-        host: seconds that the host takes to start what a layer with experts does, forward and backward, where it reads how
-            many rows each expert has, and so cannot run ahead; no layer takes less.
+        attention: attention kernel; `unfused` writes and reads all scores.
+        passes: bytes moved by elementwise work, as a multiple of those of fused kernels.
+        tp_waited: number of exposed collectives among the ten of a layer under tensor and sequence parallelism.
+        dispatch: destinations of a token: each of its experts, each rank with such experts, or each such node.
+        gradient_bytes: bytes per element of gradients reduced over data ranks.
+        host: minimum seconds of a layer with experts, forward and backward, if the host reads the number of rows of each
+            expert and so cannot run ahead of the GPU.
     """
 
     attention: Literal["fused", "flash2", "triton", "unfused"] = "fused"
@@ -80,7 +80,7 @@ class PassSeconds(NamedTuple):
         return self.forward + self.inputs + self.weights
 
 
-PassWork = dict[str, PassSeconds]  # by kind
+PassWork = dict[str, PassSeconds]  # seconds by kind of work
 
 
 def combine_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
@@ -109,7 +109,9 @@ class GpuThroughput:
     contention: float
 
     @classmethod
-    def from_machine(cls, machine: MachineSpec, efficiency: MachineEfficiency, habits: TrainerProfile) -> GpuThroughput:
+    def from_machine(
+        cls, machine: MachineSpec, efficiency: MachineEfficiency, profile: TrainerProfile
+    ) -> GpuThroughput:
         """Return the throughput of a machine, with the attention kernel of a trainer."""
         peak = machine.get_peak_flops("bf16")
         eager = machine.get_peak_flops("fp32")
@@ -117,7 +119,7 @@ class GpuThroughput:
             "bf16": efficiency.bf16 * peak, "fp16": efficiency.bf16 * peak, "fp8": efficiency.fp8 * machine.get_peak_flops("fp8"),
             "fp32": eager, "fp64": eager / 2,
         }  # fmt: skip
-        share = {"flash2": efficiency.flash2, "triton": efficiency.triton}.get(habits.attention, efficiency.attention)
+        share = {"flash2": efficiency.flash2, "triton": efficiency.triton}.get(profile.attention, efficiency.attention)
         return cls(
             product,
             efficiency.grouped,
@@ -127,12 +129,12 @@ class GpuThroughput:
             efficiency.contention,
         )
 
-    def exposed_seconds(self, talk: float, room: float) -> float:
-        """Return the cost of communication that overlaps with `room` seconds of work: its exposed part, and the
-        slowdown of the work.
+    def exposed_seconds(self, communication: float, work: float) -> float:
+        """Return the cost of communication that overlaps with `work` seconds of work: its exposed part, and the slowdown
+        of the work.
         """
-        exposed = max(0.0, talk - room)
-        return exposed + self.contention * (talk - exposed)
+        exposed = max(0.0, communication - work)
+        return exposed + self.contention * (communication - exposed)
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,9 @@ class LayerCostModel:
 
     model: ModelConfig
     run: RunShape
-    wires: Interconnect
+    interconnect: Interconnect
     rates: GpuThroughput
-    habits: TrainerProfile
+    profile: TrainerProfile
     trained: TrainableParameters
 
     @property
@@ -165,15 +167,17 @@ class LayerCostModel:
         work = combine_work(
             [products, self._mixer_work(kind.mixer, index), self._elementwise_work(kind), *self._adapter_work(index)]
         )
-        again = self._recompute_work(work)
-        talk = combine_work(
+        recomputed = self._recompute_work(work)
+        communication = combine_work(
             [
                 self._tensor_parallel_work(work, halves=sum(map(bool, kind))),
                 self._context_parallel_work(work, kind.mixer),
             ]
         )
-        whole = combine_work([work, again, talk])
-        waits = self.habits.host - sum(cost.total for cost in whole.values()) if self.model.is_moe_layer(index) else 0.0
+        whole = combine_work([work, recomputed, communication])
+        waits = (
+            self.profile.host - sum(cost.total for cost in whole.values()) if self.model.is_moe_layer(index) else 0.0
+        )
         return combine_work([whole, {"host": PassSeconds(waits / 3, 2 * waits / 3)}]) if waits > 0 else whole
 
     def _gemm(
@@ -186,7 +190,7 @@ class LayerCostModel:
         flops = 2.0 * rows * columns * inner * count
         if count > 1:
             flops *= math.ceil(rows / TILE) * TILE / rows / self.rates.grouped
-        start = count * self.rates.kernel  # of a kernel, whose first tiles and last wave leave most of the GPU idle
+        start = count * self.rates.kernel  # the first tiles and the last wave of a kernel leave most of the GPU idle
         size = 1 if kind == "fp8" else self.activation_bytes
         x, w, y = rows * inner * count, columns * inner * count, rows * columns * count
         out = self.activation_bytes
@@ -195,11 +199,11 @@ class LayerCostModel:
             return start + flops / self.rates.product[kind] + (size * read + written) / self.rates.memory
 
         quantised = [0.0, 0.0]
-        if kind == "fp8":  # X and dY are each read, and written in two orders; weights once a step
+        if kind == "fp8":  # X and dY are read and written in two layouts; weights are quantised once a step
             quantised = [4 * x / self.rates.memory, 4 * y / self.rates.memory]
             if self.run.zero == 3:
                 quantised[0] += 4 * w / self.rates.memory
-        # what a weight's gradient is added to is read and written in fp32
+        # the fp32 buffer that accumulates a weight gradient is read and written
         return PassSeconds(
             gemm_seconds(x + w, out * y) + quantised[0],
             gemm_seconds(y + w, out * x) + quantised[1],
@@ -230,8 +234,8 @@ class LayerCostModel:
             yield {"products": self._gemm(self.micro_batch_tokens, model.hidden_size, width / run.tp)}
 
     def _mixer_work(self, mixer: MixerKind | None, index: int) -> PassWork:
-        """Return the work of attention scores, or approximately that of a recurrence: at the rate of attention, twice
-        in the backward.
+        """Return the work of attention scores or, approximately, of a recurrence: at the rate of attention, twice in the
+        backward.
         """
         if mixer == "attention":
             return self._attention_work(index)
@@ -244,11 +248,11 @@ class LayerCostModel:
         """Return the work of attention scores."""
         model, run = self.model, self.run
         window = min(model.get_attention_window(index) or run.seq_length, run.seq_length)
-        seen = window - window * (window - 1) / (2 * run.seq_length) + TILE / 2
+        visible = window - window * (window - 1) / (2 * run.seq_length) + TILE / 2
         heads, q, v = model.num_attention_heads / run.tp, model.query_key_head_dim, model.attention_value_dim
-        unfused = self.habits.attention == "unfused"
-        pairs = 2.0 * self.micro_batch_tokens * heads * (run.seq_length if unfused else seen)
-        if unfused:  # a product for scores and one for values, and the softmax between them, all through memory
+        unfused = self.profile.attention == "unfused"
+        pairs = 2.0 * self.micro_batch_tokens * heads * (run.seq_length if unfused else visible)
+        if unfused:  # GEMMs of scores and of values and the softmax between them, all through memory
             rate, moved = (
                 self.rates.product["bf16"],
                 self.micro_batch_tokens * heads * run.seq_length * self.activation_bytes / self.rates.memory,
@@ -271,8 +275,8 @@ class LayerCostModel:
         there, back = self._mixer_elements(kind.mixer)
         forward = residual + (there + (3 if model.has_gated_mlp else 2) * width) / run.tp
         backward = residual + (back + (5 if model.has_gated_mlp else 3) * width) / run.tp
-        scale = self.micro_batch_tokens * self.activation_bytes * self.habits.passes / self.rates.memory
-        least = KERNELS * self.habits.passes * self.rates.kernel
+        scale = self.micro_batch_tokens * self.activation_bytes * self.profile.passes / self.rates.memory
+        least = KERNELS * self.profile.passes * self.rates.kernel
         return {"elementwise": PassSeconds(max(least, forward * scale), max(least, backward * scale))}
 
     def _mixer_elements(self, mixer: MixerKind | None) -> tuple[int, int]:
@@ -282,14 +286,14 @@ class LayerCostModel:
         model = self.model
         if mixer == "attention":
             heads = model.num_attention_heads + model.key_value_heads
-            turned = 2 * heads * (model.query_key_head_dim if model.position == "rope" else 0)
+            rotated = 2 * heads * (model.query_key_head_dim if model.position == "rope" else 0)
             gated = 3 * model.num_attention_heads * model.attention_value_dim if model.attention_gate else 0
-            both = (3 if model.qk_norm else 1) * turned
-            return both + gated, both + gated * 5 // 3
+            normed = (3 if model.qk_norm else 1) * rotated
+            return normed + gated, normed + gated * 5 // 3
         if mixer is None:
             return 0, 0
         (rows, _), (_, inner) = projection_shapes(model, mixer)[0]
-        convolved = rows - inner  # and a few numbers for each head
+        convolved = rows - inner  # plus a few elements per head, which are ignored
         return 3 * convolved + 4 * inner, 5 * convolved + 7 * inner  # convolution and recurrence, gated norm
 
     def _expert_work(self, index: int) -> Iterator[PassWork]:
@@ -308,9 +312,9 @@ class LayerCostModel:
         yield {"products": self._gemm(each, (1 + model.has_gated_mlp) * part, width, experts)}
         yield {"products": self._gemm(each, width, part, experts)}
         ordered = 2 * (2 if run.ep > 1 else 1) * rows * width * self.activation_bytes + 4 * 8 * mine * moe.num_experts
-        ordered = max(ordered * self.habits.passes / self.rates.memory, EXPERT_KERNELS * self.rates.kernel)
+        ordered = max(ordered * self.profile.passes / self.rates.memory, EXPERT_KERNELS * self.rates.kernel)
         yield {"elementwise": PassSeconds(ordered, ordered)}
-        block = self.wires.make_rank_group(run.ep * run.expert_tp, 1)
+        block = self.interconnect.make_rank_group(run.ep * run.expert_tp, 1)
         if block.size > 1:
             way = 2 * self._dispatch_seconds(mine * width * self.activation_bytes, block)
             yield {"expert": PassSeconds(way, way)}
@@ -326,14 +330,14 @@ class LayerCostModel:
             shared[key] = shared.get(key, 0) + of.rank
             yield {"adapters": self._gemm(rows, of.out_features / self.run.tp, of.rank, precision="bf16")}
             moved = (
-                self.habits.passes * rows * of.out_features / self.run.tp * self.activation_bytes / self.rates.memory
+                self.profile.passes * rows * of.out_features / self.run.tp * self.activation_bytes / self.rates.memory
             )
             yield {"adapters": PassSeconds(4 * moved, 2 * moved)}
         for (into, experts), rank in shared.items():
             yield {"adapters": self._gemm(self._adapter_rows(experts), rank, into / self.run.tp, precision="bf16")}
 
     def _adapter_rows(self, experts: bool) -> float:
-        """Return the rows of an adapter's input: tokens, or those of experts."""
+        """Return the number of rows of an adapter's input: tokens, or rows of experts."""
         return (
             self.micro_batch_tokens * self.model.moe.top_k / self.run.tp
             if experts and self.model.moe
@@ -347,17 +351,19 @@ class LayerCostModel:
         moe, run = self.model.moe, self.run
         assert moe is not None
 
-        def expected_hits(places: float) -> float:
+        def expected_hits(targets: float) -> float:
             """Return how many of these ranks or nodes are expected to hold an expert of a token."""
-            return places * (1 - (1 - 1 / places) ** moe.top_k)
+            return targets * (1 - (1 - 1 / targets) ** moe.top_k)
 
-        if self.habits.dispatch == "node" and block.num_nodes > 1:  # over the network once to a node, and on from there
-            near = self.wires.all_to_all_seconds(
+        if self.profile.dispatch == "node" and block.num_nodes > 1:  # once to each node, then forwarded within the node
+            near = self.interconnect.all_to_all_seconds(
                 size * expected_hits(block.size), RankPlacement(block.local, block.local)
             )
-            return max(near, size * expected_hits(block.num_nodes) * (1 - 1 / block.num_nodes) / self.wires.exchange)
-        times = moe.top_k if self.habits.dispatch == "expert" else expected_hits(run.ep)
-        return self.wires.all_to_all_seconds(size * times * run.expert_tp, block)
+            return max(
+                near, size * expected_hits(block.num_nodes) * (1 - 1 / block.num_nodes) / self.interconnect.exchange
+            )
+        times = moe.top_k if self.profile.dispatch == "expert" else expected_hits(run.ep)
+        return self.interconnect.all_to_all_seconds(size * times * run.expert_tp, block)
 
     def _recompute_work(self, work: PassWork) -> PassWork:
         """Return the work that the backward recomputes."""
@@ -368,9 +374,9 @@ class LayerCostModel:
             return {}
         seconds = work["attention"].forward if "attention" in run.modules else 0.0
         if "norm" in run.modules or "activation" in run.modules:
-            seconds += BETWEEN_AGAIN * work["elementwise"].forward
+            seconds += NORM_ACTIVATION_SHARE * work["elementwise"].forward
         if "mlp" in run.modules or "moe" in run.modules:
-            seconds += BLOCK_AGAIN * work["products"].forward + work.get("expert", PassSeconds()).forward
+            seconds += FFN_SHARE * work["products"].forward + work.get("expert", PassSeconds()).forward
         return {"recomputed": PassSeconds(0.0, seconds)}
 
     def _tensor_parallel_work(self, work: PassWork, halves: int) -> PassWork:
@@ -380,22 +386,22 @@ class LayerCostModel:
         run = self.run
         if run.tp == 1:
             return {}
-        one = self.wires.all_gather_seconds(
+        one = self.interconnect.all_gather_seconds(
             self.micro_batch_tokens * self.model.hidden_size * self.activation_bytes,
-            self.wires.make_rank_group(run.tp, 1),
+            self.interconnect.make_rank_group(run.tp, 1),
         )
-        waited = self.habits.tp_waited if run.sp else max(self.habits.tp_waited, 6)
-        beside = self.rates.exposed_seconds((10 - waited) * one, work["products"].total * (10 - waited) / 10)
+        waited = self.profile.tp_waited if run.sp else max(self.profile.tp_waited, 6)
+        overlapped = self.rates.exposed_seconds((10 - waited) * one, work["products"].total * (10 - waited) / 10)
         forward = min(waited, 4) + (2 if run.recompute == "full" else 0)
         share = halves / 2
-        return {"tensor": PassSeconds(share * forward * one, share * max(0, waited - 4) * one + beside)}
+        return {"tensor": PassSeconds(share * forward * one, share * max(0, waited - 4) * one + overlapped)}
 
     def _context_parallel_work(self, work: PassWork, mixer: MixerKind | None) -> PassWork:
         """Return the communication of context parallelism."""
         model, run = self.model, self.run
         if run.cp == 1 or mixer is None:
             return {}
-        ranks = self.wires.make_rank_group(run.cp, run.tp)
+        ranks = self.interconnect.make_rank_group(run.cp, run.tp)
         if mixer != "attention":
             way = self._state_exchange_seconds(mixer, ranks)
             return {"context": PassSeconds(way, way)}
@@ -411,17 +417,14 @@ class LayerCostModel:
                 * self.activation_bytes
                 * (2 * model.num_attention_heads * model.query_key_head_dim / run.tp + keys)
             )
-            way = self.wires.all_to_all_seconds(rows, ranks)
+            way = self.interconnect.all_to_all_seconds(rows, ranks)
             return {"context": PassSeconds(way, way)}
-        one = self.wires.all_gather_seconds(size, ranks)
+        one = self.interconnect.all_gather_seconds(size, ranks)
         if run.cp_kind == "allgather":
             return {"context": PassSeconds(one, 2 * one)}
-        seen = work["attention"]  # a ring passes them on while attention works on those before
-        return {
-            "context": PassSeconds(
-                self.rates.exposed_seconds(one, seen.forward), self.rates.exposed_seconds(2 * one, seen.inputs)
-            )
-        }
+        attention = work["attention"]  # a ring sends the next keys and values while attention computes
+        exposed = self.rates.exposed_seconds
+        return {"context": PassSeconds(exposed(one, attention.forward), exposed(2 * one, attention.inputs))}
 
     def _state_exchange_seconds(self, mixer: MixerKind, ranks: RankPlacement) -> float:
         """Return the seconds of passing recurrent states or exchanging heads, whichever is less, as `model.recurrence`
@@ -437,20 +440,20 @@ class LayerCostModel:
             * recurrent_state_elements(model, mixer)
             / run.tp
         )
-        exchanged = (
-            self.micro_batch_tokens * rows * self.activation_bytes / run.tp
-        )  # without z, and with y, which is as wide
+        exchanged = self.micro_batch_tokens * rows * self.activation_bytes / run.tp  # without z, with y of equal width
         if run.cp_kind == "alltoall" or exchanged < passed:
-            return self.wires.all_to_all_seconds(exchanged, ranks)
-        return self.wires.all_gather_seconds(passed, ranks)
+            return self.interconnect.all_to_all_seconds(exchanged, ranks)
+        return self.interconnect.all_gather_seconds(passed, ranks)
 
-    def compute_offload_wait(self, layers: int, beside: PassWork) -> PassWork:
-        """Return the exposed time of offloading the activations of `layers` layers to host memory and back."""
+    def compute_offload_wait(self, layers: int, work: PassWork) -> PassWork:
+        """Return the exposed time of copying the activations of `layers` layers to host memory and back, overlapped with
+        `work`.
+        """
         if not layers:
             return {}
         kept = saved_activation_elements(self.model, self.run, max_active_ffn_width(self.model))
-        way = layers * self.micro_batch_tokens * self.activation_bytes * kept / self.wires.host
-        forward, backward = (sum(cost[part] for cost in beside.values()) for part in (0, 1))
+        way = layers * self.micro_batch_tokens * self.activation_bytes * kept / self.interconnect.host
+        forward, backward = (sum(cost[part] for cost in work.values()) for part in (0, 1))
         return {"offload": PassSeconds(max(0.0, way - forward), max(0.0, way - backward))}
 
     def compute_embedding_work(self) -> PassWork:
@@ -461,9 +464,9 @@ class LayerCostModel:
         return {"elementwise": PassSeconds(4 * moved, 18 * moved)}
 
     def compute_head_work(self) -> PassWork:
-        """Return the work of the head: norm, logits and loss, whose forward computes the gradients too."""
+        """Return the work of the head: norm, logits and loss; its forward also computes the gradients."""
         rows = self.model.vocab_size / self.run.tp
         forward, inputs, weights = self._gemm(self.micro_batch_tokens, rows, self.model.hidden_size, precision="bf16")
         three = forward + inputs + (weights if self.trained.head else 0.0)
-        moved = HEAD_BYTES * self.habits.passes * self.micro_batch_tokens * rows / self.rates.memory
+        moved = HEAD_BYTES * self.profile.passes * self.micro_batch_tokens * rows / self.rates.memory
         return {"head": PassSeconds(three + moved)}

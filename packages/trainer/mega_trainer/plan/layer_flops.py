@@ -1,8 +1,6 @@
 """GEMM shapes and FLOPs of one layer, by the kinds of its mixer and feed-forward block.
 
-A product of [M, K] and [K, N] is 2 M K N operations; all are of the forward, and per token.
-
-Legend: D model width, H heads, N size of a state, Q tokens of a chunk, G groups or key heads, K and V widths of keys and values.
+A GEMM of [M, K] and [K, N] has 2 M K N operations. All counts are for the forward pass and per token.
 """
 
 from __future__ import annotations
@@ -56,8 +54,8 @@ def mean_visible_keys(window: int | None, seq_length: int, *, causal: bool = Tru
 
     `causal` counts only keys that are not masked; without it, all that a dense product computes.
     """
-    seen = min(window or seq_length, seq_length)
-    return seen - causal * seen * (seen - 1) / (2 * seq_length)
+    visible = min(window or seq_length, seq_length)
+    return visible - causal * visible * (visible - 1) / (2 * seq_length)
 
 
 def mixing_flops(
@@ -66,8 +64,8 @@ def mixing_flops(
     """Return the FLOPs per token of a mixer between its projections; `causal` leaves out the masked half of token
     pairs.
 
-    Of a recurrence those of its chunked form: scores and states (arXiv:2405.21060), of a delta rule the triangular solve too
-    (arXiv:2412.06464).
+    Recurrences are counted in their chunked form: scores and states (arXiv:2405.21060), and for the delta rule the triangular
+    solve (arXiv:2412.06464).
     """
     if mixer == "mamba" and (mamba := model.mamba):
         pairs = mean_visible_keys(mamba.chunk_size, min(mamba.chunk_size, seq_length), causal=causal)
@@ -79,7 +77,7 @@ def mixing_flops(
         scores = 2 * key * delta.num_key_heads + heads * (key + 2 * value)
         return 2 * pairs * scores + 6.0 * heads * key * value
     pairs = mean_visible_keys(window, seq_length, causal=causal)
-    if not model.causal:  # as many behind a query as before it
+    if not model.causal:  # as many keys after a query as before it
         pairs = min(2 * pairs - 1, seq_length)
     return 2 * pairs * model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim)
 
@@ -107,8 +105,8 @@ def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int
     if moe is None:
         return matrices * width * active_ffn_width(model, feed)
     routed = matrices * moe.top_k * moe.ffn_hidden_size * (moe.latent_size or width)
-    around = 2 * width * (moe.latent_size or 0) + width * (moe.num_experts + moe.shared_gate)
-    return routed + around + matrices * width * moe.shared_ffn_hidden_size
+    latent_and_router = 2 * width * (moe.latent_size or 0) + width * (moe.num_experts + moe.shared_gate)
+    return routed + latent_and_router + matrices * width * moe.shared_ffn_hidden_size
 
 
 def max_active_ffn_width(model: ModelConfig) -> int:
@@ -124,20 +122,20 @@ def saved_activation_elements(model: ModelConfig, run: RunShape, wide: int) -> f
     residual = width / (run.tp if run.sp else 1)
     if run.recompute == "full":
         return residual
-    again = run.recompute == "selective"
+    selective = run.recompute == "selective"
     heads = 2 * (model.num_attention_heads + model.key_value_heads) * model.query_key_head_dim
     rows = width * (model.moe.top_k if model.moe else 0)
-    return (2 if again else 4) * residual + (heads + (2 if again else 3) * wide + rows) / run.tp
+    return (2 if selective else 4) * residual + (heads + (2 if selective else 3) * wide + rows) / run.tp
 
 
 def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConfig | None = None) -> dict[str, float]:
     """Return the FLOPs of an image, forward and backward, by part: GEMMs with weights, and attention scores.
 
-    A product with a weight is 2 rows K N operations forward, as many for the weight's gradient where it is trained, and as
-    many for that of its input where something before it is: what is frozen up to its end counts forward only. Of a model
-    whose images keep their shape it is one of image_size x image_size.
+    A GEMM with a weight has 2 rows K N operations in the forward, as many for the weight gradient if the weight is trained, and
+    as many for the input gradient if any parameter before it is trained. For models with images of any shape, the image is
+    image_size x image_size.
     """
-    vision, parts, behind = model.vision, {"products": 0.0, "scores": 0.0}, False
+    vision, parts, input_grad = model.vision, {"products": 0.0, "scores": 0.0}, False
     tower = model.vision_encoder_config
     if vision is None or tower is None:
         return parts
@@ -146,14 +144,14 @@ def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConf
     for name, shape in canonical_tensors(model).items():  # in the order of the forward
         if not name.startswith((TOWER, PROJECTOR)) or not vision.uses_tensor(name):
             continue
-        moves = trained(name)
+        weight_grad = trained(name)
         if len(shape) == 2 and "embed_positions" not in name:
             rows = vision.tokens_per_image if name.startswith(PROJECTOR) else patches
             rows = vision.patches_per_image if "embed_patches" in name else rows
-            parts["products"] += 2.0 * rows * math.prod(shape) * (1 + moves + behind)
+            parts["products"] += 2.0 * rows * math.prod(shape) * (1 + weight_grad + input_grad)
         if name.endswith("self_attn.o_proj.weight"):
             window = tower.get_attention_window(int(name.removeprefix(f"{TOWER}layers.").partition(".")[0]))
-            seen = patches if window is None else min(window, patches)
-            parts["scores"] += 4.0 * patches * seen * vision.hidden_size * (1 + 2 * behind)
-        behind = behind or moves
+            visible = patches if window is None else min(window, patches)
+            parts["scores"] += 4.0 * patches * visible * vision.hidden_size * (1 + 2 * input_grad)
+        input_grad = input_grad or weight_grad
     return parts

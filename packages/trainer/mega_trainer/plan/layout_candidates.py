@@ -16,8 +16,8 @@ from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import make_run_shape
 from mega_trainer.plan.run_shape import RecomputeKind, RunShape
 
-LEAST_CHUNK = 2048  # tokens of a context rank: with fewer, attention does not hide what travels
-LayoutSettings = dict[str, Any]  # by path, as `--set` takes them
+MIN_CONTEXT_TOKENS = 2048  # tokens of a context rank; with fewer, attention does not hide the communication
+LayoutSettings = dict[str, Any]  # values by path, as for `--set`
 RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 
 
@@ -30,12 +30,14 @@ def generate_candidates(
     model, batch, length = config.model, config.batch.global_, config.data.seq_length
     base = make_run_shape(config.model_copy(update={"parallel": type(config.parallel)()}), 1)
     experts = model.moe.num_experts if model.moe else 1
-    degrees = [n for n in _divisors(ranks) if n <= max(model.num_layers, machine.ranks_per_node, length // LEAST_CHUNK)]
+    degrees = [
+        n for n in _divisors(ranks) if n <= max(model.num_layers, machine.ranks_per_node, length // MIN_CONTEXT_TOKENS)
+    ]
     for tp, pp, cp in product(degrees, repeat=3):
         fits = (
             model.num_attention_heads % tp == 0
             and length % (2 * cp * tp) == 0
-            and (cp == 1 or length // cp >= LEAST_CHUNK)
+            and (cp == 1 or length // cp >= MIN_CONTEXT_TOKENS)
         )
         if tp > machine.ranks_per_node or pp > model.num_layers or ranks % (tp * pp * cp) or not fits:
             continue
@@ -93,11 +95,11 @@ class RoughMemoryEstimate:
     tensors.
 
     Attributes:
-        model: which.
-        count: its parameters.
-        split, whole: those of all layers, as in `LayerParameterCounts`.
-        stack: experts of the layer that has most.
-        wide: the feed-forward width of the widest layer.
+        model: configuration of the model.
+        count: parameters of the model.
+        split, whole: sums over all layers of these fields of `LayerParameterCounts`.
+        stack: largest number of expert parameters of a layer.
+        wide: feed-forward width of the widest layer.
     """
 
     model: ModelConfig
@@ -119,11 +121,11 @@ class RoughMemoryEstimate:
         model, count, block, alone = self.model, self.count, run.ep * run.expert_tp, run.pp == 1
         dense = (self.split / run.tp + self.whole) / run.pp + (count.embedding + count.head * alone) / run.tp
         experts = count.routed_experts / block / run.pp
-        apart = 0.0 if run.offload_optimizer else 12.0
+        optimizer = 0.0 if run.offload_optimizer else 12.0
         shared = dense / run.zero3_shard_ranks + experts / max(1, run.dp * run.cp * run.tp // block)
         sums = {2: 4 / run.zero3_shard_ranks, 3: 0.0}.get(run.zero, 4.0)
-        states = apart * shared + (6 * shared if run.zero == 3 else (2 + sums) * (dense + experts))
-        # the backward of a layer, which has its rows of experts thrice, and adds up the gradients of one of their stacks
+        states = optimizer * shared + (6 * shared if run.zero == 3 else (2 + sums) * (dense + experts))
+        # backward of a layer, which holds the rows of experts three times, and the gradients of one stack of experts
         rows = model.hidden_size * (model.moe.top_k if model.moe else 0) / run.tp
         kept, every = (
             saved_activation_elements(model, each, self.wide) for each in (run, replace(run, recompute="none"))

@@ -1,10 +1,10 @@
 """Search for the fastest layouts of a run on a number of GPUs that fit their memory.
 
-Every combination of degrees, schedule, micro-batch and recomputation is timed by its work alone; from the fastest on, they are
-then checked as `mega train --check` would, their memory is planned, and their schedule simulated, until enough fit.
-What does not fit is tried with activations in host memory, of as few layers as it takes; where nothing fits that keeps any, all is
-tried with the optimizer's state there. What a run computes stays: its batch, its model, and its precision unless others are asked for. Memory is what
-tensors can have of a GPU (`MachineSpec.room`).
+Every combination of parallel degrees, schedule, micro-batch size and recompute setting gets a minimum time. From the fastest
+on, candidates are checked as in `mega train --check`, their memory is predicted and their schedule simulated, until enough
+fit. A candidate that does not fit is tried with the activations of as few layers as needed in host memory. If only full
+recompute fits, or nothing, the search is repeated with optimizer states in host memory. The result of the training is
+unchanged: batch, model, and precision unless `precisions` are given. The limit is `MachineSpec.usable_memory_bytes`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.plan.run_shape import RunShape
 from mega_trainer.plan.step_time import PlannedRun, PredictedStepTime
 
-TRIES = 60  # layouts whose memory is planned and whose schedule is simulated, at most
-WORSE = 1.25  # as many times the best one's time: no more is looked for there
-GAIN = 0.01  # of a step's time that a change must gain to be worth telling
-LENIENT = 0.7  # of what the rough estimate was off by at least, where it was tried, when another is left out for it
-ROUGHLY = 1.15  # of a GPU's memory: what the rough estimate may exceed it by
+MAX_TRIES = 60  # layouts whose memory is predicted and whose schedule is simulated
+MAX_SLOWDOWN = 1.25  # minimum time / best time, at which the search stops
+MIN_GAIN = 0.01  # smallest relative gain of a change that is reported
+LENIENCY = 0.7  # factor on the smallest ratio of predicted to rough memory, before a candidate is skipped by it
+ROUGH_TOLERANCE = 1.15  # rough memory estimate / memory of a GPU, above which a candidate is dropped
 
 
 class NoLayoutFitsError(ConfigError):
-    """Error: no layout fits the memory of the GPUs, as predicted."""
+    """Error: no layout fits the memory of the GPUs by prediction."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class PlannedLayout:
     """Layout that fits, with its predicted step time and memory.
 
     Attributes:
-        settings: what it sets, by path; a run with them is legal.
-        time: of a step, predicted.
-        memory: bytes of the rank that needs most.
+        settings: values by path; a run with these settings is valid.
+        time: predicted step time.
+        memory: peak bytes of the rank with the highest peak.
     """
 
     settings: LayoutSettings
@@ -86,10 +86,10 @@ def format_layout(settings: Mapping[str, Any]) -> str:
     words = []
     for path, value in settings.items():
         key = path.rpartition(".")[2]
-        told = value["kind"] if isinstance(value, dict) else value
+        shown = value["kind"] if isinstance(value, dict) else value
         hidden = key == "cp_kind" and settings["parallel.cp"] == 1
-        if told is not None and told != plain.get(key) and not hidden:
-            words.append(key if told is True else f"{key} {told}")
+        if shown is not None and shown != plain.get(key) and not hidden:
+            words.append(key if shown is True else f"{key} {shown}")
     return " ".join(words)
 
 
@@ -134,7 +134,7 @@ def apply_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConf
     """Return the run with these settings.
 
     Raises:
-        ConfigError: when that is no legal run.
+        ConfigError: when the settings are invalid.
     """
     raw = config.model_dump(mode="json", by_alias=True, exclude_none=True)
     return RunConfig.parse(apply_overrides(raw, format_overrides(settings)))
@@ -150,9 +150,9 @@ class _TimedCandidate:
     """Candidate layout before its memory is predicted and its schedule simulated.
 
     Attributes:
-        seconds: of a step, at least.
-        memory: bytes of a rank, about.
-        settings, run: as in `candidates`.
+        seconds: minimum seconds of a step.
+        memory: rough estimate of the bytes of a rank.
+        settings, run: as in `generate_candidates`.
     """
 
     seconds: float
@@ -180,10 +180,10 @@ def find_best_layouts(
     """Return the fastest layouts of the run that fit, fastest first, at most `keep`; `report` is called with progress
     messages.
 
-    Settings whose paths are `fixed` stay as they are. Other `precisions` than the run's own are looked at where they are given.
+    Settings whose paths are in `fixed` are unchanged. `precisions` are searched in addition to the run's own.
 
     Raises:
-        NoneFits: when none is legal and fits.
+        NoLayoutFitsError: when no valid layout fits.
     """
     kinds: list[LayoutSettings] = [{}, *({"precision": name} for name in precisions if name != config.precision)]
 
@@ -202,7 +202,7 @@ def find_best_layouts(
     if not found:
         raise NoLayoutFitsError(
             f"no layout of this run fits {ranks} GPUs of {machine.memory_gb:g} GB",
-            hint="more GPUs, a batch.global that more data ranks divide, or a shorter data.seq_length",
+            hint="use more GPUs, a batch.global that more data ranks divide, or a shorter data.seq_length",
         )
     return sorted(found, key=lambda layout: layout.time.seconds)[:keep]
 
@@ -219,23 +219,23 @@ def _search_layouts(
     count = count_parameters_by_layer(config.model)
     rough = sorted(_time_candidates(config, ranks, machine, count, report, fixed), key=lambda layout: layout.seconds)
     found: list[PlannedLayout] = []
-    tried, misjudged = 0, dict[tuple[object, ...], float]()  # what memory was at least, of what it was taken for
+    tried, ratios = 0, dict[tuple[object, ...], float]()  # smallest ratio of predicted to rough memory
     for candidate in rough:
         best = min((layout.time.seconds for layout in found), default=math.inf)
-        enough = best if len(found) >= keep else WORSE * best  # no layout takes less than its rough time
-        if candidate.seconds > enough or tried == TRIES:
+        enough = best if len(found) >= keep else MAX_SLOWDOWN * best  # no layout is faster than its minimum time
+        if candidate.seconds > enough or tried == MAX_TRIES:
             break
-        lenient = LENIENT if found or tried < TRIES / 2 else 1.0  # after so many in vain: the likely ones
-        if lenient * misjudged.get(candidate.estimate_kind, 0.0) * candidate.memory > machine.usable_memory_bytes:
+        leniency = LENIENCY if found or tried < MAX_TRIES / 2 else 1.0  # after many failures only likely candidates
+        if leniency * ratios.get(candidate.estimate_kind, 0.0) * candidate.memory > machine.usable_memory_bytes:
             continue
         tried += 1
-        report(f"{tried} of the fastest of {len(rough)} layouts looked at, {len(found)} fit")
+        report(f"checked {tried} of the fastest of {len(rough)} layouts, {len(found)} fit")
         settings = {path: value for path, value in candidate.settings.items() if path not in fixed}
         layout = _plan_layout(config, settings, ranks, machine, count)
         if layout is None:
             continue
-        share = layout.memory / candidate.memory
-        misjudged[candidate.estimate_kind] = min(share, misjudged.get(candidate.estimate_kind, share))
+        ratio = layout.memory / candidate.memory
+        ratios[candidate.estimate_kind] = min(ratio, ratios.get(candidate.estimate_kind, ratio))
         if layout.memory > machine.usable_memory_bytes:
             layout = _offload_until_fit(config, settings, ranks, machine, count)
         found += [layout] if layout is not None else []
@@ -271,7 +271,7 @@ def _time_candidates(
     fixed: Collection[str],
 ) -> Iterator[_TimedCandidate]:
     """Yield the candidates that may fit, with their minimum time."""
-    efficiency, habits = machine.achieved_efficiency, make_trainer_profile(config)
+    efficiency, profile = machine.achieved_efficiency, make_trainer_profile(config)
     given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
     kept = {path: value for path, value in given.items() if path in fixed}
     timed, rough = 0, RoughMemoryEstimate.from_parameters(config.model, count)
@@ -279,16 +279,17 @@ def _time_candidates(
         needed = rough.estimate_bytes(run)
         if (
             any(settings[path] != value for path, value in kept.items())
-            or needed > ROUGHLY * machine.usable_memory_bytes
+            or needed > ROUGH_TOLERANCE * machine.usable_memory_bytes
         ):
             continue
-        if run.zero == 2 and rough.estimate_bytes(replace(run, zero=1)) <= machine.usable_memory_bytes / ROUGHLY:
-            continue  # whole gradients fit, and are faster
+        zero1_limit = machine.usable_memory_bytes / ROUGH_TOLERANCE
+        if run.zero == 2 and rough.estimate_bytes(replace(run, zero=1)) <= zero1_limit:
+            continue  # ZeRO-1 fits, and is faster
         timed += 1
         if timed % 500 == 0:
             report(f"{timed} layouts timed")
         seconds = PlannedRun.from_settings(
-            config.model, run, machine, efficiency, habits, count
+            config.model, run, machine, efficiency, profile, count
         ).estimate_minimum_seconds()
         yield _TimedCandidate(seconds, needed, settings, run)
 
@@ -315,7 +316,7 @@ def plan_if_fitting(
 
 
 def find_faster_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, keep: int = 3) -> list[PlannedLayout]:
-    """Return single changes that would make a run faster and still fit: those that gain most, at most `keep`."""
+    """Return single changes that would make a run faster and still fit, largest gains first, at most `keep`."""
     count, now = count_parameters_by_layer(config.model), make_planned_run(config, ranks, machine)
     seconds, limit = now.predict_step_time().seconds, now.estimate_minimum_seconds()
     gains: list[tuple[float, LayoutSettings]] = []
@@ -328,7 +329,7 @@ def find_faster_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, 
         gains.append((make_planned_run(changed, ranks, machine, count).estimate_minimum_seconds(), settings))
     near = [settings for least, settings in sorted(gains, key=lambda gain: gain[0]) if least < limit]
     found = (plan_if_fitting(config, settings, ranks, machine, count) for settings in near)
-    gained = (layout for layout in found if layout is not None and layout.time.seconds < (1 - GAIN) * seconds)
+    gained = (layout for layout in found if layout is not None and layout.time.seconds < (1 - MIN_GAIN) * seconds)
     return sorted(islice(gained, keep), key=lambda layout: layout.time.seconds)
 
 
@@ -336,7 +337,7 @@ def _iterate_changes(config: RunConfig, machine: MachineSpec) -> Iterator[Layout
     """Yield single changes of a run's layout settings."""
     parallel, kinds = config.parallel, list(RECOMPUTE)
     if config.precision == "bf16" and machine.get_peak_flops("fp8") > machine.get_peak_flops("bf16"):
-        yield {"precision": "fp8"}  # which the search leaves alone: it changes what is computed
+        yield {"precision": "fp8"}  # not part of the search, since it changes the training
     yield from ({"recompute": {"kind": kind}} for kind in kinds[: kinds.index(config.recompute.kind)])
     yield {"batch.micro": 2 * config.batch.micro}
     if config.batch.micro % 2 == 0:

@@ -1,12 +1,12 @@
 """Machine specifications for planning: GPU peak rates and memory, interconnect within a node, and network between
 nodes.
 
-A machine is a file of `machines/`, with figures of its maker's data sheets, or a file of yours with the same fields. What
-share of those figures work gets is no data sheet's: `efficiency.yaml` has it, for each generation of GPUs, fitted on
-published runs by `benchmarks/plan_time.py`; a machine may have one of its own, fitted on a run there (`plan.fit`).
+A machine is a file of `machines/`, with figures of the maker's data sheets, or your own file with the same fields. The
+achieved shares of these figures are in `efficiency.yaml` for each generation of GPUs, fitted on published runs by
+`benchmarks/plan_time.py`; a machine may have its own shares, fitted on a measured run (`machine_calibration`).
 
-Collectives are rings, as NCCL has them for large messages: of n ranks each sends (n-1)/n of the data. Over nodes, a ring
-passes each node once, and leaves it by the adapters of all its members there, side by side.
+Collectives are modelled as rings, as NCCL uses for large messages: each of n ranks sends (n-1)/n of the data. Across nodes, a
+ring passes each node once, and uses the network adapters of all its members there in parallel.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mega_common.strict_config import StrictConfig, load_yaml_mapping
 from mega_trainer.plan.flops import find_peak_flops
 
 GpuGeneration = Literal["ampere", "ada", "hopper", "blackwell"]
-MEMORY_MARGIN = 0.15  # of a data sheet's, by which what a driver tells may differ: 79.1 GiB of 80 GB, 178 GiB of 192 GB
-CONTEXT = 1.5e9  # bytes of a GPU that CUDA, its libraries and NCCL's channels take
-SLACK = 1.04  # what torch's allocator holds over what tensors take at their peak: fitted by benchmarks/plan_memory.py
+MEMORY_MARGIN = 0.15  # relative difference of data sheet and driver: 80 GB are 79.1 GiB, 192 GB are 178 GiB
+CONTEXT = 1.5e9  # bytes of a GPU for CUDA, its libraries and NCCL's channels
+SLACK = 1.04  # reserved memory of torch's allocator / peak of tensors: fitted by benchmarks/plan_memory.py
 _HERE = files(__package__ or "mega_trainer.plan")
 
 
@@ -35,17 +35,17 @@ class MachineEfficiency(StrictConfig):
     """Achieved shares of data sheet figures; GEMMs and attention as shares of the dense peak of their type.
 
     Attributes:
-        bf16, fp8: of products so large that reading their factors takes no time; it is added.
-        grouped: of what products get, what many small ones side by side do, as those of experts.
-        attention: fused for this generation of GPUs (FlashAttention-2 on Ampere, cuDNN's and FlashAttention-3 later), of bf16.
-        flash2: FlashAttention-2's and what resembles it, of bf16.
-        triton: by kernels written in Triton, of bf16.
-        memory: of the bandwidth, by kernels that compute little.
-        link, network: of a GPU's links to its node, and of its adapter, by large messages.
-        exchange: of a GPU's adapter, by messages of each to all.
-        hop: seconds of latency, a rank, of a ring.
-        contention: of communication beside products, the share that these lose.
-        kernel: seconds that a kernel takes at least.
+        bf16, fp8: GEMMs, without the time to read their operands, which is added.
+        grouped: grouped GEMMs, as of experts, relative to single GEMMs.
+        attention: attention kernels of this GPU generation (FlashAttention-2 on Ampere, later cuDNN and FlashAttention-3), in bf16.
+        flash2: FlashAttention-2 and similar kernels, in bf16.
+        triton: attention kernels written in Triton, in bf16.
+        memory: memory bandwidth of elementwise kernels.
+        link, network: bandwidth of a GPU's links in its node, and of its network adapter, for large messages.
+        exchange: bandwidth of a GPU's network adapter in an all-to-all.
+        hop: latency of a ring per rank, in seconds.
+        contention: slowdown of GEMMs by concurrent communication, as a share of its time.
+        kernel: minimum time of a kernel in seconds.
     """
 
     bf16: float = Field(gt=0, le=1)
@@ -66,34 +66,35 @@ class MachineEfficiency(StrictConfig):
 class MachineSpec(StrictConfig):
     """GPUs of a machine and their interconnect. Rates in GB/s are of one GPU, one way; GB are 1e9 bytes."""
 
-    gpu: str = Field(description="as torch.cuda.get_device_name calls it; peak rates are looked up by it")
-    generation: GpuGeneration = Field(description="whose efficiency it has")
+    gpu: str = Field(description="name as in torch.cuda.get_device_name, which determines peak rates")
+    generation: GpuGeneration = Field(description="GPU generation, which determines the default efficiency")
     memory_gb: PositiveFloat
     memory_gb_s: PositiveFloat = Field(description="bandwidth of a GPU's memory")
-    link_gb_s: PositiveFloat = Field(description="from a GPU to the others of its node")
+    link_gb_s: PositiveFloat = Field(description="bandwidth from a GPU to the others of its node")
     networks_gb_s: dict[str, PositiveFloat] = Field(
         min_length=1,
-        description="from a GPU to other nodes, by the name of the network; the first is meant if none is named",
+        description="bandwidth from a GPU to other nodes, by network name; the first is the default",
     )
     ranks_per_node: PositiveInt
-    host_gb_s: PositiveFloat = Field(32, description="between a GPU and host memory; PCIe 4.0 x16 if not given")
-    price: PositiveFloat | None = Field(None, description="of an hour of one GPU, in any currency")
-    tflops: dict[str, PositiveFloat] = Field(
-        {}, description="dense peaks by type, of a GPU that is not known by its name"
+    host_gb_s: PositiveFloat = Field(32, description="bandwidth between a GPU and host memory; default: PCIe 4.0 x16")
+    price: PositiveFloat | None = Field(None, description="price of one GPU per hour, in any currency")
+    tflops: dict[str, PositiveFloat] = Field({}, description="dense peaks by type, for a GPU that mega does not know")
+    efficiency: MachineEfficiency | None = Field(
+        None, description="efficiency of this machine; default: that of its generation"
     )
-    efficiency: MachineEfficiency | None = Field(None, description="of this machine itself; default: its generation's")
 
     def get_peak_flops(self, precision: str) -> float:
-        """Return the dense peak in FLOP/s; that of bf16 if the GPU has no fp8.
+        """Return the dense peak in FLOP/s; without fp8 support, the bf16 peak.
 
         Raises:
-            ConfigError: when nothing tells it.
+            ConfigError: for an unknown GPU without `tflops`.
         """
         found = self._lookup_peak(precision) or self._lookup_peak("bf16")
         if found:
             return found
         raise ConfigError(
-            f"machine: no peak rate of {self.gpu!r} is known", hint="give its dense peaks: tflops: {bf16: ...}"
+            f"machine: the peak rate of the GPU {self.gpu!r} is unknown",
+            hint="set its dense peaks in the machine file: tflops: {bf16: ...}",
         )
 
     def _lookup_peak(self, kind: str) -> float | None:
@@ -131,21 +132,21 @@ def find_machine_name(device: str, memory_bytes: int) -> str | None:
     """
     words = set(re.split(r"[\s-]+", device.upper()))
     machines = {name: load_machine(name) for name in list_machine_names()}
-    peak = find_peak_flops(device, "bf16")  # a PCIe card has its sibling's words
-    alike = {
+    peak = find_peak_flops(device, "bf16")  # distinguishes SXM and PCIe cards with the same words in their names
+    candidates = {
         name: abs(machine.memory_gb * 1e9 / memory_bytes - 1)
         for name, machine in machines.items()
         if machine.gpu in words and machine.get_peak_flops("bf16") == peak
     }
-    name = min(alike, key=lambda name: alike[name], default=None)
-    return name if name is not None and alike[name] < MEMORY_MARGIN else None
+    name = min(candidates, key=lambda name: candidates[name], default=None)
+    return name if name is not None and candidates[name] < MEMORY_MARGIN else None
 
 
 def load_machine(name: str) -> MachineSpec:
-    """Load a machine by name, `h100`, or with one of its networks, `h100-ethernet`; or by the path of a file.
+    """Load a machine by name (`h100`), by name and network (`h100-ethernet`), or from a YAML file.
 
     Raises:
-        ConfigError: for a name that is not known, or a file that describes no machine.
+        ConfigError: for an unknown name, or an invalid file.
     """
     if name.endswith((".yaml", ".yml")):
         return MachineSpec.parse(load_yaml_mapping(Path(name)), source=name)
@@ -158,15 +159,16 @@ def load_machine(name: str) -> MachineSpec:
     if base not in known:
         near = difflib.get_close_matches(name, known, n=1)
         raise ConfigError(
-            f"--machine {name}: no such machine" + (f"; did you mean {near[0]}?" if near else ""),
-            hint=f"one of {', '.join(known)}, each also with -ib or -ethernet behind it, or a YAML file",
+            f"--machine {name} is unknown" + (f"; did you mean {near[0]}?" if near else ""),
+            hint=f"use one of {', '.join(known)}, each optionally followed by -ib or -ethernet, or a YAML file",
         )
     machine = MachineSpec.parse(load_yaml_mapping(Path(str(_HERE / "machines" / f"{base}.yaml"))), source=base)
     if not network:
         return machine
     if network not in machine.networks_gb_s:
         raise ConfigError(
-            f"--machine {name}: {base} has no network {network!r}", hint=f"one of {', '.join(machine.networks_gb_s)}"
+            f"--machine {name}: {base} has no network {network!r}",
+            hint=f"use one of {', '.join(machine.networks_gb_s)}",
         )
     return machine.model_copy(update={"networks_gb_s": {network: machine.networks_gb_s[network]}})
 
@@ -197,12 +199,12 @@ class Interconnect:
     """Interconnect of the GPUs of a machine.
 
     Attributes:
-        link: bytes a second from a GPU to those of its node, one way, as large messages get them.
-        network: the same to other nodes.
-        exchange: the same, when every rank sends to every other.
+        link: bytes per second from a GPU to the others of its node, one way, for large messages.
+        network: bytes per second from a GPU to other nodes, one way, for large messages.
+        exchange: bytes per second from a GPU to other nodes, one way, in an all-to-all.
         hop: seconds from one rank of a ring to the next.
         node: ranks of a node.
-        host: bytes a second between a GPU and host memory, one way.
+        host: bytes per second between a GPU and host memory, one way.
     """
 
     link: float

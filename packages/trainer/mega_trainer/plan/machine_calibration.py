@@ -1,9 +1,9 @@
 """Calibration of a machine by a measured run: its efficiencies are scaled until predicted and measured times agree.
 
-Lines of metrics.jsonl with phases tell two things apart, without them the whole step is taken for the first:
+Phases in metrics.jsonl separate compute and communication; without phases the whole step counts as compute:
 
-    forward, backward   products, attention, memory   the shares of their peaks, all by one factor
-    reduce              sums over data ranks          `link` and `network`, by one factor
+    forward, backward   GEMMs, attention, memory        scale the shares of their peaks by one factor
+    reduce              all-reduces over data ranks     scale `link` and `network` by one factor
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mega_trainer.plan.layer_cost import GpuThroughput
 from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec
 from mega_trainer.plan.step_time import PlannedRun
 
-WARM_UP = 3  # steps at the beginning of a run that nothing is learnt from
-FEWEST = 5  # lines that a median wants
+WARM_UP = 3  # first steps of a run, which are ignored
+MIN_STEPS = 5  # for the median
 COMPUTE = ("bf16", "fp8", "attention", "flash2", "triton", "memory")
-FASTER = 1.1  # as long as at a machine's peak takes no run there
-LEAST = 0.02  # of what a data sheet promises: less is no machine's doing
-HALVINGS = 40
-TOLD = 0.1  # of a step's time that a fitted machine leaves open, from which on that is said
+PEAK_TOLERANCE = 1.1  # largest ratio of the time at the machine's peak to the measured time
+MIN_SHARE = 0.02  # smallest plausible share of a data sheet figure
+BISECTIONS = 40
+REPORTED_ERROR = 0.1  # smallest relative error of the fitted step time that is reported
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MeasuredTimes:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of forward and backward; without phases those of the whole step."""
+        """Seconds of forward and backward, or of the whole step without phases."""
         return self.phases["forward"] + self.phases["backward"] if "forward" in self.phases else self.seconds
 
 
@@ -45,7 +45,7 @@ def read_measured_times(path: Path) -> MeasuredTimes:
     """Return the median times of a run's metrics.jsonl; steps that evaluate or save are left out if phases are logged.
 
     Raises:
-        ConfigError: when it cannot be read, or too few steps are in it.
+        ConfigError: when the file cannot be read or has too few steps.
     """
     try:
         lines = [parse_json_text(line) for line in read_file_start(path).decode("utf-8").splitlines()]
@@ -53,12 +53,12 @@ def read_measured_times(path: Path) -> MeasuredTimes:
         seconds = [float(line["seconds"]) for line in steps]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--fit {path}: no metrics of a run ({explain_read_error(error)})",
-            hint="metrics.jsonl in the output folder of mega train",
+            f"--fit {path}: the file has no metrics of a run ({explain_read_error(error)})",
+            hint="use metrics.jsonl in the output folder of mega train",
         ) from error
-    if len(steps) < FEWEST:
-        rule = f"--fit {path}: {len(steps)} steps after the first {WARM_UP}, and {FEWEST} are wanted"
-        raise ConfigError(rule, hint="train a few steps more")
+    if len(steps) < MIN_STEPS:
+        message = f"--fit {path} requires {MIN_STEPS} steps after the first {WARM_UP}, but has {len(steps)}"
+        raise ConfigError(message, hint=f"train at least {WARM_UP + MIN_STEPS} steps")
     names = {name for line in steps for name in line if name.startswith("phases/")}
     medians = {name[7:]: statistics.median(float(line.get(name) or 0.0) for line in steps) for name in sorted(names)}
     return MeasuredTimes(statistics.median(seconds), medians)
@@ -73,24 +73,31 @@ def calibrate_machine(planned: PlannedRun, machine: MachineSpec, measured: Measu
     """Return the machine with efficiencies for which the planned run takes the measured time, as far as possible.
 
     Raises:
-        ConfigError: when it took less than any share explains: another machine, or other ranks.
+        ConfigError: when the measured time is shorter than at the machine's peak, as of another machine or number of ranks.
     """
 
     def predict_parts(efficiency: MachineEfficiency) -> dict[str, float]:
-        wires, rates = (
+        interconnect, rates = (
             Interconnect.from_machine(machine, efficiency),
-            GpuThroughput.from_machine(machine, efficiency, planned.bench.habits),
+            GpuThroughput.from_machine(machine, efficiency, planned.cost_model.profile),
         )
-        return replace(planned, bench=replace(planned.bench, wires=wires, rates=rates)).predict_minimum_time().parts
+        return (
+            replace(planned, cost_model=replace(planned.cost_model, interconnect=interconnect, rates=rates))
+            .predict_minimum_time()
+            .parts
+        )
 
     def predict_compute(efficiency: MachineEfficiency) -> float:
-        apart = ("pipeline bubble", "data", "optimizer") if "forward" in measured.phases else ()
-        return sum(seconds for part, seconds in predict_parts(efficiency).items() if part not in apart)
+        excluded = ("pipeline bubble", "data", "optimizer") if "forward" in measured.phases else ()
+        return sum(seconds for part, seconds in predict_parts(efficiency).items() if part not in excluded)
 
     found = _scale_efficiency(machine.achieved_efficiency, COMPUTE, measured.compute_seconds, predict_compute)
-    if predict_compute(found) > FASTER * measured.compute_seconds:
-        rule = f"--fit: forward and backward took {measured.compute_seconds:.3g} s, and {predict_compute(found):.3g} s at the peak of {machine.gpu}"
-        raise ConfigError(rule, hint="give the --machine and the --ranks of that run")
+    if (at_peak := predict_compute(found)) > PEAK_TOLERANCE * measured.compute_seconds:
+        message = (
+            f"--fit: forward and backward of the run took {measured.compute_seconds:.3g} s, "
+            f"but take at least {at_peak:.3g} s at the peak of {machine.gpu}"
+        )
+        raise ConfigError(message, hint="pass the --machine and --ranks of that run")
     if measured.phases.get("reduce") and predict_parts(found).get("data"):
         found = _scale_efficiency(
             found, ("link", "network"), measured.phases["reduce"], lambda e: predict_parts(e).get("data", 0.0)
@@ -101,7 +108,7 @@ def calibrate_machine(planned: PlannedRun, machine: MachineSpec, measured: Measu
 def _scale_efficiency(
     shares: MachineEfficiency, names: tuple[str, ...], target: float, seconds: Callable[[MachineEfficiency], float]
 ) -> MachineEfficiency:
-    """Return the efficiencies with those of `names` scaled by the factor for which `seconds`, which decrease with it,
+    """Return the efficiencies with the fields `names` scaled by the factor for which `seconds`, which decrease with it,
     are closest to `target`.
     """
 
@@ -109,8 +116,8 @@ def _scale_efficiency(
         return shares.model_copy(update={name: getattr(shares, name) * factor for name in names})
 
     largest = 1 / max(getattr(shares, name) for name in names)
-    low, high = LEAST / min(getattr(shares, name) for name in names), largest
-    for _ in range(HALVINGS):
+    low, high = MIN_SHARE / min(getattr(shares, name) for name in names), largest
+    for _ in range(BISECTIONS):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if seconds(scale_shares(middle)) > target else (low, middle)
     return shares.model_copy(update={name: round(getattr(shares, name) * high, 4) for name in names})
@@ -118,10 +125,10 @@ def _scale_efficiency(
 
 def compare_predictions(before: PlannedRun, after: PlannedRun, measured: MeasuredTimes) -> Iterator[str]:
     """Yield lines that compare predicted and measured times, before and after calibration."""
-    was, now = before.predict_step_time(), after.predict_step_time()
-    yield f"a step: measured {measured.seconds:.4g} s, predicted {was.seconds:.4g} s before and {now.seconds:.4g} s as fitted"
-    if abs(now.seconds / measured.seconds - 1) > TOLD:
-        yield "  the rest is none of its rates: latencies, the host, or other settings than the run's (take its own run.yaml)"
+    old, new = before.predict_step_time().seconds, after.predict_step_time().seconds
+    yield f"step time: measured {measured.seconds:.4g} s, predicted {old:.4g} s before and {new:.4g} s after the fit"
+    if abs(new / measured.seconds - 1) > REPORTED_ERROR:
+        yield "  rates do not explain the rest: check latencies, host time, and that run.yaml is that of the run"
     for name, value in measured.phases.items():
         if value:
             yield f"  measured {name} {value:.4g} s"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_common.errors import ConfigError
-from mega_trainer.config.fp8_config import cached_weight_layers
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.plan.run_shape import RunShape
@@ -27,7 +26,7 @@ def make_run_shape(config: RunConfig, world_size: int) -> RunShape:
         precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
-        offload_optimizer=config.optimizer.offload, muon=config.optimizer.name == "muon", eight_bits=cached_weight_layers(config),
+        offload_optimizer=config.optimizer.offload, muon=config.optimizer.name == "muon", fp8_layers=config.cached_fp8_layers,
         freeze=tuple(config.train.freeze), lora=None if config.lora is None else config.lora.model_dump_json(),
         ema=config.train.ema is not None, device="cpu" if config.device == "cpu" else "gpu",
     )  # fmt: skip
@@ -35,7 +34,7 @@ def make_run_shape(config: RunConfig, world_size: int) -> RunShape:
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Change of settings, as for `--set`, and the bytes that it frees on the rank that needs most."""
+    """Change of settings, as for `--set`, and the bytes that it frees on the rank with the highest peak."""
 
     settings: tuple[str, ...]
     freed: int
@@ -43,7 +42,7 @@ class MemoryAdvice:
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Predicted memory of a rank in bytes by kind, and changes of settings that would free some of it."""
+    """Predicted memory of a rank in bytes by kind, and changes of settings that would free memory."""
 
     predicted: Mapping[str, int]
     advices: list[MemoryAdvice]
@@ -56,7 +55,7 @@ class MemoryNeeds:
 
 
 def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice]:
-    """Return single changes that would free memory of a run, those that free most first."""
+    """Return single changes that would free memory of a run, largest savings first."""
     now = _peak_rank_bytes(config, world_size)
     found = []
     for changes in _iterate_changes(config):
@@ -77,7 +76,7 @@ def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice
 
 
 def _peak_rank_bytes(config: RunConfig, world_size: int) -> int:
-    """Return the bytes of the rank that needs most."""
+    """Return the peak bytes of the rank with the highest peak."""
     return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_run_shape(config, world_size)))
 
 
@@ -94,7 +93,7 @@ def _iterate_changes(config: RunConfig) -> Iterator[Mapping[str, Any]]:
         yield {"parallel.zero": level}
     yield {"parallel.tp": 2 * parallel.tp, "parallel.sp": True}
     yield {"parallel.cp": 2 * parallel.cp}
-    if cached_weight_layers(config):
+    if config.cached_fp8_layers:
         yield {"fp8.keep_weights": False}
     if not config.optimizer.offload:
         yield {"optimizer.offload": True}
@@ -111,5 +110,5 @@ def _set_by_path(raw: dict[str, Any], path: str, value: object) -> None:
 
 
 def _format_value(value: object) -> str:
-    """Return a value as `--set` takes it."""
+    """Return a value in the syntax of `--set`."""
     return str(value["kind"]) if isinstance(value, dict) else str(value).lower()

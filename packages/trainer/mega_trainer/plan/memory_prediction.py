@@ -1,7 +1,7 @@
 """Predicted memory of each rank, and the moment of its peak, without using any device.
 
-What a layer keeps and makes is counted on the trainer's own modules (`plan.parts`); what a rank holds of them at a time
-follows from the list of operations that it runs. Legend: P elements of a rank's parameters.
+The memory of a layer is counted on the trainer's own modules (`part_memory`); the memory of a rank at each time follows from
+its pipeline schedule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from mega_trainer.plan.run_shape import RunShape
 if TYPE_CHECKING:
     from mega_trainer.plan.part_memory import ModelPartMemory, PartMemory, WeightCounts
 
-UNIT_ELEMENTS = 350_000  # a gather among many ranks costs its latency: 1,024 take two layers of 8B, 8 take one
+# Smallest all-gather of ZeRO-3 per rank, in elements, since latency grows with the ranks: two layers of an 8B model on 1,024
+# ranks, one on 8.
+UNIT_ELEMENTS = 350_000
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class RankMemory:
     """Peak memory of a rank of one pipeline rank.
 
     Attributes:
-        bytes: at its peak, by kind, as `memory` tells them.
-        moment: when that is.
+        bytes: bytes at the peak, by kind, as in `predict_memory`.
+        moment: description of the operation at the peak.
     """
 
     bytes: dict[str, int]
@@ -66,9 +68,9 @@ def zero3_unit_layers(model: ModelConfig, run: RunShape) -> int:
 def predict_memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
     """Return peak bytes by kind on a rank of each pipeline rank, in pipeline order.
 
-    Kinds: `weights`, `gradients`, `optimizer` (moments and, under a 16-bit precision, fp32 weights), `activations` (what is
-    kept from forwards to backwards, micro-batches and messages of the pipeline), `work` (what the operation at hand makes, gathered weights and
-    gradients on their way among them). Of fp8 the eight-bit factors of the product at hand are not counted.
+    Kinds: `weights`, `gradients`, `optimizer` (moments and, under a 16-bit precision, fp32 weights), `activations` (saved
+    tensors, micro-batches and pipeline messages), `work` (temporary tensors of the running operation, including gathered
+    weights and gradients in flight). The quantised operands of the running FP8 GEMM are not counted.
 
     Raises:
         ConfigError: when the layers do not fit the stages, or the schedule is unknown.
@@ -78,7 +80,7 @@ def predict_memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
 
 def predict_peak_memory(model: ModelConfig, run: RunShape) -> list[RankMemory]:
     """Return `predict_memory` with the moment of each peak."""
-    from mega_trainer.plan.part_memory import count_model_parts  # here: it needs torch
+    from mega_trainer.plan.part_memory import count_model_parts  # imports torch
 
     parts, stages = count_model_parts(model, run), split_layers_into_stages(model, run)
     schedule = make_planning_schedule(
@@ -90,20 +92,21 @@ def predict_peak_memory(model: ModelConfig, run: RunShape) -> list[RankMemory]:
 
 @dataclass(frozen=True)
 class _StageMemory:
-    """Bytes that a stage holds of one micro-batch.
+    """Bytes that a stage holds for one micro-batch.
 
     Attributes:
-        kept: from forward to backward.
-        forward, backward: when it holds most in each: what is kept then, and what the layer at hand makes besides.
-        put_off: between the halves of a backward.
-        weights: its parameters.
+        kept: bytes held from forward to backward.
+        forward, backward: bytes at the peak of each: saved tensors, and temporary tensors of the running layer.
+        deferred_wgrad: bytes of deferred weight gradients between the halves of a backward.
+        weights: parameters of the stage.
         largest: elements of the largest parameter of a layer.
+        layers: layers of the stage.
     """
 
     kept: int
     forward: tuple[int, int]
     backward: tuple[int, int]
-    put_off: int
+    deferred_wgrad: int
     weights: WeightCounts
     largest: int
     layers: range
@@ -116,31 +119,33 @@ class _StageMemory:
         from mega_trainer.plan.part_memory import WeightCounts
 
         first, last = stage == 0, stage == len(stages) - 1
-        layers = [_layer_memory(run, parts, index, place) for place, index in enumerate(stages[stage])]
+        layers = [_layer_memory(run, parts, index, number) for number, index in enumerate(stages[stage])]
         held = [*([parts.embedding] if first else []), *layers, *([parts.head] if last else [])]
-        away = [0 < place + (not first) <= run.offload for place in range(len(held))]
-        kept = [part.small if gone else part.kept for part, gone in zip(held, away, strict=True)]
-        back = [part.kept - part.small if gone else 0 for part, gone in zip(held, away, strict=True)]
-        before = [sum(kept[:place]) for place in range(len(held))]
-        arriving = [0, *back[:-1]]  # of the layer before, which is on its way there or back
-        put_off = [part.put_off for part in held]
-        more = _zero3_bytes(model, run, held, layers)
-        forward = [(before[i] + p.kept, p.forward - p.kept + arriving[i] + more[i][0]) for i, p in enumerate(held)]
+        offloaded = [0 < number + (not first) <= run.offload for number in range(len(held))]
+        kept = [part.small if is_offloaded else part.kept for part, is_offloaded in zip(held, offloaded, strict=True)]
+        copied = [
+            part.kept - part.small if is_offloaded else 0 for part, is_offloaded in zip(held, offloaded, strict=True)
+        ]
+        before = [sum(kept[:number]) for number in range(len(held))]
+        in_flight = [0, *copied[:-1]]  # activations of the layer before, being copied to or from host memory
+        deferred = [part.deferred_wgrad for part in held]
+        zero3 = _zero3_bytes(model, run, held, layers)
+        forward = [(before[i] + p.kept, p.forward - p.kept + in_flight[i] + zero3[i][0]) for i, p in enumerate(held)]
         backward = [
-            (before[i] + p.kept + sum(put_off[i + 1 :]), p.backward - p.kept + arriving[i] + more[i][1])
+            (before[i] + p.kept + sum(deferred[i + 1 :]), p.backward - p.kept + in_flight[i] + zero3[i][1])
             for i, p in enumerate(held)
         ]
         weights = sum((part.weights for part in held), WeightCounts())
         largest = max((part.weights.largest for part in layers), default=0)
         return cls(
-            sum(kept), max(forward, key=sum), max(backward, key=sum), sum(put_off), weights, largest, stages[stage]
+            sum(kept), max(forward, key=sum), max(backward, key=sum), sum(deferred), weights, largest, stages[stage]
         )
 
 
-def _layer_memory(run: RunShape, parts: ModelPartMemory, index: int, place: int) -> PartMemory:
-    """Return the memory of a layer under the run's recompute setting."""
+def _layer_memory(run: RunShape, parts: ModelPartMemory, index: int, number: int) -> PartMemory:
+    """Return the memory of a layer, the given `number` in its stage, under the run's recompute setting."""
     bound = run.recompute_layers
-    whole = run.recompute == "full" and (bound is None or place < bound)
+    whole = run.recompute == "full" and (bound is None or number < bound)
     return (parts.whole if whole else parts.layers)[index]
 
 
@@ -219,11 +224,11 @@ def _rank_peak(
                 most.record_if_larger(
                     held + messages.held_bytes - chunk.kept + kept, work + in_backward, f"backward {moment}"
                 )
-                held += chunk.put_off * (kind == "I") - chunk.kept
+                held += chunk.deferred_wgrad * (kind == "I") - chunk.kept
                 if stage > 0:
                     messages.waiting.add(PipelineOp("B", stage, micro))
             case "W":
-                held -= chunk.put_off
+                held -= chunk.deferred_wgrad
     most.record_if_larger(0, _update_bytes(run, [chunk.weights for chunk in mine]), "update")
     return RankMemory({**states, "activations": most.kept, "work": most.work}, most.moment)
 
@@ -245,27 +250,29 @@ def _state_bytes(run: RunShape, stages: Sequence[WeightCounts]) -> dict[str, int
         return size * (dense / ranks[0] + experts / ranks[1])
 
     copy = 4 if run.weight_bytes == 2 and not run.is_zero3_sharded else 0
-    moved = sum(w.moved for w in stages), sum(w.moved_experts for w in stages)
+    trainable = sum(w.trainable for w in stages), sum(w.trainable_experts for w in stages)
     matrices = sum(w.dense_matrices for w in stages), sum(w.expert_matrices for w in stages)
-    moments = sharded_bytes((2 + run.ema) * run.gradient_bytes, *moved, 1) - run.muon * sharded_bytes(
+    moments = sharded_bytes((2 + run.ema) * run.gradient_bytes, *trainable, 1) - run.muon * sharded_bytes(
         run.gradient_bytes, *matrices, 1
     )
-    gradients = sharded_bytes(run.gradient_bytes, *moved, 2)
-    if run.zero == 1:  # the sum of its slice, beside the whole, where there are several ranks
-        gradients += sum(run.gradient_bytes * n / ranks for n, ranks in zip(moved, shared, strict=True) if ranks > 1)
+    gradients = sharded_bytes(run.gradient_bytes, *trainable, 2)
+    if run.zero == 1:  # the reduced shard, in addition to the full gradients
+        gradients += sum(
+            run.gradient_bytes * n / ranks for n, ranks in zip(trainable, shared, strict=True) if ranks > 1
+        )
     return {
         "weights": round(sharded_bytes(run.gradient_bytes if run.is_zero3_sharded else run.weight_bytes, dense, experts, 3)) + sum(w.packed for w in stages),
         "gradients": round(gradients),
-        "optimizer": 0 if run.offload_optimizer else round(moments + sharded_bytes(copy, *moved, 1)),
+        "optimizer": 0 if run.offload_optimizer else round(moments + sharded_bytes(copy, *trainable, 1)),
     }  # fmt: skip
 
 
 def _quantised_bytes(model: ModelConfig, run: RunShape, mine: Sequence[_StageMemory]) -> int:
     """Return the bytes of linear weights that are kept quantised, in two forms."""
-    if run.is_zero3_sharded or not run.eight_bits:
+    if run.is_zero3_sharded or not run.fp8_layers:
         return 0
     count = count_parameters_by_layer(model).layers
-    layers = [count[index] for chunk in mine for index in chunk.layers if index in run.eight_bits]
+    layers = [count[index] for chunk in mine for index in chunk.layers if index in run.fp8_layers]
     return round(2 * sum(layer.split / run.tp + layer.experts / (run.ep * run.expert_tp) for layer in layers))
 
 
@@ -274,9 +281,9 @@ def _zero3_bytes(
 ) -> list[tuple[int, int]]:
     """Return the additional bytes of ZeRO-3 in the forward and the backward of each part of the model.
 
-    FSDP2 holds a unit's gathered weights and, beside them, the buffer that they or the next one's came in; embedding and head
-    stay from forward to backward. A backward holds the head's gradient to its end, those of the unit so far, and those of
-    the unit before in the buffer that they are summed from.
+    FSDP2 holds a unit's gathered weights and the all-gather buffer of this or the next unit; embedding and head stay gathered
+    from forward to backward. A backward holds the head's gradient to its end, the gradients of the unit so far, and the
+    gradients of the previous unit in their reduce-scatter buffer.
     """
     if not run.is_zero3_sharded:
         return [(0, 0)] * len(held)
@@ -284,15 +291,15 @@ def _zero3_bytes(
     largest = max((part.weights.dense for part in layers), default=0)
     unit = count * largest + max((part.weights.experts for part in layers), default=0)
     ends = held[0].weights.dense + held[-1].weights.dense
-    head = held[-1].weights.moved
-    own = max((part.weights.moved for part in layers), default=0)
-    moved = count * own + max((part.weights.moved_experts for part in layers), default=0)
+    head = held[-1].weights.trainable
+    own = max((part.weights.trainable for part in layers), default=0)
+    trainable = count * own + max((part.weights.trainable_experts for part in layers), default=0)
     within = run.weight_bytes * (ends + 2 * unit), run.weight_bytes * (ends + 2 * unit + head + (count - 1) * own)
-    sums = run.gradient_bytes * moved * (len(layers) > count)
+    sums = run.gradient_bytes * trainable * (len(layers) > count)
     out = [(within[0], within[1] + sums)] * len(held)
     out[0] = (
         2 * run.weight_bytes * ends,
-        run.weight_bytes * (ends + head) + run.gradient_bytes * max(held[0].weights.moved + head, moved),
+        run.weight_bytes * (ends + head) + run.gradient_bytes * max(held[0].weights.trainable + head, trainable),
     )
     out[-1] = (run.weight_bytes * (ends + unit),) * 2
     return out
@@ -304,13 +311,12 @@ def _bucket_bytes(run: RunShape, mine: Sequence[_StageMemory]) -> tuple[int, int
     """
     if run.zero != 2 or run.dp * run.cp == 1:
         return 0, 0
-    total = sum(chunk.weights.moved + chunk.weights.moved_experts for chunk in mine)
-    bucket = (
-        _bucket_elements(run) + max(chunk.largest for chunk in mine) // 2
-    )  # the last of its parameters passes the mark
+    total = sum(chunk.weights.trainable + chunk.weights.trainable_experts for chunk in mine)
+    # a bucket is closed after the parameter that exceeds its minimum size
+    bucket = _bucket_elements(run) + max(chunk.largest for chunk in mine) // 2
     most = max(bucket, *(chunk.weights.largest for chunk in mine))
     each = run.gradient_bytes + run.gradient_bytes / (run.dp * run.cp)
-    # two sums are under way, one of embedding or head perhaps, and one more bucket is filled while a third is sent
+    # two reductions in flight, one of them possibly of embedding or head, and a third bucket being sent while one is filled
     return round(min(total, most + bucket) * each), round(min(total, most + 3 * bucket) * each)
 
 
@@ -322,10 +328,10 @@ def _bucket_elements(run: RunShape) -> int:
 
 
 def _update_bytes(run: RunShape, stages: Sequence[WeightCounts]) -> int:
-    """Return the additional bytes of an update: a copy of this rank's new weights, which is sent to others."""
+    """Return the additional bytes of an update: the buffer of this rank's new weights for the all-gather."""
     if run.zero not in (1, 2):
         return 0
-    elements = (sum(w.moved for w in stages), sum(w.moved_experts for w in stages))
+    elements = (sum(w.trainable for w in stages), sum(w.trainable_experts for w in stages))
     shared = zip(elements, _shard_counts(run), strict=True)
     return round(sum(run.weight_bytes * count / ranks for count, ranks in shared if ranks > 1))
 

@@ -113,7 +113,7 @@ class FakeGroups(ProcessGroupCache):
 
 
 class MetaActivation(Function):
-    """Autograd function that makes an activation, which lives only as long as something references it."""
+    """Autograd function that creates an activation, which is freed with its last reference."""
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -134,7 +134,7 @@ class LiveTensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts storages from their creation until they are freed.
 
     Attributes:
-        now, peak: bytes; `peak` since `reset_peak`.
+        now, peak: current bytes, and peak bytes since `reset_peak`.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ def _collect_storages(tree: object) -> dict[int, torch.UntypedStorage]:
 
 
 class FusedLeafCounter(LeafCompiler):
-    """Leaves as a compiler makes them, one kernel each, while `live` counts."""
+    """Compiler of leaves that counts each leaf as one fused kernel."""
 
     def __init__(self, live: LiveTensorCounter) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 """Memory of the parts of a model in training, counted on the trainer's own modules on the meta device.
 
-A part is one layer of each kind that a model has, the embedding, or the head with its loss and what predicts further tokens.
-It goes forward and backward on the meta device, under the run's recomputation and split as the run splits it, in groups where
-nobody is there, while the bytes of all tensors that it makes are counted. A part that is planned for a GPU goes as one does:
-a leaf is one kernel, attention keeps no scores, products are added into fp32 where they belong.
+A part is one layer of each kind, the embedding, or the head with its loss and the multi-token-prediction (MTP) layers. It
+runs forward and backward on the meta device, with the run's recompute setting and parallel layout and with fake process
+groups, while the bytes of all its tensors are counted. A part planned for a GPU runs as on a GPU: a leaf is one fused kernel,
+attention saves no scores, and weight-gradient GEMMs accumulate into fp32 buffers in place.
 
-Experts are given an even load.
+Experts have an even load.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ class WeightCounts:
     """Numbers of elements of a rank's parameters.
 
     Attributes:
-        dense, experts: all that are kept in full, by whom their gradients are summed over.
-        packed: bytes of those that are kept in few bits.
-        moved, moved_experts: of them, those that are trained.
-        dense_matrices, expert_matrices: of these, those that Muon is for.
-        largest: of one parameter that is trained.
+        dense, experts: unquantised parameters, reduced over all data ranks or over expert-data ranks.
+        trainable, trainable_experts: trainable ones of these.
+        dense_matrices, expert_matrices: trainable ones that Muon updates.
+        largest: elements of the largest trainable parameter.
+        packed: bytes of quantised parameters.
     """
 
     dense: int = 0
     experts: int = 0
-    moved: int = 0
-    moved_experts: int = 0
+    trainable: int = 0
+    trainable_experts: int = 0
     dense_matrices: int = 0
     expert_matrices: int = 0
     largest: int = 0
@@ -97,25 +97,25 @@ class WeightCounts:
         """Count the elements of parameters by group."""
         packed = [each for each in map(get_packed_weight, parameters) if each is not None]
         parameters = [parameter for parameter in parameters if get_packed_weight(parameter) is None]
-        apart = [
+        is_expert = [
             get_parameter_info(p).data is build.groups.expert_data and get_parameter_info(p).split is not None
             for p in parameters
         ]
         dense, experts = (
-            [parameter for parameter, expert in zip(parameters, apart, strict=True) if expert is which]
-            for which in (False, True)
+            [parameter for parameter, expert in zip(parameters, is_expert, strict=True) if expert is wanted]
+            for wanted in (False, True)
         )
-        moved, moved_experts = (list(filter(is_trainable, those)) for those in (dense, experts))
+        trainable, trainable_experts = (list(filter(is_trainable, those)) for those in (dense, experts))
         return cls(
-            _count_elements(dense), _count_elements(experts), _count_elements(moved), _count_elements(moved_experts),
-            _count_elements(filter(is_hidden_matrix, moved)), _count_elements(filter(is_hidden_matrix, moved_experts)),
-            max((p.numel() for p in moved + moved_experts), default=0), sum(each.nbytes for each in packed),
+            _count_elements(dense), _count_elements(experts), _count_elements(trainable), _count_elements(trainable_experts),
+            _count_elements(filter(is_hidden_matrix, trainable)), _count_elements(filter(is_hidden_matrix, trainable_experts)),
+            max((p.numel() for p in trainable + trainable_experts), default=0), sum(each.nbytes for each in packed),
         )  # fmt: skip
 
     def __add__(self, other: WeightCounts) -> WeightCounts:
         return WeightCounts(
-            self.dense + other.dense, self.experts + other.experts, self.moved + other.moved,
-            self.moved_experts + other.moved_experts, self.dense_matrices + other.dense_matrices,
+            self.dense + other.dense, self.experts + other.experts, self.trainable + other.trainable,
+            self.trainable_experts + other.trainable_experts, self.dense_matrices + other.dense_matrices,
             self.expert_matrices + other.expert_matrices, max(self.largest, other.largest), self.packed + other.packed,
         )  # fmt: skip
 
@@ -125,19 +125,19 @@ class PartMemory:
     """Bytes of one part of a model for one micro-batch on one rank.
 
     Attributes:
-        kept: from forward to backward.
-        small: of these, what is too small to be offloaded.
-        forward: the most at a time in its forward, its input and output with it.
-        backward: the most at a time in its backward, what it kept and the gradient that it is given with it.
-        put_off: what is left where products for weight gradients are put off.
-        weights: its parameters.
+        kept: bytes held from forward to backward.
+        small: bytes of these in tensors that are too small to be offloaded.
+        forward: peak bytes of the forward, input and output included.
+        backward: peak bytes of the backward, saved tensors and the incoming gradient included.
+        deferred_wgrad: bytes that remain for deferred weight gradients.
+        weights: parameters of the part.
     """
 
     kept: int
     small: int
     forward: int
     backward: int
-    put_off: int
+    deferred_wgrad: int
     weights: WeightCounts
 
 
@@ -150,8 +150,8 @@ class PartMemoryCounter:
     """Counter of the memory of the parts of one model in one layout.
 
     Args:
-        model: which.
-        run: its split; micro-batches and pipeline ranks do not matter.
+        model: configuration of the model.
+        run: shape of the run; micro-batches and pipeline ranks are ignored.
     """
 
     def __init__(self, model: ModelConfig, run: RunShape) -> None:
@@ -211,23 +211,22 @@ class PartMemoryCounter:
         """Count a layer of a model with retrieval: a stage holds the neighbours once as given and once encoded."""
         assert context.source is not None
         rows, _, width = self.residual_shape
-        given = self._make_input((rows, context.source.length, width))
-        own = with_encoder_memory(context, model.unpack_neighbors(given))
+        neighbors = self._make_input((rows, context.source.length, width))
+        own = with_encoder_memory(context, model.unpack_neighbors(neighbors))
 
         def run_retrieval_layer(x: Tensor) -> Tensor:
-            made: Tensor | tuple[Tensor, Tensor] = model.saved.run_layer(0, model.layers[0], x, own)
-            return made[0] if isinstance(made, tuple) else made
+            output: Tensor | tuple[Tensor, Tensor] = model.saved.run_layer(0, model.layers[0], x, own)
+            return output[0] if isinstance(output, tuple) else output
 
         part = self._count_part(model, run_retrieval_layer, self.residual_shape, list(model.parameters()))
         if not isinstance(model.layers[0], NeighborEncodingLayer):
             return part
-        more = given.numel() * given.element_size()
+        more = neighbors.numel() * neighbors.element_size()
         return replace(part, kept=part.kept + more, forward=part.forward + more, backward=part.backward + more)
 
     def count_embedding(self, *, alone: bool) -> PartMemory:
-        """Count the embedding of the first stage, which also has the head if `alone`, and the vision encoder.
-
-        Of these there are as many as a sequence has room for.
+        """Count the embedding of the first stage, which also has the head if `alone`, and the vision encoder with as many
+        images as fit in a sequence.
         """
         with self.fake_tensor_context():
             model = self._make_decoder(StageLayers(0, 0, True, alone))
@@ -237,12 +236,12 @@ class PartMemoryCounter:
             begin = partial(model.embed_micro_batch, self._make_batch(), self._make_context(model))
             return self._count_part(model, lambda x: begin(), None, parameters)
 
-    def count_head(self, *, alone: bool, ends_meet: bool) -> PartMemory:
+    def count_head(self, *, alone: bool, has_embedding_and_head: bool) -> PartMemory:
         """Count the last norm, the head and its loss, and the multi-token-prediction (MTP) layers."""
         with self.fake_tensor_context():
             kind = self.run.recompute if self.run.recompute_layers is None else "none"
             last = self.model.num_layers
-            model = self._make_decoder(StageLayers(last, last, alone, True, ends_meet), kind)
+            model = self._make_decoder(StageLayers(last, last, alone, True, has_embedding_and_head), kind)
             context, batch = self._make_context(model), self._make_batch()
             borrowed = self._make_tied_weight() if model.borrows else None
             before = int(alone) + (model.vision is not None)
@@ -266,7 +265,7 @@ class PartMemoryCounter:
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of a sample on a rank; those of the decoder in an encoder-decoder."""
+        """Tokens of a sample on a rank; in an encoder-decoder model, tokens of the decoder."""
         return (self.run.target_length or self.run.seq_length) // self.run.cp
 
     @property
@@ -291,7 +290,7 @@ class PartMemoryCounter:
         shape = (self.run.micro_batch, self.rank_tokens)
         ids, weights = torch.zeros(shape, dtype=torch.int64, device=self.device), torch.zeros(shape, device=self.device)
         ahead = [MtpTargets(ids, ids, weights)] * self.model.mtp_layers
-        outline = SequenceBounds([self.run.seq_length] * self.run.micro_batch)
+        bounds = SequenceBounds([self.run.seq_length] * self.run.micro_batch)
         pairs = SegmentOrderTargets(ids[:, 0], weights[:, 0]) if self.model.sentence_pairs else None
         types = ids if self.model.token_types else None
         samples = list(range(self.run.micro_batch))
@@ -300,7 +299,7 @@ class PartMemoryCounter:
             ids,
             weights,
             ids,
-            outline,
+            bounds,
             samples,
             ahead,
             token_types=types,
@@ -315,10 +314,10 @@ class PartMemoryCounter:
         if not self.model.encoder:
             return whole
         read = torch.zeros(shape[0], self.run.seq_length // self.run.cp, dtype=torch.int64, device=self.device)
-        return replace(whole, source=EncoderBatch(read, read, outline, None))
+        return replace(whole, source=EncoderBatch(read, read, bounds, None))
 
     def _make_images(self, ids: Tensor) -> BatchImages | None:
-        """Return as many images as a sequence has room for, or None."""
+        """Return as many images as fit in a sequence, or None."""
         vision = self.model.vision
         if vision is None:
             return None
@@ -336,15 +335,15 @@ class PartMemoryCounter:
     def _make_dropout(self, length: int, kind: int) -> SeededDropout | None:
         """Return dropout without masks, or None if the model has no dropout."""
         model = self.model
-        beside = self.lora is not None and self.lora.dropout
-        if not (model.embedding_dropout or model.residual_dropout or model.attention_dropout or beside):
+        adapters = self.lora is not None and self.lora.dropout
+        if not (model.embedding_dropout or model.residual_dropout or model.attention_dropout or adapters):
             return None
         groups, whole = self.groups, length * self.run.cp
-        places = [residual_token_ranges(whole, groups.cp, groups.tp, sp=sp) for sp in (self.run.sp, False)]
-        return MetaDropout(0, range(self.run.micro_batch), *places)
+        ranges = [residual_token_ranges(whole, groups.cp, groups.tp, sp=sp) for sp in (self.run.sp, False)]
+        return MetaDropout(0, range(self.run.micro_batch), *ranges)
 
     def _make_tied_weight(self) -> Tensor:
-        """Return a tensor in place of the tied embedding of another stage."""
+        """Return a stand-in for the tied embedding of another stage."""
         rows = -(-self.model.vocab_size // self.run.tp)
         return self._make_input((rows, self.model.hidden_size))
 
@@ -356,7 +355,7 @@ class PartMemoryCounter:
         self, model: Decoder, forward: Callable[[Tensor], Tensor], shape: Sequence[int] | None, own: Sequence[nn.Parameter]
     ) -> PartMemory:  # fmt: skip
         """Return the memory of a forward and backward of one part."""
-        places = self._attach_gradients(model)
+        buffers = self._attach_gradients(model)
         seed, live = torch.empty(0, device=self.device, requires_grad=True), self.live
         with live:
             before = live.now
@@ -370,15 +369,15 @@ class PartMemoryCounter:
             backward_peak = before if edge is None else self._backward_peak(edge, *like)
             del edge
             left = live.now - before
-        del places
+        del buffers
         small = sum(size for size in sizes if size < self.run.offload_min_bytes)
-        put_off = left if self.run.defers_wgrads else 0
+        deferred_wgrad = left if self.run.defers_wgrads else 0
         for parameter in model.parameters():
             parameter.grad = None
         if self.build.deferred is not None:
             self.build.deferred.take_all_wgrads()
         weights = WeightCounts.from_parameters(own, self.build)
-        return PartMemory(kept, small, forward_peak - before, backward_peak - before, put_off, weights)
+        return PartMemory(kept, small, forward_peak - before, backward_peak - before, deferred_wgrad, weights)
 
     def _backward_peak(self, edge: GradientEdge, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return the peak bytes of a backward."""
@@ -389,17 +388,16 @@ class PartMemoryCounter:
 
     def _attach_gradients(self, model: Decoder) -> list[Tensor]:
         """Attach a gradient buffer to every parameter, or free its gradient as soon as it is complete."""
-        places = []
+        buffers = []
+        dtype = torch.promote_types(self.build.dtype, torch.float32)
         for parameter in filter(is_trainable, model.parameters()):
             if self.run.zero < 3 and get_parameter_info(parameter).accumulate_in_place:
-                place = torch.empty(
-                    parameter.shape, dtype=torch.promote_types(self.build.dtype, torch.float32), device=self.device
-                )
-                places.append(place)
-                parameter.main_grad = lambda place=place: (place, True)  # type: ignore[attr-defined]
-            if not self.run.defers_wgrads and self.run.zero < 3:  # there they wait for those of their unit
+                buffer = torch.empty(parameter.shape, dtype=dtype, device=self.device)
+                buffers.append(buffer)
+                parameter.main_grad = lambda buffer=buffer: (buffer, True)  # type: ignore[attr-defined]
+            if not self.run.defers_wgrads and self.run.zero < 3:  # ZeRO-3 keeps them until their unit is complete
                 parameter.register_post_accumulate_grad_hook(_free_gradient)  # type: ignore[no-untyped-call]
-        return places
+        return buffers
 
 
 def _free_gradient(parameter: Tensor) -> None:
@@ -412,10 +410,10 @@ class ModelPartMemory:
     """Memory of all parts of a model in one layout.
 
     Attributes:
-        layers: of each, behind the model's own.
-        whole: the same, computed again as a whole.
-        embedding, head: of the first stage and the last.
-        context: bytes that the layers of a micro-batch share, to the end of a step.
+        layers: memory of each layer.
+        whole: memory of each layer if it is recomputed as a whole.
+        embedding, head: memory of the embedding on the first stage and of the head on the last.
+        context: bytes that the layers of a micro-batch share, held until the end of a step.
     """
 
     layers: tuple[PartMemory, ...]
@@ -427,13 +425,13 @@ class ModelPartMemory:
 
 def count_model_parts(model: ModelConfig, run: RunShape) -> ModelPartMemory:
     """Return the memory of all parts, cached for all layouts whose ranks hold equal parts."""
-    alone, ends_meet = run.pp * run.virtual_stages == 1, run.schedule == "zbv"
+    alone, has_embedding_and_head = run.pp * run.virtual_stages == 1, run.schedule == "zbv"
     bare = replace(
         run, microbatches=1, pp=1, virtual_stages=1, schedule="zb-h1" if run.defers_wgrads else "1f1b", pipeline_layout=None,
-        offload=0, offload_optimizer=False, eight_bits=range(0), zero=3 if run.is_zero3_sharded else 0, zero3_layers=None,
+        offload=0, offload_optimizer=False, fp8_layers=range(0), zero=3 if run.is_zero3_sharded else 0, zero3_layers=None,
         zero3_shard=None, bucket_elements=None, muon=False, dp=_minimum_data_ranks(run),
     )  # fmt: skip
-    return _count_parts(model.model_dump_json(exclude_unset=True), bare, alone, ends_meet)
+    return _count_parts(model.model_dump_json(exclude_unset=True), bare, alone, has_embedding_and_head)
 
 
 def _minimum_data_ranks(run: RunShape) -> int:
@@ -459,7 +457,7 @@ def _trainable_by_layer(
 
 
 @lru_cache(maxsize=4096)
-def _count_parts(text: str, run: RunShape, alone: bool, ends_meet: bool) -> ModelPartMemory:
+def _count_parts(text: str, run: RunShape, alone: bool, has_embedding_and_head: bool) -> ModelPartMemory:
     """Return the memory of all parts; layers of one kind are counted once."""
     model = ModelConfig.model_validate_json(text)
     counter = PartMemoryCounter(model, run)
@@ -483,5 +481,8 @@ def _count_parts(text: str, run: RunShape, alone: bool, ends_meet: bool) -> Mode
             wholes[kind] = counter.count_layer(index, whole=True) if run.recompute == "full" else kinds[kind]
         layers.append(kinds[kind])
         whole.append(wholes[kind])
-    embedding, head = counter.count_embedding(alone=alone), counter.count_head(alone=alone, ends_meet=ends_meet)
+    embedding, head = (
+        counter.count_embedding(alone=alone),
+        counter.count_head(alone=alone, has_embedding_and_head=has_embedding_and_head),
+    )
     return ModelPartMemory(tuple(layers), tuple(whole), embedding, head, counter.count_context_bytes())

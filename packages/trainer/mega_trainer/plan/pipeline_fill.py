@@ -1,6 +1,6 @@
 """Bubble and in-flight micro-batches of a pipeline, at a cost independent of the number of micro-batches. No torch.
 
-A full pipeline repeats itself, so a few of many micro-batches are simulated and the rest is linear in their number.
+A full pipeline is periodic, so a few micro-batches are simulated and the rest is linear in their number.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from mega_common.errors import ConfigError
 from mega_trainer.pipeline.schedules import PipelineOpCosts, PipelineSchedule, make_schedule, simulate_schedule
 
-IN_FLIGHT = 4  # messages of a rank, in numbers of ranks, as `pipeline.run` has it
-MOST_SIMULATED = 60_000  # operations that are simulated one by one
-MOST_OPERATIONS = 1_200_000  # of a schedule that is made to plan memory
+IN_FLIGHT = 4  # messages of a rank in flight / pipeline ranks, as in `pipeline.executor`
+MAX_SIMULATED = 60_000  # operations that are simulated one by one
+MAX_OPERATIONS = 1_200_000  # operations of a schedule for planning memory
 
 
 def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> PipelineSchedule:
@@ -31,10 +31,10 @@ def check_operation_count(microbatches: int, stages: int, subject: str) -> None:
     Raises:
         ConfigError: with the number of micro-batches and stages.
     """
-    if 2 * microbatches * stages > MOST_OPERATIONS:
+    if 2 * microbatches * stages > MAX_OPERATIONS:
         raise ConfigError(
-            f"{subject} requires a list of {microbatches:,} micro-batches in {stages:,} pipeline stages, "
-            f"and mega plan lists at most {MOST_OPERATIONS // 2:,} of both multiplied",
+            f"{subject} requires a list of {microbatches:,} micro-batches x {stages:,} pipeline stages, "
+            f"and mega plan supports at most {MAX_OPERATIONS // 2:,} entries",
             hint="use a smaller batch.global, a larger batch.micro, or fewer parallel.pp and parallel.virtual_stages",
         )
 
@@ -57,7 +57,7 @@ def estimate_makespan(
 
 def estimate_bubble(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> float:
     """Return the mean idle share of the ranks for equal stages; exact if a step has few operations."""
-    if 3 * microbatches * pp * virtual_stages <= MOST_SIMULATED:
+    if 3 * microbatches * pp * virtual_stages <= MAX_SIMULATED:
         schedule = make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
         return simulate_schedule(schedule).mean_bubble_share
     check_operation_count(min(microbatches, 5 * pp), pp * virtual_stages, f"parallel.schedule = {name}")

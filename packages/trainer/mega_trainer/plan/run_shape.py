@@ -14,25 +14,25 @@ class RunShape:
     """Split of a model over ranks, and sizes of its batches.
 
     Attributes:
-        seq_length: tokens of a sample, before context parallelism splits them.
-        micro_batch: samples of a microbatch.
-        microbatches: microbatches of a step, per data-parallel rank.
-        zero: what data-parallel ranks share: 1 optimizer states, 2 also gradients, 3 also weights.
-        zero3_shard: data and context ranks that share one copy at level 3; None for all.
-        zero3_layers: that are gathered together at level 3; None for as many as make a message worth while.
-        bucket_elements: gradients that are summed at once; None for the trainer's own choice.
-        modules: of each layer that `selective` recomputes.
-        recompute_layers: of each stage, the first ones, that `full` recomputes; None for all.
-        offload: layers of each stage, the first ones, whose activations wait in host memory.
-        offload_min_bytes: smaller tensors of theirs stay.
-        offload_optimizer: what the optimizer works on lies in host memory.
-        muon: hidden matrices have one moment, not two.
-        eight_bits: the layers whose linear weights are kept quantised for a step, too, in two forms.
+        seq_length: tokens of a sample, before context parallelism splits them; of the encoder in an encoder-decoder model.
+        micro_batch: samples of a micro-batch.
+        microbatches: micro-batches of a step, per data-parallel rank.
+        zero: ZeRO level: data-parallel ranks shard 1 optimizer states, 2 also gradients, 3 also weights.
+        zero3_shard: number of data and context ranks that share one copy under ZeRO-3; None: all.
+        zero3_layers: number of layers that ZeRO-3 gathers together; None: enough for an efficient message size.
+        bucket_elements: elements of a gradient bucket; None: the trainer's default.
+        modules: modules of each layer that `selective` recomputes.
+        recompute_layers: number of layers of each stage, from its first, that `full` recomputes; None: all.
+        offload: number of layers of each stage, from its first, whose activations are offloaded to host memory.
+        offload_min_bytes: size of the smallest tensor that is offloaded.
+        offload_optimizer: keep optimizer states and main weights in host memory.
+        muon: Muon optimizer, with one moment instead of two for hidden matrices.
+        fp8_layers: layers whose linear weights are also kept quantised during a step, in two layouts.
         freeze: patterns of tensors that are not trained.
-        lora: the settings of an adapter, as JSON: then nothing else is trained.
-        ema: an average of the weights is kept.
-        device: what it is planned for. A GPU makes one kernel of what a CPU makes of several.
-        target_length: of the decoder, where `seq_length` are those of an encoder.
+        lora: LoRA settings as JSON; if set, only adapters are trained.
+        ema: keep an exponential moving average (EMA) of the weights.
+        device: device to plan for. A GPU fuses operations that a CPU runs as several kernels.
+        target_length: tokens of the decoder in an encoder-decoder model.
     """
 
     seq_length: int
@@ -62,7 +62,7 @@ class RunShape:
     offload_min_bytes: int = 1 << 20
     offload_optimizer: bool = False
     muon: bool = False
-    eight_bits: range = range(0)
+    fp8_layers: range = range(0)
     freeze: tuple[str, ...] = ()
     lora: str | None = None
     ema: bool = False

@@ -1,8 +1,8 @@
 """Predicted duration of a training step on a machine, by parts.
 
-The work of each stage (`work`) goes through the run's own schedule, operation by operation; then come what a step does
-once, sums over data ranks where the last backward does not hide them, and the update. Not counted: checkpoints, evaluations,
-uneven experts, and ranks that are slower than others.
+The work of each stage (`layer_cost`) is simulated in the run's own pipeline schedule, operation by operation. Work outside of
+the schedule is added: data-parallel communication that the backward does not hide, and the optimizer. Not included:
+checkpoints, evaluations, imbalance of experts, and stragglers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from mega_trainer.plan.pipeline_fill import estimate_makespan
 from mega_trainer.plan.run_shape import RunShape
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 
-UPDATE_BYTES = 51  # of AdamW and the norm, for each parameter of a rank's share: benchmarks/results/traffic.json
-HOST_BYTES = 28  # the same in host memory, which is about as fast as the way there: main weight, moments and gradient
-GATHERED_BYTES = 14  # copied for each parameter that ZeRO-3 gathers and whose gradient it scatters, each micro-batch
-HOST_WAIT = 1e-3  # of a step, for the numbers that the host waits for
+UPDATE_BYTES = 51  # moved by AdamW and the gradient norm per parameter of a rank: benchmarks/results/traffic.json
+HOST_BYTES = 28  # copied per parameter if optimizer states are in host memory: main weight, moments and gradient
+GATHERED_BYTES = 14  # copied per parameter and micro-batch by ZeRO-3's all-gathers and reduce-scatters
+HOST_WAIT = 1e-3  # seconds per step in which the host waits for results
 
 
 @dataclass(frozen=True)
 class PredictedStepTime:
-    """Seconds of a step, and of its parts on the slowest pipeline rank; they add up."""
+    """Seconds of a step, and of its parts on the slowest pipeline rank; the parts sum to the total."""
 
     seconds: float
     parts: dict[str, float]
@@ -63,17 +63,17 @@ class PlannedRun:
     """Run on a machine, for prediction of its step time.
 
     Attributes:
-        model: what is trained.
-        run: how it is split and fed.
-        bench: what work takes there.
-        count: the model's parameters.
-        trained: those of them that are trained, and adapters.
-        unit: layers that ZeRO-3 gathers at once.
+        model: configuration of the model.
+        run: shape of the run.
+        cost_model: cost model of a rank's work on the machine.
+        count: parameters of the model.
+        trained: trainable parameters, adapters included.
+        unit: number of layers that ZeRO-3 gathers together.
     """
 
     model: ModelConfig
     run: RunShape
-    bench: LayerCostModel
+    cost_model: LayerCostModel
     count: ParameterCounts
     trained: TrainableParameters
     unit: int
@@ -85,7 +85,7 @@ class PlannedRun:
         run: RunShape,
         machine: MachineSpec,
         efficiency: MachineEfficiency,
-        habits: TrainerProfile,
+        profile: TrainerProfile,
         count: ParameterCounts | None = None,
     ) -> PlannedRun:
         """Return the planned run for a model, run shape, machine and trainer profile; `count` is the model's
@@ -95,15 +95,15 @@ class PlannedRun:
             ConfigError: for a model with an encoder.
         """
         if model.has_encoder:
-            raise ConfigError("the time of a step is not predicted for models with encoders", hint="leave out machine")
-        wires, rates = (
+            raise ConfigError("--machine is not supported for models with encoders", hint="leave out --machine")
+        interconnect, rates = (
             Interconnect.from_machine(machine, efficiency),
-            GpuThroughput.from_machine(machine, efficiency, habits),
+            GpuThroughput.from_machine(machine, efficiency, profile),
         )
         unit = zero3_unit_layers(model, run) if run.zero == 3 else 1
         count = count or count_parameters_by_layer(model)
         trained = TrainableParameters.from_run_shape(model, run, count)
-        return cls(model, run, LayerCostModel(model, run, wires, rates, habits, trained), count, trained, unit)
+        return cls(model, run, LayerCostModel(model, run, interconnect, rates, profile, trained), count, trained, unit)
 
     @cached_property
     def stage_layers(self) -> list[range]:
@@ -119,30 +119,31 @@ class PlannedRun:
         model, trained, kinds = self.model, self.trained, dict[object, PassWork]()
 
         def sum_layer_work(indices: range) -> PassWork:
-            alike: dict[object, list[int]] = {}
+            by_kind: dict[object, list[int]] = {}
             for index in indices:
                 own = trained.shares[index], trained.adapters.get(index, ())
-                alike.setdefault((model.get_layer_kind(index), model.get_attention_window(index), own), []).append(
-                    index
-                )
-            for kind, (first, *_) in alike.items():
+                key = model.get_layer_kind(index), model.get_attention_window(index), own
+                by_kind.setdefault(key, []).append(index)
+            for kind, (first, *_) in by_kind.items():
                 if kind not in kinds:
-                    kinds[kind] = self.bench.compute_layer_work(first)
-            return combine_work([repeat_work(kinds[kind], len(some)) for kind, some in alike.items()])
+                    kinds[kind] = self.cost_model.compute_layer_work(first)
+            return combine_work([repeat_work(kinds[kind], len(same)) for kind, same in by_kind.items()])
 
         return sum_layer_work
 
     def compute_stage_work(self) -> list[PassWork]:
         """Return the work of a micro-batch in each stage."""
-        model, bench, several = self.model, self.bench, self._make_layer_summer()
-        works = [several(part) for part in self.stage_layers]
-        behind = range(model.num_layers, model.num_layers + model.mtp_layers)
-        works[0] = combine_work([works[0], bench.compute_embedding_work()])
-        works[-1] = combine_work([works[-1], several(behind), repeat_work(bench.compute_head_work(), 1 + len(behind))])
-        away = [min(len(part), self.run.offload) for part in self.stage_layers]
+        model, cost_model, sum_layers = self.model, self.cost_model, self._make_layer_summer()
+        works = [sum_layers(part) for part in self.stage_layers]
+        mtp = range(model.num_layers, model.num_layers + model.mtp_layers)
+        works[0] = combine_work([works[0], cost_model.compute_embedding_work()])
+        works[-1] = combine_work(
+            [works[-1], sum_layers(mtp), repeat_work(cost_model.compute_head_work(), 1 + len(mtp))]
+        )
+        offloaded = [min(len(part), self.run.offload) for part in self.stage_layers]
         return [
-            combine_work([work, bench.compute_offload_wait(layers, work)])
-            for work, layers in zip(works, away, strict=True)
+            combine_work([work, cost_model.compute_offload_wait(layers, work)])
+            for work, layers in zip(works, offloaded, strict=True)
         ]
 
     def list_rank_stages(self) -> list[list[int]]:
@@ -164,13 +165,13 @@ class PlannedRun:
         """Estimate the minimum seconds of a step for equal stages and equal ranks, fast enough for a search over
         thousands of layouts.
         """
-        model, bench, run = self.model, self.bench, self.run
+        model, cost_model, run = self.model, self.cost_model, self.run
         layers = range(model.num_layers + model.mtp_layers)
         work = combine_work(
             [
                 self._make_layer_summer()(layers),
-                bench.compute_embedding_work(),
-                repeat_work(bench.compute_head_work(), 1 + model.mtp_layers),
+                cost_model.compute_embedding_work(),
+                repeat_work(cost_model.compute_head_work(), 1 + model.mtp_layers),
             ]
         )
         once = self._per_step_seconds(0, repeat_work(work, 1 / run.pp))
@@ -190,30 +191,30 @@ class PlannedRun:
     def _minimum_makespan(self, work: PassWork) -> float:
         """Return the minimum makespan of all micro-batches if the ranks share the `work` of each evenly."""
         run = self.run
-        through = sum(cost.forward + cost.inputs for cost in work.values())  # no micro-batch ends sooner
+        through = sum(cost.forward + cost.inputs for cost in work.values())  # lower bound: latency of one micro-batch
         total = sum(cost.total for cost in work.values())
-        full = run.microbatches >= 1.5 * run.pp  # of a pipeline that is: ZBV's ends wait half as long
+        full = run.microbatches >= 1.5 * run.pp  # in a full pipeline, ZBV's bubble is half as long
         share = {"zb-h1": 1 / 3, "zbv": 1 / 6 if full else 1 / 3}.get(run.schedule, 1 / run.virtual_stages)
         return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
 
     def make_stage_costs(self, works: Sequence[PassWork]) -> StageCosts:
-        """Return the costs of a schedule's operations, whose stages do these `works` for each micro-batch."""
+        """Return the costs of a schedule's operations; `works` is the work of each stage for one micro-batch."""
         passes = tuple(
             PassSeconds(*(sum(costs) for costs in zip(*work.values(), strict=True))) if work else PassSeconds()
             for work in works
         )
         stride = self.run.tp * self.run.cp * self.run.dp
-        message = self.bench.wires.send_seconds(self.message_bytes, stride) if self.run.pp > 1 else 0.0
+        message = self.cost_model.interconnect.send_seconds(self.message_bytes, stride) if self.run.pp > 1 else 0.0
         return StageCosts(message=message, passes=passes)
 
     @property
     def message_bytes(self) -> float:
         """Bytes of a micro-batch's hidden states on a rank, which a stage sends to the next one."""
         share = self.run.tp if self.run.sp else 1
-        return self.bench.micro_batch_tokens * self.model.hidden_size * self.bench.activation_bytes / share
+        return self.cost_model.micro_batch_tokens * self.model.hidden_size * self.cost_model.activation_bytes / share
 
     def _simulate_makespan(self, works: Sequence[PassWork]) -> float:
-        """Return the makespan of all micro-batches; of many, only enough to fill the pipeline are simulated."""
+        """Return the makespan of all micro-batches, from a simulation of enough micro-batches to fill the pipeline."""
         run, costs = self.run, self.make_stage_costs(works)
         if run.pp == 1:
             return run.microbatches * sum(cost.total for cost in costs.passes)
@@ -225,45 +226,55 @@ class PlannedRun:
         """Return the seconds of work outside the schedule on a pipeline rank: data-parallel communication and the
         optimizer.
         """
-        run, bench = self.run, self.bench
+        run, cost_model = self.run, self.cost_model
         backward = sum(cost.inputs + cost.weights for cost in work.values())
         forward = sum(cost.forward for cost in work.values())
-        talk, moved, away = 0.0, 0.0, 0.0
-        moving = self._held_parameters(rank, self.trained.count)
-        for (held, ranks, stride), (trains, *_) in zip(self._held_parameters(rank, self.count), moving, strict=True):
-            group = bench.wires.make_rank_group(ranks, stride)
-            share = trains / ranks if run.zero else trains
-            moved += 0 if run.offload_optimizer else UPDATE_BYTES * share
-            away += HOST_BYTES * share if run.offload_optimizer else 0
-            if ranks == 1 or not (trains or run.zero == 3):
+        exposed, gpu_bytes, host_bytes = 0.0, 0.0, 0.0
+        all_trained = self._held_parameters(rank, self.trained.count)
+        for (held, ranks, stride), (trained, *_) in zip(
+            self._held_parameters(rank, self.count), all_trained, strict=True
+        ):
+            group = cost_model.interconnect.make_rank_group(ranks, stride)
+            share = trained / ranks if run.zero else trained
+            gpu_bytes += 0 if run.offload_optimizer else UPDATE_BYTES * share
+            host_bytes += HOST_BYTES * share if run.offload_optimizer else 0
+            if ranks == 1 or not (trained or run.zero == 3):
                 continue
             if run.zero == 3:
-                talk += run.microbatches * self._zero3_seconds(held, trains, stride, forward, backward)
-                moved += GATHERED_BYTES * held * run.microbatches
+                exposed += run.microbatches * self._zero3_seconds(held, trained, stride, forward, backward)
+                gpu_bytes += GATHERED_BYTES * held * run.microbatches
                 continue
-            buckets = math.ceil(trains / ZeroConfig(shard_grads=True).min_bucket_elements(ranks))
-            latency = bench.wires.hop * ranks * (buckets - 1)
-            sums = bench.wires.all_gather_seconds(bench.habits.gradient_bytes * trains, group) + latency
-            often = run.microbatches if run.zero == 2 else 1
-            talk += often * bench.rates.exposed_seconds(sums if run.zero else 2 * sums, backward)
+            buckets = math.ceil(trained / ZeroConfig(shard_grads=True).min_bucket_elements(ranks))
+            latency = cost_model.interconnect.hop * ranks * (buckets - 1)
+            reduce = (
+                cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency
+            )
+            times = run.microbatches if run.zero == 2 else 1
+            exposed += times * cost_model.rates.exposed_seconds(reduce if run.zero else 2 * reduce, backward)
             if run.zero:
-                talk += bench.rates.exposed_seconds(
-                    bench.wires.all_gather_seconds(bench.activation_bytes * trains, group) + latency, forward
+                gather = (
+                    cost_model.interconnect.all_gather_seconds(cost_model.activation_bytes * trained, group) + latency
                 )
-        return {"data": talk, "optimizer": moved / bench.rates.memory + away / bench.wires.host + HOST_WAIT}
+                exposed += cost_model.rates.exposed_seconds(gather, forward)
+        seconds = gpu_bytes / cost_model.rates.memory + host_bytes / cost_model.interconnect.host + HOST_WAIT
+        return {"data": exposed, "optimizer": seconds}
 
-    def _zero3_seconds(self, held: float, trains: float, stride: int, forward: float, backward: float) -> float:
+    def _zero3_seconds(self, held: float, trained: float, stride: int, forward: float, backward: float) -> float:
         """Return the exposed seconds of ZeRO-3's all-gathers and reduce-scatters for one micro-batch."""
-        run, bench = self.run, self.bench
-        group = bench.wires.make_rank_group(run.zero3_shard_ranks, stride)
+        run, cost_model = self.run, self.cost_model
+        group = cost_model.interconnect.make_rank_group(run.zero3_shard_ranks, stride)
         units = self.model.num_layers / self.unit
-        latency = bench.wires.hop * run.zero3_shard_ranks * max(0.0, units - 1)
-        weights = bench.wires.all_gather_seconds(bench.activation_bytes * held, group) + latency
-        sums = bench.wires.all_gather_seconds(bench.habits.gradient_bytes * trains, group) + latency
-        return bench.rates.exposed_seconds(weights, forward) + bench.rates.exposed_seconds(weights + sums, backward)
+        latency = cost_model.interconnect.hop * run.zero3_shard_ranks * max(0.0, units - 1)
+        weights = cost_model.interconnect.all_gather_seconds(cost_model.activation_bytes * held, group) + latency
+        reduce = (
+            cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency
+        )
+        return cost_model.rates.exposed_seconds(weights, forward) + cost_model.rates.exposed_seconds(
+            weights + reduce, backward
+        )
 
     def _held_parameters(self, rank: int, count: ParameterCounts) -> list[tuple[float, int, int]]:
-        """Return (parameters, ranks that share them, rank stride) of dense weights and of experts on a pipeline rank."""
+        """Return (parameters, data ranks, rank stride) of the dense weights and of the experts on a pipeline rank."""
         run = self.run
         stages = self.list_rank_stages()[rank]
         layers = [count.layers[index] for stage in stages for index in self.stage_layers[stage]]
@@ -284,11 +295,11 @@ def predict_step_time(
     run: RunShape,
     machine: MachineSpec,
     efficiency: MachineEfficiency,
-    habits: TrainerProfile | None = None,
+    profile: TrainerProfile | None = None,
 ) -> PredictedStepTime:
     """Predict the time of a training step of `model`, split as in `run`, on `machine`.
 
     Raises:
         ConfigError: when the layers do not fit the stages, or the machine has no rate for the precision.
     """
-    return PlannedRun.from_settings(model, run, machine, efficiency, habits or TrainerProfile()).predict_step_time()
+    return PlannedRun.from_settings(model, run, machine, efficiency, profile or TrainerProfile()).predict_step_time()

@@ -19,10 +19,10 @@ class TrainableParameters:
     """Trainable parameters of one run.
 
     Attributes:
-        count: what is trained, adapters with it.
-        shares: of each layer's own parameters, and those of layers that predict further tokens.
-        head: whether the output matrix is.
-        adapters: those of each layer.
+        count: trainable parameters, adapters included.
+        shares: trainable share of the base parameters of each layer, MTP layers included.
+        head: True if the output matrix is trainable.
+        adapters: LoRA adapters by layer.
     """
 
     count: ParameterCounts

@@ -15,11 +15,12 @@ from mega_ckpt.lora_tensors import adapted_modules, quantized_tensors
 from mega_common.errors import ConfigError
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
 from mega_data.tokenizer import Tokenizer
-from mega_trainer.config.fp8_config import cached_weight_layers, check_fp8_device
+from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommLog
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_versions
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
@@ -35,7 +36,6 @@ from mega_trainer.kernels.recurrent_libraries import (
 )
 from mega_trainer.kernels.te_kernels import TeAttention, TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.launch.local_ranks import RankInfo
 from mega_trainer.model.activation_checkpointing import RecomputePolicy
 from mega_trainer.model.activation_offload import ActivationOffload
 from mega_trainer.model.decoder import Decoder, StageLayers
@@ -80,7 +80,8 @@ def connect_groups(
         ranks.rank,
         heads=config.model.shared_head_counts,
         shard=parallel.zero3_shard,
-        maker=maker or ProcessGroupCache(timedelta(seconds=2 * config.timeout_seconds)),  # as `ranks.joined`
+        maker=maker
+        or ProcessGroupCache(timedelta(seconds=2 * config.timeout_seconds)),  # as for the default process group
         ordered=config.debug.ordered_reductions,
         log=log,
     )
@@ -104,7 +105,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
     """Choose the kernel back ends of a run on this kind of device.
 
     Raises:
-        ConfigError: when one is asked for that cannot be used here.
+        ConfigError: when a configured one cannot be used on this device.
     """
     model, gpu = config.model, device.type == "cuda"
     facts = BackendFacts(
@@ -168,10 +169,10 @@ def build_stages(
     """Return this rank's stages of the model by stage number, uninitialised; weights are sharded under ZeRO-3.
 
     Args:
-        stage_class: what they are instances of, where that is not for the configuration to say.
+        stage_class: class of the stages; None: by the model.
 
     Raises:
-        ConfigError: when nothing of it is to be trained.
+        ConfigError: when all weights of this rank are frozen.
     """
     parallel, last = config.parallel, len(schedule.owners) - 1
     layers = split_stage_layers(
@@ -179,26 +180,27 @@ def build_stages(
         head_cost=head_cost_in_layers(config.model, *config.sequence_lengths),
         layer_costs=relative_layer_costs(config.model, *config.sequence_lengths),
     )  # fmt: skip
-    again, away = config.recompute, config.offload
-    recompute = RecomputePolicy(again.kind, again.layers, tuple(again.modules))
-    offload = ActivationOffload(away.activations, away.min_bytes) if away.activations else None
+    recompute = RecomputePolicy(config.recompute.kind, config.recompute.layers, tuple(config.recompute.modules))
+    offload = (
+        ActivationOffload(config.offload.activations, config.offload.min_bytes) if config.offload.activations else None
+    )
     build = replace(build, by_layer=make_fp8_kernels(config, build.device, build.leaves))
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
     if sharded:
-        kept = torch.float64 if build.dtype == torch.float64 else torch.float32
-        build = replace(build, dtype=kept, device=torch.device("meta"))
-    ends_meet = schedule.owner_of_stage(0) == schedule.owner_of_stage(last)
+        stored = torch.float64 if build.dtype == torch.float64 else torch.float32
+        build = replace(build, dtype=stored, device=torch.device("meta"))
+    has_both_ends = schedule.owners[0] == schedule.owners[last]
     stages = {}
     for index in schedule.stages_of_rank(build.groups.pp.rank):
-        part = StageLayers(layers[index].start, layers[index].stop, index == 0, index == last, ends_meet)
+        part = StageLayers(layers[index].start, layers[index].stop, index == 0, index == last, has_both_ends)
         own = replace(build, deferred=DeferredWgradQueue()) if schedule.splits_backward else build
         stages[index] = (stage_class or select_model_class(config.model))(own, part, recompute, offload)
         freeze_parameters(stages[index], config.is_trainable)
     if not any(is_trainable(parameter) for stage in stages.values() for parameter in stage.parameters()):
         raise ConfigError(
-            f"everything is frozen in layers {', '.join(f'{s.stage.first} to {s.stage.last - 1}' for s in stages.values())}, "
-            "which are a rank's share of the pipeline",
-            hint="freeze less, or set parallel.pipeline_layout so that each stage has something to train",
+            "train.freeze must leave trainable weights on each pipeline rank, found none in layers "
+            f"{', '.join(f'{s.stage.first} to {s.stage.last - 1}' for s in stages.values())}",
+            hint="freeze fewer tensors, or set parallel.pipeline_layout so that each stage has trainable weights",
         )
     if sharded:
         for stage in stages.values():
@@ -243,14 +245,14 @@ def build_optimizer(
     decay = settings.weight_decay
     adamw = partial(AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay)
     own_decay = decay if muon.weight_decay is None else muon.weight_decay
-    apart = partial(
+    muon_rule = partial(
         MuonUpdateRule, tensor_group=groups.tp, momentum=muon.momentum, nesterov=muon.nesterov, lr_factor=muon.lr_factor,
         weight_decay=own_decay, rounds=muon.rounds,
     )  # fmt: skip
     return ShardedOptimizer(
         list(shared.values()),
         adamw=adamw,
-        separate=apart if settings.name == "muon" else None,
+        separate=muon_rule if settings.name == "muon" else None,
         model_groups=(groups.pp,),
         offload=settings.offload,
         leaves=leaves,
@@ -261,7 +263,7 @@ def build_optimizer(
 def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, ShardedStage]:
     """Return the weights and gradients of each stage, sharded over the data ranks by the ZeRO level."""
     level = config.parallel.zero
-    sharing = ZeroConfig(
+    zero_config = ZeroConfig(
         shard_grads=level > 0,
         reduce_every_microbatch=level == 2 or config.debug.reduce_every_microbatch,
         separate=is_hidden_matrix if config.optimizer.name == "muon" else None,
@@ -269,26 +271,26 @@ def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         lr_factor=config.lr_factor_of,
         reduce_dtype=gradient_reduce_dtype(config),
         bucket_elements=config.parallel.bucket_elements,
-        cache_prepared_weights=bool(cached_weight_layers(config)),
+        cache_prepared_weights=bool(config.cached_fp8_layers),
     )
-    return {index: _shard_stage(config, stage, sharing) for index, stage in stages.items()}
+    return {index: _shard_stage(config, stage, zero_config) for index, stage in stages.items()}
 
 
-def _shard_stage(config: RunConfig, stage: Decoder, sharing: ZeroConfig) -> ShardedStage:
+def _shard_stage(config: RunConfig, stage: Decoder, zero_config: ZeroConfig) -> ShardedStage:
     if not isinstance(stage, FSDPModule):
-        return flatten_parameters(stage, sharing, stage.list_parameter_units())
+        return flatten_parameters(stage, zero_config, stage.list_parameter_units())
     layers = resolve_zero3_layers(config, stage.groups)
     return FullyShardedStage(
         stage,
-        decoupled=sharing.decoupled,
-        lr_factor=sharing.lr_factor,
-        reduce_dtype=sharing.reduce_dtype,
+        decoupled=zero_config.decoupled,
+        lr_factor=zero_config.lr_factor,
+        reduce_dtype=zero_config.reduce_dtype,
         layers=layers,
     )
 
 
 def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[BlendedDataset, BlendedDataset | None]:
-    """Return the training set, and the validation set if the run validates; `tokenizer` is that of the data."""
+    """Return the training set, and the validation set if the run validates; `tokenizer` belongs to the data."""
     eod = None if tokenizer is None else tokenizer.eos_id
     training, valid, _ = build_blended_datasets(
         config.data,

@@ -21,7 +21,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.machine import load_machine
 
 TASK_FILES = (".yaml", ".yml")
-KNOWN_NAMES = 12  # names of modules in a hint
+HINT_NAMES = 12  # names of modules in a hint
 
 
 def find_input_problems(config: RunConfig, *, data: bool) -> list[ConfigProblem]:
@@ -38,24 +38,26 @@ def find_input_problems(config: RunConfig, *, data: bool) -> list[ConfigProblem]
 def find_pattern_problems(config: RunConfig) -> list[ConfigProblem]:
     """List the patterns of names in `lora`, `train` and `optimizer` that match nothing in the model."""
     found = [] if config.lora is None else list(_lora_problems(config.model, config.lora))
-    named = {"train.freeze": config.train.freeze, "optimizer.lr_factors": list(config.optimizer.lr_factors)}
-    if found or not any(named.values()):
+    patterns_by_key = {"train.freeze": config.train.freeze, "optimizer.lr_factors": list(config.optimizer.lr_factors)}
+    if found or not any(patterns_by_key.values()):
         return found
     names = [*canonical_tensors(config.model)]
     names += [] if config.lora is None else adapter_tensor_shapes(adapted_modules(config.model, config.lora))
-    for key, patterns in named.items():
+    for key, patterns in patterns_by_key.items():
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                found.append(ConfigProblem(key, "matches no tensor of the model", pattern, f"the first is {names[0]}"))
+                found.append(
+                    ConfigProblem(key, "must match a tensor of the model", pattern, f"use a name such as {names[0]}")
+                )
     return found
 
 
 def _lora_problems(model: ModelConfig, lora: LoraConfig) -> Iterator[ConfigProblem]:
     modules = list(adaptable_projections(model))
     kinds = sorted({module.rpartition(".")[2] for module in modules})
-    hint = f"the model has {', '.join(kinds[:KNOWN_NAMES])}"
+    hint = f"use names such as {', '.join(kinds[:HINT_NAMES])}"
     missing = [
-        ConfigProblem(f"lora.{key}", "matches no projection of the model", pattern, hint)
+        ConfigProblem(f"lora.{key}", "must match a projection of the model", pattern, hint)
         for key, patterns in (("modules", lora.modules), ("ranks", lora.ranks), ("alphas", lora.alphas))
         for pattern in patterns
         if not any(matches_module_pattern(module, [pattern]) for module in modules)
@@ -65,7 +67,10 @@ def _lora_problems(model: ModelConfig, lora: LoraConfig) -> Iterator[ConfigProbl
     for pattern in lora.modules_to_save:
         if not any(matches_module_pattern(owner, [pattern]) for owner in owners):
             yield ConfigProblem(
-                "lora.modules_to_save", "matches no module of the model", pattern, "lm_head, embed_tokens"
+                "lora.modules_to_save",
+                "must match a module of the model",
+                pattern,
+                "use names such as lm_head or embed_tokens",
             )
     if not missing:
         try:
@@ -88,7 +93,7 @@ def _path_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     tasks = [Path(task) for task in config.eval.tasks if task.endswith(TASK_FILES)]
     for task in tasks:
         if not task.is_file():
-            yield ConfigProblem("eval.tasks", "no such file", str(task))
+            yield ConfigProblem("eval.tasks", "must be an existing file", str(task), "correct the path")
     yield from _folder_problem("eval.include_path", config.eval.include_path)
 
 
@@ -120,24 +125,24 @@ def _source_problems(key: str, source: DatasetSource) -> Iterator[ConfigProblem]
     for prefix in map(strip_data_suffix, prefixes):
         missing = [path.name for path in (get_idx_path(prefix), get_bin_path(prefix)) if not path.is_file()]
         if missing:
-            rule = "; ".join(f"{name}: no such file" for name in missing)
-            yield ConfigProblem(f"{key}.path", rule, str(source.path), "mega data preprocess makes a data set")
+            rule = f"must have the files .idx and .bin, found no {' and no '.join(missing)}"
+            yield ConfigProblem(f"{key}.path", rule, str(source.path), "make a data set with mega data preprocess")
     yield from _folder_problem(f"{key}.neighbors", source.neighbors)
 
 
 def _existence_problem(key: str, path: str | Path | None) -> Iterator[ConfigProblem]:
     if path is not None and not _is_remote(path) and not Path(path).exists():
-        yield ConfigProblem(key, "no such file or folder", str(path))
+        yield ConfigProblem(key, "must be an existing file or folder", str(path), "correct the path")
 
 
 def _folder_problem(key: str, folder: Path | None) -> Iterator[ConfigProblem]:
     if folder is not None and not _is_remote(folder) and not folder.is_dir():
-        rule = "is not a folder" if folder.exists() else "no such folder"
-        yield ConfigProblem(key, rule, str(folder))
+        rule = "must be a folder, found a file" if folder.exists() else "must be an existing folder"
+        yield ConfigProblem(key, rule, str(folder), "correct the path")
 
 
 def _is_remote(path: str | Path) -> bool:
     try:
         return isinstance(parse_location(restore_url(Path(path))), RemotePath)
-    except ConfigError:  # an unknown protocol, which is no file either
+    except ConfigError:  # an unknown protocol: not a file either
         return False

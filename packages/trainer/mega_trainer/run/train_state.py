@@ -1,6 +1,6 @@
 """Saved and resumed state of a run: weights, optimizer and a few numbers, all by canonical name, none by rank.
 
-There is no generator state to save: every random draw is a function of (seed, what it is for).
+Checkpoints hold no state of random generators: every random draw is a function of the seed and its purpose.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, MemoryCopy
 from mega_trainer.job.resume_check import check_resume_settings
 from mega_trainer.job.rollback import RollbackRequested, SkippedRanges
+from mega_trainer.job.step_result import StepResult
 from mega_trainer.job.stop_conditions import BestValidation
 from mega_trainer.job.training_guard import LossGuard
 from mega_trainer.model.decoder import Decoder
@@ -54,7 +55,6 @@ from mega_trainer.parallel.parameter_info import (
     non_trainable_buffers,
 )
 from mega_trainer.parallel.parameter_shards import replica_groups, split_replicas
-from mega_trainer.run.train_step import StepResult
 
 
 @dataclass
@@ -62,14 +62,14 @@ class TrainState:
     """Everything that changes while training, on this rank.
 
     Attributes:
-        step: optimizer steps done, skipped ones included.
-        consumed_samples: samples read, over all ranks: the position in the data.
-        loss_scale: in fp16.
-        count_samples_read: tells how many of the samples before one are of each data set; None without data.
-        adapter_base: what an adapter is beside, as a checkpoint tells it.
-        skipped_ranges: the samples that a rollback went past.
-        rollbacks: how often in a row it was to the same checkpoint.
-        best: the lowest validation loss.
+        step: optimizer steps done, including skipped ones.
+        consumed_samples: samples read, over all ranks.
+        loss_scale: of fp16, else None.
+        count_samples_read: returns the number of samples before a position of each data set; None without data.
+        adapter_base: fingerprint of the base weights of an adapter, as checkpoints store it.
+        skipped_ranges: samples skipped by rollbacks.
+        rollbacks: consecutive rollbacks to the same checkpoint.
+        best: lowest validation loss.
     """
 
     config: RunConfig
@@ -102,8 +102,8 @@ class TrainState:
         """Count a finished step, and check its numbers with the guard.
 
         Raises:
-            NumbersError: when the run's policy says stop.
-            RollBack: when it says so.
+            NumericalError: when the run's policy is to stop.
+            RollbackRequested: when it is to roll back.
         """
         size = self.config.batch.batch_size_at(self.consumed_samples)
         samples = self.skipped_ranges.format_samples(self.consumed_samples, size)
@@ -115,25 +115,25 @@ class TrainState:
         """Return to a checkpoint before a bad step and skip all samples since then. Later checkpoints are deleted.
 
         Raises:
-            NumbersError: when there is none, or it has been returned to `train.max_skips` times in a row.
+            NumericalError: without such a checkpoint, or after `train.max_skips` consecutive rollbacks to it.
         """
         settings, root, position = self.config.train, self.config.checkpoint_root, self.data_position
         found = latest_until_step(root, request.step - settings.rollback_steps)
         if found is None:
-            wanted = f"no checkpoint in {root} is {settings.rollback_steps} step(s) older (train.rollback_steps)"
-            raise NumericalError(f"{request.message}; {wanted}", hint="checkpoint.every saves while a run goes on")
+            missing = f"no checkpoint in {root} is {settings.rollback_steps} step(s) older (train.rollback_steps)"
+            raise NumericalError(f"{request.message}; {missing}", hint="set checkpoint.every to save during a run")
         before, at = self.skipped_ranges, self.consumed_samples
         self.restore_checkpoint(found, world.process_group)
         again = bool(before.ranges) and before.ranges[-1][0] == self.consumed_samples
         self.rollbacks = self.rollbacks + 1 if again else 1
         if self.rollbacks > settings.max_skips:
-            message = (
-                f"{request.message}; going back to step {self.step} did not help {settings.max_skips} times in a row"
+            message = f"{request.message}; {settings.max_skips} consecutive rollbacks to step {self.step} failed (train.max_skips)"
+            raise NumericalError(
+                message, hint="lower optimizer.lr, or raise train.rollback_steps to return to an earlier checkpoint"
             )
-            raise NumericalError(message, hint="lower optimizer.lr, or go further back: train.rollback_steps")
         self.skipped_ranges = self.skipped_ranges.skip_to_position(position, self.consumed_samples)
         logger.warning(
-            "%s\n  back to step %d; left out: %s", request.message, self.step,
+            "%s\n  rolled back to step %d; skipped %s", request.message, self.step,
             f"samples {before.data_position(self.consumed_samples)} to {before.data_position(at) - 1}",
         )  # fmt: skip
         if world.rank == 0:
@@ -156,7 +156,7 @@ class TrainState:
         return weights | self.optimizer.checkpoint_tensors(to_save=True)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return the JSON state that a checkpoint holds besides the tensors."""
+        """Return the JSON state of a checkpoint, without the tensors."""
         return {
             "consumed_samples": self.consumed_samples,
             "left_out": [list(each) for each in self.skipped_ranges.ranges],
@@ -171,7 +171,7 @@ class TrainState:
         }
 
     def restore_checkpoint(self, folder: Location, group: dist.ProcessGroup | None) -> list[str]:
-        """Resume from a checkpoint, in whatever layout it was saved; returns the settings that differ.
+        """Resume from a checkpoint of any parallel layout; return the settings that differ.
 
         Raises:
             ConfigError: when it is of another model, or the learning rate would jump.
@@ -180,14 +180,14 @@ class TrainState:
         saved = Checkpoint.open_folder(folder)
         if "settings" not in saved.trainer_state:
             raise CheckpointError(
-                f"{folder}: has weights alone, and nothing that a run goes on from",
-                hint=f"init_from={folder} starts from its weights, in another output folder and without checkpoint.load",
+                f"{folder} holds weights without the state of a run, and cannot be resumed",
+                hint=f"set init_from={folder} to start from its weights, in another output folder and without checkpoint.load",
             )
         lines = check_resume_settings(saved.trainer_state, saved.step, self.config, str(folder))
         if self.adapter_base is not None:
             check_adapter_base(saved.trainer_state.get("base"), self.adapter_base, str(folder))
         wanted = self.checkpoint_tensors()
-        if not saved.tensor_keys("optimizer/main/"):  # saved in full precision: weights are the main ones
+        if not saved.tensor_keys("optimizer/main/"):  # saved in full precision: the weights are the main weights
             wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/main/")}
         if not saved.tensor_keys("optimizer/ema/"):
             wanted = {key: value for key, value in wanted.items() if not key.startswith("optimizer/ema/")}
@@ -230,23 +230,27 @@ def collect_weights(
 ) -> dict[str, ShardedTensor]:
     """Return the weights of these stages by canonical name, as boxes that are views of the parameters.
 
-    With `computed` they are what the model computes with, which under ZeRO-3 is a rounded copy of what it keeps. Those
-    that no gradient moves are always as they are kept. With `to_save` they are this rank's share of what several hold, with
-    `trainable_only` those alone that are trained. Of weights that are kept in few bits they are copies, in full; none without `packed`.
+    Args:
+        prefix: of the names.
+        computed: return weights in the compute dtype, which under ZeRO-3 are rounded copies of the stored ones. Frozen
+            weights are always as stored.
+        to_save: return this rank's share of replicated weights only.
+        trainable_only: leave out frozen weights.
+        packed: include quantised weights, as unpacked copies.
     """
     parts = []
     for stage in stages.values():
-        alike: dict[tuple[CommGroup, ...], list[nn.Parameter]] = defaultdict(list)
+        by_replicas: dict[tuple[CommGroup, ...], list[nn.Parameter]] = defaultdict(list)
         for parameter in filter(is_trainable, stage.parameters()) if trainable_only else stage.parameters():
             if not packed and get_packed_weight(parameter) is not None:
                 continue
             groups = (
                 replica_groups(get_parameter_info(parameter), sharded=isinstance(parameter, DTensor)) if to_save else ()
             )
-            alike[groups].append(parameter)
-        for groups, parameters in alike.items():
-            held = ((_unpacked_values(parameter), get_parameter_info(parameter).pieces) for parameter in parameters)
-            boxes = boxes_by_name((t.to(stage.dtype) if computed else t, pieces) for t, pieces in held)
+            by_replicas[groups].append(parameter)
+        for groups, parameters in by_replicas.items():
+            values = ((_unpacked_values(parameter), get_parameter_info(parameter).pieces) for parameter in parameters)
+            boxes = boxes_by_name((t.to(stage.dtype) if computed else t, pieces) for t, pieces in values)
             parts.append(split_replicas(boxes, groups))
         if not trainable_only:
             parts.append(
@@ -255,7 +259,7 @@ def collect_weights(
                     (stage.groups.tp, stage.groups.dp_cp) if to_save else (),
                 )
             )
-    return {prefix + name: held for name, held in merge_sharded(parts).items()}
+    return {prefix + name: sharded for name, sharded in merge_sharded(parts).items()}
 
 
 def _unpacked_values(parameter: nn.Parameter) -> Tensor:
@@ -266,16 +270,15 @@ def _unpacked_values(parameter: nn.Parameter) -> Tensor:
 def load_stage_weights(
     source: WeightSource, stages: Mapping[int, Decoder], wanted: Callable[[str], bool] = lambda name: True
 ) -> None:
-    """Load the weights of these stages whose canonical names are `wanted`; packed weights are always loaded.
-
-    Of those one parameter at a time is there in full.
+    """Load the weights of these stages whose canonical names are `wanted`; packed weights are always loaded,
+    one parameter at a time.
 
     Raises:
         CheckpointError: when the source lacks a tensor or has it in another shape.
     """
-    held = collect_weights(stages, packed=False)
-    load_weights(source, {name: boxes for name, boxes in held.items() if wanted(name)})
-    for parameter in (each for stage in stages.values() for each in stage.parameters()):
+    weights = collect_weights(stages, packed=False)
+    load_weights(source, {name: boxes for name, boxes in weights.items() if wanted(name)})
+    for parameter in (parameter for stage in stages.values() for parameter in stage.parameters()):
         packed = get_packed_weight(parameter)
         if packed is not None:
             with packed.writable_values() as values:
@@ -285,7 +288,7 @@ def load_stage_weights(
 class CheckpointSaver:
     """Saves a run's checkpoints, in the background if configured, and deletes old ones.
 
-    Leaving the `with` block waits for a save under way; its errors are raised there, or by `wait_for_save`.
+    Leaving the `with` block waits for a running save; its errors are raised there, or by `wait_for_save`.
     """
 
     def __init__(self, config: RunConfig, provenance: Mapping[str, Any] | None = None) -> None:
@@ -344,8 +347,8 @@ class CheckpointSaver:
             settings = self._config.checkpoint
             try:
                 apply_retention(self.root, keep=settings.keep, keep_every=settings.keep_every, best=self._best)
-            except ObjectStoreError as error:  # the next save's retention does it too
-                logger.warning("old checkpoints are not removed: %s", error)
+            except ObjectStoreError as error:  # the next save tries again
+                logger.warning("old checkpoints were not deleted: %s", error)
 
 
 def inherit_data_order(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
@@ -353,7 +356,7 @@ def inherit_data_order(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig
     state; an empty state is a new run.
 
     Raises:
-        DataError: when data sets that the run names by a glob are not there.
+        DataError: when a glob of data sets matches no file.
     """
     if "data" in saved.get("settings", {}):
         position = SkippedRanges.from_checkpoint_state(saved).data_position(saved["consumed_samples"])
@@ -367,7 +370,7 @@ def resolve_epochs(config: RunConfig, samples: float) -> RunConfig:
     """Return the configuration with `train.epochs` converted to steps, if set; one epoch has `samples` samples.
 
     Raises:
-        ConfigError: when other settings do not fit so many steps.
+        ConfigError: when other settings do not fit this number of steps.
     """
     if config.train.epochs is None:
         return config
@@ -380,7 +383,7 @@ def resolve_epochs(config: RunConfig, samples: float) -> RunConfig:
 
 
 def read_saved_state(start: Location | MemoryCopy | None) -> Mapping[str, Any]:
-    """Return the state saved besides the tensors, empty for a new run."""
+    """Return the JSON state of a checkpoint or memory copy, empty for a new run."""
     if isinstance(start, MemoryCopy):
         return start.state
     return {} if start is None else Checkpoint.open_folder(start).trainer_state
@@ -390,7 +393,7 @@ def find_newer_copy(
     config: RunConfig, checkpoint: Location | None, memory: MemoryCheckpoint | None
 ) -> MemoryCopy | Location | None:
     """Return the start of a run whose memory copies are newer than the checkpoint: the copies for an equal number of
-    ranks with equal settings, else a checkpoint made of them.
+    ranks with equal settings, else a checkpoint written from them.
     """
     found = None if memory is None else memory.newest_complete_step()
     if (
@@ -399,7 +402,7 @@ def find_newer_copy(
         or found.step <= (-1 if checkpoint is None else Checkpoint.open_folder(checkpoint).step)
     ):
         return None
-    logger.info("going on from the copies in memory, of step %d on %d rank(s)", found.step, found.ranks)
+    logger.info("resuming from copies in host memory, of step %d on %d rank(s)", found.step, found.ranks)
     if found.ranks == memory.rank_count and _has_saved_settings(config, found.state):
         return memory.fetch_local_copy(found)
     assets = Path(config.output) / "assets"
@@ -415,7 +418,7 @@ def find_newer_copy(
 def _has_saved_settings(config: RunConfig, state: Mapping[str, Any]) -> bool:
     """Return whether a run resumed from that state has the settings it was saved with."""
     settings = inherit_data_order(config, state).model_dump(mode="json", by_alias=True)
-    if config.train.epochs is not None:  # which are made steps of when the data is open
+    if config.train.epochs is not None:  # converted to steps once the data is open
         settings["train"]["steps"] = state["settings"]["train"]["steps"]
     return bool(settings == state["settings"])
 
@@ -423,34 +426,34 @@ def _has_saved_settings(config: RunConfig, state: Mapping[str, Any]) -> bool:
 def find_start_checkpoint(config: RunConfig) -> Location | None:
     """Return the checkpoint to resume from: the one configured, the newest of this run, or None.
 
-    Once a run that began from another's checkpoint has saved one of its own, that is the newest: the same command resumes.
-    A run that is not to resume has none of its own (`run_folder`).
+    A run that began from another run's checkpoint resumes from its own checkpoints once it has saved one. A run with
+    `checkpoint.resume = false` has none of its own (`run_folder`).
 
     Raises:
-        CheckpointError: when one was asked for and is not there, or is one of this run's own and not the newest.
+        CheckpointError: when the configured one does not exist, or is one of this run and not the newest.
     """
     newest = latest_checkpoint(config.checkpoint_root)
     if config.checkpoint.load is not None:
-        asked = parse_location(config.checkpoint.load)
+        configured = parse_location(config.checkpoint.load)
         found = (
-            latest_checkpoint(asked) or latest_checkpoint(asked / "checkpoints")
-            if not (asked / "manifest.json").exists()
-            else asked
+            latest_checkpoint(configured) or latest_checkpoint(configured / "checkpoints")
+            if not (configured / "manifest.json").exists()
+            else configured
         )
         if found is None:
             raise CheckpointError(
-                f"checkpoint.load = {config.checkpoint.load!r}: no complete checkpoint there",
-                hint="give a folder such as runs/name/checkpoints/step-00000100, or leave checkpoint.load out",
+                f"checkpoint.load = {config.checkpoint.load!r} holds no complete checkpoint",
+                hint="set a folder such as runs/name/checkpoints/step-00000100, or remove checkpoint.load",
             )
         if newest is None or Checkpoint.open_folder(newest).step <= Checkpoint.open_folder(found).step:
             return found
         if _absolute_path(found.parent) == _absolute_path(config.checkpoint_root):
             raise CheckpointError(
-                f"{config.checkpoint_root} holds later checkpoints ({newest.name}) than the one to go on from, {found.name}",
+                f"checkpoint.load = {found.name} is older than the newest checkpoint of {config.checkpoint_root}, {newest.name}",
                 hint="set another output folder for the new branch",
             )
     if newest is not None:
-        logger.info("going on from %s", newest)
+        logger.info("resuming from %s", newest)
     return newest
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mega_data.batch_loader import StepBatch
-from mega_trainer.data.micro_batch import MicroBatch, mtp_label_weights
+from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.distributed.device import to_device, to_host
-from mega_trainer.distributed.process_groups import ParallelGroups
+from mega_trainer.job.step_result import StepResult, StepScalars
 from mega_trainer.model.expert_router import ExpertRouter, update_selection_bias
 from mega_trainer.optim.gradient_clipping import gradient_clip_factor
 from mega_trainer.optim.loss_scale import LossScale
@@ -29,40 +27,20 @@ from mega_trainer.parallel.parameter_info import is_trainable
 from mega_trainer.pipeline.executor import PipelineExecutor
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """Result of one optimizer step.
+class StepHooks:
+    """Hooks of a training loop into `train_step`; the defaults do nothing."""
 
-    Attributes:
-        loss: mean per token.
-        grad_norm: before the clip.
-        tokens: how many counted.
-        updated: whether the weights changed; not when a number was not finite, or the loss was not accepted.
-        mtp_loss: of the layers that predict further tokens: each one's mean per token, and the mean of these.
-        pair_loss: of a model that tells the order of two segments: mean per sample.
-        loss_scale: that of this step, in fp16.
-        overflowed: the gradient was too large for fp16 under this loss scale; a smaller one may mend it.
-        routing: of models with experts, as `routing_metrics` tells it.
-        extra_scalars: as given to the step by each rank, summed over all ranks.
-        objective_metrics: of an objective that measures itself, what it tells beside the loss, means as the loss is.
-    """
+    def measure_losses(self, sums: Tensor) -> Tensor:
+        """Return this rank's sums of losses [2] with the sums of k objective metrics appended: [2 + k]."""
+        return sums
 
-    loss: float
-    grad_norm: float
-    tokens: float
-    updated: bool
-    mtp_loss: float | None = None
-    pair_loss: float | None = None
-    loss_scale: float | None = None
-    overflowed: bool = False
-    routing: Mapping[str, float] = field(default_factory=dict)
-    extra_scalars: Sequence[float] = ()
-    objective_metrics: Sequence[float] = ()
+    def local_scalars(self) -> StepScalars:
+        """Return this rank's scalars that are summed over all ranks; called just before the all-reduce."""
+        return StepScalars()
 
-    @property
-    def is_finite(self) -> bool:
-        """True if loss and gradient norm are finite."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+    def accepts_loss(self, loss: float) -> bool:
+        """Return whether to update the weights after a step of this loss; equal on all ranks."""
+        return True
 
 
 def train_step(
@@ -75,135 +53,113 @@ def train_step(
     clip: float,
     decoupled_lr: float | None = None,
     loss_scale: LossScale | None = None,
-    extra_scalars: Callable[[], Sequence[float]] = tuple,
-    accepts_loss: Callable[[float], bool] = lambda loss: True,
-    measure_losses: Callable[[Tensor], Tensor] = lambda sums: sums,
+    hooks: StepHooks | None = None,
 ) -> StepResult:
-    """Run one step over this rank's micro-batches; every rank calls it.
+    """Run one optimizer step on this rank's micro-batches. A collective call of all ranks.
 
-    The loss is the mean over all tokens that count, of all micro-batches and data ranks: their number is known before
-    the first forward, so each token's gradient is divided by it once, at its source. Nothing is updated when the
-    gradient is not finite. With a `loss_scale` the gradient is made larger by it, and the norm and the update are of
-    the gradient as it would be without: unscale, check, clip, step. Losses of routers join the gradient, not the loss.
-    `decoupled_lr` is the rate of the input embedding and the output layer, where the optimizer holds them apart.
-
-    The host waits for the device once, for all numbers of the step together, before the update. `extra_scalars` are numbers of
-    this rank's, asked for just before, that are summed over all ranks beside the loss.
+    The loss is the mean over the unmasked tokens of all micro-batches and data ranks. Their number is known before the
+    first forward, so each token's gradient is divided by it once, at its source. Losses of routers join the gradient,
+    not the loss. With a `loss_scale` the gradient is scaled by it: unscale, check, clip, step. Nothing is updated if the
+    gradient is not finite. The host waits for the device once, before the update, for all numbers of the step together.
 
     Args:
-        tokens: of the step, as `count_tokens` gives them.
-        accepts_loss: whether to update the weights after a step of that loss.
-        measure_losses: makes of the sums of this rank's losses [2] (`PipelineExecutor.run`) those of an objective that measures itself, and of
-            k figures more: [2 + k].
+        tokens: number of loss terms of the step, as `count_step_tokens` returns them.
+        clip: largest gradient norm; 0 for no clipping.
+        decoupled_lr: learning rate of the input embedding and the output layer, if the optimizer keeps them separate.
+        hooks: of the training loop.
 
     Raises:
-        TrainingError: when tokens found no room on their way to their experts; nothing is updated.
+        TrainingError: when tokens exceed the capacity of expert dispatch; nothing is updated.
     """
-    factor = 1.0 if loss_scale is None else loss_scale.value
+    hooks, factor = hooks or StepHooks(), 1.0 if loss_scale is None else loss_scale.value
     for stage in optimizer.stages:
         stage.begin_step()
-    sums = measure_losses(
-        executor.run_operations(normalize_mtp_weights(batches, tokens), factor / max(tokens[0], 1.0), factor)
-    )
+    mean_batches = normalize_mtp_weights(batches, tokens)
+    sums = hooks.measure_losses(executor.run_operations(mean_batches, factor / max(tokens[0], 1.0), factor))
     with executor.phase("reduce"):
         for stage in optimizer.stages:
             stage.finish_gradients()
     with executor.phase("norm"):
-        told, table = sum_step_scalars(executor, torch.cat([sums, to_device(extra_scalars(), sums.device)]))
-        numbers = to_host(torch.cat([optimizer.compute_grad_norm().view(1), told, table.flatten()]))
-    norm, *totals = numbers[: 1 + len(told)].tolist()
-    norm, ridden = norm / factor, totals[len(sums) :]
-    loss, further, *figures = (total / max(tokens[0], 1.0) for total in totals[: len(sums)])
-    updates = math.isfinite(loss) and math.isfinite(norm) and accepts_loss(loss)
-    routing = compute_routing_metrics(executor.model_config.moe, numbers[1 + len(told) :].view_as(table), factor)
+        scalars = torch.cat([sums, to_device(hooks.local_scalars().to_list(), sums.device)])
+        scalars, loads = sum_step_scalars(executor, scalars)
+        numbers = to_host(torch.cat([optimizer.compute_grad_norm().view(1), scalars, loads.flatten()]))
+    norm, *totals = numbers[: 1 + len(scalars)].tolist()
+    norm /= factor
+    loss, second_loss, *metrics = (total / max(tokens[0], 1.0) for total in totals[: len(sums)])
+    updates = math.isfinite(loss) and math.isfinite(norm) and hooks.accepts_loss(loss)
+    moe = executor.model_config.moe
+    routing = compute_routing_metrics(moe, numbers[1 + len(scalars) :].view_as(loads), factor)
     if updates:
         with executor.phase("update"):
             optimizer.apply_update(lr, gradient_clip_factor(norm, clip) / factor, decoupled_lr)
-        update_router_biases(executor, table)
+        update_router_biases(executor, loads)
     result = StepResult(
-        loss, norm, tokens[0], updates, further if batches[0].mtp_targets else None, further if batches[0].segment_order else None,
-        routing=routing, extra_scalars=ridden, objective_metrics=figures,
-    )  # fmt: skip
-    if loss_scale is None:
-        return result
-    overflowed = loss_scale.can_fix_overflow(loss_finite=math.isfinite(loss), norm_finite=math.isfinite(norm))
+        loss=loss,
+        grad_norm=norm,
+        tokens=tokens[0],
+        updated=updates,
+        mtp_loss=second_loss if batches[0].mtp_targets else None,
+        pair_loss=second_loss if batches[0].segment_order else None,
+        routing=routing,
+        scalars=StepScalars.from_list(totals[len(sums) :]),
+        objective_metrics=metrics,
+    )
+    return result if loss_scale is None else _update_loss_scale(loss_scale, result)
+
+
+def _update_loss_scale(loss_scale: LossScale, result: StepResult) -> StepResult:
+    """Adapt the loss scale after a step; return the result with the scale that the step had."""
+    used = loss_scale.value
+    overflowed = loss_scale.can_fix_overflow(
+        loss_finite=math.isfinite(result.loss), norm_finite=math.isfinite(result.grad_norm)
+    )
     loss_scale.update_scale(overflowed=overflowed)
-    return replace(result, loss_scale=factor, overflowed=overflowed)
+    return replace(result, loss_scale=used, overflowed=overflowed)
 
 
 def sum_step_scalars(executor: PipelineExecutor, scalars: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the step's scalars of all ranks by one all-reduce.
 
     Args:
-        scalars: fp64 [2 + n]: sums of losses, which tensor ranks have alike, and numbers that no two ranks have alike.
+        scalars: fp64 [2 + n]: two sums of losses, which tensor ranks have in common, and n numbers of each rank alone.
 
     Returns:
         `scalars`, and the routers' loads as in `tabulate_expert_loads`.
     """
-    groups, table = (
-        executor.parallel_groups,
-        tabulate_expert_loads(executor.loads, executor.model_config, scalars.device),
-    )
+    groups = executor.parallel_groups
+    loads = tabulate_expert_loads(executor.loads, executor.model_config, scalars.device)
     if groups.tp.rank > 0:
         scalars[:2] = 0.0
-    joined = torch.cat([scalars, table.flatten()])
+    joined = torch.cat([scalars, loads.flatten()])
     all_reduce(joined, groups.world)
-    return joined[: len(scalars)], joined[len(scalars) :].view_as(table)
+    return joined[: len(scalars)], joined[len(scalars) :].view_as(loads)
 
 
-def update_router_biases(executor: PipelineExecutor, table: Tensor) -> None:
+def update_router_biases(executor: PipelineExecutor, loads: Tensor) -> None:
     """Update the selection biases of trainable routers by the step's loads over all ranks, [layers, 6 + E]."""
     if executor.model_config.moe is not None:
         modules = (module for stage in executor.stages.values() for module in stage.modules())
-        layers = list_expert_layers(executor.model_config)
-        update_selection_bias(
-            [module for module in modules if isinstance(module, ExpertRouter) and is_trainable(module.weight)],
-            table[:, SUMS:],
-            layers,
-        )
-
-
-def count_step_tokens(batch: StepBatch, mtp_layers: int, groups: ParallelGroups) -> list[float]:
-    """Return the tokens of a step whose loss counts, over all data ranks, then those of each of `mtp_layers` MTP
-    layers; for samples of two segments, the number of samples comes last.
-
-    Summed in host memory, before the first step; those of the next one ride with the numbers of the step before it.
-    """
-    counts = torch.tensor(count_local_tokens(batch, mtp_layers, groups), dtype=torch.float64)
-    all_reduce(counts, groups.world)
-    return counts.tolist()
-
-
-def count_local_tokens(batch: StepBatch | None, mtp_layers: int, groups: ParallelGroups) -> list[float]:
-    """Return this rank's part of `count_step_tokens` from host-side masks; among ranks with the same samples only the
-    first counts.
-    """
-    pairs = [] if batch is None or batch.pair_labels is None else [float(len(batch.pair_labels))]
-    if batch is None or any(group.rank for group in (groups.tp, groups.cp, groups.pp)):
-        return [0.0] * (1 + mtp_layers + len(pairs))
-    weights = [batch.loss_weights, *(mtp_label_weights(batch, k + 1) for k in range(mtp_layers))]
-    return [*(float(each.sum(dtype=np.float64)) for each in weights), *pairs]
+        routers = [module for module in modules if isinstance(module, ExpertRouter) and is_trainable(module.weight)]
+        update_selection_bias(routers, loads[:, SUMS:], list_expert_layers(executor.model_config))
 
 
 def normalize_mtp_weights(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
     """Return the batches with the weights of MTP labels, or of segment pairs, scaled so that their losses become a mean
     of means.
 
-    Of D layers that predict further tokens, one's tokens weigh `tokens[0]` / (D its tokens of all micro-batches and data
-    ranks): the sum of all, divided by `tokens[0]` as the next tokens' is, is then the mean over the layers of their means.
+    With D MTP layers, the weights of layer d are multiplied by `tokens[0]` / (D `tokens[d]`). The sum of all, divided by
+    `tokens[0]` as the next-token loss is, is then the mean over the layers of their mean losses.
     """
-    step, *ahead = tokens
-    factors = [step / (len(ahead) * max(count, 1.0)) for count in ahead]
+    step, *counts = tokens
+    factors = [step / (len(counts) * max(count, 1.0)) for count in counts]
     if batches[0].segment_order is not None and factors:
-        return [
-            replace(
-                b,
-                segment_order=b.segment_order
-                and replace(b.segment_order, weights=b.segment_order.weights * factors[0]),
-            )
-            for b in batches
-        ]
+        return [_scale_segment_order(batch, factors[0]) for batch in batches]
     return [
         replace(b, mtp_targets=[replace(a, weights=a.weights * f) for a, f in zip(b.mtp_targets, factors, strict=True)])
         for b in batches
     ]
+
+
+def _scale_segment_order(batch: MicroBatch, factor: float) -> MicroBatch:
+    pairs = batch.segment_order
+    return replace(batch, segment_order=pairs and replace(pairs, weights=pairs.weights * factor))

@@ -2,138 +2,62 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch.distributed.distributed_c10d import Store
+from torch import Tensor
 
 from mega_common.progress_logging import logger
-from mega_data.batch_loader import BatchLoader, StepBatch
-from mega_data.blended_dataset import BlendedDataset
-from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
+from mega_data.batch_loader import StepBatch
+from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.job.corruption_check import CorruptionCheck
 from mega_trainer.job.error_translation import translate_errors
+from mega_trainer.job.garbage_collection import GarbageCollection
 from mega_trainer.job.hang_watchdog import HangWatchdog
 from mega_trainer.job.layer_norms import compute_layer_norms
-from mega_trainer.job.memory_checkpoint import MemoryCheckpoint
 from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel
-from mega_trainer.job.phase_timer import PhaseTimer, time_data_waits
-from mega_trainer.job.profiler import StepProfiler
+from mega_trainer.job.phase_timer import time_data_waits
 from mega_trainer.job.rollback import UnskippedSamples
 from mega_trainer.job.step_replay import collect_provenance
-from mega_trainer.job.stop_conditions import RunLimits
+from mega_trainer.job.step_result import StepResult, StepScalars
 from mega_trainer.job.training_guard import StopSignalHandler
-from mega_trainer.launch.local_ranks import RankInfo
-from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.optim.gradient_clipping import gradient_clip_factor
-from mega_trainer.pipeline.executor import PipelineExecutor
-from mega_trainer.plan.memory_advice import MemoryNeeds
 from mega_trainer.run.build_components import compute_dtype
-from mega_trainer.run.train_state import CheckpointSaver, TrainState
-from mega_trainer.run.train_step import StepResult, train_step
-from mega_trainer.run.validation import evaluate_losses
-
-
-class GarbageCollection:
-    """Restricts Python's garbage collection in a `with` block to the end of each `every`-th step; 0 leaves it to
-    Python.
-
-    What is there at the start is taken to stay, and not looked at again.
-    """
-
-    def __init__(self, every: int) -> None:
-        self._every, self._was_on = every, gc.isenabled()
-
-    def __enter__(self) -> GarbageCollection:
-        if self._every:
-            gc.collect()
-            gc.freeze()
-            gc.disable()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._every:
-            gc.unfreeze()
-            if self._was_on:
-                gc.enable()
-
-    def collect_after_step(self, step: int) -> None:
-        """Collect garbage if it is due after this step."""
-        if self._every and step % self._every == 0:
-            gc.collect()
-
+from mega_trainer.run.train_state import CheckpointSaver
+from mega_trainer.run.train_step import StepHooks, train_step
+from mega_trainer.run.training_context import TrainingContext
+from mega_trainer.run.validation import run_validation
 
 T = TypeVar("T")
 
-TaskScorer = Callable[
-    [PipelineExecutor], Mapping[str, float]
-]  # numbers that say how good a model is, for metrics.jsonl
 
-
-@dataclass(frozen=True)
-class TrainingContext:
-    """Everything the training loop needs on this rank."""
-
-    state: TrainState
-    executor: PipelineExecutor
-    train_data: BlendedDataset
-    valid_data: BlendedDataset | None
-    device: torch.device
-    phases: PhaseTimer
-    profiler: StepProfiler
-    limits: RunLimits
-    ranks: RankInfo
-    memory_needs: Callable[[], MemoryNeeds]
-    store: Store | None
-    memory: MemoryCheckpoint | None
-    scorer: TaskScorer | None
-    predicted_seconds: float | None
-    objective: TrainingObjective
-    valid_objective: TrainingObjective
-
-    @property
-    def loader_factory(self) -> Callable[..., BatchLoader]:
-        """Factory of loaders for this data rank's share of some samples."""
-        dp = self.executor.parallel_groups.dp
-        return partial(BatchLoader, seq_length=self.state.config.data.seq_length, dp_rank=dp.rank, dp_size=dp.size)
-
-    def make_micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
-        """Return the micro-batches of a batch, on the device."""
-        return list(split_micro_batches(batch, self.state.config, self.device, self.executor.parallel_groups.cp))
-
-    def make_validation_batches(self, batch: StepBatch) -> Sequence[MicroBatch]:
-        """Return the micro-batches of a validation batch, with objective-specific targets."""
-        return self.valid_objective.prepare_micro_batches(batch, self.make_micro_batches(batch))
-
-
-def run_training_loop(job: TrainingContext) -> str | None:
+def run_training_loop(context: TrainingContext) -> str | None:
     """Run the remaining steps; return the reason for an early stop, else None.
 
     Raises:
-        RollBack: when the run's policy for a bad step is to go back.
+        RollbackRequested: when the run's policy for a bad step is to return to an earlier checkpoint.
     """
-    state, ranks, config = job.state, job.ranks, job.state.config
-    speed = UtilizationModel.for_run(config, job.device, compute_dtype(config), ranks.world_size)
-    made_with = collect_provenance(ranks.world_size, job.train_data.fingerprint) if not ranks.rank else None
+    state, ranks, config = context.state, context.ranks, context.state.config
+    utilization = UtilizationModel.for_run(config, context.device, compute_dtype(config), ranks.world_size)
+    is_leader = ranks.rank == 0
+    provenance = collect_provenance(ranks.world_size, context.train_data.fingerprint) if is_leader else None
     with (
-        translate_errors(ranks.rank, lambda: f"step {state.step + 1}", job.memory_needs),
-        hang_watchdog(job),
-        StopSignalHandler() as stop,
-        CheckpointSaver(config, made_with) as saver,
+        translate_errors(ranks.rank, lambda: f"step {state.step + 1}", context.memory_needs),
+        hang_watchdog(context),
+        StopSignalHandler() as stop_signal,
+        CheckpointSaver(config, provenance) as saver,
         GarbageCollection(config.train.gc_every) as garbage,
-        MetricsLogger(config, speed, state.step, state.consumed_samples, writes=not ranks.rank) as metrics,
+        MetricsLogger(config, utilization, state.step, state.consumed_samples, writes=is_leader) as metrics,
     ):
-        reason = TrainingLoop(job, stop, saver, garbage, metrics).run_steps()
-    world = job.executor.parallel_groups.world
-    all_reduce(torch.zeros(1), world)  # leave together: a launcher ends the others soon after the first one
+        reason = TrainingLoop(context, stop_signal, saver, garbage, metrics).run_steps()
+    # all ranks leave together: a launcher ends the others soon after the first one
+    all_reduce(torch.zeros(1), context.executor.parallel_groups.world)
     return reason
 
 
@@ -142,151 +66,208 @@ class TrainingLoop:
 
     def __init__(
         self,
-        job: TrainingContext,
-        stop: StopSignalHandler,
+        context: TrainingContext,
+        stop_signal: StopSignalHandler,
         saver: CheckpointSaver,
         garbage: GarbageCollection,
         metrics: MetricsLogger,
     ) -> None:
-        self._job, self._stop, self._saver, self._garbage, self._metrics = job, stop, saver, garbage, metrics
-        self._state, self._config, self._executor = job.state, job.state.config, job.executor
-        self._integrity = CorruptionCheck(self._config.fault, job.executor, job.state.optimizer)
-        self._lr, self._own_lr = self._config.build_lr_curve(), self._config.build_decoupled_lr_curve()
-        self._samples = UnskippedSamples(job.train_data, job.state.skipped_ranges)
-        self._tokens: list[float] = []  # of the next step, as the numbers of the one before tell
+        self._context, self._saver, self._garbage, self._metrics = context, saver, garbage, metrics
+        self._stop_signal = stop_signal
+        self._state, self._config, self._executor = context.state, context.state.config, context.executor
+        self._integrity = CorruptionCheck(self._config.fault, context.executor, context.state.optimizer)
+        self._lr_curve = self._config.build_lr_curve()
+        self._decoupled_lr_curve = self._config.build_decoupled_lr_curve()
+        self._samples = UnskippedSamples(context.train_data, context.state.skipped_ranges)
+        self._next_tokens: Sequence[float] = ()  # of the next step, from the scalars of the step before
 
     def run_steps(self) -> str | None:
         """Run all steps; return the reason for an early stop, else None."""
-        state, phase = self._state, self._job.profiler.time_phase
-        loader = self._job.loader_factory(
+        state, profiler = self._state, self._context.profiler
+        loader = self._context.loader_factory(
             self._samples, global_batch=self._config.batch.batch_size_at, consumed_samples=state.consumed_samples
         )
-        batches = islice(loader, self._config.train.steps - state.step)
-        for batch, following in self._job.profiler.profile_steps(
-            time_data_waits(pair_with_next(batches), phase), state.step + 1
-        ):
+        batches = time_data_waits(
+            pair_with_next(islice(loader, self._config.train.steps - state.step)), profiler.time_phase
+        )
+        for batch, following in profiler.profile_steps(batches, state.step + 1):
             before = state.consumed_samples
             result = self._run_step(batch, following)
             state.advance_step(result)
             self._garbage.collect_after_step(state.step)
-            improves = self._log_step(before, result)
+            scores = self._layer_norms(result) | self._evaluate()
+            self._log_step(before, result, scores)
+            improves = "valid_loss" in scores and state.best.record_validation(state.step, scores["valid_loss"])
             if self._finish_step(result, improves):
                 return self._run_stop_reason(result)
         return None
 
     def _run_step(self, batch: StepBatch, following: StepBatch | None) -> StepResult:
-        state, objective = self._state, self._job.objective
-        tokens = self._tokens if self._tokens and self._tokens[0] else objective.count_step_terms(batch)
-        coming = objective.count_local_terms(following)
-        self._integrity.check_before_step(state.step + 1, self._first_rank_batches)
-
-        def extra_scalars() -> list[float]:  # what all ranks are told beside the loss
-            asked, terminated = self._stop_reason(state.step + 1), self._stop.name == "SIGTERM"
-            return [asked is not None, terminated, self._saver.has_failed, self._count_images(batch), *coming]
-
+        context, consumed = self._context, self._state.consumed_samples
+        known = self._next_tokens and self._next_tokens[0]
+        tokens = self._next_tokens if known else context.objective.count_step_terms(batch)
+        hooks = LoopStepHooks(
+            context,
+            self._stop_signal,
+            self._saver,
+            self._integrity,
+            batch,
+            context.objective.count_local_terms(following),
+        )
+        self._integrity.check_before_step(self._state.step + 1, self._first_rank_batches)
         result = train_step(
-            self._executor, state.optimizer, objective.prepare_micro_batches(batch, self._job.make_micro_batches(batch)), tokens=tokens,
-            lr=self._lr(state.consumed_samples), decoupled_lr=self._decoupled_lr(state.consumed_samples),
-            clip=self._config.optimizer.clip_grad, loss_scale=state.loss_scale, extra_scalars=extra_scalars, accepts_loss=self._accepts_loss,
-            measure_losses=objective.measure_losses,
-        )  # fmt: skip
-        _, _, _, _, *self._tokens = result.extra_scalars
+            self._executor,
+            self._state.optimizer,
+            context.make_training_batches(batch),
+            tokens=tokens,
+            lr=self._lr_curve(consumed),
+            decoupled_lr=self._decoupled_lr(consumed),
+            clip=self._config.optimizer.clip_grad,
+            loss_scale=self._state.loss_scale,
+            hooks=hooks,
+        )
+        self._next_tokens = result.scalars.next_tokens
         return result
 
-    def _count_images(self, batch: StepBatch) -> float:
-        """Return the images of this rank's samples in units of squares or by features, divided among the ranks with the
-        same samples.
-        """
-        groups, vision = self._executor.parallel_groups, self._config.model.vision
-        shapes = [each.shape for one in batch.images if one is not None for each in one.pixels]
-        squares = vision.count_total_features(shapes) / vision.features_per_square if vision else 0
-        return squares * groups.dp.size / groups.world.size
-
     def _decoupled_lr(self, consumed: int) -> float | None:
-        return None if self._own_lr is None else self._own_lr(consumed)
-
-    def _accepts_loss(self, loss: float) -> bool:
-        """Check integrity just before an update, and return whether the guard accepts the loss."""
-        self._integrity.check_before_update(self._state.step + 1)
-        return self._state.guard.accepts_loss(loss)
+        return None if self._decoupled_lr_curve is None else self._decoupled_lr_curve(consumed)
 
     def _first_rank_batches(self) -> list[MicroBatch]:
         """Return the micro-batches of data rank 0 for the next step."""
-        first = self._job.loader_factory(
-            self._samples, global_batch=self._config.batch.batch_size_at, consumed_samples=self._state.consumed_samples,
-            dp_rank=0, prefetch=0,
-        )  # fmt: skip
-        return self._job.make_micro_batches(next(iter(first)))
-
-    def _stop_reason(self, step: int) -> str | None:
-        """Return the reason for this rank to end after a step, or None."""
-        return self._stop.name or self._job.limits.reached_limit(step)
-
-    def _log_step(self, before: int, result: StepResult) -> bool:
-        """Log a finished step that began after `before` samples; return whether its validation loss is the lowest so
-        far.
-        """
-        job, state, config = self._job, self._state, self._config
-        improves, scores = (
-            False,
-            {**job.objective.metrics(result.objective_metrics, result.tokens), **self._layer_norms(result)},
+        first = self._context.loader_factory(
+            self._samples,
+            global_batch=self._config.batch.batch_size_at,
+            consumed_samples=self._state.consumed_samples,
+            dp_rank=0,
+            prefetch=0,
         )
-        if job.valid_data is not None and config.is_due(state.step, config.train.eval_every):
-            scores |= run_validation(job, job.valid_data)
-            improves = state.best.record_validation(state.step, scores["valid_loss"])
-        if job.scorer is not None and config.is_due(state.step, config.eval.every):
-            with job.profiler.time_phase("evaluate"):
+        return self._context.make_micro_batches(next(iter(first)))
+
+    def _evaluate(self) -> dict[str, float]:
+        """Return the validation losses and task scores that are due after this step."""
+        context, config, state = self._context, self._config, self._state
+        scores: dict[str, float] = {}
+        if context.valid_data is not None and config.is_due(state.step, config.train.eval_every):
+            scores |= run_validation(context, context.valid_data)
+        if context.scorer is not None and config.is_due(state.step, config.eval.every):
+            with context.profiler.time_phase("evaluate"):
                 state.optimizer.wait_for_params()
-                scores |= job.scorer(self._executor)
+                scores |= context.scorer(self._executor)
+        return scores
+
+    def _log_step(self, before: int, result: StepResult, scores: Mapping[str, float]) -> None:
+        """Log a finished step that began after `before` samples."""
+        context, skipped = self._context, self._state.skipped_ranges
         self._metrics.log_step(
-            state.step, state.consumed_samples, self._lr(before), result, decoupled_lr=self._decoupled_lr(before),
-            images=round(result.extra_scalars[3], 2) if config.model.vision else None,
-            mtp_loss=result.mtp_loss, pair_loss=result.pair_loss, loss_scale=result.loss_scale, predicted_seconds=job.predicted_seconds, **result.routing, **scores,
-            epochs=lambda consumed: job.train_data.count_epochs_by_path(state.skipped_ranges.data_position(consumed)), phases=job.phases.take_durations(),
-        )  # fmt: skip
-        return improves
+            self._state.step,
+            self._state.consumed_samples,
+            self._lr_curve(before),
+            result,
+            phases=context.phases.take_durations(),
+            epochs=lambda consumed: context.train_data.count_epochs_by_path(skipped.data_position(consumed)),
+            decoupled_lr=self._decoupled_lr(before),
+            images=round(result.scalars.images, 2) if self._config.model.vision else None,
+            mtp_loss=result.mtp_loss,
+            pair_loss=result.pair_loss,
+            loss_scale=result.loss_scale,
+            predicted_seconds=context.predicted_seconds,
+            **result.routing,
+            **context.objective.metrics(result.objective_metrics, result.tokens),
+            **scores,
+        )
 
     def _layer_norms(self, result: StepResult) -> dict[str, float]:
         """Return the layer norms if they are due; a step without an update has none."""
         every, clip = self._config.debug.layer_norms_every, self._config.optimizer.clip_grad
         if not every or self._state.step % every or not result.updated:
             return {}
-        clipped = gradient_clip_factor(result.grad_norm, clip)
-        return compute_layer_norms(
-            self._state.optimizer, self._config.model, self._executor.parallel_groups.world, clipped
-        )
+        clip_factor = gradient_clip_factor(result.grad_norm, clip)
+        world = self._executor.parallel_groups.world
+        return compute_layer_norms(self._state.optimizer, self._config.model, world, clip_factor)
 
     def _finish_step(self, result: StepResult, improves: bool) -> bool:
         """Check integrity and save if due; return whether this was the last step."""
-        stopping, _, failed, *_ = result.extra_scalars
-        state, settings = self._state, self._config.checkpoint
-        if failed:
+        state, settings, stopping = self._state, self._config.checkpoint, bool(result.scalars.stop_requested)
+        if result.scalars.save_failed:
             self._saver.wait_for_save()
-        saves = bool(stopping) or state.is_finished or self._config.is_due(state.step, settings.every)
+        saves = stopping or state.is_finished or self._config.is_due(state.step, settings.every)
         saves = saves or (improves and settings.best)
         self._integrity.check_after_step(state.step, saves=saves)
         self._save_memory_copy()
         if stopping:
-            logger.info("asked to end: saving step %d (Ctrl-C once more ends at once, without)", state.step)
+            logger.info(
+                "stop requested: saving step %d (press Ctrl-C again to end at once, without saving)", state.step
+            )
         if saves:
-            with self._job.profiler.time_phase("save"):
+            with self._context.profiler.time_phase("save"):
                 self._saver.save_checkpoint(state)
-        return bool(stopping) or state.is_finished
+        return stopping or state.is_finished
 
     def _save_memory_copy(self) -> None:
         """Copy the state to host memory if due."""
-        state, settings, memory = self._state, self._config, self._job.memory
-        if memory is None or state.step % settings.checkpoint.memory_every or state.step >= settings.train.steps:
+        state, config, memory = self._state, self._config, self._context.memory
+        if memory is None or state.step % config.checkpoint.memory_every or state.step >= config.train.steps:
             return
-        with self._job.profiler.time_phase("save"):
+        with self._context.profiler.time_phase("save"):
             memory.save_copies(state.step, state.checkpoint_tensors(), state.checkpoint_state())
 
     def _run_stop_reason(self, result: StepResult) -> str | None:
         """Return the reason for an early stop after this step, or None if the run is complete."""
-        stopping, terminated, *_ = result.extra_scalars
-        if not stopping:
+        if not result.scalars.stop_requested:
             return None
-        return "SIGTERM" if terminated else self._stop_reason(self._state.step) or "a signal or limit of another rank"
+        if result.scalars.terminated:
+            return "SIGTERM"
+        reason = self._stop_signal.name or self._context.limits.reached_limit(self._state.step)
+        return reason or "a signal or limit of another rank"
+
+
+@dataclass(frozen=True)
+class LoopStepHooks(StepHooks):
+    """Hooks of one step of the training loop: objective metrics, the scalars of this rank, and the checks before an
+    update.
+    """
+
+    context: TrainingContext
+    stop_signal: StopSignalHandler
+    saver: CheckpointSaver
+    integrity: CorruptionCheck
+    batch: StepBatch
+    next_tokens: Sequence[float]
+
+    @property
+    def _step(self) -> int:
+        return self.context.state.step + 1
+
+    def measure_losses(self, sums: Tensor) -> Tensor:
+        """Append the objective's metrics."""
+        return self.context.objective.measure_losses(sums)
+
+    def local_scalars(self) -> StepScalars:
+        """Return the requests to stop, a failed save, the images of this step and the tokens of the next."""
+        stops = self.stop_signal.name or self.context.limits.reached_limit(self._step)
+        return StepScalars(
+            stop_requested=stops is not None,
+            terminated=self.stop_signal.name == "SIGTERM",
+            save_failed=self.saver.has_failed,
+            images=self._count_images(),
+            next_tokens=self.next_tokens,
+        )
+
+    def accepts_loss(self, loss: float) -> bool:
+        """Check integrity just before an update, and return whether the guard accepts the loss."""
+        self.integrity.check_before_update(self._step)
+        return self.context.state.guard.accepts_loss(loss)
+
+    def _count_images(self) -> float:
+        """Return the images of this rank's samples in units of squares or by features, divided among the ranks with the
+        same samples.
+        """
+        groups, vision = self.context.executor.parallel_groups, self.context.state.config.model.vision
+        if vision is None:
+            return 0.0
+        shapes = [pixels.shape for images in self.batch.images if images is not None for pixels in images.pixels]
+        squares = vision.count_total_features(shapes) / vision.features_per_square
+        return squares * groups.dp.size / groups.world.size
 
 
 def pair_with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
@@ -299,29 +280,17 @@ def pair_with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
         item = following
 
 
-@torch.no_grad()
-def run_validation(job: TrainingContext, data: BlendedDataset) -> dict[str, float]:
-    """Return the mean loss and the objective's further metrics over the first `eval_steps` global batches of the
-    validation set, equal at every call, under their metrics.jsonl names.
-    """
-    config, executor = job.state.config, job.executor
-    batches = islice(job.loader_factory(data, global_batch=config.batch.global_), config.train.eval_steps)
-    with executor.evaluation_mode(), executor.phase("evaluate"):
-        loss, *figures = evaluate_losses(
-            executor, map(job.make_validation_batches, batches), job.valid_objective.validation_totals
-        )
-    return {
-        "valid_loss": loss,
-        **{f"valid_{name}": value for name, value in job.valid_objective.metrics(figures).items()},
-    }
-
-
-def hang_watchdog(job: TrainingContext) -> AbstractContextManager[object]:
+def hang_watchdog(context: TrainingContext) -> AbstractContextManager[object]:
     """Return the watchdog over the ranks, or a null context for a single rank."""
-    if job.store is None:
+    if context.store is None:
         return nullcontext()
-    state, ranks = job.state, job.ranks
-    seconds, output = state.config.timeout_seconds, Path(state.config.output)
+    state, ranks = context.state, context.ranks
     return HangWatchdog(
-        job.store, ranks.rank, ranks.world_size, lambda: state.step + 1, lambda: job.phases.current, seconds, output
+        context.store,
+        ranks.rank,
+        ranks.world_size,
+        lambda: state.step + 1,
+        lambda: context.phases.current,
+        state.config.timeout_seconds,
+        Path(state.config.output),
     )

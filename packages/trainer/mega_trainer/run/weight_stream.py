@@ -21,20 +21,19 @@ from mega_trainer.run.train_state import collect_weights
 
 NamedTensors = list[tuple[str, Tensor]]
 PlannedTensor = tuple[str, torch.dtype, TensorShape, Callable[[Tensor], None]]
-ALIGNMENT = 16  # bytes: of the places of tensors of any dtype in a bucket
+ALIGNMENT = 16  # bytes, of the tensors in a bucket
 
 
 class RankShareSource:
-    """`WeightSource` of this rank's share of the weights that the ranks of `world` hold, with zeros elsewhere.
+    """`WeightSource` of this rank's share of the weights, with zeros elsewhere. Construction is a collective call.
 
-    Each element is one rank's: of all ranks' shares the largest bytes are the weights. Making a source is a collective call.
+    Each element belongs to one rank, so the bytewise maximum over all ranks' shares is the weights.
 
     Args:
-        model: what the weights are of.
         stages: this rank's parts of the model.
         world: all ranks.
-        device: of the weights.
-        asset_files: files that travel with the weights, as in `Source`.
+        device: of the returned tensors.
+        assets: files that travel with the weights, as in `WeightSource`.
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class RankShareSource:
     ) -> None:
         self.model, self.device, self.world, self._assets = model, device, world, assets
         self._shapes = canonical_tensors(model)
-        self._held = collect_weights(stages, computed=True, to_save=True)  # of each element one rank has a share
-        own = {name: sharded.boxes[0].tensor.dtype for name, sharded in self._held.items() if sharded.boxes}
-        everyone: list[dict[str, torch.dtype]] = [own] * world.size
+        self._shares = collect_weights(stages, computed=True, to_save=True)  # each element on one rank
+        own = {name: sharded.boxes[0].tensor.dtype for name, sharded in self._shares.items() if sharded.boxes}
+        by_rank: list[dict[str, torch.dtype]] = [own] * world.size
         if world.size > 1:
-            dist.all_gather_object(everyone, own, group=world.process_group)
-        self._dtypes = {name: dtype for each in everyone for name, dtype in each.items()}
+            dist.all_gather_object(by_rank, own, group=world.process_group)
+        self._dtypes = {name: dtype for dtypes in by_rank for name, dtype in dtypes.items()}
 
     def tensor_names(self) -> Sequence[str]:
         """Return the canonical names, in the order of the forward pass."""
@@ -80,7 +79,7 @@ class RankShareSource:
     def copy_slab(self, slab: TensorSlice, out: Tensor) -> None:
         """Copy this rank's share of a slab into a tensor of its shape, cast to that tensor's dtype."""
         out.zero_()
-        for box in self._held[slab.name].boxes if slab.name in self._held else ():
+        for box in self._shares[slab.name].boxes if slab.name in self._shares else ():
             copy_overlap(TensorBox(slab.offset, out), box)
 
     def buffer_names(self) -> Sequence[str]:
@@ -88,7 +87,7 @@ class RankShareSource:
         return []
 
     def read_buffer(self, name: str) -> Tensor:
-        """Raise `KeyError`, as there are no buffers."""
+        """Raise `KeyError`: this source has no buffers."""
         raise KeyError(name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
@@ -101,27 +100,27 @@ def stream_weight_buckets(
 ) -> Iterator[NamedTensors]:
     """Yield all weights under their HuggingFace names, several at a time, in the order of an exported folder's files.
 
-    The tensors of a bucket lie in one piece of memory, which one collective call makes whole.
+    The tensors of a bucket share one allocation, which one collective call completes.
 
     Args:
         source: the weights.
-        size: most bytes of a bucket; a tensor that is larger comes alone.
+        size: largest bytes of a bucket; a larger tensor gets a bucket of its own.
         family: `model_type` whose names to use; None chooses as an export does.
         dtype: to cast floating-point weights to.
 
     Raises:
-        CheckpointError: when no family, or not the one asked for, has all of the model.
+        CheckpointError: when no family, or not the given one, supports the whole model.
     """
     plan = plan_hf_folder(source, family=family, dtype=dtype)
     waiting: list[PlannedTensor] = []
-    room = size
+    free = size
     for planned in tensor_fillers(plan, source.copy_slab):
         nbytes = _planned_bytes(planned)
-        if waiting and nbytes > room:
+        if waiting and nbytes > free:
             yield _gather_bucket(source, waiting)
-            waiting, room = [], size
+            waiting, free = [], size
         waiting.append(planned)
-        room -= nbytes
+        free -= nbytes
     if waiting:
         yield _gather_bucket(source, waiting)
 
@@ -132,12 +131,12 @@ def _planned_bytes(planned: PlannedTensor) -> int:
 
 
 def _gather_bucket(source: RankShareSource, planned: Sequence[PlannedTensor]) -> NamedTensors:
-    sizes = [-(-_planned_bytes(one) // ALIGNMENT) * ALIGNMENT for one in planned]
+    sizes = [-(-_planned_bytes(tensor) // ALIGNMENT) * ALIGNMENT for tensor in planned]
     memory, bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=source.device), NamedTensors()
-    for (name, dtype, shape, fill), place in zip(planned, torch.split(memory, sizes), strict=True):
-        tensor = place[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+    for (name, dtype, shape, fill), part in zip(planned, torch.split(memory, sizes), strict=True):
+        tensor = part[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
         fill(tensor)
         bucket.append((name, tensor))
-    # by bytes, for -0.0 + 0.0 has not the bits of the former; of bytes of which one is not zero the largest is it
+    # a sum would turn -0.0 into 0.0; of the bytes of all ranks at most one is not zero, so the maximum is exact
     all_reduce(memory, source.world, "max")
     return bucket

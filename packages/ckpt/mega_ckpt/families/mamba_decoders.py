@@ -1,7 +1,6 @@
-"""Mamba-2 hybrids with attention in a few layers: Granite 4 (IBM), with shared and routed experts, and Bamba (IBM,
-Princeton, CMU, UIUC), with an MLP in all layers.
-
-Without experts that one is the whole feed-forward block.
+"""Decoders of Mamba-2 layers (arXiv:2405.21060). Mamba-2 in every layer: Codestral Mamba, and converted models of
+state-spaces. Hybrids with attention in a few layers: Granite 4 (IBM), with shared and routed experts or an MLP, and
+Bamba (IBM, Princeton, CMU, UIUC), with an MLP in all layers.
 """
 
 from __future__ import annotations
@@ -9,23 +8,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.common_entries import DECODER, decoder_entries
 from mega_ckpt.families.config_entries import (
+    DECODER,
+    TIED,
+    AllowedValuesEntry,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
     HeadsEntry,
     HfConfigDict,
     KeyEntry,
+    decoder_entries,
     layer_indices,
+    split_words,
 )
-from mega_ckpt.families.disk_layouts import TensorRule
+from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.granite import MOE_RULES, MULTIPLIERS
 from mega_ckpt.families.hybrid_entries import (
     MAMBA,
     NO_WINDOW,
+    MambaSectionEntry,
     OptionalRopeEntry,
+    TimeStepLimitEntry,
+    UnusedFieldsEntry,
     check_layer_mixers,
     mamba_tensor_rules,
     mixer_names,
@@ -35,7 +41,6 @@ from mega_ckpt.families.moe_entries import MoeInLayerPatternEntry, MoeSectionEnt
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_common.model_config import ModelConfig
 
-_LAYER = "model.layers.{i}"
 _EXPERTS = MoeSectionEntry(
     (
         *router_entries("num_local_experts", top_k=2, normalize=True, experts=8),
@@ -72,20 +77,20 @@ class GraniteLayersEntry:
             width = model.ffn_hidden_size
             return {**out, "num_local_experts": 0, "intermediate_size": width, "shared_intermediate_size": width}
         if feeds != {"moe"} or model.moe is None or not model.moe.shared_ffn_hidden_size:
-            raise ConfigMismatchError("every layer must have experts and one for all tokens, or none must")
+            raise ConfigMismatchError("layers must all have experts and a shared expert, or none may have experts")
         return {**out, **_EXPERTS.write_config_keys(model)}
 
 
 def _shared_mlp(module: str) -> tuple[TensorRule, ...]:
-    parts = tuple(f"{_LAYER}.{module}.{name}_proj.weight" for name in ("gate", "up"))
-    down = f"{_LAYER}.{module}.down_proj.weight"
-    shared = f"{_LAYER}.shared_mlp"
+    parts = tuple(f"{LAYER}.{module}.{name}_proj.weight" for name in ("gate", "up"))
+    down = f"{LAYER}.{module}.down_proj.weight"
+    shared = f"{LAYER}.shared_mlp"
     return TensorRule(f"{shared}.input_linear.weight", parts), TensorRule(f"{shared}.output_linear.weight", (down,))
 
 
 _ENTRIES: tuple[ConfigEntry, ...] = tuple(
     entry for entry in DECODER if not entry.covered_fields & {"ffn_hidden_size", "position"}
-)  # which are said otherwise here
+)  # covered by other entries
 
 GRANITE_MOE_HYBRID = ModelFamily(
     name="granitemoehybrid",
@@ -101,7 +106,7 @@ GRANITE_MOE_HYBRID = ModelFamily(
         *NO_WINDOW,
         FixedFieldsEntry({"qk_norm": False, "mlp_bias": False}),
     ),
-    rules=(*mamba_tensor_rules(f"{_LAYER}.mamba"), *MOE_RULES, *_shared_mlp("mlp"), *_shared_mlp("mlp.shared_expert")),
+    rules=(*mamba_tensor_rules(f"{LAYER}.mamba"), *MOE_RULES, *_shared_mlp("mlp"), *_shared_mlp("mlp.shared_expert")),
     carried=frozenset({"normalization_function", "init_method"}),
 )
 
@@ -119,14 +124,14 @@ class AttentionLayersEntry:
         mixers = ["attention" if layer in at else "mamba" for layer in layers]
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
         if kinds and parse_mixer_names(kinds, "mamba", layers) != mixers:
-            raise ConfigMismatchError(f"layer_types and attn_layer_indices = {at!r} must say the same")
+            raise ConfigMismatchError(f"layer_types conflicts with attn_layer_indices = {at!r}")
         return {"layers": [f"{mixer}+mlp" for mixer in mixers]}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
         """Return the indices of the attention layers."""
         mixers = check_layer_mixers(model, "mamba")
         if model.moe is not None:
-            raise ConfigMismatchError("moe must be None")
+            raise ConfigMismatchError("moe must be null")
         return {"attn_layer_indices": [layer for layer, mixer in enumerate(mixers) if mixer == "attention"]}
 
 
@@ -145,14 +150,80 @@ BAMBA = ModelFamily(
         FixedFieldsEntry({"qk_norm": False}),
     ),
     rules=(
-        *mamba_tensor_rules(f"{_LAYER}.mamba"),
-        TensorRule(f"{_LAYER}.pre_ff_layernorm.weight", (f"{_LAYER}.post_attention_layernorm.weight",)),
+        *mamba_tensor_rules(f"{LAYER}.mamba"),
+        TensorRule(f"{LAYER}.pre_ff_layernorm.weight", (f"{LAYER}.post_attention_layernorm.weight",)),
         *(
-            TensorRule(f"{_LAYER}.feed_forward.{name}_proj.{kind}", (f"{_LAYER}.mlp.{name}_proj.{kind}",))
-            for name in ("gate", "up", "down")
-            for kind in ("weight", "bias")
+            rule
+            for name in ("gate_proj", "up_proj", "down_proj")
+            for rule in weight_bias_rules(f"{LAYER}.feed_forward.{name}", f"{LAYER}.mlp.{name}")
         ),
         TensorRule("model.final_layernorm.weight", ("model.norm.weight",)),
     ),
     carried=frozenset({"num_logits_to_keep", "use_mamba_kernels", "z_loss_coefficient"}),
+)
+
+
+_BACKBONE = "backbone.layers.{i}"
+
+
+@dataclass(frozen=True)
+class MambaLayersEntry:
+    """Mamba-2 in every layer, without a key."""
+
+    covered_keys: frozenset[str] = frozenset({"num_hidden_layers", "layer_types"})
+    covered_fields: frozenset[str] = frozenset({"num_layers", "layers"})
+
+    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+        """Return the layers."""
+        layers = layer_indices({"num_hidden_layers": 64, **raw})
+        return {"num_layers": len(layers), "layers": ["mamba"] * len(layers)}
+
+    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the number of layers, after checking that all are Mamba-2."""
+        if any(kind != ("mamba", None) for kind in model.layer_kinds):
+            raise ConfigMismatchError("layers must all be 'mamba'")
+        return {"num_hidden_layers": model.num_layers}
+
+
+MAMBA2 = ModelFamily(
+    name="mamba2",
+    architecture="Mamba2ForCausalLM",
+    entries=(
+        KeyEntry("vocab_size", "vocab_size"),
+        KeyEntry("hidden_size", "hidden_size"),
+        MambaLayersEntry(),
+        MambaSectionEntry(
+            (
+                KeyEntry("num_heads", "num_heads", 128),
+                KeyEntry("head_dim", "head_dim", 64),
+                KeyEntry("state_size", "state_size", 128),
+                KeyEntry("n_groups", "num_groups", 8),
+                KeyEntry("conv_kernel", "conv_kernel", 4),
+                KeyEntry("chunk_size", "chunk_size", 256),
+                KeyEntry("use_conv_bias", "conv_bias", True),
+                KeyEntry("use_bias", "bias", False),
+                TimeStepLimitEntry(),
+            ),
+            expand="expand",
+        ),
+        KeyEntry("layer_norm_epsilon", "norm_eps", 1e-5),
+        KeyEntry("initializer_range", "init_std", 0.1),
+        TIED,
+        AllowedValuesEntry({"hidden_act": ("silu", "swish")}),
+        *NO_WINDOW,
+        UnusedFieldsEntry({"num_attention_heads": 1, "ffn_hidden_size": "hidden_size", "max_position": 4096}),
+        FixedFieldsEntry({"norm": "rmsnorm", "position": "none"}),
+    ),
+    prefix="backbone.",
+    rules=(
+        TensorRule("backbone.embeddings.weight", ("model.embed_tokens.weight",)),
+        TensorRule(f"{_BACKBONE}.norm.weight", ("model.layers.{i}.input_layernorm.weight",)),
+        *mamba_tensor_rules(f"{_BACKBONE}.mixer"),
+        TensorRule("backbone.norm_f.weight", ("model.norm.weight",)),
+    ),
+    # Initialization of time steps, and the precision of the residual stream.
+    carried=split_words(
+        """rescale_prenorm_residual residual_in_fp32 time_step_rank time_step_min time_step_max time_step_floor rms_norm
+        intermediate_size norm_before_gate num_attention_heads max_position_embeddings"""
+    ),
 )

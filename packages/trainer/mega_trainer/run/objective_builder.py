@@ -36,8 +36,8 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.build_components import build_schedule, build_stages, choose_kernels, make_layer_builder
 from mega_trainer.run.train_state import collect_weights
 
-REFERENCE_FILE = 512  # samples of a file of a reference's
-TEACHER_FILE = 1 << 23  # elements of a file of a teacher's
+REFERENCE_FILE = 512  # samples per cache file of a reference model
+TEACHER_FILE = 1 << 23  # elements per cache file of a teacher
 
 
 def build_objectives(
@@ -48,90 +48,84 @@ def build_objectives(
     training: BlendedDataset,
     valid: BlendedDataset | None,
 ) -> tuple[TrainingObjective, TrainingObjective]:
-    """Build the objective of training and that of validation. A collective call of all ranks.
+    """Build the training and the validation objective. A collective call of all ranks.
 
-    A reference model whose log-probabilities are cached is in memory in this call alone, and only where some are missing.
+    A reference model with cached log-probabilities is loaded only if some are missing, and freed before this returns.
 
     Args:
-        consumed: samples of the training set that are behind.
+        consumed: samples of the training set that the run has already consumed.
 
     Raises:
         CheckpointError: when the reference model cannot be used.
     """
-    kind, usual = config.objective.kind, TrainingObjective(executor.parallel_groups, config.model.mtp_layers)
+    kind, default = config.objective.kind, TrainingObjective(executor.parallel_groups, config.model.mtp_layers)
     if kind == "cross_entropy":
-        return usual, usual
+        return default, default
     if kind == "distill":
-        return DistillationObjective(
-            config, executor, _build_teacher(config, executor.parallel_groups, device, training, consumed)
-        ), usual
+        teacher = _build_teacher(config, executor.parallel_groups, device, training, consumed)
+        return DistillationObjective(config, executor, teacher), default
     if not config.objective.needs_reference:
-        alone = PreferenceObjective(config, executor, device, None)
-        return alone, alone
-    steps, batch = config.train.eval_steps, config.batch.global_
-    samples = range(consumed, config.samples_per_split["train"])
-    wanted = [(training, samples), (valid or training, range(valid is not None and steps * batch))]
-    model = cache(partial(load_reference_model, config, executor.parallel_groups, device))
+        objective = PreferenceObjective(config, executor, device, None)
+        return objective, objective
+    load = cache(partial(load_reference_model, config, executor.parallel_groups, device))
     if config.objective.reference == "live":
-        ours, others = (PreferenceObjective(config, executor, device, LiveReference(model())) for _ in wanted)
-        return ours, others
-    ours, others = (
-        PreferenceObjective(
-            config, executor, device, CachedReference(_cache_reference(config, model, device, data, own))
-        )
-        for data, own in wanted
+        live = LiveReference(load())
+        return PreferenceObjective(config, executor, device, live), PreferenceObjective(config, executor, device, live)
+    steps, batch = config.train.eval_steps, config.batch.global_
+    train_samples = range(consumed, config.samples_per_split["train"])
+    train_cache, valid_cache = (
+        CachedReference(_cache_reference(config, load, device, data, samples))
+        for data, samples in [
+            (training, train_samples),
+            (valid or training, range(valid is not None and steps * batch)),
+        ]
     )
-    return ours, others
+    return (
+        PreferenceObjective(config, executor, device, train_cache),
+        PreferenceObjective(config, executor, device, valid_cache),
+    )
 
 
 def _cache_reference(
-    config: RunConfig, model: Callable[[], PipelineExecutor], device: torch.device, data: BlendedDataset, samples: range
+    config: RunConfig, load: Callable[[], PipelineExecutor], device: torch.device, data: BlendedDataset, samples: range
 ) -> SampleCache:
-    """Return the reference model's cached answer sums of these samples, and compute the missing ones now."""
+    """Return the reference model's cached answer sums of these samples, after computing the missing ones."""
     key = (config.precision, config.objective.kind == "kto")
     files = _open_cache(Path(config.output) / "reference", _reference_path(config), data, *key)
     if files.first_missing_sample(samples.start) < samples.stop:
-        asked = model()
-        precompute_samples(
-            files,
-            partial(collect_reference_sums, asked, config, device),
-            config,
-            asked.parallel_groups,
-            data,
-            samples,
-            REFERENCE_FILE,
-        )
+        reference = load()
+        compute = partial(collect_reference_sums, reference, config, device)
+        precompute_samples(files, compute, config, reference.parallel_groups, data, samples, REFERENCE_FILE)
     return files
 
 
 def _build_teacher(
     config: RunConfig, groups: ParallelGroups, device: torch.device, data: BlendedDataset, consumed: int
 ) -> LiveTeacher | CachedTeacher:
-    """Return the live teacher, or its cached top-k of the run's samples, and compute the missing ones now."""
+    """Return the live teacher, or its cached top-k of the run's samples, after computing the missing ones."""
     objective, samples = config.objective, range(consumed, config.samples_per_split["train"])
     assert objective.teacher is not None
-    told = read_model_config(parse_location(objective.teacher))
-    if told.vocab_size != config.model.vocab_size:
+    model = read_model_config(parse_location(objective.teacher))
+    if model.vocab_size != config.model.vocab_size:
         raise ConfigError(
-            f"objective.teacher = {objective.teacher}: has {told.vocab_size} tokens in its vocabulary, and the model "
-            f"{config.model.vocab_size}",
-            hint="a student learns from a teacher with the same tokenizer",
+            f"objective.teacher = {objective.teacher} must have the model's vocabulary size: it has {model.vocab_size} "
+            f"tokens, the model {config.model.vocab_size}",
+            hint="use a teacher with the model's tokenizer",
         )
     if objective.teacher_logits == "live":
-        return LiveTeacher(load_teacher_model(config, groups, device, told))
+        return LiveTeacher(load_teacher_model(config, groups, device, model))
     folder = Path(objective.cache or Path(config.output) / "teacher")
     files = _open_cache(folder, objective.teacher, data, config.precision, objective.top_k)
     if files.first_missing_sample(samples.start) < samples.stop:
-        live = LiveTeacher(load_teacher_model(config, groups, device, told))
-        together = max(1, TEACHER_FILE // (config.data.seq_length * objective.top_k))
-        precompute_samples(
-            files, partial(collect_teacher_top_k, live, config, device), config, groups, data, samples, together
-        )
+        live = LiveTeacher(load_teacher_model(config, groups, device, model))
+        samples_per_file = max(1, TEACHER_FILE // (config.data.seq_length * objective.top_k))
+        compute = partial(collect_teacher_top_k, live, config, device)
+        precompute_samples(files, compute, config, groups, data, samples, samples_per_file)
     return CachedTeacher(files)
 
 
 def _open_cache(folder: Path, path: str, data: BlendedDataset, *more: object) -> SampleCache:
-    """Return the cache of a model's outputs for a data set, in a folder named by everything that they depend on."""
+    """Return the cache of a model's outputs for a data set, in a folder named by a hash of all their inputs."""
     key = repr((fingerprint_base(path, open_weight_source(path))["digest"], data.fingerprint, *more))
     return SampleCache(folder / xxhash.xxh3_64_hexdigest(key.encode()))
 
@@ -147,14 +141,14 @@ def load_teacher_model(
     """Load the teacher, frozen, in the run's layout.
 
     Raises:
-        ConfigError: when it does not fit that.
+        ConfigError: when the teacher does not fit the run's layout.
     """
     path, raw = config.objective.teacher, config.model_dump(mode="json", by_alias=True)
     assert path is not None
-    its = {"model": model.model_dump(mode="json") | {"mtp_layers": 0}, "objective": {}, "lora": None}
+    changes = {"model": model.model_dump(mode="json") | {"mtp_layers": 0}, "objective": {}, "lora": None}
     layout = {"parallel": {**raw["parallel"], "pipeline_layout": None}}
-    made = RunConfig.parse({**raw, **its, **layout}, source=f"objective.teacher = {path}")
-    executor = _load_frozen_model(made, groups, device, path, DistillationTeacher)
+    teacher_config = RunConfig.parse({**raw, **changes, **layout}, source=f"objective.teacher = {path}")
+    executor = _load_frozen_model(teacher_config, groups, device, path, DistillationTeacher)
     for stage in executor.stages.values():
         assert isinstance(stage, DistillationTeacher)
         stage.count = config.objective.top_k
@@ -164,7 +158,7 @@ def load_teacher_model(
 def _load_frozen_model(
     config: RunConfig, groups: ParallelGroups, device: torch.device, path: str, kind: type[Decoder] | None = None
 ) -> PipelineExecutor:
-    """Load a model for inference in the run's layout, without training it."""
+    """Load a model for inference in the run's layout."""
     plain = config.model_copy(update={"lora": None, "train": config.train.model_copy(update={"freeze": []})})
     leaves, schedule = LeafCompiler(compiled=should_compile(config.compile, device)), build_schedule(plain, groups)
     builder = make_layer_builder(plain, groups, device, choose_kernels(plain, device), leaves)
@@ -172,10 +166,10 @@ def _load_frozen_model(
     for stage in stages.values():
         stage.requires_grad_(False).eval()
     source = open_weight_source(path)
-    if path == config.init_from:  # what the run started from
+    if path == config.init_from:  # the run may have extended its vocabulary
         source = extend_vocabulary(plain, source, find_run_tokenizer(config.data, config.model.vocab_size))
     load_weights(source, collect_weights(stages))
-    logger.info("asking the model of %s", path)
+    logger.info("model %s loaded for inference", path)
     return PipelineExecutor(schedule, stages, groups.pp)
 
 

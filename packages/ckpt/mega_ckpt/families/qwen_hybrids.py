@@ -1,8 +1,9 @@
 """Qwen3-Next: gated delta nets in three of four layers, gated attention in the fourth, many small experts and a gated
-shared one.
+shared one. Qwen3.5, dense and with experts: the text part of a vision-language model, with the layers of Qwen3-Next.
 
-On disk the four parts of a delta net's projection, and the two of its steps, lie one key head after another; so do a head's
-query and gate.
+On disk Qwen3-Next interleaves by key head the four parts of a delta net's projection and the two of its steps, and by
+query head the query and gate projections; Qwen3.5 has plain projections in delta nets. A folder of Qwen3.5 has the
+text model in `text_config` of config.json and in tensors `model.language_model.`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.common_entries import decoder_entries
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
     ConfigEntry,
@@ -20,11 +20,19 @@ from mega_ckpt.families.config_entries import (
     HeadsEntry,
     HfConfigDict,
     KeyEntry,
+    decoder_entries,
     layer_indices,
 )
-from mega_ckpt.families.disk_layouts import TensorRule
+from mega_ckpt.families.disk_layouts import LAYER, ConcatExpertsLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.hybrid_entries import NO_WINDOW, TAPS, check_layer_mixers, mixer_names, parse_mixer_names
+from mega_ckpt.families.hybrid_entries import (
+    CONV1D,
+    NO_WINDOW,
+    UnusedFieldsEntry,
+    check_layer_mixers,
+    mixer_names,
+    parse_mixer_names,
+)
 from mega_ckpt.families.moe_entries import (
     MoeFieldEntry,
     MoeInLayerPatternEntry,
@@ -36,8 +44,7 @@ from mega_ckpt.families.rope_entries import RopeEntry
 from mega_common.layer_kinds import GatedDeltaConfig
 from mega_common.model_config import ModelConfig
 
-_LAYER = "model.layers.{i}"
-_DELTA = f"{_LAYER}.linear_attn"
+_DELTA = f"{LAYER}.linear_attn"
 _SIZES = (
     KeyEntry("linear_num_key_heads", "num_key_heads", 16),
     KeyEntry("linear_num_value_heads", "num_value_heads", 32),
@@ -70,7 +77,7 @@ class DeltaSectionEntry:
 class QwenLayersEntry:
     """Layer kinds: a list of mixers (attention in every n-th layer by default) and the keys about experts.
 
-    `feed` is what every layer has where the family has no keys about it.
+    `feed` is the feed-forward block of every layer; empty: keys of config.json select it.
     """
 
     feed: str = ""
@@ -86,11 +93,10 @@ class QwenLayersEntry:
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
         """Return the kind of each layer."""
         layers, every = layer_indices(raw), raw.get("full_attention_interval", 4)
-        usual = ["full_attention" if every and (layer + 1) % every == 0 else "linear_attention" for layer in layers]
-        mixers = parse_mixer_names(raw.get("layer_types") or usual, "delta", layers)
-        return {
-            "layers": [f"{one}+{feed}" for one, feed in zip(mixers, self._feed_forward_kinds(raw, layers), strict=True)]
-        }
+        default = ["full_attention" if every and (layer + 1) % every == 0 else "linear_attention" for layer in layers]
+        mixers = parse_mixer_names(raw.get("layer_types") or default, "delta", layers)
+        feeds = self._feed_forward_kinds(raw, layers)
+        return {"layers": [f"{mixer}+{feed}" for mixer, feed in zip(mixers, feeds, strict=True)]}
 
     def _feed_forward_kinds(self, raw: HfConfigDict, layers: Sequence[int]) -> list[str]:
         if self.feed:
@@ -104,7 +110,7 @@ class QwenLayersEntry:
         if not self.feed:
             return {**out, **SparseStepEntry().write_config_keys(model)}
         if any(kind.feed_forward != self.feed for kind in model.layer_kinds):
-            raise ConfigMismatchError(f"every layer must have {self.feed}")
+            raise ConfigMismatchError(f"layers must all have the feed-forward block {self.feed!r}")
         return out
 
 
@@ -137,14 +143,9 @@ def qwen_hybrid_experts(top_k: int, experts: int, normalize: MoeFieldEntry) -> M
     )
 
 
-def per_head_rule(disk: str, *parts: str, by: str, kind: str = "weight") -> TensorRule:
-    """Return a rule for parts of a layer that are interleaved by head."""
-    return TensorRule(f"{_LAYER}.{disk}.{kind}", tuple(f"{_LAYER}.{part}.{kind}" for part in parts), by=by)
-
-
 QWEN_RULES = (
-    *(per_head_rule("self_attn.q_proj", "self_attn.q_proj", "self_attn.g_proj", by="query", kind=kind) for kind in ("weight", "bias")),
-    TensorRule(f"{_DELTA}.conv1d.weight", tuple(f"{_DELTA}.conv1d.{part}.weight" for part in "qkv"), TAPS),
+    *weight_bias_rules(f"{LAYER}.self_attn.q_proj", f"{LAYER}.self_attn.q_proj", f"{LAYER}.self_attn.g_proj", per_head="query"),
+    TensorRule(f"{_DELTA}.conv1d.weight", tuple(f"{_DELTA}.conv1d.{part}.weight" for part in "qkv"), CONV1D),
 )  # fmt: skip
 
 QWEN3_NEXT = ModelFamily(
@@ -157,10 +158,58 @@ QWEN3_NEXT = ModelFamily(
         qwen_hybrid_experts(10, 512, KeyEntry("norm_topk_prob", "normalize", True)),
     ),
     rules=(
-        per_head_rule("linear_attn.in_proj_qkvz", *(f"linear_attn.in_proj.{part}" for part in "qkvz"), by="delta"),
-        per_head_rule("linear_attn.in_proj_ba", *(f"linear_attn.in_proj.{part}" for part in "ba"), by="delta"),
+        *(
+            TensorRule(
+                f"{_DELTA}.in_proj_{names}.weight",
+                tuple(f"{_DELTA}.in_proj.{part}.weight" for part in names),
+                per_head="delta",
+            )
+            for names in ("qkvz", "ba")
+        ),
         *QWEN_RULES,
-        *per_expert_rules(f"{_LAYER}.mlp.experts"),
+        *per_expert_rules(f"{LAYER}.mlp.experts"),
     ),
     buffers=r"mtp\..*",
+)
+
+
+_RULES = (
+    TensorRule(f"{_DELTA}.in_proj_qkv.weight", tuple(f"{_DELTA}.in_proj.{part}.weight" for part in "qkv")),
+    *(TensorRule(f"{_DELTA}.in_proj_{part}.weight", (f"{_DELTA}.in_proj.{part}.weight",)) for part in "zba"),
+    *QWEN_RULES,
+)
+_CARRIED = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"})
+
+QWEN3_5 = ModelFamily(
+    name="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    entries=(*decoder_entries(), *qwen_hybrid_entries(4), QwenLayersEntry("mlp")),
+    rules=_RULES,
+    buffers=r"mtp\..*|model\.visual\..*",
+    carried=_CARRIED,
+    outer_model_type="qwen3_5",
+)
+
+_MLP = "model.layers.{i}.mlp.experts"
+QWEN3_5_MOE = ModelFamily(
+    name="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    entries=(
+        *(entry for entry in decoder_entries() if "ffn_hidden_size" not in entry.covered_fields),
+        UnusedFieldsEntry({"ffn_hidden_size": "moe_intermediate_size"}),
+        *qwen_hybrid_entries(2),
+        QwenLayersEntry("moe"),
+        qwen_hybrid_experts(8, 256, FixedFieldsEntry({"normalize": True})),
+    ),
+    rules=(*_RULES, *per_expert_rules(_MLP)),
+    fused=(
+        *_RULES,
+        TensorRule(
+            f"{_MLP}.gate_up_proj", (f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"), ConcatExpertsLayout()
+        ),
+        TensorRule(f"{_MLP}.down_proj", (f"{_MLP}.down_proj.weight",), ConcatExpertsLayout()),
+    ),
+    buffers=r"mtp\..*|model\.visual\..*",
+    carried=_CARRIED,
+    outer_model_type="qwen3_5_moe",
 )

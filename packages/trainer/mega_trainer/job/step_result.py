@@ -1,0 +1,72 @@
+"""Result of one optimizer step, and the scalars that ranks sum together with its loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StepScalars:
+    """Scalars that are summed over all ranks in the all-reduce of a step's loss, one rank's share or their sum.
+
+    Attributes:
+        stop_requested: 1 on a rank that wants to end the run after this step.
+        terminated: 1 on a rank that has received SIGTERM.
+        save_failed: 1 on a rank whose background save has failed.
+        images: images of the step's samples.
+        next_tokens: number of loss terms of the next step, as `count_step_tokens` returns it.
+    """
+
+    stop_requested: float = 0.0
+    terminated: float = 0.0
+    save_failed: float = 0.0
+    images: float = 0.0
+    next_tokens: Sequence[float] = ()
+
+    def to_list(self) -> list[float]:
+        """Return all scalars in one list."""
+        return [self.stop_requested, self.terminated, self.save_failed, self.images, *self.next_tokens]
+
+    @classmethod
+    def from_list(cls, values: Sequence[float]) -> StepScalars:
+        """Return the scalars of a list made by `to_list`."""
+        stop_requested, terminated, save_failed, images, *next_tokens = values
+        return cls(stop_requested, terminated, save_failed, images, next_tokens)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step.
+
+    Attributes:
+        loss: mean per token.
+        grad_norm: before clipping.
+        tokens: number of tokens in the loss.
+        updated: False if loss or gradient were not finite, or the loss was rejected.
+        mtp_loss: mean over the MTP layers of their mean losses per token.
+        pair_loss: mean loss per sample of segment-order prediction.
+        loss_scale: fp16 loss scale of this step.
+        overflowed: the gradient overflowed fp16 at a loss scale that can still be lowered.
+        routing: metrics of mixture-of-experts routing (`compute_routing_metrics`).
+        scalars: sums over all ranks of the scalars that each rank added.
+        objective_metrics: further means of the objective, per token.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: float
+    updated: bool
+    mtp_loss: float | None = None
+    pair_loss: float | None = None
+    loss_scale: float | None = None
+    overflowed: bool = False
+    routing: Mapping[str, float] = field(default_factory=dict)
+    scalars: StepScalars = field(default_factory=StepScalars)
+    objective_metrics: Sequence[float] = ()
+
+    @property
+    def is_finite(self) -> bool:
+        """True if loss and gradient norm are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)

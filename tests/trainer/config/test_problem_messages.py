@@ -1,0 +1,277 @@
+"""Messages of all configuration rules of the trainer: their form, and that following a hint solves the problem."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mega_trainer.config
+from mega_common.errors import ConfigError
+from mega_common.strict_config import ConfigProblem, _find_all_problems, apply_overrides
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
+
+BASE: dict[str, Any] = {
+    "model": {
+        "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "max_position": 64,
+    },
+    "data": {"train": ["none"], "seq_length": 64},
+    "batch": {"micro": 1, "global": 8},
+    "train": {"steps": 100},
+    "device": "cpu",
+}  # fmt: skip
+MOE = "model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 12}"
+ENCODER = ["model.encoder={num_layers: 2}", "data.kind=t5", "model.position=relative", "model.norm=rmsnorm"]
+RETRO = ["model.retro={layers: [1], chunk_length: 16, encoder_layers: 2}", "data.kind=retro"]
+FP8 = ["precision=fp8", "device=auto", "model.hidden_size=512", "model.ffn_hidden_size=512"]
+SCORE = ["model.score=true", "objective.kind=reward", "data.kind=pairs"]
+
+CASES: list[list[str]] = [
+    # architecture
+    ["model.position=learned", "data.seq_length=128"],
+    ["data.kind=masked"],
+    ["data.kind=bert"],
+    ["model.causal=false"],
+    ["model.causal=false", "data.kind=masked", "eval.tasks=[hellaswag]"],
+    ["model.causal=false", "data.kind=bert"],
+    ["data.kind=t5"],
+    [*ENCODER, "data.kind=text"],
+    [*ENCODER, "parallel.cp=2"],
+    [*ENCODER, "parallel.cp=2", "parallel.cp_kind=alltoall", "model.attention_dropout=0.1"],
+    [*ENCODER, "precision=fp8"],
+    [*ENCODER, "eval.tasks=[hellaswag]", "parallel.pp=2"],
+    [*ENCODER, "parallel.tp=2", "parallel.sp=true", "data.t5.decoder_seq_length=33"],
+    [*ENCODER, "model.position=learned", "data.t5.decoder_seq_length=80"],
+    ["data.kind=retro"],
+    [*RETRO, "data.kind=text"],
+    [*RETRO, "data.seq_length=40"],
+    [*RETRO, "parallel.tp=3", "parallel.sp=true", "model.num_attention_heads=6", "model.hidden_size=96", "model.ffn_hidden_size=96", "data.seq_length=48"],
+    [*RETRO, "parallel.cp=2"],
+    [*RETRO, "precision=fp8"],
+    [*RETRO, "eval.tasks=[hellaswag]"],
+    [*RETRO, "lora={rank: 4}", "init_from=FOLDER"],
+    # objective
+    ["objective.kind=simpo"],
+    ["data.kind=pairs"],
+    ["data.kind=pairs", "init_from=FOLDER"],
+    ["data.kind=pairs", "objective.kind=reward"],
+    [*SCORE, "objective.kind=simpo"],
+    ["model.score=true"],
+    ["data.kind=pairs", "objective.kind=dpo"],
+    ["data.kind=pairs", "objective.kind=dpo", "init_from=FOLDER", "train.on_nan=rollback"],
+    ["objective.kind=distill"],
+    ["objective.kind=distill", "objective.teacher=FOLDER", "model.causal=false", "data.kind=masked"],
+    ["objective.kind=distill", "objective.teacher=FOLDER", "objective.top_k=500"],
+    ["objective.kind=distill", "objective.teacher=FOLDER", "train.on_nan=rollback", "train.on_spike=rollback"],
+    ["objective.beta=0.2"],
+    ["objective.kind=distill", "objective.teacher=FOLDER", "objective.teacher_logits=live", "objective.ask_only=true"],
+    ["lora={rank: 4}"],
+    ["lora={rank: 4, quantize: nf4}", "init_from=FOLDER", "parallel.zero=3"],
+    ["lora={rank: 4, quantize: nf4}", "init_from=FOLDER", *FP8],
+    # train, checkpoint, profile, fault, output
+    ["train.early_stop=2"],
+    ["checkpoint.best=true"],
+    ["train.epochs=1", "data.order=megatron"],
+    ["train.on_nan=rollback", "data.order=megatron"],
+    ["train.on_spike=rollback", "data.order=megatron"],
+    ["profile.steps=[200, 300]"],
+    ["profile.steps=[5, 3]"],
+    ["fault.recompute_every=5", "parallel.zero=2"],
+    ["fault.recompute_every=5", "device=auto"],
+    ["output=s3://bucket/run"],
+    ["init_from=$HOME/model"],
+    ["recompute.modules=[mlp]"],
+    # optimizer and learning rate
+    ["optimizer.betas=[1.0, 2.0]"],
+    ["fp16.initial_scale=1000.0"],
+    ["fp16.min_scale=0.0"],
+    ["fp16.initial_scale=2.0", "fp16.min_scale=4.0"],
+    ["lr_schedule.min_lr=1.0"],
+    ["lr_schedule.warmup_init=1.0"],
+    ["lr_schedule.warmup_steps=100"],
+    ["lr_schedule.warmup_samples=800"],
+    ["lr_schedule.warmup_share=0.999"],
+    ["lr_schedule.warmup_steps=50", "lr_schedule.warmup_samples=80"],
+    ["lr_schedule.warmup_steps=50", "lr_schedule.warmup_share=0.2"],
+    ["lr_schedule.warmup_samples=50", "lr_schedule.warmup_share=0.2"],
+    ["lr_schedule.timescale_steps=5"],
+    ["lr_schedule.name=wsd", "lr_schedule.cooldown_steps=5", "lr_schedule.cooldown_share=0.2"],
+    ["lr_schedule.name=wsd", "lr_schedule.warmup_steps=30", "lr_schedule.cooldown_steps=80"],
+    ["lr_schedule.name=wsd", "lr_schedule.warmup_samples=201", "lr_schedule.cooldown_share=0.8"],
+    ["lr_schedule.name=wsd", "lr_schedule.warmup_samples=799", "lr_schedule.cooldown_steps=10"],
+    ["lr_schedule.decoupled_min_lr=0.1"],
+    ["lr_schedule.decoupled_min_lr=0.1", "optimizer.decoupled_lr=0.01"],
+    # batch
+    ["batch.micro=3"],
+    ["batch.rampup={start: 8, increment: 1, samples: 100}"],
+    ["batch.rampup={start: 8, increment: 8, samples: 100}", "batch.micro=8"],
+    ["batch.rampup={start: 2, increment: 4, samples: 100}"],
+    ["batch.rampup={start: 1, increment: 1, samples: 100}", "batch.global=20001"],
+    ["batch.rampup={start: 2, increment: 2, samples: 100}", "batch.stages=[{until: 10, size: 4}]"],
+    ["batch.stages=[{until: 10, size: 4}, {until: 5, size: 4}]"],
+    ["batch.stages=[{until: 10, size: 16}]"],
+    ["batch.stages=[{until: 10, size: 5}]", "batch.micro=2"],
+    # parallel degrees
+    ["parallel.tp=3"],
+    ["parallel.pp=8"],
+    ["parallel.pp=2", "parallel.virtual_stages=4"],
+    ["parallel.pp=4", "parallel.schedule=zbv", "parallel.virtual_stages=2"],
+    ["parallel.pp=4", "parallel.schedule=zbv"],
+    ["parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "model.num_layers=3"],
+    ["parallel.pp=2", "parallel.schedule=zbv"],
+    ["parallel.pp=2", "parallel.schedule=zb-h1", "parallel.virtual_stages=2"],
+    ["parallel.schedule=zb-h1"],
+    ["parallel.schedule=zbv", "parallel.virtual_stages=2"],
+    ["parallel.virtual_stages=2"],
+    ["parallel.pp=2", "parallel.pipeline_layout=[1, 1, 2]"],
+    ["parallel.pp=2", "parallel.pipeline_layout=[1, 2]"],
+    ["parallel.pp=4", "parallel.pipeline_layout=[2, 0, 1, 1]"],
+    ["parallel.pp=8", "parallel.pipeline_layout=[2, 2]"],
+    ["parallel.cp=3"],
+    ["parallel.tp=4", "parallel.sp=true", "data.seq_length=50"],
+    ["parallel.cp=2", "model.attention_dropout=0.1"],
+    ["parallel.cp=8", "parallel.cp_kind=alltoall"],
+    ["parallel.cp=8", "parallel.cp_kind=alltoall", "model.attention_dropout=0.1"],
+    ["parallel.ep=2"],
+    ["parallel.expert_tp=2"],
+    [MOE, "parallel.ep=3"],
+    [MOE, "parallel.expert_tp=8"],
+    [MOE, "parallel.ep=2", "parallel.dispatch=nvshmem"],
+    [MOE, "parallel.ep=2", "parallel.expert_tp=3", "parallel.dispatch=nvshmem", "parallel.dispatch_bound=2.0"],
+    [MOE, "parallel.ep=2", "parallel.expert_tp=2", "parallel.dispatch=deepep"],
+    ["parallel.zero=3", "parallel.pp=2"],
+    ["parallel.zero=3", "optimizer.name=muon"],
+    ["parallel.zero3_shard=2"],
+    ["parallel.zero3_layers=2"],
+    # fp8
+    [*FP8, "fp8.recipe=delayed"],
+    [*FP8, "fp8.bf16_first=3", "fp8.bf16_last=1"],
+    [*FP8, "fp8.recipe=rowwise", "kernels.linear=te"],
+    [*FP8, "kernels.linear=te", "model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 64}"],
+    [*FP8, "fp8.recipe=blockwise", "model.hidden_size=192", "data.seq_length=128"],
+    [*FP8, "model.ffn_hidden_size=24"],
+    [*FP8, "fp8.recipe=blockwise"],
+    [*FP8, "parallel.cp=4", "data.seq_length=64"],
+]  # fmt: skip
+WORLD_CASES: list[tuple[int, list[str]]] = [
+    (3, ["parallel.tp=2", "parallel.pp=2"]),
+    (20, ["parallel.tp=4", "parallel.pp=2", "parallel.cp=2", "batch.global=40", "data.seq_length=48"]),
+    (5, ["parallel.tp=2", "batch.global=7"]),
+    (4, ["parallel.tp=2", "parallel.dp=4"]),
+    (2, [MOE, "parallel.ep=4"]),
+    (4, [MOE, "parallel.ep=2", "parallel.expert_tp=3", "batch.global=12"]),
+    (4, ["parallel.zero=3", "parallel.zero3_shard=3"]),
+    (3, ["parallel.zero=3", "parallel.zero3_shard=2", "batch.global=9"]),
+    (3, ["batch.global=8"]),
+]
+
+RULE = re.compile(
+    r"(requires|conflicts with|must|is not supported|is required|has no effect|is missing)( |$|:)(?!.*[.;]$)"
+)
+HINT = re.compile(r"(set|remove|replace|reduce|change|shorten) .*[^.]$")
+UNTRIED = (
+    "replace it by its value",
+    "change batch.global or the number of ranks; no degrees fit",
+    "shorten the warmup",
+)
+ASSIGNMENT = re.compile(r"([a-z_0-9.]+)=(\[[^\]]*\]|[^\s,;]+)")
+REMOVAL = re.compile(r"remove ([a-z_0-9.]+)")
+
+
+def raw_run(overrides: list[str]) -> dict[str, Any]:
+    return resolve_run_config(apply_overrides(BASE, overrides))
+
+
+def problems(raw: dict[str, Any]) -> list[ConfigProblem]:
+    return list(_find_all_problems(RunConfig, raw))
+
+
+def world_problems(raw: dict[str, Any], world: int) -> list[ConfigProblem]:
+    return list(RunConfig.parse(raw).parallel_rules.find_world_size_problems(world))
+
+
+def followed(raw: dict[str, Any], hint: str) -> Iterator[dict[str, Any]]:
+    """The configuration after each alternative of a hint."""
+    for part in re.split(r"[,;] or ", hint):
+        changes = [f"{key}={value}" for key, value in ASSIGNMENT.findall(part)]
+        removed = REMOVAL.findall(part)
+        if changes or removed:
+            changed = apply_overrides(raw, changes)
+            for path in removed:
+                remove(changed, path.split("."))
+            yield changed
+
+
+def remove(raw: dict[str, Any], path: list[str]) -> None:
+    for part in path[:-1]:
+        raw = raw[part]
+    raw.pop(path[-1])
+
+
+def check_form(problem: ConfigProblem) -> None:
+    assert RULE.match(problem.rule), str(problem)
+    assert HINT.match(problem.hint), str(problem)
+
+
+def check_hint(problem: ConfigProblem, before: list[ConfigProblem], after: list[ConfigProblem]) -> None:
+    kinds = {(each.path, each.rule.split()[0]) for each in before}
+    assert problem.rule not in [each.rule for each in after if each.path == problem.path], str(problem)
+    assert not [each for each in after if (each.path, each.rule.split()[0]) not in kinds], (str(problem), after)
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=" ".join)
+def test_problems_are_sentences_and_hints_work(overrides: list[str]) -> None:
+    raw = raw_run(overrides)
+    found = problems(raw)
+    assert found
+    for problem in found:
+        check_form(problem)
+        changed = list(followed(raw, problem.hint))
+        assert changed or problem.hint.startswith(UNTRIED), str(problem)
+        for alternative in changed:
+            check_hint(problem, found, problems(alternative))
+
+
+@pytest.mark.parametrize(("world", "overrides"), WORLD_CASES)
+def test_degrees_of_a_hint_fit_the_number_of_ranks(world: int, overrides: list[str]) -> None:
+    raw = raw_run(overrides)
+    found = world_problems(raw, world)
+    assert found
+    for problem in found:
+        check_form(problem)
+        for alternative in followed(raw, problem.hint):
+            check_hint(problem, found, world_problems(alternative, world))
+
+
+def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, init = Path(next(iter(mega_trainer.config.__path__))), ConfigProblem.__init__
+    reached: set[tuple[str, int]] = set()
+
+    def noted(problem: ConfigProblem, *args: Any, **more: Any) -> None:
+        frame = sys._getframe(1)
+        reached.add((Path(frame.f_code.co_filename).name, frame.f_lineno))
+        init(problem, *args, **more)
+
+    monkeypatch.setattr(ConfigProblem, "__init__", noted)
+    for overrides in CASES:
+        problems(raw_run(overrides))
+    for world, overrides in WORLD_CASES:
+        world_problems(raw_run(overrides), world)
+    missing = []
+    for path in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ConfigProblem":
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                if not any((path.name, line) in reached for line in lines):
+                    missing.append(f"{path.name}:{node.lineno}")
+    assert not missing
+
+
+def test_a_preset_and_a_folder_conflict() -> None:
+    with pytest.raises(ConfigError, match=r"model\.preset conflicts with model\.from"):
+        resolve_run_config({"model": {"preset": "llama3-8b", "from": "folder"}})
