@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mega_cli.data_options import Input, JsonKey, MoreInput, Overwrite, TokenizerPath
+from mega_cli.data_preprocess import HELP as PREPROCESS_HELP
 from mega_cli.data_preprocess import preprocess_command
 from mega_cli.data_retrieve import EXAMPLES as RETRIEVE_EXAMPLES
 from mega_cli.data_retrieve import retrieve_command
@@ -24,6 +25,7 @@ app = typer.Typer(help="Clean and tokenize text; inspect, merge, shuffle and ver
 
 app.command(
     "preprocess",
+    help=PREPROCESS_HELP,
     epilog="Example: mega data preprocess --input corpus/*.jsonl --tokenizer tok/ --output data/wiki --append-eod",
 )(preprocess_command)
 

@@ -79,7 +79,7 @@ def test_tokens_that_cannot_be_added_are_told(spoken: Path, tmp_path: Path) -> N
     for tokens, size, told in (
         ("<a>,w5", None, "has 'w5' already, as token 5"),
         ("<a>,<a>", None, "'<a>' is there twice"),
-        (",", None, "names no token"),
+        (",", None, "found no tokens"),
         ("<a>,<b>", 61, "a vocabulary of 61 tokens has no place for token 61"),
     ):
         args = ["convert", spoken, tmp_path / "new", "--to", "hf", "--add-tokens", tokens]

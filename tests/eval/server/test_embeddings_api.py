@@ -15,13 +15,11 @@ from serving import service_of, serving
 from tiny_models import save_tiny, variant
 
 from mega_ckpt.families import family_by_name
-from mega_cli.serve import _embedder
+from mega_cli.serve import _make_embedder
 from mega_common.errors import CheckpointError
 from mega_data.tokenizer import Tokenizer
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import load_inference_model, load_tokenizer
-from mega_eval.server.embeddings_api import make_served_embedder
-from mega_eval.text_embedding import load_text_embedder
 from mega_trainer.parallel.lora_layers import AdapterSelection
 
 LONG = " ".join(f"w{number}" for number in range(40))
@@ -67,7 +65,10 @@ def ask(folder: Path, **body: Any) -> httpx.Response:
     model, tokenizer = load_inference_model(folder), load_tokenizer(folder)
     engine = InferenceEngine(model, tokenizer, cache_tokens=256, batch_size=4)
     service = service_of(
-        engine, tokenizer.path, max_length=64, embedder=_embedder(str(folder), model, tokenizer, AdapterSelection([]))
+        engine,
+        tokenizer.path,
+        max_length=64,
+        embedder=_make_embedder(str(folder), model, tokenizer, AdapterSelection([])),
     )
     with serving(service) as (url, _):
         return httpx.post(f"{url}/v1/embeddings", json=body, timeout=60)
