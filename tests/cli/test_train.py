@@ -129,4 +129,4 @@ def test_a_shape_needs_no_weights(
         status, (out, error) = int(end.value.code or 0), capsys.readouterr()
         assert json.loads(out)["parameters"] == 16464
     assert status == 0
-    assert error.count("reads unsloth_version, use_mrope; carried") == 1
+    assert error.count("reads unsloth_version, use_mrope; kept unchanged") == 1

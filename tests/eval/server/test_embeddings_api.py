@@ -20,6 +20,8 @@ from mega_common.errors import CheckpointError
 from mega_data.tokenizer import Tokenizer
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import load_inference_model, load_tokenizer
+from mega_eval.server.embeddings_api import make_served_embedder
+from mega_eval.text_embedding import load_text_embedder
 from mega_trainer.parallel.lora_layers import AdapterSelection
 
 LONG = " ".join(f"w{number}" for number in range(40))
