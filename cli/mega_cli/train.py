@@ -243,7 +243,7 @@ def _describe_kernels(config: RunConfig) -> str:
     try:
         return str(choose_kernels(config, select_rank_device(config.device, 0)))
     except ConfigError as error:
-        return f"kernels: this machine cannot run it: {error}"
+        return f"kernels: this machine cannot run it: {error.message}"
 
 
 def _select_run(words: list[str]) -> Path:
