@@ -152,10 +152,14 @@ def train_command(
         print(json.dumps(build_json_schema(RunConfig), indent=1))
         return
     if from_megatron_args is not None:
-        print(_translate_megatron_script(from_megatron_args, define or [], words or [], strict=strict), end="")
+        from mega_cli.translation import translate_megatron_script
+
+        print(translate_megatron_script(from_megatron_args, define or [], words or [], strict=strict), end="")
         return
     if from_deepspeed is not None or from_hf_args is not None:
-        print(_translate_other_config(from_deepspeed, from_hf_args, nproc), end="")
+        from mega_cli.translation import translate_other_config
+
+        print(translate_other_config(from_deepspeed, from_hf_args, nproc), end="")
         return
     if define or strict:
         raise ConfigError(
@@ -272,19 +276,6 @@ def _load_run(run: Path, overrides: Sequence[str], *, warn_unread: bool) -> RunC
         raise
 
 
-def _translate_megatron_script(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
-    from mega_cli.megatron_args import render_run_yaml, translate_script
-    from mega_common.bounded_parsing import LARGEST_SETTINGS, explain_read_error, read_file_start
-    from mega_common.errors import ConfigError
-
-    try:
-        text = read_file_start(script, LARGEST_SETTINGS).decode("utf-8", errors="replace")  # comments: any encoding
-    except OSError as error:
-        raise ConfigError(f"{script}: cannot be read ({explain_read_error(error)})") from None
-    variables = dict(_parse_definition(text) for text in define)
-    return render_run_yaml(translate_script(text, path=script, define=variables, arguments=arguments, strict=strict))
-
-
 def _check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
     """Check that the files, folders and names that run.yaml refers to exist.
 
@@ -305,30 +296,6 @@ def _check_patterns(config: RunConfig, run: Path) -> None:
 
     if found := find_pattern_problems(config):
         raise_config_error(found, str(run))
-
-
-def _translate_other_config(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:
-    from mega_cli import moving_in
-    from mega_cli.megatron_args import render_run_yaml
-    from mega_common.errors import ConfigError
-
-    if deepspeed is not None and hf_args is not None:
-        raise ConfigError(
-            "--from-deepspeed conflicts with --from-hf-args", hint="translate one of them; each prints a run.yaml"
-        )
-    if deepspeed is not None:
-        return render_run_yaml(moving_in.translate_deepspeed(deepspeed, ranks))
-    assert hf_args is not None
-    return render_run_yaml(moving_in.translate_hf_args(hf_args, ranks))
-
-
-def _parse_definition(text: str) -> tuple[str, str]:
-    from mega_common.errors import ConfigError
-
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise ConfigError(f"--define must have the form NAME=VALUE, found {text!r}", hint="--define GPUS_PER_NODE=8")
-    return name, value
 
 
 def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[str] = ()) -> int:
