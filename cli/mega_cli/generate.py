@@ -151,14 +151,12 @@ def generate_command(
 def _format_json_line(prompt: str, completion: Completion) -> str:
     line = {"prompt": prompt, "text": completion.text, "tokens": completion.tokens, "finish": completion.finish}
     if completion.scored:
-        line["logprobs"] = [{"logprob": one.logprob, "top": one.top} for one in completion.scored]
+        line["logprobs"] = [{"logprob": token.logprob, "top": token.top} for token in completion.scored]
     return json.dumps(line)
 
 
 def _read_prompts(given: list[str], file: Path | None) -> list[str]:
-    """Return the prompts of the command line, then those of the file; without either, standard input if it is not a
-    terminal.
-    """
+    """Return the prompts of the command line and of the file; without both, standard input if it is not a terminal."""
     if file is None and not given:
         if sys.stdin.isatty():
             raise DataError(

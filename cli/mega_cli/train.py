@@ -262,7 +262,7 @@ def _select_run(words: list[str]) -> Path:
 
 
 def _load_run(run: Path, overrides: Sequence[str], *, warn_unread: bool) -> RunConfig:
-    """Read run.yaml; a workflow gets one error in place of one for each unknown key."""
+    """Read run.yaml; a workflow gives one error instead of one per unknown key."""
     from mega_cli.workflow_config import reject_workflow
     from mega_common.errors import ConfigError
     from mega_common.strict_config import load_yaml_mapping

@@ -97,7 +97,7 @@ def run_command(
 
 
 def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collection[str] = ()) -> WorkflowConfig:
-    """Read and check a workflow, its commands against those of `root`, and the stage names given as options.
+    """Read and check a workflow, its commands against the tree `root`, and the stage names given as options.
 
     Raises:
         ConfigError: with all problems.
