@@ -26,7 +26,7 @@ class SettingsFile:
     """
 
     def __init__(self, path: Path, description: str) -> None:
-        self.path, self._description = path, what
+        self.path, self._description = path, description
         self._values: dict[str, Any] = {}
         self._left: set[str] = set()
         self._take(_read(path, description))
