@@ -170,10 +170,10 @@ def kubernetes_command(
     check_script_values(run, set_)
     for option, value in {"image": image, "volume": volume, "shared-memory": shared_memory}.items():
         check_option_value(option, value, KUBERNETES[option])
-    if stage is None:
-        check_launched_run(run, set_ or [], nodes * gpus_per_node)
     if name is not None and name != to_dns_label(name):
         raise ConfigError(f"--name must be a DNS label, found {name!a}", hint=f"--name {to_dns_label(name)}")
+    if stage is None:
+        check_launched_run(run, set_ or [], nodes * gpus_per_node)
     job = name or to_dns_label(stage or run.stem)
     if stage is not None:
         _write(indexed_job_manifest(plan_array_job(run, stage, nodes), job, image, volume, cpus), output)
