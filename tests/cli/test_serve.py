@@ -96,7 +96,7 @@ def test_a_smaller_model_guesses_for_one_rank(folder: Path) -> None:
 def test_adapters_have_names_of_their_own(folder: Path) -> None:
     for given, message in (
         (["polite"], "must have the form NAME=FOLDER, found 'polite'"),
-        (["=polite"], "=must have the form NAME=FOLDER, found 'polite'"),
+        (["=polite"], "must have the form NAME=FOLDER, found '=polite'"),
         (["one=a", "one=b"], "one=b: the name 'one' is used twice"),
         ([f"{folder}=a"], "is used twice"),
     ):
