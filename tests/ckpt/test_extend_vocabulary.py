@@ -78,7 +78,7 @@ def test_tokens_are_added_to_tokenizer_and_weights(spoken: Path, tmp_path: Path)
 def test_tokens_that_cannot_be_added_are_told(spoken: Path, tmp_path: Path) -> None:
     for tokens, size, told in (
         ("<a>,w5", None, "has 'w5' already, as token 5"),
-        ("<a>,<a>", None, "'<a>' is there twice"),
+        ("<a>,<a>", None, "'<a>' is given twice"),
         (",", None, "found no tokens"),
         ("<a>,<b>", 61, "a vocabulary of 61 tokens has no place for token 61"),
     ):
