@@ -56,12 +56,17 @@ def compare_command(
     found = compare_task_results(first, second)
     if per_sample is not None:
         with open_atomic_file(per_sample, text=True) as stream:
-            for one in found:
-                for number, (a, b) in one.scores.items():
+            for comparison in found:
+                for number, (a, b) in comparison.scores.items():
                     if a != b:
-                        line = {"task": one.task, "metric": one.metric, "filter": one.filter, "sample": number}
+                        line = {
+                            "task": comparison.task,
+                            "metric": comparison.metric,
+                            "filter": comparison.filter,
+                            "sample": number,
+                        }
                         stream.write(json.dumps({**line, "first": a, "second": b}) + "\n")
-    lines = [one.as_json() for one in found]
+    lines = [comparison.as_json() for comparison in found]
     if json_file == Path("-"):
         print(json.dumps(lines, indent=1))
         return
@@ -71,7 +76,7 @@ def compare_command(
 
 
 def _check_results_file(file: Path) -> None:
-    """Raise a DataError with the whole procedure if a model folder is given in place of a results file."""
+    """Raise a DataError if a folder, such as a model, is given instead of a results file."""
     if file.is_dir():
         raise DataError(
             f"{file}: mega compare requires results files of mega eval, found a folder",
@@ -81,11 +86,11 @@ def _check_results_file(file: Path) -> None:
 
 def _table(found: list[PairedComparison]) -> str:
     rows = [("task", "metric", "samples", "first", "second", "difference", "lower", "higher", "p", "test")]
-    for one in found:
-        (a, b), (lower, higher) = one.mean_scores, one.differing_counts
-        metric = one.metric if one.filter == "none" else f"{one.metric},{one.filter}"
-        numbers = (f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}", str(lower), str(higher), f"{one.p:.3g}")
-        rows.append((one.task, metric, str(len(one.scores)), *numbers, one.test))
+    for comparison in found:
+        (a, b), (lower, higher) = comparison.mean_scores, comparison.differing_counts
+        metric = comparison.metric if comparison.filter == "none" else f"{comparison.metric},{comparison.filter}"
+        numbers = (f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}", str(lower), str(higher), f"{comparison.p:.3g}")
+        rows.append((comparison.task, metric, str(len(comparison.scores)), *numbers, comparison.test))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mega_cli.data_options import Input, JsonKey, MoreInput, Overwrite, TokenizerPath
+from mega_cli.data_preprocess import HELP as PREPROCESS_HELP
 from mega_cli.data_preprocess import preprocess_command
 from mega_cli.data_retrieve import EXAMPLES as RETRIEVE_EXAMPLES
 from mega_cli.data_retrieve import retrieve_command
 from mega_cli.data_show import show_command
-from mega_common.errors import DataError, MegaError
+from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.progress_logging import format_number
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ app = typer.Typer(help="Clean and tokenize text; inspect, merge, shuffle and ver
 
 app.command(
     "preprocess",
+    help=PREPROCESS_HELP,
     epilog="Example: mega data preprocess --input corpus/*.jsonl --tokenizer tok/ --output data/wiki --append-eod",
 )(preprocess_command)
 
@@ -116,7 +118,7 @@ def clean_command(
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. length.min=200. Repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. length.min_words=50. Repeatable."),
     ] = None,
     json_key: JsonKey = "text",
     workers: Annotated[
@@ -143,6 +145,8 @@ def clean_command(
     from mega_data.cleaning.clean_config import CleanConfig
     from mega_data.cleaning.clean_run import clean_corpus as run
 
+    if config is None and not changes:
+        raise ConfigError("mega data clean requires rules", hint="--config clean.yaml, or --set length.min_words=50")
     raw = apply_overrides(load_yaml_mapping(config) if config else {}, changes or [])
     summary = run(
         [*input, *(more or [])],

@@ -15,7 +15,45 @@ if TYPE_CHECKING:
     from mega_data.chat.chat_preparation import ChatOptions
     from mega_data.images.image_preprocessing import ImageOptions
 
-CHAT = "Conversations"
+CHAT = "Conversations"  # panel of the help
+HELP = """Tokenize text or conversations into a data set for training.
+
+Input formats, by file name: JSON lines (.jsonl, .ndjson), JSON (.json: lines, an array, or objects over several
+lines), CSV with a header (.csv, .tsv), Parquet (.parquet). The format of any other file, and of .json files in a
+folder, is detected from its content; files in no known format are plain text, one document per file. gzip, bzip2, xz
+and zstd are decompressed. HuggingFace data sets are hf:NAME, hf:NAME:CONFIG or hf:NAME@SPLIT. URLs of object stores
+are supported, e.g. s3://bucket/folder/*.jsonl.
+
+From a folder, all files are read except hidden files, README and license files next to data files, splits other than
+train, symbolic links to folders, token data sets and files that are not UTF-8 text. Skipped files are listed at the
+end.
+
+Conversations are records with messages (OpenAI), conversations (ShareGPT), prompt with completion or response, or
+instruction with output (Alpaca). Preference pairs have chosen and rejected, or completion and label (KTO). All may
+have tools. The tokenizer's chat template renders them. Its {% generation %} blocks mark assistant turns; without
+them, an assistant turn is the text that its message adds. Records that the template does not render completely are
+rejected.
+
+With --images, records are in LLaVA's format: image (or images) next to conversations or messages, and <image> in the
+text. Input may also be webdataset shards (.tar: an image and a .json record or a .txt caption of the same name), or
+tables that contain the images. PREFIX.images stores the locations of the images. For Gemma 3: --image-tokens 256
+--image-token '<image_soft_token>' --image-text $'\\n\\n<start_of_image><image_soft_token><end_of_image>\\n\\n'. For
+LLaVA-NeXT, whose tokens per image depend on its size: --image-model FOLDER.
+
+After an interruption, the same command resumes. Output for an object store is built in ~/.cache/mega and removed
+from there after the upload.
+
+With --shard, each of N jobs, on any machines with access to the same files, writes a part PREFIX.shard-I-of-N; the
+last job joins the parts into the data set that a single job would write. Parts are split by input bytes: at lines of
+JSON lines, at row groups of Parquet, and between files for other formats and compressed files.
+
+--engine processes makes the parts on this machine, for more than about 16 cores; --engine ray makes them on the Ray
+cluster at RAY_ADDRESS. Failed parts are reported when all others are complete; re-running the command makes only the
+missing parts.
+
+The package fastokens gives the same tokens several times faster. Its output is compared with the tokenizers library
+on the first documents and on 0.5 % of the rest; at the first difference the job restarts without it.
+"""
 
 
 def preprocess_command(
@@ -151,44 +189,7 @@ def preprocess_command(
         typer.Option(help="Tokenizer library; auto uses fastokens if it is installed and gives the same tokens."),
     ] = "auto",
 ) -> None:
-    """Tokenize text or conversations into a data set for training.
-
-    Input formats, by file name: JSON lines (.jsonl, .ndjson), JSON (.json: lines, an array, or objects over several
-    lines), CSV with a header (.csv, .tsv), Parquet (.parquet). The format of any other file, and of .json files in a
-    folder, is detected from its content; files in no known format are plain text, one document per file. gzip, bzip2, xz
-    and zstd are decompressed. HuggingFace data sets are hf:NAME, hf:NAME:CONFIG or hf:NAME@SPLIT. URLs of object stores
-    are supported, e.g. s3://bucket/folder/*.jsonl.
-
-    From a folder, all files are read except hidden files, README and license files next to data files, splits other than
-    train, symbolic links to folders, token data sets and files that are not UTF-8 text. Skipped files are listed at the
-    end.
-
-    Conversations are records with messages (OpenAI), conversations (ShareGPT), prompt with completion or response, or
-    instruction with output (Alpaca). Preference pairs have chosen and rejected, or completion and label (KTO). All may
-    have tools. The tokenizer's chat template renders them. Its {% generation %} blocks mark assistant turns; without
-    them, an assistant turn is the text that its message adds. Records that the template does not render completely are
-    rejected.
-
-    With --images, records are in LLaVA's format: image (or images) next to conversations or messages, and <image> in the
-    text. Input may also be webdataset shards (.tar: an image and a .json record or a .txt caption of the same name), or
-    tables that contain the images. PREFIX.images stores the locations of the images. For Gemma 3: --image-tokens 256
-    --image-token '<image_soft_token>' --image-text $'\\n\\n<start_of_image><image_soft_token><end_of_image>\\n\\n'. For
-    LLaVA-NeXT, whose tokens per image depend on its size: --image-model FOLDER.
-
-    After an interruption, the same command resumes. Output for an object store is built in ~/.cache/mega and removed
-    from there after the upload.
-
-    With --shard, each of N jobs, on any machines with access to the same files, writes a part PREFIX.shard-I-of-N; the
-    last job joins the parts into the data set that a single job would write. Parts are split by input bytes: at lines of
-    JSON lines, at row groups of Parquet, and between files for other formats and compressed files.
-
-    --engine processes makes the parts on this machine, for more than about 16 cores; --engine ray makes them on the Ray
-    cluster at RAY_ADDRESS. Failed parts are reported when all others are complete; re-running the command makes only the
-    missing parts.
-
-    The package fastokens gives the same tokens several times faster. Its output is compared with the tokenizers library
-    on the first documents and on 0.5 % of the rest; at the first difference the job restarts without it.
-    """
+    """Tokenize text or conversations into a data set for training."""
     from mega_data.preprocessing.preprocess_corpus import preprocess_corpus as run
     from mega_data.preprocessing.sharding import InputShard
     from mega_data.token_files.remote_copies import restore_url

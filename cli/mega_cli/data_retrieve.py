@@ -10,7 +10,7 @@ import typer
 
 from mega_cli.data_options import Overwrite, TokenizerPath
 from mega_cli.embed import PoolingOption, parse_pooling_modes
-from mega_cli.eval import Device, EvalPrecision, PrecisionOption
+from mega_cli.model_options import Device, EvalPrecision, PrecisionOption
 from mega_common.errors import DataError
 
 if TYPE_CHECKING:

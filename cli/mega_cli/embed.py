@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mega_cli.eval import Device, EvalPrecision, Model, PrecisionOption, TokenizerOption
+from mega_cli.model_options import Device, EvalPrecision, Model, PrecisionOption, TokenizerOption
 from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import logger
 

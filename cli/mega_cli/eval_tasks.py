@@ -49,59 +49,63 @@ def import_harness(*, offline: bool) -> None:
 
 
 def evaluate_tasks(
-    names: list[str], asked: TaskEvalOptions, options: TaskOptions, sharing: ReplicaLayout, nproc: int | None
+    names: list[str], model_settings: TaskEvalOptions, options: TaskOptions, sharing: ReplicaLayout, nproc: int | None
 ) -> None:
     """Run tasks in this process if it is a rank or the only one, else start `nproc` ranks."""
     from mega_cli.eval_ranks import join_model_ranks
 
-    with join_model_ranks(sharing, nproc, asked.device, WAIT_SECONDS) as ranks:
+    with join_model_ranks(sharing, nproc, model_settings.device, WAIT_SECONDS) as ranks:
         if ranks.rank == 0:
-            _lead(names, asked, options, sharing, ranks.world_size)
+            _lead(names, model_settings, options, sharing, ranks.world_size)
         else:
-            _load(asked, sharing, ranks.rank, ranks.world_size).follow_first_rank()
+            _load(model_settings, sharing, ranks.rank, ranks.world_size).follow_first_rank()
 
 
 def _lead(
-    names: list[str], asked: TaskEvalOptions, options: TaskOptions, sharing: ReplicaLayout, world_size: int
+    names: list[str], model_settings: TaskEvalOptions, options: TaskOptions, sharing: ReplicaLayout, world_size: int
 ) -> None:
     from mega_eval.harness_model import HarnessModel
     from mega_eval.harness_tasks import find_harness_tasks, format_results_table, run_harness_tasks, write_task_results
     from mega_eval.model_loading import find_end_tokens
 
     manager = find_harness_tasks(names, options.include_path)  # reports unknown names before the model is loaded
-    replicas = _load(asked, sharing, 0, world_size)
-    words = replicas.prompts.tokenizer
-    length = asked.seq_length or replicas.model.config.max_position
-    template = _template(asked) if options.apply_chat_template else None
-    model = HarnessModel(replicas, find_end_tokens(asked.model, words), template, length)
-    run_info = {"model_args": {"model": asked.model, "precision": asked.precision, "max_length": length}}
+    replicas = _load(model_settings, sharing, 0, world_size)
+    tokenizer = replicas.prompts.tokenizer
+    length = model_settings.seq_length or replicas.model.config.max_position
+    template = _template(model_settings) if options.apply_chat_template else None
+    model = HarnessModel(replicas, find_end_tokens(model_settings.model, tokenizer), template, length)
+    run_info = {
+        "model_args": {"model": model_settings.model, "precision": model_settings.precision, "max_length": length}
+    }
     results = run_harness_tasks(model, names, options, run_info, manager)
     replicas.stop_followers()
-    if asked.output is not None:
-        write_task_results(asked.output, results)
+    if model_settings.output is not None:
+        write_task_results(model_settings.output, results)
     print(format_results_table(results))
 
 
-def _template(asked: TaskEvalOptions) -> ChatTemplate:
+def _template(model_settings: TaskEvalOptions) -> ChatTemplate:
     from mega_eval.chat_session import load_chat_template
 
     try:
-        return load_chat_template(asked.model, asked.tokenizer)
+        return load_chat_template(model_settings.model, model_settings.tokenizer)
     except DataError as error:
         hint = "put chat_template.jinja into the tokenizer's folder, or leave out --apply-chat-template"
         raise DataError(error.message, hint=hint) from None
 
 
-def _load(asked: TaskEvalOptions, sharing: ReplicaLayout, rank: int, world_size: int) -> ModelReplicas:
+def _load(model_settings: TaskEvalOptions, sharing: ReplicaLayout, rank: int, world_size: int) -> ModelReplicas:
     from mega_ckpt.source import read_model_config
     from mega_data.tokenizer import Tokenizer
     from mega_eval.model_loading import PRECISIONS, load_inference_model, load_tokenizer, select_device
     from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer, build_replica_groups
 
-    words = Tokenizer(asked.tokenizer) if asked.tokenizer else load_tokenizer(asked.model)
-    groups = build_replica_groups(read_model_config(asked.model), rank, world_size, sharing)
-    dtype, device = PRECISIONS[asked.precision], select_device(asked.device)
-    model = load_inference_model(
-        asked.model, dtype=dtype, device=device, groups=groups, kinds=("decoder", "encoder-decoder")
+    tokenizer = (
+        Tokenizer(model_settings.tokenizer) if model_settings.tokenizer else load_tokenizer(model_settings.model)
     )
-    return ModelReplicas(model, PromptTokenizer(words), asked.batch_size, rank, world_size, sharing)
+    groups = build_replica_groups(read_model_config(model_settings.model), rank, world_size, sharing)
+    dtype, device = PRECISIONS[model_settings.precision], select_device(model_settings.device)
+    model = load_inference_model(
+        model_settings.model, dtype=dtype, device=device, groups=groups, kinds=("decoder", "encoder-decoder")
+    )
+    return ModelReplicas(model, PromptTokenizer(tokenizer), model_settings.batch_size, rank, world_size, sharing)

@@ -107,7 +107,7 @@ def code_digest(command: str) -> str:
         for folder in (spec and spec.submodule_search_locations) or ():
             files += sorted(Path(folder).rglob("*.py"))
     here = Path(__file__).parent
-    files += sorted([*here.glob(f"{command}.py"), *here.glob(f"{command}/*.py")])
+    files += sorted([*here.glob(f"{command}*.py"), *here.glob(f"{command}/*.py")])
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.parent.name}/{file.name}\n".encode() + file.read_bytes())

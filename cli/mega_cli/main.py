@@ -14,7 +14,23 @@ from typing import Annotated
 
 import typer
 
-from mega_cli import __version__, ckpt, compare, data, demo, embed, launch, plan, report, serve, top, train, workflow
+from mega_cli import (
+    __version__,
+    chat,
+    ckpt,
+    compare,
+    data,
+    demo,
+    embed,
+    generate,
+    launch,
+    plan,
+    report,
+    serve,
+    top,
+    train,
+    workflow,
+)
 from mega_cli import eval as evaluation
 from mega_cli.file_digests import STACKS
 from mega_common.atomic_files import convert_full_disk_error, describe_disk_error
@@ -38,11 +54,11 @@ def build_typer_app() -> typer.Typer:
     app.add_typer(data.app, name="data")
     app.command("train", epilog=train.EXAMPLES)(train.train_command)
     app.add_typer(ckpt.app, name="ckpt")
-    app.command("eval", epilog=evaluation.EVAL_EXAMPLES)(evaluation.eval_command)
+    app.command("eval", epilog=evaluation.EXAMPLES)(evaluation.eval_command)
     app.command("compare", epilog=compare.EXAMPLES)(compare.compare_command)
-    app.command("generate", epilog=evaluation.GENERATE_EXAMPLES)(evaluation.generate_command)
-    app.command("serve", epilog=serve.SERVE_EXAMPLES)(serve.serve_command)
-    app.command("chat", epilog=serve.CHAT_EXAMPLES)(serve.chat_command)
+    app.command("generate", epilog=generate.EXAMPLES)(generate.generate_command)
+    app.command("serve", epilog=serve.EXAMPLES)(serve.serve_command)
+    app.command("chat", epilog=chat.EXAMPLES)(chat.chat_command)
     app.command("embed", epilog=embed.EXAMPLES)(embed.embed_command)
     app.command("run", epilog=workflow.EXAMPLES)(workflow.run_command)
     app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)

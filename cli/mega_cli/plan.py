@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -142,6 +141,8 @@ def plan_command(
 
         print(fit_machine(config, ranks, machine, fit))
         return
+    from mega_cli.plan_prediction import describe_plan
+
     plan = describe_plan(config, ranks, draw)
     if like is not None:
         plan |= {"like": like, "memory_bytes": _memory_like(config, ranks, like)}
@@ -154,59 +155,6 @@ def plan_command(
 
         write_plan_html(html, run, config, ranks, plan)
     print(json.dumps(plan, indent=1) if as_json else _format_plan(plan))
-
-
-def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str, Any]:
-    """Return the plan as --json prints it, without times; draw its schedule to the SVG file `draw`."""
-    from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
-    from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate_schedule
-    from mega_trainer.plan.flops import CONVENTIONS, count_parameters_by_layer, published_flops
-    from mega_trainer.plan.layer_flops import image_flops
-    from mega_trainer.plan.memory_advice import make_run_shape
-    from mega_trainer.plan.memory_prediction import predict_memory
-    from mega_trainer.plan.pipeline_fill import check_operation_count, estimate_bubble, make_planning_schedule
-
-    parallel, dp = config.parallel, config.data_parallel_size(ranks)
-    micro = config.micro_batches_per_step(dp)
-    shape = {"pp": parallel.pp, "microbatches": micro, "virtual_stages": parallel.virtual_stages}
-    filled = make_planning_schedule(parallel.schedule, **shape)
-    bubble = estimate_bubble(parallel.schedule, **shape)
-    if draw is not None:
-        check_operation_count(micro, parallel.pp * parallel.virtual_stages, "--draw")
-        schedule = make_schedule(parallel.schedule, **shape)
-        draw.write_text(draw_schedule_svg(schedule, simulate_schedule(schedule)), encoding="utf-8")
-    tokens = config.batch.global_ * config.tokens_per_sample
-    flops = {
-        kind: published_flops(config.model, config.data.seq_length, kind, config.sequence_lengths[1])
-        for kind in CONVENTIONS
-    }
-    growing = [{"global": size, "steps": steps} for size, steps in config.batch.growth_plateaus()]
-    return {
-        "parameters": count_parameters_by_layer(config.model).total,
-        "ranks": {
-            "world": ranks,
-            "tp": parallel.tp,
-            "pp": parallel.pp,
-            "cp": parallel.cp,
-            "dp": dp,
-            **({"ep": parallel.ep, "expert_tp": parallel.expert_tp} if config.model.moe else {}),
-        },
-        "microbatches": micro,
-        **({"rampup": growing} if growing else {}),
-        "tokens_per_step": tokens,
-        "flops_per_step": tokens * flops["exact"],
-        "flops_per_token": flops,
-        **(
-            {"flops_per_image": sum(image_flops(config.model, tuple(config.train.freeze), config.lora).values())}
-            if config.model.vision
-            else {}
-        ),
-        "memory_bytes": predict_memory(config.model, make_run_shape(config, ranks)),
-        "microbatches_in_flight": peak_activations(filled),
-        "bubble": bubble,
-        "bubble_by_formula": bubble_formula(replace(filled, microbatches=micro)),
-        "drawing": None if draw is None else str(draw),
-    }
 
 
 def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int]]:

@@ -1,31 +1,26 @@
-"""`mega serve` and `mega chat`: serve a model with OpenAI's API, and chat in the terminal."""
+"""`mega serve`: serve a model with OpenAI's API."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mega_cli import __version__
-from mega_cli.eval import (
+from mega_cli.model_options import (
+    ChatTemplateOption,
     Device,
     DraftOption,
     EvalPrecision,
-    MinP,
+    MaxLength,
     Model,
     PrecisionOption,
-    Temperature,
     TokenizerOption,
-    TopK,
-    TopP,
 )
 from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
@@ -34,7 +29,6 @@ from mega_common.progress_logging import logger
 if TYPE_CHECKING:
     from mega_data.chat.chat_template import ChatTemplate
     from mega_data.tokenizer import Tokenizer
-    from mega_eval.chat_session import ChatSession
     from mega_eval.inference_engine import InferenceEngine
     from mega_eval.multi_rank_inference import ReplicaLayout
     from mega_eval.server.embeddings_api import ServedEmbedder
@@ -42,7 +36,7 @@ if TYPE_CHECKING:
     from mega_trainer.model.decoder import Decoder
     from mega_trainer.parallel.lora_layers import AdapterSelection
 
-SERVE_EXAMPLES = """Examples:
+EXAMPLES = """Examples:
 
     mega serve out/hf
 
@@ -58,27 +52,9 @@ SERVE_EXAMPLES = """Examples:
 
     curl http://127.0.0.1:8000/v1/completions -H "content-type: application/json" -d '{"prompt": "Once upon a time"}'
 """
-CHAT_EXAMPLES = """Examples:
-
-    mega chat out/hf
-
-    mega chat out/hf --system "Answer in one sentence." --temperature 0.7 --seed 1
-
-    printf 'What is the capital of France?\\nAnd of Italy?\\n' | mega chat out/hf
-"""
 LONGEST_DEFAULT = 8192  # tokens
 FOREVER = 3600.0 * 24 * 365 * 10  # seconds: timeout of ranks that wait for a request
 KEY_VARIABLE = "MEGA_API_KEY"
-
-ChatTemplateOption = Annotated[
-    Path | None, typer.Option(help="Jinja chat template; default: the template in the tokenizer's folder.")
-]
-MaxLength = Annotated[
-    int | None,
-    typer.Option(
-        min=2, help="Context length in tokens (prompt and answer); default: the model's maximum, at most 8192."
-    ),
-]
 
 
 def serve_command(
@@ -166,7 +142,7 @@ def serve_command(
         )
     with join_model_ranks(sharing, sharing.ranks_per_copy, device, FOREVER) as ranks:
         listener = bind_server_socket(host, port, key) if ranks.rank == 0 else None
-        found = _load(
+        found = load_served_model(
             model, precision, device, tokenizer, max_length, cache_tokens, batch_size, sharing, ranks, adapters, draft
         )
         if listener is None:
@@ -181,7 +157,7 @@ def serve_command(
             tokenizer=found.tokenizer,
             template=_find_template(model, tokenizer, chat_template),
             ends=found.ends,
-            default_sampling=_default_sampling(model),
+            default_sampling=load_default_sampling(model),
             max_length=found.max_length,
             vocab_size=found.vocab_size,
             seconds=timeout,
@@ -201,52 +177,9 @@ def serve_command(
         raise KeyboardInterrupt
 
 
-def chat_command(
-    model: Model,
-    system: Annotated[str | None, typer.Option(help="System prompt, e.g. 'Answer in one sentence.'")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")] = 1024,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1 makes tokens of the conversation less likely, e.g. 1.1.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    max_length: MaxLength = None,
-    draft: DraftOption = None,
-    precision: PrecisionOption = EvalPrecision.FP32,
-    device: Device = "auto",
-    tokenizer: TokenizerOption = None,
-    chat_template: ChatTemplateOption = None,
-) -> None:
-    """Chat with a model. /reset clears the conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer.
-
-    Piped standard input has one user turn per line; standard output has the answers only. Sampling settings come from
-    the options, else from the model's generation_config.json.
-    """
-    from mega_eval.chat_session import ChatSession, load_chat_template
-    from mega_eval.sampling import Sampling
-
-    given = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "seed": seed,
-    }  # fmt: skip
-    settings = {name: value for name, value in given.items() if value is not None}
-    Sampling.parse(settings, source="options")
-    sampling = Sampling.parse({**_default_sampling(model), **settings}, source="options and generation_config.json")
-    template = load_chat_template(model, tokenizer, chat_template)
-    found = _load(model, precision, device, tokenizer, max_length, None, 1, draft=draft)
-    sampling = sampling.model_copy(update={"min_length_ends": sorted(found.ends)})
-    chat = ChatSession(
-        found.engine, found.tokenizer, template, sampling, found.ends, max_new_tokens, found.max_length, system=system
-    )
-    _run_chat(chat)
-
-
 @dataclass(frozen=True)
-class _LoadedModel:
-    """Model with its tokenizer and chat template."""
+class ServedModel:
+    """Loaded model: its engine, tokenizer, end tokens and limits, and its embedder or why it has none."""
 
     engine: InferenceEngine
     tokenizer: Tokenizer
@@ -256,7 +189,7 @@ class _LoadedModel:
     embedder: ServedEmbedder | str | None
 
 
-def _load(
+def load_served_model(
     model: str,
     precision: EvalPrecision,
     device: str,
@@ -268,7 +201,13 @@ def _load(
     ranks: RankInfo | None = None,
     adapters: Mapping[str, str] | None = None,
     draft: str | None = None,
-) -> _LoadedModel:
+) -> ServedModel:
+    """Load a model for generation, with its engine and, for a server on one rank, its embedder.
+
+    Args:
+        sharing, ranks: layout of the model and this process's rank; None for one process.
+        adapters: folders of LoRA adapters by name.
+    """
     from mega_ckpt.source import read_model_config
     from mega_eval.drafters import make_drafter
     from mega_eval.inference_engine import InferenceEngine
@@ -293,7 +232,7 @@ def _load(
     embedder = None
     if sharing is not None and groups is None and config.encoder is None:
         embedder = _make_embedder(model, loaded.model, vocabulary, loaded.adapters or AdapterSelection([]))
-    return _LoadedModel(engine, vocabulary, loaded.ends, longest, config.vocab_size, embedder)
+    return ServedModel(engine, vocabulary, loaded.ends, longest, config.vocab_size, embedder)
 
 
 def _make_embedder(
@@ -324,7 +263,7 @@ def _parse_adapters(options: Sequence[str], model: str) -> dict[str, str]:
     return found
 
 
-def _default_sampling(model: str) -> dict[str, Any]:
+def load_default_sampling(model: str) -> dict[str, Any]:
     """Return the sampling settings of the model's generation_config.json, and log them."""
     from mega_eval.model_loading import load_sampling_settings
     from mega_eval.sampling import Sampling
@@ -372,80 +311,3 @@ def _find_template(model: str, tokenizer: Path | None, file: Path | None) -> Cha
             raise
         logger.warning("%s; /v1/chat/completions is not available", error.message)
         return None
-
-
-def _run_chat(chat: ChatSession) -> None:
-    terminal = sys.stdin.isatty()
-    if terminal:
-        import readline  # noqa: F401 - its import makes input() an editable line
-
-        _print_note("/reset clears the conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer")
-    for turn in _read_turns(terminal):
-        if turn == "/quit":
-            return
-        if turn == "/reset":
-            chat.messages.clear()
-            _print_note("conversation cleared")
-            continue
-        if turn.startswith("/") and terminal and " " not in turn:
-            _print_note(f"{turn}: unknown command; the commands are /reset and /quit")
-            continue
-        _answer(chat, turn)
-
-
-def _print_note(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def _read_turns(terminal: bool) -> Iterator[str]:
-    """Yield the non-empty lines of standard input until its end."""
-    while True:
-        try:
-            line = input("> " if terminal else "")
-        except EOFError:
-            if terminal:
-                print()
-            return
-        except KeyboardInterrupt:
-            if not terminal:
-                raise
-            _print_note("\n/quit or Ctrl-D exits")
-            continue
-        if line.strip():
-            yield line.strip()
-
-
-def _answer(chat: ChatSession, turn: str) -> None:
-    previous = len(chat.messages)
-    try:
-        with _catch_interrupt(chat) as stopped:
-            for text in chat.stream_answer(turn, stopped):
-                print(text, end="", flush=True)
-            print()
-    except MegaError as error:
-        _print_note(f"error: {error}")
-        return
-    if len(chat.messages) < previous + 2:
-        _print_note(f"the conversation exceeds the context of {chat.max_length} tokens: its first turns are dropped")
-
-
-@contextlib.contextmanager
-def _catch_interrupt(chat: ChatSession) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after Ctrl-C; a second Ctrl-C exits the program.
-
-    While the engine has no request, such as during a chat template that does not terminate, Ctrl-C raises an error.
-    """
-    pressed = False
-
-    def handle_interrupt(_: int, __: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        signal.signal(signal.SIGINT, before)
-        if not chat.engine.num_waiting and not chat.engine.num_running:
-            raise DataError("Ctrl-C was pressed before the answer began; the turn is cancelled")
-
-    before = signal.signal(signal.SIGINT, handle_interrupt)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -145,17 +145,21 @@ def train_command(
 
     from mega_common.errors import ConfigError
     from mega_common.strict_config import build_json_schema
-    from mega_trainer.config.run_config import RunConfig, load_run_config
+    from mega_trainer.config.run_config import RunConfig
     from mega_trainer.data.data_check import check_datasets, format_usage
 
     if schema:
         print(json.dumps(build_json_schema(RunConfig), indent=1))
         return
     if from_megatron_args is not None:
-        print(_translate_megatron_script(from_megatron_args, define or [], words or [], strict=strict), end="")
+        from mega_cli.translation import translate_megatron_script
+
+        print(translate_megatron_script(from_megatron_args, define or [], words or [], strict=strict), end="")
         return
     if from_deepspeed is not None or from_hf_args is not None:
-        print(_translate_other_config(from_deepspeed, from_hf_args, nproc), end="")
+        from mega_cli.translation import translate_other_config
+
+        print(translate_other_config(from_deepspeed, from_hf_args, nproc), end="")
         return
     if define or strict:
         raise ConfigError(
@@ -172,9 +176,9 @@ def train_command(
                 hint="leave it out; use --set KEY=VALUE to override a setting",
             )
         raise typer.Exit(again.reproduce_step(reproduce, set_ or [], nproc, _train_or_start_ranks))
-    run = _only_run(words or [])
+    run = _select_run(words or [])
     overrides: Sequence[str] = set_ or []
-    config = load_run_config(run, overrides, warn_unread=check)  # a training run logs these warnings itself
+    config = _load_run(run, overrides, warn_unread=check)  # a training run logs these warnings itself
     if nproc is not None:
         config, overrides = _resolve_layout(config, run, overrides, nproc)
         config.check_world_size(nproc)
@@ -243,10 +247,10 @@ def _describe_kernels(config: RunConfig) -> str:
     try:
         return str(choose_kernels(config, select_rank_device(config.device, 0)))
     except ConfigError as error:
-        return f"kernels: this machine cannot run it: {error}"
+        return f"kernels: this machine cannot run it: {error.message}"
 
 
-def _only_run(words: list[str]) -> Path:
+def _select_run(words: list[str]) -> Path:
     from mega_common.errors import ConfigError
 
     if not words:
@@ -257,17 +261,19 @@ def _only_run(words: list[str]) -> Path:
     return Path(words[0])
 
 
-def _translate_megatron_script(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
-    from mega_cli.megatron_args import render_run_yaml, translate_script
-    from mega_common.bounded_parsing import MAX_SETTINGS_BYTES, explain_read_error, read_file_start
+def _load_run(run: Path, overrides: Sequence[str], *, warn_unread: bool) -> RunConfig:
+    """Read run.yaml; a workflow gives one error instead of one per unknown key."""
+    from mega_cli.workflow_config import reject_workflow
     from mega_common.errors import ConfigError
+    from mega_common.strict_config import load_yaml_mapping
+    from mega_trainer.config.run_config import load_run_config
 
     try:
-        text = read_file_start(script, MAX_SETTINGS_BYTES).decode("utf-8", errors="replace")  # comments: any encoding
-    except OSError as error:
-        raise ConfigError(f"{script}: cannot be read ({explain_read_error(error)})") from None
-    variables = dict(_parse_definition(text) for text in define)
-    return render_run_yaml(translate_script(text, path=script, define=variables, arguments=arguments, strict=strict))
+        return load_run_config(run, overrides, warn_unread=warn_unread)
+    except ConfigError:
+        if run.is_file():
+            reject_workflow(run, load_yaml_mapping(run), f"mega run {run}")
+        raise
 
 
 def _check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
@@ -290,30 +296,6 @@ def _check_patterns(config: RunConfig, run: Path) -> None:
 
     if found := find_pattern_problems(config):
         raise_config_error(found, str(run))
-
-
-def _translate_other_config(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:
-    from mega_cli import moving_in
-    from mega_cli.megatron_args import render_run_yaml
-    from mega_common.errors import ConfigError
-
-    if deepspeed is not None and hf_args is not None:
-        raise ConfigError(
-            "--from-deepspeed conflicts with --from-hf-args", hint="translate one of them; each prints a run.yaml"
-        )
-    if deepspeed is not None:
-        return render_run_yaml(moving_in.translate_deepspeed(deepspeed, ranks))
-    assert hf_args is not None
-    return render_run_yaml(moving_in.translate_hf_args(hf_args, ranks))
-
-
-def _parse_definition(text: str) -> tuple[str, str]:
-    from mega_common.errors import ConfigError
-
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise ConfigError(f"--define must have the form NAME=VALUE, found {text!r}", hint="--define GPUS_PER_NODE=8")
-    return name, value
 
 
 def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[str] = ()) -> int:

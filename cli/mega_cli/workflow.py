@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mega_cli.workflow_config import WorkflowConfig, command_problems, suggest_nearest
+from mega_cli.workflow_config import WorkflowConfig, command_problems, reject_run_config, suggest_nearest
 from mega_cli.workflow_runner import WorkflowRunner, hold_workflow_lock
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
@@ -97,12 +97,14 @@ def run_command(
 
 
 def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collection[str] = ()) -> WorkflowConfig:
-    """Read and check a workflow, its commands against those of `root`, and the stage names given as options.
+    """Read and check a workflow, its commands against the tree `root`, and the stage names given as options.
 
     Raises:
         ConfigError: with all problems.
     """
-    workflow = WorkflowConfig.parse(apply_overrides(load_yaml_mapping(file), overrides), source=str(file))
+    raw = apply_overrides(load_yaml_mapping(file), overrides)
+    reject_run_config(file, raw)
+    workflow = WorkflowConfig.parse(raw, source=str(file))
     found = [problem for name, stage in workflow.stages.items() for problem in command_problems(name, stage, root)]
     found += [
         ConfigProblem(name, "the workflow has no such stage", hint=suggest_nearest(name, workflow.stages))

@@ -14,6 +14,7 @@ from pydantic import Field
 from typer.core import TyperGroup
 
 from mega_cli.file_digests import expand_patterns
+from mega_common.errors import ConfigError
 from mega_common.strict_config import ConfigProblem, StrictConfig
 
 OptionScalar = str | int | float | bool
@@ -86,11 +87,11 @@ class WorkflowStage(StrictConfig):
                     yield from (item, f"{item}.bin", f"{item}.idx")
 
     def existing_read_arguments(self, base: Path) -> list[str]:
-        """Return those of `readable_arguments` that exist, are not outputs of this stage, and are not its run.yaml."""
+        """Return the `readable_arguments` that exist and are neither outputs of this stage nor its run.yaml."""
         return self.existing_inputs(base, (path for path in self.readable_arguments() if path != self.run_config_path))
 
     def existing_inputs(self, base: Path, paths: Iterable[str]) -> list[str]:
-        """Return those of `paths` that exist and are not outputs of this stage."""
+        """Return the `paths` that exist and are not outputs of this stage."""
         outputs = [base / output for output in self.outputs]
         existing = [path for path in paths if any(expand_patterns(base, [path]))]
         return [
@@ -161,6 +162,21 @@ class WorkflowConfig(StrictConfig):
 def is_inside_folder(path: str | Path, folder: str | Path) -> bool:
     """Return True if `path` is `folder` or inside it, by their names."""
     return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
+
+
+def reject_workflow(file: Path, raw: Mapping[str, Any], hint: str) -> None:
+    """Raise a ConfigError if a workflow is given instead of a run.yaml."""
+    if "stages" in raw and "model" not in raw:
+        raise ConfigError(
+            f"{file}: the file is a workflow (it has `stages`), not the configuration of a run", hint=hint
+        )
+
+
+def reject_run_config(file: Path, raw: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if a run.yaml is given instead of a workflow."""
+    if "model" in raw and "stages" not in raw:
+        hint = f"mega train {file}, or give a workflow file with `stages`"
+        raise ConfigError(f"{file}: the file is the configuration of a run, not a workflow", hint=hint)
 
 
 def command_problems(name: str, stage: WorkflowStage, root: TyperGroup) -> Iterator[ConfigProblem]:

@@ -148,7 +148,7 @@ def test_shrink(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     args = ["--data", tmp_path / "data", "--seq-length", "16", "--windows", "3", "--device", "cpu"]
     with caplog.at_level("INFO", logger="mega"):
         call("shrink", run, tmp_path / "small", "--layers", "1", "--ffn", "10", "--heads", "2", "--hidden", "8", *args)
-    assert "layers 1 are left out" in caplog.text  # all alike: the last
+    assert "removed layers: 1" in caplog.text  # all alike: the last
     small = json.loads(call("inspect", tmp_path / "small", "--json"))["model"]
     assert [small[key] for key in ("num_layers", "ffn_hidden_size", "num_attention_heads", "hidden_size")] == [
         1,

@@ -16,7 +16,8 @@ from typer.testing import Result
 
 from mega_ckpt.families import family_for_model
 from mega_cli.embed import EXAMPLES, embed_command
-from mega_cli.eval import eval_command, generate_command
+from mega_cli.eval import eval_command
+from mega_cli.generate import generate_command
 from mega_common.errors import ConfigError, DataError, MegaError
 
 

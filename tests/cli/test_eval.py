@@ -16,7 +16,10 @@ from typer.testing import Result
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.families import family_by_name
-from mega_cli.eval import EVAL_EXAMPLES, GENERATE_EXAMPLES, eval_command, generate_command
+from mega_cli.eval import EXAMPLES as EVAL_EXAMPLES
+from mega_cli.eval import eval_command
+from mega_cli.generate import EXAMPLES as GENERATE_EXAMPLES
+from mega_cli.generate import generate_command
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.lora_config import LoraConfig
 from mega_data.token_files.dataset_info import TokenizerInfo, write_dataset_info

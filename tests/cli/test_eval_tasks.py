@@ -72,8 +72,8 @@ def test_two_models_on_tasks_compared(folder: Path, tmp_path: Path) -> None:
         (["--tasks", "a", "--no-check-tokenizer"], "--check-tokenizer is for --data"),
         (["--tasks", "none.yaml"], "none.yaml: the task file does not exist"),
         (["--tasks", "a", "--include-path", "nowhere"], "nowhere: the folder does not exist"),
-        (["--tasks", "a", "--nproc", 3, "--tp", 2], "3 ranks cannot be shared out by tp 2, ep 1 and pp 1"),
-        (["--tasks", "a", "--tp", 2, "--ep", 3, "--pp", 2], "6 ranks cannot be shared out by tp 2, ep 3 and pp 2"),
+        (["--tasks", "a", "--nproc", 3, "--tp", 2], "3 ranks do not fit the layout tp 2, ep 1, pp 1"),
+        (["--tasks", "a", "--tp", 2, "--ep", 3, "--pp", 2], "6 ranks do not fit the layout tp 2, ep 3, pp 2"),
     ],
 )
 def test_options_that_do_not_go_together(folder: Path, options: list[object], said: str) -> None:

@@ -56,9 +56,9 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert (run.optimizer.weight_decay, run.optimizer.clip_grad, run.optimizer.offload) == (0.01, 0.5, True)
     assert (run.lr_schedule.name, run.lr_schedule.warmup_steps, run.lr_schedule.decay_steps) == ("wsd", 10, 101)
     assert (run.precision, run.parallel.zero) == ("bf16", 2)
-    assert "compression.enabled: True, mystery: 3: not known here" in text
+    assert "compression.enabled: True, mystery: 3: is not translated" in text
     assert "fp16.enabled: False" not in text
-    assert "overlap_comm: True: sums of gradients always run beside the backward" in text
+    assert "overlap_comm: True: gradient buckets are always reduced during the backward" in text
 
 
 def test_what_deepspeed_leaves_to_others_is_told_and_its_defaults_are_written_out(tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_what_deepspeed_leaves_to_others_is_told_and_its_defaults_are_written_ou
     text = render_run_yaml(translate_deepspeed(written(tmp_path, values)))
     run = loaded(text)
     assert (run.precision, run.fp16.initial_scale, run.optimizer.clip_grad, run.parallel.zero) == ("fp16", 4096, 0, 0)
-    assert "train_batch_size: is left to the program" in text
-    assert "gradient_clipping: is 0 where the file has none" in text
-    assert "optimizer.type: mega has adamw and muon, and not Lamb" in text
+    assert "train_batch_size: is auto: set by the training program" in text
+    assert "gradient_clipping: is not in the file: 0 up to DeepSpeed 0.19.2" in text
+    assert "optimizer.type: mega has adamw and muon, but not Lamb" in text
 
 
 ARGUMENTS = {
@@ -211,10 +211,10 @@ def test_an_objective_is_translated(tmp_path: Path, values: dict[str, Any], expe
         (AXOLOTL_BASE | {"process_reward_model": True}, "process_reward_model"),
         (AXOLOTL_BASE | {"kd_trainer": True}, "kd_trainer"),
         (AXOLOTL_BASE | {"adapter": "llama-adapter"}, "adapter = llama-adapter is not supported"),
-        (AXOLOTL_BASE | {"load_in_4bit": True}, "load_in_4bit = True requires an adapter"),
+        (AXOLOTL_BASE | {"load_in_4bit": True}, "load_in_4bit = True requires a LoRA adapter"),
         (
             AXOLOTL_BASE | {"adapter": "qlora", "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}},
-            "4 bits of type fp4 are not supported",
+            "the 4-bit type fp4 is not supported",
         ),
         (TRL_BASE | {"loss_type": "hinge"}, "loss_type = hinge is a loss that is not supported"),
         (TRL_BASE | {"loss_type": "grpo"}, "loss_type = grpo"),
@@ -225,16 +225,16 @@ def test_an_objective_is_translated(tmp_path: Path, values: dict[str, Any], expe
         (TRL_BASE | {"loss_type": "sigmoid", "cpo_alpha": 1.0}, "CPO is an objective that is not supported"),
         (TRL_BASE | {"teacher_model_name_or_path": "big", "lmbda": 0.5}, "teacher_model_name_or_path"),
         (TRL_BASE | {"loss_type": "sigmoid", "beta": 0.1, "missing_eos_penalty": None}, "missing_eos_penalty"),
-        (TRL_BASE | {"loss_type": "sigmoid", "beta": 0.1, "tpo_alpha": 1.0}, "tpo_alpha = 1.0 is a setting of"),
+        (TRL_BASE | {"loss_type": "sigmoid", "beta": 0.1, "tpo_alpha": 1.0}, "tpo_alpha = 1.0 belongs to an objective"),
         (TRL_BASE | {"step_separator": "x"}, "step_separator"),
         (TRL_BASE | {"min_density_ratio": 0.5, "beta": 0.1}, "min_density_ratio"),
         (TRL_BASE | {"beta": 0.5, "seq_kd": False}, "seq_kd"),
-        (AXOLOTL_BASE | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins = .* has an objective"),
-        (AXOLOTL_BASE | {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "has an objective"),
+        (AXOLOTL_BASE | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins = .* selects an objective"),
+        (AXOLOTL_BASE | {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "selects an objective"),
         ({"stage": "dpo", "model_name_or_path": "some/model", "pref_beta": 0.1}, "stage = dpo"),
         (
             {k: v for k, v in AXOLOTL_BASE.items() if k != "learning_rate"},
-            "learning_rate is not in the file, which Axolotl requires",
+            "Axolotl requires learning_rate",
         ),
     ],
 )  # fmt: skip
@@ -248,7 +248,7 @@ def test_an_objective_or_adapter_that_is_not_translated_is_refused(
 def test_a_beta_of_no_known_objective_is_left_to_fill_in(tmp_path: Path) -> None:
     run, text = translated(tmp_path, TRL_BASE | {"beta": 0.1})
     assert run["objective.kind"] == "TO BE FILLED IN"
-    assert "objective.kind: beta is that of several objectives" in text
+    assert "objective.kind: beta belongs to several objectives" in text
 
 
 LORA = {"lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
@@ -257,7 +257,7 @@ LORA = {"lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
 @pytest.mark.parametrize(
     ("values", "expected", "named"),
     [
-        (AXOLOTL_BASE | LORA | {"adapter": "qlora", "load_in_4bit": True}, {"lora.quantize": "nf4"}, "second time"),
+        (AXOLOTL_BASE | LORA | {"adapter": "qlora", "load_in_4bit": True}, {"lora.quantize": "nf4"}, "no double quantisation"),
         (AXOLOTL_BASE | LORA | {"adapter": "lora", "load_in_4bit": True}, {"lora.quantize": "nf4"}, ""),
         (AXOLOTL_BASE | LORA | {"adapter": "lora"}, {"lora.quantize": None, "lora.rank": 8}, ""),
         (AXOLOTL_BASE | LORA, {"lora.rank": None, "lora.modules": None}, "the file trains no adapter"),
@@ -265,11 +265,11 @@ LORA = {"lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
         (AXOLOTL_BASE | LORA | {"adapter": "lora", "peft_use_rslora": True}, {"lora.rslora": True}, ""),
         (AXOLOTL_BASE | LORA | {"adapter": "lora", "load_in_8bit": True}, {"lora.quantize": None}, "load_in_8bit"),
         (AXOLOTL_BASE | {"adapter": "lora", "lora_target_modules": ["q_proj"]}, {"lora.modules": [".*q_proj"]}, ""),
-        (AXOLOTL_BASE | {"adapter": "lora"}, {"lora.modules": "TO BE FILLED IN"}, "PEFT takes those of its table"),
+        (AXOLOTL_BASE | {"adapter": "lora"}, {"lora.modules": "TO BE FILLED IN"}, "PEFT uses a default for the model's type"),
         (
             AXOLOTL_BASE | LORA | {"adapter": "qlora", "fsdp_config": {"reshard_after_forward": True}},
             {"lora.quantize": "nf4", "parallel.zero": 2},
-            "weights in 4 bits stay whole",
+            "4-bit weights are not sharded",
         ),
         (
             TRL_BASE | {"use_peft": True, "load_in_4bit": True, "lora_target_modules": "all-linear"},
@@ -289,10 +289,10 @@ def test_an_adapter_is_translated(tmp_path: Path, values: dict[str, Any], expect
 @pytest.mark.parametrize(
     ("values", "ranks", "named"),
     [
-        (AXOLOTL_BASE | {"tensor_parallel_size": 3}, 8, "8 ranks must be a multiple of 3"),
-        (AXOLOTL_BASE | {"dp_shard_size": 4, "tensor_parallel_size": 2}, 4, "are those of 8 ranks"),
+        (AXOLOTL_BASE | {"tensor_parallel_size": 3}, 8, "number of ranks must be a multiple of 3"),
+        (AXOLOTL_BASE | {"dp_shard_size": 4, "tensor_parallel_size": 2}, 4, "require 8 ranks"),
         (AXOLOTL_BASE | {"batch_size": 7}, 1, "batch_size = 7 must be a multiple of micro_batch_size = 2"),
-        (TRL_BASE | {"gradient_accumulation_steps": 1.5}, 1, "gradient_accumulation_steps = 1.5: expected a whole number"),
+        (TRL_BASE | {"gradient_accumulation_steps": 1.5}, 1, "gradient_accumulation_steps must be a whole number, found 1.5"),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, values: dict[str, Any], ranks: int, named: str) -> None:
@@ -309,7 +309,11 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, values: dict[str, Any
             "train_batch_size = 32 must be micro x accumulation x data ranks = 2 x 2 x 4",
         ),
         ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, 4, "train_batch_size = 30 must be micro x"),
-        ({"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 3}, 8, "8 ranks must be a multiple of 3"),
+        (
+            {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 3},
+            8,
+            "number of ranks must be a multiple of 3",
+        ),
         ({"train_batch_size": 9, "tensor_parallel": {"autotp_size": 2}}, 4, "autotp_size = 2"),
     ],
 )
@@ -339,10 +343,10 @@ def test_what_huggingface_fills_into_deepspeeds_file_is_left_to_fill_in(tmp_path
         (
             {"scheduler": {"type": "WarmupLR", "params": {}}},
             16,
-            "WarmupLR of DeepSpeed's file takes the place of linear",
+            "WarmupLR of DeepSpeed's file replaces linear",
         ),
-        ({"mystery": 1}, 16, "deepspeed.mystery: 1: is of DeepSpeed's file"),
-        (None, 16, "ds.json is not there"),
+        ({"mystery": 1}, 16, "deepspeed.mystery: 1: is in DeepSpeed's file"),
+        (None, 16, "ds.json does not exist"),
     ],
 )
 def test_a_file_of_deepspeed_that_the_arguments_name_is_read(
@@ -375,7 +379,7 @@ FACTORY = {"stage": "sft", "model_name_or_path": "some/model", "learning_rate": 
         (FACTORY | {"lora_rank": 64, "lora_alpha": 64}, {"lora.rank": 64, "lora.alpha": 64}, ""),
         (FACTORY | {"lora_target": "q_proj, v_proj"}, {"lora.modules": [".*q_proj", ".*v_proj"]}, ""),
         (FACTORY | {"additional_target": "embed_tokens,lm_head"}, {"lora.modules_to_save": ["embed_tokens", "lm_head"]}, ""),
-        (FACTORY | {"quantization_bit": 4}, {"lora.quantize": "nf4"}, "second time"),
+        (FACTORY | {"quantization_bit": 4}, {"lora.quantize": "nf4"}, "no double quantisation"),
         (FACTORY | {"quantization_bit": 4, "double_quantization": False}, {"lora.quantize": "nf4"}, ""),
         (FACTORY | {"cutoff_len": 4096, "train_on_prompt": True}, {"data.seq_length": 4096, "data.kind": None}, ""),
         (FACTORY | {"stage": "pt", "pure_bf16": True}, {"data.kind": None, "precision": "bf16"}, ""),
@@ -393,7 +397,7 @@ FACTORY = {"stage": "sft", "model_name_or_path": "some/model", "learning_rate": 
         ({"max_steps": 5, "fsdp_config": {"activation_checkpointing": False}}, {"recompute": None}, ""),
         ({"max_steps": 90, "eval_steps": 0.1, "save_steps": 0.25}, {"train.eval_every": 9, "checkpoint.every": 23}, ""),
         ({"max_steps": 90, "logging_steps": 0.1, "save_steps": 7}, {"log.every": 9, "checkpoint.every": 7}, ""),
-        ({"num_train_epochs": 1, "save_steps": 0.1}, {"checkpoint.every": None}, "save_steps: 0.1: is a share of"),
+        ({"num_train_epochs": 1, "save_steps": 0.1}, {"checkpoint.every": None}, "save_steps: 0.1: is a fraction of"),
         ({"mixed_precision": "fp8", "max_steps": 3}, {"precision": "bf16"}, "mixed_precision: fp8 is not translated"),
         ({"mixed_precision": "no", "max_steps": 3}, {"precision": "fp32"}, ""),
         (
@@ -407,8 +411,8 @@ FACTORY = {"stage": "sft", "model_name_or_path": "some/model", "learning_rate": 
         ({"max_steps": 5, "optim": "galore_adamw_8bit"}, {}, "not galore_adamw_8bit"),
         ({"max_steps": 5, "optim": "apollo_adamw"}, {}, "not apollo_adamw"),
         ({"max_steps": 5, "optim": "adamw_anyprecision"}, {}, "not adamw_anyprecision"),
-        ({"max_steps": 5, "optim": "paged_adamw_8bit"}, {}, "moments are kept in fp32"),
-        ({"max_steps": 5, "optim": "adamw_torch_4bit"}, {}, "moments are kept in fp32"),
+        ({"max_steps": 5, "optim": "paged_adamw_8bit"}, {}, "moments are in fp32"),
+        ({"max_steps": 5, "optim": "adamw_torch_4bit"}, {}, "moments are in fp32"),
     ],
 )  # fmt: skip
 def test_defaults_and_names_of_each_program(
@@ -431,8 +435,8 @@ def test_an_adamw_is_adamw(tmp_path: Path, name: str) -> None:
         (FACTORY | {"finetuning_type": "freeze"}, "finetuning_type = freeze is not supported"),
         (FACTORY | {"finetuning_type": "oft"}, "finetuning_type = oft is not supported"),
         (FACTORY | {"quantization_bit": 8}, "quantization_bit = 8 is not supported"),
-        (FACTORY | {"finetuning_type": "full", "quantization_bit": 4}, "requires an adapter"),
-        (FACTORY | {"stage": "kto"}, "stage = kto is an objective"),
+        (FACTORY | {"finetuning_type": "full", "quantization_bit": 4}, "requires a LoRA adapter"),
+        (FACTORY | {"stage": "kto"}, "stage = kto selects an objective"),
     ],
 )
 def test_a_file_of_llama_factory_that_is_not_translated_is_refused(

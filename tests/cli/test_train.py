@@ -69,11 +69,11 @@ def test_definitions_and_arguments_of_a_launch_script(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("run.yaml", "--define", "A=1"), "--define is for --from-megatron-args"),
-        (("run.yaml", "--strict"), "--strict is for --from-megatron-args"),
+        (("run.yaml", "--define", "A=1"), "--define requires --from-megatron-args"),
+        (("run.yaml", "--strict"), "--strict requires --from-megatron-args"),
         (("run.yaml", "other.yaml"), "other.yaml"),
-        (("--from-megatron-args", __file__, "--define", "A"), "--define A: not of the form NAME=VALUE"),
-        (("--from-megatron-args", __file__, "--define", "1=2"), "not of the form NAME=VALUE"),
+        (("--from-megatron-args", __file__, "--define", "A"), "--define must have the form NAME=VALUE, found 'A'"),
+        (("--from-megatron-args", __file__, "--define", "1=2"), "--define must have the form NAME=VALUE"),
         (("--from-megatron-args", "nowhere.sh"), "nowhere.sh: cannot be read"),
     ],
 )
@@ -83,7 +83,9 @@ def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], arguments
     assert words in error
 
 
-@pytest.mark.parametrize(("arguments", "words"), [((), "no run.yaml given"), (("nowhere.yaml",), "cannot be read")])
+@pytest.mark.parametrize(
+    ("arguments", "words"), [((), "mega train requires a run.yaml"), (("nowhere.yaml",), "cannot be read")]
+)
 def test_what_is_missing_is_told(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:
     status, _, error = call(capsys, *arguments)
     assert status == 2
@@ -127,4 +129,4 @@ def test_a_shape_needs_no_weights(
         status, (out, error) = int(end.value.code or 0), capsys.readouterr()
         assert json.loads(out)["parameters"] == 16464
     assert status == 0
-    assert error.count("reads unsloth_version, use_mrope; carried") == 1
+    assert error.count("reads unsloth_version, use_mrope; kept unchanged") == 1

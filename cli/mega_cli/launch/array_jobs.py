@@ -11,7 +11,7 @@ from typing import Any
 from mega_cli.launch.kubernetes import GROUP, dump_documents
 from mega_cli.launch.slurm import WAIT, SlurmJobPlan
 from mega_cli.launch.value_grammars import escape_kubernetes_references
-from mega_cli.workflow_config import WorkflowConfig, suggest_nearest
+from mega_cli.workflow_config import WorkflowConfig, reject_run_config, suggest_nearest
 from mega_common.errors import ConfigError
 from mega_common.strict_config import load_yaml_mapping
 
@@ -41,7 +41,9 @@ def plan_array_job(workflow: Path, name: str, count: int) -> ArrayJobPlan:
     Raises:
         ConfigError: if the workflow has no such stage, or it runs another command.
     """
-    stages = WorkflowConfig.parse(load_yaml_mapping(workflow), source=str(workflow)).stages
+    raw = load_yaml_mapping(workflow)
+    reject_run_config(workflow, raw)
+    stages = WorkflowConfig.parse(raw, source=str(workflow)).stages
     if name not in stages:
         raise ConfigError(f"{workflow}: the workflow has no stage {name!r}", hint=suggest_nearest(name, stages))
     if stages[name].run != COMMAND:

@@ -13,6 +13,7 @@ from mega_cli.launch.array_jobs import indexed_job_manifest, plan_array_job, slu
 from mega_cli.launch.kubernetes import PodPlan, run_manifests
 from mega_cli.launch.slurm import ContainerImage, SlurmJobPlan, slurm_batch_script
 from mega_cli.launch.value_grammars import KUBERNETES, PATH, SLURM, TEXT, check_option_value, check_option_values
+from mega_cli.workflow_config import reject_workflow
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
 from mega_common.strict_config import apply_overrides, load_yaml_mapping
@@ -169,10 +170,10 @@ def kubernetes_command(
     check_script_values(run, set_)
     for option, value in {"image": image, "volume": volume, "shared-memory": shared_memory}.items():
         check_option_value(option, value, KUBERNETES[option])
-    if stage is None:
-        check_launched_run(run, set_ or [], nodes * gpus_per_node)
     if name is not None and name != to_dns_label(name):
         raise ConfigError(f"--name must be a DNS label, found {name!a}", hint=f"--name {to_dns_label(name)}")
+    if stage is None:
+        check_launched_run(run, set_ or [], nodes * gpus_per_node)
     job = name or to_dns_label(stage or run.stem)
     if stage is not None:
         _write(indexed_job_manifest(plan_array_job(run, stage, nodes), job, image, volume, cpus), output)
@@ -199,7 +200,9 @@ def check_launched_run(run: Path, overrides: list[str], ranks: int) -> None:
     """
     from mega_trainer.config.run_config import load_run_config
 
-    model = apply_overrides(load_yaml_mapping(run), overrides).get("model")
+    raw = apply_overrides(load_yaml_mapping(run), overrides)
+    reject_workflow(run, raw, "give a run.yaml, or --stage NAME to launch a stage of the workflow")
+    model = raw.get("model")
     if isinstance(model, dict) and "from" in model and not Path(str(model["from"])).exists():
         logger.warning("model.from = %s does not exist on this machine, so the run is not checked", model["from"])
         return

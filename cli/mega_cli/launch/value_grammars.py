@@ -49,7 +49,7 @@ SLURM = {
 KUBERNETES = {
     "image": ValueGrammar(
         rf"{_IMAGE_HOST}{_IMAGE_PART}(/{_IMAGE_PART})*(:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(@{_DIGEST})?",
-        "the name of an image", "registry.example/mega-trainer:1", 512,
+        "the name of a container image", "registry.example/mega-trainer:1", 512,
     ),
     "volume": ValueGrammar(rf"{_DNS}(\.{_DNS})*", "the name of a PersistentVolumeClaim (DNS-1123 subdomain)", "mega", 253),
     "shared-memory": ValueGrammar(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2})?", "a Kubernetes quantity", "16Gi", 32),

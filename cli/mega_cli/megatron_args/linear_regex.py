@@ -14,7 +14,7 @@ class LinearMatch(Protocol):
 
     def __getitem__(self, group: int) -> str: ...
 
-    def end_offset(self) -> int:
+    def end(self) -> int:
         """Return the offset of its end."""
 
 
@@ -44,7 +44,7 @@ def matching_prefix_length(pattern: str, text: str, *, longest: bool) -> int | N
         found: LinearMatch | None = _compiled(pattern, longest=longest).match(text)
     except (re2.error, ValueError):
         return None
-    return -1 if found is None else found.end_offset()
+    return -1 if found is None else found.end()
 
 
 def substitute_longest(

@@ -29,7 +29,7 @@ def render_run_yaml(translation: ScriptTranslation) -> str:
 
 
 def _header(translation: ScriptTranslation) -> Iterator[str]:
-    yield f"# Translated from {translation.what}."
+    yield f"# Translated from {translation.source}."
     if translation.launch:
         yield f"# Launch: {translation.launch}."
     for kind, heading in HEADINGS.items():

@@ -74,14 +74,14 @@ def split_on_separators(text: str, separators: str = " \t\n") -> list[tuple[str,
     """
     if not separators:
         return [(text, False)]
-    blanks = re.escape("".join(one for one in separators if one in " \t\n"))
-    others = re.escape("".join(one for one in separators if one not in " \t\n"))
+    blanks = re.escape("".join(char for char in separators if char in " \t\n"))
+    others = re.escape("".join(char for char in separators if char not in " \t\n"))
     patterns = [*([f"[{blanks}]*[{others}][{blanks}]*" if blanks else f"[{others}]"] if others else [])]
     patterns += [f"[{blanks}]+"] if blanks else []
     marks = iter(MARK.findall(text))
     parts = re.split(f"({'|'.join(patterns)})", MARK.sub(OPEN, text))
     fields = [re.sub(OPEN, lambda _: f"{OPEN}{next(marks)}{CLOSE}", part) for part in parts[::2]]
-    return list(zip(fields, [False, *(bool(one.strip(" \t\n")) for one in parts[1::2])], strict=True))
+    return list(zip(fields, [False, *(bool(separator.strip(" \t\n")) for separator in parts[1::2])], strict=True))
 
 
 WORK = 10_000_000  # characters that are created or read; real launch scripts take up to about 100,000

@@ -57,7 +57,7 @@ def simulate_tr(arguments: Arguments, entered: str | None) -> str | None:
         _expand_character_set(names[1], translated=True) if len(names) > 1 else "",
     )
     if "c" in given:
-        first = "".join(one for one in ASCII if one not in first)
+        first = "".join(char for char in ASCII if char not in first)
     if "d" in given:
         return None if second or "s" in given else entered.translate(dict.fromkeys(map(ord, first)))
     if second:

@@ -290,11 +290,11 @@ def write_recompute_section(draft: RunDraft) -> None:
 
 
 def _recomputed_modules(draft: RunDraft) -> None:
-    asked = draft["recompute_modules"] or []
-    modules = [RECOMPUTED[name] for name in asked if name in RECOMPUTED]
+    requested = draft["recompute_modules"] or []
+    modules = [RECOMPUTED[name] for name in requested if name in RECOMPUTED]
     if modules or draft.is_unknown("recompute_modules"):
         draft.set_key("recompute.modules", modules or None, "recompute_modules")
-    if kept := [name for name in asked if name not in RECOMPUTED]:
+    if kept := [name for name in requested if name not in RECOMPUTED]:
         why = ", because fused attention does not store scores" if kept == ["core_attn"] else ""
         draft.add_note(
             "changes meaning",

@@ -42,14 +42,14 @@ class ScriptTranslation:
         notes: a note for every flag of the command, and general notes.
         origins: flags that set each dotted key of `run`.
         launch: description of the launch (nodes, ranks); empty if unknown.
-        what: description of the source.
+        source: description of the source.
     """
 
     run: dict[str, Any]
     notes: list[FlagNote]
     origins: dict[str, str]
     launch: str
-    what: str = "a launch script of Megatron-LM"
+    source: str = "a launch script of Megatron-LM"
 
 
 def translate_script(

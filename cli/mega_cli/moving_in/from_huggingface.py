@@ -214,8 +214,8 @@ def _optimizer(given: SettingsFile) -> None:
 def _savings(given: SettingsFile, dialect: ToolDefaults) -> None:
     saved = given.take_value("gradient_checkpointing")
     wrapped = given.take_value("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
-    asked = saved in (True, "true", "unsloth", "offload") or (saved is None and dialect.program == "TRL")
-    if asked or wrapped in (True, "true"):
+    enabled = saved in (True, "true", "unsloth", "offload") or (saved is None and dialect.program == "TRL")
+    if enabled or wrapped in (True, "true"):
         given.set_key("recompute", "full", "gradient_checkpointing")
     mixed = given.take_value("mixed_precision")
     bf16, fp16 = (

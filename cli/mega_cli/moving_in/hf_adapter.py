@@ -85,11 +85,11 @@ def _llama_factory(given: SettingsFile) -> tuple[str | None, bool]:
 
 def _trains_adapter(given: SettingsFile, dialect: ToolDefaults, adapter: str | None) -> bool:
     """Return True if the run trains an adapter: by `adapter` (Axolotl), `use_peft` (TRL), else by its settings."""
-    asked = given.take_value("use_peft")
+    use_peft = given.take_value("use_peft")
     if dialect.program in ("Axolotl", "LLaMA-Factory"):
         return adapter is not None
-    if asked is not None:
-        return asked in (True, "true")
+    if use_peft is not None:
+        return use_peft in (True, "true")
     return adapter is not None or given.has_key(
         "lora_r", "peft_config.r", "lora_target_modules", "peft_config.target_modules"
     )
@@ -98,7 +98,7 @@ def _trains_adapter(given: SettingsFile, dialect: ToolDefaults, adapter: str | N
 def _put_modules(given: SettingsFile, dialect: ToolDefaults) -> None:
     modules = given.take_value("lora_target_modules", "peft_config.target_modules", "lora_target")
     if dialect.program == "LLaMA-Factory":
-        modules = [one.strip() for one in modules.split(",")] if isinstance(modules, str) else modules or ["all"]
+        modules = [name.strip() for name in modules.split(",")] if isinstance(modules, str) else modules or ["all"]
     if given.take_value("lora_target_linear") is True or modules in ("all-linear", ["all"]):
         given.set_key("lora.modules", [".*_proj"], "all linear layers")
     elif isinstance(modules, list):

@@ -25,11 +25,11 @@ class SettingsFile:
         ConfigError: if the file cannot be read, or has no settings.
     """
 
-    def __init__(self, path: Path, what: str) -> None:
-        self.path, self._what = path, what
+    def __init__(self, path: Path, description: str) -> None:
+        self.path, self._description = path, description
         self._values: dict[str, Any] = {}
         self._left: set[str] = set()
-        self._take(_read(path, what))
+        self._take(_read(path, description))
         self._run: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
         self._notes: list[FlagNote] = []
@@ -42,7 +42,7 @@ class SettingsFile:
         self._values |= found
         self._left |= {key for key, value in found.items() if value not in AUTO and not key.startswith(off)}
 
-    def include_file(self, name: str, prefix: str, what: str) -> bool:
+    def include_file(self, name: str, prefix: str, description: str) -> bool:
         """Add the settings of another file under a prefix; return False if it does not exist.
 
         Raises:
@@ -50,7 +50,7 @@ class SettingsFile:
         """
         path = next((path for path in (self.path.parent / name, Path(name)) if path.is_file()), None)
         if path is not None:
-            self._take(_read(path, what), prefix)
+            self._take(_read(path, description), prefix)
         return path is not None
 
     def has_key(self, *keys: str) -> bool:
@@ -181,14 +181,14 @@ class SettingsFile:
             )
             kind, why = next(found, ("open", "is not translated; check if it changes the model or the run"))
             self.add_note(kind, why, f"{key}: {self._values[key]}")
-        return ScriptTranslation(self._run, self._notes, self._origins, launch, self._what)
+        return ScriptTranslation(self._run, self._notes, self._origins, launch, self._description)
 
 
-def _read(path: Path, what: str) -> Mapping[str, Any]:
+def _read(path: Path, description: str) -> Mapping[str, Any]:
     """Return the settings of a file of JSON or YAML."""
     values = parse_yaml_text(read_settings_file(path), str(path), BoundedYamlLoader)  # JSON is YAML
     if not isinstance(values, Mapping) or not values:
-        raise ConfigError(f"{path}: the file has no settings", hint=f"give {what}: JSON or YAML")
+        raise ConfigError(f"{path}: the file has no settings", hint=f"give {description}: JSON or YAML")
     return values
 
 

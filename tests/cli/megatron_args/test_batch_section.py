@@ -58,10 +58,13 @@ def test_steps_follow_from_the_sizes() -> None:
         ('--step-batch-size-schedule "0:0"', "must be"),
         ('--step-batch-size-schedule "0:4 10:8 20:16"', "each threshold above the one before"),  # all in sample 0
         ('--step-batch-size-schedule "0:4 inf:8"', "must be"),
-        ('--step-batch-size-schedule "0:8 640:4"', "a batch becomes smaller"),
-        ('--step-batch-size-schedule "0:8" --global-batch-size 16', "beside --global-batch-size"),
-        ('--step-batch-size-schedule "0:8" --rampup-batch-size 4 4 40', "beside --rampup-batch-size"),
-        ('--step-batch-size-schedule "0:8" --decrease-batch-size-if-needed', "beside --decrease-batch-size-if-needed"),
+        ('--step-batch-size-schedule "0:8 640:4"', "a batch that becomes smaller"),
+        ('--step-batch-size-schedule "0:8" --global-batch-size 16', "conflicts with --global-batch-size"),
+        ('--step-batch-size-schedule "0:8" --rampup-batch-size 4 4 40', "conflicts with --rampup-batch-size"),
+        (
+            '--step-batch-size-schedule "0:8" --decrease-batch-size-if-needed',
+            "conflicts with --decrease-batch-size-if-needed",
+        ),
     ],
 )
 def test_a_schedule_that_is_none_is_refused_by_name(arguments: str, rule: str) -> None:

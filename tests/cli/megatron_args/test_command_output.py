@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.cli.megatron_args.test_shell import in_bash, needs_bash, words
+from tests.cli.megatron_args.test_shell_words import in_bash, needs_bash, words
 
 from mega_cli.megatron_args.script_reader import follow_script
 from mega_cli.megatron_args.shell_words import MARK

@@ -1,4 +1,4 @@
-"""`--split`, of which Megatron takes what looks like a number and passes over all else."""
+"""`--split`, of which Megatron reads what looks like a number and passes over all else."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SMALL = (
         ("\"'99,1,0'\"", [99, 1, 0], ""),
         ("100", [100], ""),
         ("99,1,", [99, 1], ""),
-        ("-1,1,0", [1, 1, 0], "takes the shares 1, 1, 0 out of it"),
-        ("90,abc5,5", [90, 5, 5], "takes the shares 90, 5, 5"),
+        ("-1,1,0", [1, 1, 0], "reads the numbers 1, 1, 0 from it"),
+        ("90,abc5,5", [90, 5, 5], "reads the numbers 90, 5, 5"),
         ("9e1,1e1", None, "must be one to three shares"),
-        ("1e2", [1, 2], "takes the shares 1, 2 "),
-        ("90%,10%", [90, 10], "takes the shares 90, 10"),
-        ("+90,10", [90, 10], "takes the shares 90, 10"),
-        ("'train=9;valid=1'", [9, 1], "takes the shares 9, 1"),
-        ("'90;10'", [90, 10], "takes the shares 90, 10"),
+        ("1e2", [1, 2], "reads the numbers 1, 2 "),
+        ("90%,10%", [90, 10], "reads the numbers 90, 10"),
+        ("+90,10", [90, 10], "reads the numbers 90, 10"),
+        ("'train=9;valid=1'", [9, 1], "reads the numbers 9, 1"),
+        ("'90;10'", [90, 10], "reads the numbers 90, 10"),
         ("1.2.3,4", None, "must be one to three shares"),
         ("1,2,3,4", None, "must be one to three shares"),
         ("0,0,0", None, "not all of them 0"),
@@ -47,5 +47,5 @@ def test_split(text: str, shares: list[float] | None, named: str) -> None:
     made = translate_script(script)
     notes = [note.text for note in made.notes if note.flag and note.flag.startswith("--split")]
     assert made.run["data"]["split"] == shares
-    assert bool(named) == any("takes the shares" in note for note in notes)
+    assert bool(named) == any("reads the numbers" in note for note in notes)
     assert any(named in note for note in notes)

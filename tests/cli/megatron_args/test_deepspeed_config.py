@@ -54,7 +54,7 @@ def test_a_file_that_the_script_writes_is_read():
     assert found(translation) == TRANSLATED
     assert "zero_optimization.stage of ./ds.$SLURM_JOBID.json" in render_run_yaml(translation)
     assert "--zero-stage 1: zero_optimization.stage" in texts(translation, "changes meaning")
-    assert "DeepSpeed spares 1" in texts(translation, "changes meaning")
+    assert "DeepSpeed tolerates 1" in texts(translation, "changes meaning")
     parsed(translation)
 
 

@@ -96,7 +96,7 @@ def test_deepseek_v3():
     }  # fmt: skip
     assert notes(translation, "no equivalent") == {}
     assert "--moe-aux-loss-coeff" in notes(translation, "changes meaning")
-    assert "other scores than softmax" in notes(translation, "not needed")["--moe-router-pre-softmax"]
+    assert "only has an effect with softmax scores" in notes(translation, "not needed")["--moe-router-pre-softmax"]
     config = parsed(translation)
     config.check_world_size(256)
     assert config.model.is_moe_layer(61), "the layer of further tokens is like the last one"

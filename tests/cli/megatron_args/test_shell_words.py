@@ -186,7 +186,7 @@ def test_words_know_their_lines():
     "text", ["A=1\nrun 'x", '\n\nrun "x', "run ${A", "L=(1 2", "if [ a = a ]; then A=1", "if [ a = a ]", "run )"]
 )
 def test_what_the_shell_would_not_understand_is_told(text: str):
-    assert any("makes no sense to the shell" in sentence for _, sentence in follow_script(text).remarks)
+    assert any("is not valid shell syntax" in sentence for _, sentence in follow_script(text).remarks)
 
 
 TOKENS = [

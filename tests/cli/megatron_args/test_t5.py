@@ -23,7 +23,7 @@ def test_a_script_of_t5() -> None:
     assert model.has_output_bias  # of a tied embedding
     assert (data.kind, data.seq_length, data.t5.decoder_seq_length) == ("t5", 512, 128)
     assert data.t5.short_probability == 0.2
-    assert "--vocab-extra-ids 100: the tokenizer's folder has to have the sentinels" in told
+    assert "--vocab-extra-ids 100: the tokenizer must have the sentinels" in told
 
 
 def test_relative_positions() -> None:

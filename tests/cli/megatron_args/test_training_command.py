@@ -86,13 +86,13 @@ def test_arguments_without_a_command(script: str):
     [
         (
             "python pretrain_gpt.py --lr 1 $MODEL_ARGS",
-            r"pretrain_gpt.py is given no argument that sets a model.*\$MODEL_ARGS",
+            r"pretrain_gpt.py requires flags that set a model.*\$MODEL_ARGS",
         ),
-        ("source model.sh\ntorchrun pretrain_gpt.py $ARGS", r"no argument that sets a model.*source model.sh"),
+        ("source model.sh\ntorchrun pretrain_gpt.py $ARGS", r"requires flags that set a model.*source model.sh"),
         ("source job.sh\nsubmit", r"no training command.*source job.sh"),
         (
             "python pretrain_ict.py --num-layers 2",
-            "pretrain_ict.py trains a model that is no plain decoder, BERT or T5",
+            "pretrain_ict.py is not supported: it does not train a decoder, BERT or T5",
         ),
         ("A=1", "no training command"),
         ("", "no training command"),
@@ -114,7 +114,7 @@ def test_the_first_command_with_a_model_is_read_and_the_others_told():
 
 def test_an_evaluation_is_read_with_a_remark():
     launch = find_training_command(f"python tasks/main.py --task LAMBADA {MODEL}")
-    assert "main.py is not known to train" in launch.remarks[0][1]
+    assert "main.py may not be a training program" in launch.remarks[0][1]
 
 
 def test_an_open_value_before_the_model_is_no_program():

@@ -484,8 +484,11 @@ def test_a_value_that_is_megatrons_default_is_no_missing_feature():
         ("--num-layers 1000000000 --num-experts 8 --moe-layer-freq 2", r"1000000000: must be at most 100,000"),
         ("--num-layers 4 --pipeline-model-parallel-size 1000000000", r"1000000000: must be at most 100,000"),
         ("--num-layers 4 --num-experts 8 --moe-layer-freq [1]*1000000000", r"must be a number, or a list of 4 zeros"),
-        ("--lr 1 --bf16", r"the list of arguments is given no size of a model"),
-        ("--num-layers 4 --vision-model-type clip", r"line 1: --vision-model-type is of Megatron's multimodal example"),
+        ("--lr 1 --bf16", r"the list of arguments requires flags with the sizes of the model"),
+        (
+            "--num-layers 4 --vision-model-type clip",
+            r"line 1: --vision-model-type belongs to Megatron's multimodal example",
+        ),
     ],
 )
 def test_what_cannot_be_understood(arguments: str, message: str):
@@ -498,15 +501,19 @@ def test_what_cannot_be_understood(arguments: str, message: str):
     [
         (
             "--num-layer 2",
-            r"line 3: --num-layer: is no flag .*did you mean --num-layers\?",
+            r"line 3: --num-layer: is not a flag .*did you mean --num-layers\?",
             "did you mean --num-layers?",
         ),
-        ("--nonsense 1 2 --seed 3", r"--nonsense", "--nonsense 1 2: no flag of Megatron-LM's"),
-        ("--normalization groupnorm", r"is none of LayerNorm, RMSNorm", "groupnorm is none of LayerNorm, RMSNorm"),
+        ("--nonsense 1 2 --seed 3", r"--nonsense", "--nonsense 1 2: is not a flag of Megatron-LM"),
+        (
+            "--normalization groupnorm",
+            r"must be one of LayerNorm, RMSNorm",
+            "groupnorm must be one of LayerNorm, RMSNorm",
+        ),
         ("--swiglu=1", r"--swiglu 1: takes no value", "--swiglu 1 takes no value"),
-        ("--lr --swiglu", r"--lr: --lr needs 1 value", "--lr needs 1 value"),
-        ("--rampup-batch-size 1 2", r"needs 3 values", "needs 3 values"),
-        ("--swiglu yes", r"yes: stands where a flag should", "yes stands where a flag should"),
+        ("--lr --swiglu", r"--lr: --lr requires 1 value", "--lr requires 1 value"),
+        ("--rampup-batch-size 1 2", r"requires 3 values", "requires 3 values"),
+        ("--swiglu yes", r"yes: is not a flag", "yes is not a flag"),
     ],
 )
 def test_what_megatron_would_refuse_is_to_be_looked_at(arguments: str, message: str, note: str):
@@ -531,9 +538,9 @@ def test_remarks_of_the_script_stand_on_top():
         COMPLETE.split()
     )
     lines = render_run_yaml(translate_script(text)).splitlines()
-    assert any("line 1: it is not known whether this `if` holds" in line for line in lines)
+    assert any("line 1: it is unknown if this `if` holds" in line for line in lines)
     assert any("line 2: the file of `source env.sh` was not read" in line for line in lines)
-    assert any("line 3: $EXTRA is not known" in line for line in lines)
+    assert any("line 3: the value of $EXTRA is unknown" in line for line in lines)
 
 
 def test_no_torch_is_imported():

@@ -49,9 +49,9 @@ def test_a_number_that_the_script_does_not_set_is_to_be_filled_in():
         ("$STEPS", "$STEPS is not set in the script"),
         ("${STEPS[0]}", "${STEPS[0]} is not set in the script"),
         ("'<steps>'", "<steps> is not set in the script"),
-        ("$((EPOCHS * 10))", "$((EPOCHS * 10)) is computed from what the script does not set"),
-        ("$(cat steps)", "$(cat steps) is what a command prints, and none is run here"),
-        ("`cat steps`", "$(cat steps) is what a command prints, and none is run here"),
+        ("$((EPOCHS * 10))", "$((EPOCHS * 10)) is computed from variables that the script does not set"),
+        ("$(cat steps)", "$(cat steps) is the output of a command, and commands are not executed"),
+        ("`cat steps`", "$(cat steps) is the output of a command, and commands are not executed"),
         ("$T", "the value of ${T} could not be followed through the script"),
     ],
 )

@@ -118,10 +118,10 @@ def test_the_server_holds_them_unless_the_request_says_otherwise(
 
 
 def test_a_folder_is_served_with_its_own_settings(folder: Path, tmp_path: Path) -> None:
-    from mega_cli.serve import _default_sampling
+    from mega_cli.serve import load_default_sampling
 
     for file in folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"suppress_tokens": [A], "eos_token_id": 1}))
-    assert _default_sampling(str(tmp_path)) == {"suppress_tokens": [A]}
+    assert load_default_sampling(str(tmp_path)) == {"suppress_tokens": [A]}

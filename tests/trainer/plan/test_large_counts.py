@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mega_cli.plan import describe_plan
+from mega_cli.plan_prediction import describe_plan
 from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
