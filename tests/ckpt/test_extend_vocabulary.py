@@ -78,8 +78,8 @@ def test_tokens_are_added_to_tokenizer_and_weights(spoken: Path, tmp_path: Path)
 def test_tokens_that_cannot_be_added_are_told(spoken: Path, tmp_path: Path) -> None:
     for tokens, size, told in (
         ("<a>,w5", None, "has 'w5' already, with id 5"),
-        ("<a>,<a>", None, "'<a>' is there twice"),
-        (",", None, "names no token"),
+        ("<a>,<a>", None, "'<a>' is given twice"),
+        (",", None, "found no tokens"),
         ("<a>,<b>", 61, "must be at least 62 for these tokens, not 61"),
     ):
         args = ["convert", spoken, tmp_path / "new", "--to", "hf", "--add-tokens", tokens]
