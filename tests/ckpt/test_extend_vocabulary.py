@@ -87,6 +87,6 @@ def test_tokens_that_cannot_be_added_are_told(spoken: Path, tmp_path: Path) -> N
         with pytest.raises(MegaError, match=told):
             CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
     (spoken / "tokenizer.json").unlink()
-    with pytest.raises(MegaError, match=r"has no tokenizer\.json"):
+    with pytest.raises(MegaError, match=r"requires a tokenizer\.json"):
         convert_checkpoint(spoken, tmp_path / "new", "hf", options=ConvertOptions(tokens=("<a>",)))
     assert not (tmp_path / "new").exists()

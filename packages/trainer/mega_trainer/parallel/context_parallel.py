@@ -356,8 +356,8 @@ class _BlockwiseFunction(Function):
                     (whole.copy_ if block.first else whole.add_)(part)
             return gradient
 
-        packed = packing.pack_key_value(k, v)
-        dk, dv = packing.view_key_value(kind.exchange.collect_gradients(packed, backward_of_rank))
+        # no name for the packed tensors: it would keep them in memory until the last rank's part
+        dk, dv = packing.view_key_value(kind.exchange.collect_gradients(packing.pack_key_value(k, v), backward_of_rank))
         d_sinks = None if sinks is None else attention_sinks_grad(sinks, dy, y, lse)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
 
