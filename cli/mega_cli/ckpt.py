@@ -126,7 +126,7 @@ def average_command(
         typer.Option(help="Weight of each source, e.g. 0.5,0.3,0.2; normalised to sum 1. Default: equal weights."),
     ] = None,
 ) -> None:
-    """Compute the weighted mean of the weights of several checkpoints of one model."""
+    """Compute the weighted mean of the weights of several checkpoints of one model, and write it as a mega checkpoint."""
     from mega_ckpt.derive_checkpoint import average_checkpoints
 
     average_checkpoints(sources, output, weights=_parse_numbers(weights) if weights is not None else None)

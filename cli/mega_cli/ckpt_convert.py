@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ConversionTarget(StrEnum):
-    """Formats to convert to."""
+    """Target formats of `mega ckpt convert --to`: HuggingFace, mega, Megatron-Core or a PEFT adapter."""
 
     HF = "hf"
     MEGA = "mega"
@@ -27,21 +27,23 @@ class ConversionTarget(StrEnum):
 
 
 class MegatronCheckpointFormat(StrEnum):
-    """Checkpoint formats of Megatron-Core."""
+    """Checkpoint formats of Megatron-Core that `mega ckpt convert` can write: `torch_dist` or `torch`."""
 
     TORCH_DIST = "torch_dist"
     TORCH = "torch"
 
 
 class MegatronLayerSpec(StrEnum):
-    """Layer specifications of Megatron-Core (`local` or Transformer Engine)."""
+    """Values of Megatron's `--transformer-impl` in the run that will load a converted checkpoint: `local` or
+    Transformer Engine layers.
+    """
 
     TRANSFORMER_ENGINE = "transformer_engine"
     LOCAL = "local"
 
 
 class WeightDtype(StrEnum):
-    """Dtypes to cast floating-point weights to."""
+    """Dtypes that `mega ckpt convert` can cast floating-point weights to."""
 
     FP64 = "fp64"
     FP32 = "fp32"
@@ -208,7 +210,7 @@ def merge_adapter_command(
     dtype: Cast = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Merge a LoRA adapter into the weights of its base model; the result needs no adapter.
+    """Merge a LoRA adapter into the weights of its base model; the merged model is used without the adapter.
 
     If the base model is still at the path that the run was trained from, `mega ckpt convert RUN OUT --to hf` does the
     same.

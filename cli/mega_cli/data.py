@@ -293,7 +293,7 @@ def shuffle_command(
 def verify_command(
     prefixes: Annotated[list[Path], typer.Argument(metavar="PREFIX...")], tokenizer: TokenizerPath = None
 ) -> None:
-    """Check the structure, checksums and token ids of data sets, and with --tokenizer that it made them."""
+    """Check the structure, checksums and token ids of data sets, and with --tokenizer that this tokenizer made them."""
     from mega_data.token_files.verify_dataset import verify_dataset as run
     from mega_data.tokenizer import Tokenizer
 

@@ -34,7 +34,7 @@ EXAMPLES = """Examples:
 
 
 class PoolingOption(StrEnum):
-    """Ways to pool a text's hidden states into one vector, by the names of sentence-transformers."""
+    """Ways to pool a text's hidden states into one vector, with the names that sentence-transformers uses."""
 
     MEAN = "mean"
     CLS = "cls"
@@ -45,7 +45,9 @@ class PoolingOption(StrEnum):
 
 
 def parse_pooling_modes(pooling: PoolingOption | None) -> list[PoolingMode] | None:
-    """Return the pooling modes of the option, or None if the folder decides."""
+    """Return the pooling modes that `--pooling` selects, or None if the option is not given and the model's folder
+    decides.
+    """
     return None if pooling is None else [pooling.value]
 
 

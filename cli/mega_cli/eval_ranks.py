@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def join_model_ranks(sharing: ReplicaLayout, nproc: int | None, device: str, wait_seconds: float) -> Iterator[RankInfo]:
-    """Join the ranks that share copies of a model, and yield this process's rank; rank 0 may take `wait_seconds`.
+    """Join the process group of the ranks that share copies of a model, and yield this process's rank; the other ranks
+    wait up to `wait_seconds` for rank 0.
 
     If this process is not a rank and several are needed, it starts the same command on them and exits with their status.
 

@@ -20,7 +20,7 @@ WAIT_SECONDS = 24 * 3600.0  # timeout of ranks that wait for rank 0, which may d
 
 @dataclass(frozen=True)
 class TaskEvalOptions:
-    """Options of the command about the model and its results."""
+    """Options of `mega eval --tasks` on the model, how it runs, and the results file."""
 
     model: str
     tokenizer: Path | None
@@ -32,7 +32,8 @@ class TaskEvalOptions:
 
 
 def import_harness(*, offline: bool) -> None:
-    """Import lm-evaluation-harness; its hub libraries read from the environment if they may use the network.
+    """Import lm-evaluation-harness; `offline` sets environment variables that forbid its HuggingFace libraries the
+    network.
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -51,7 +52,9 @@ def import_harness(*, offline: bool) -> None:
 def evaluate_tasks(
     names: list[str], model_settings: TaskEvalOptions, options: TaskOptions, sharing: ReplicaLayout, nproc: int | None
 ) -> None:
-    """Run tasks in this process if it is a rank or the only one, else start `nproc` ranks."""
+    """Run lm-evaluation-harness tasks on a model: in this process if it is a rank or the only one, else on `nproc`
+    ranks started here.
+    """
     from mega_cli.eval_ranks import join_model_ranks
 
     with join_model_ranks(sharing, nproc, model_settings.device, WAIT_SECONDS) as ranks:

@@ -40,7 +40,8 @@ class FileRecord(StrictConfig):
 
 
 class FileDigests:
-    """Content digests of files with paths relative to `base`. Pass `records` to a later run as `known`.
+    """SHA-256 digests of files with paths relative to `base`. Pass `records` to a later run as `known`, so that
+    unchanged files are not read again.
 
     A file with the size and modification time of a known record is not read again.
     """
@@ -51,7 +52,7 @@ class FileDigests:
         self.records: dict[str, FileRecord] = {}
 
     def digest_patterns(self, patterns: Iterable[str]) -> dict[str, str]:
-        """Return the digests of all files that the paths, folders and glob patterns match, sorted by file name."""
+        """Return {file name: hex SHA-256} of all files that the paths, folders and glob patterns match, sorted by name."""
         names = sorted(set(expand_patterns(self.base, patterns)))
         unknown = [name for name in names if not self._is_known(name)]
         size = sum((self.base / name).stat().st_size for name in unknown)
@@ -80,7 +81,9 @@ class FileDigests:
 
 
 def expand_patterns(base: Path, patterns: Iterable[str]) -> Iterator[str]:
-    """Yield all files that the patterns match: files, all files in folders, and globs; names as by `relative_name`."""
+    """Yield the names of all files that `patterns` match: files, all files in folders, and globs; as `relative_name`
+    returns them.
+    """
     for pattern in patterns:
         exists = os.path.exists(base / pattern)  # Path.exists raises for text that is too long for a name
         for found in [pattern] if exists else glob.glob(pattern, root_dir=base, recursive=True):
@@ -93,14 +96,14 @@ def expand_patterns(base: Path, patterns: Iterable[str]) -> Iterator[str]:
 
 
 def relative_name(base: Path, path: str) -> str:
-    """Return a canonical path: relative to `base`, or absolute if it was given as an absolute path outside of `base`."""
+    """Return a normalized path: relative to `base`, or absolute if `path` is an absolute path outside of `base`."""
     absolute = Path(os.path.normpath(base / path))
     is_outside = os.path.isabs(path) and not absolute.is_relative_to(base)
     return str(absolute) if is_outside else os.path.relpath(absolute, base)
 
 
 def code_digest(command: str) -> str:
-    """Return the digest of the Python sources of a command: its module and all packages of mega that it imports."""
+    """Return one digest of the Python sources of a `mega` command: its module and all packages of mega that it imports."""
     files: list[Path] = []
     for package in STACKS[COMMAND_PACKAGES.get(command, "mega_eval")]:
         spec = importlib.util.find_spec(package)

@@ -41,7 +41,7 @@ INTERRUPTED = 130
 
 
 def build_typer_app() -> typer.Typer:
-    """Return the whole tree of commands."""
+    """Return the Typer application `mega` with all of its commands."""
     app = typer.Typer(
         name="mega",
         help="Train large language models: text to tokens, 5D-parallel training, checkpoints, evaluation.",
@@ -85,7 +85,9 @@ def _root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 2 user error, 1 internal error, 75 interrupted and saved, 130 interrupted."""
+    """Run the `mega` command line and exit: 0 done, 2 user error, 1 internal error, 75 interrupted and saved, 130
+    interrupted.
+    """
     given = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in given
     # --debug is an option of the root command, and is accepted at any position.

@@ -10,7 +10,7 @@ import typer
 
 
 class EvalPrecision(StrEnum):
-    """Precisions of weights and activations in evaluation."""
+    """Dtypes of weights and activations that `--precision` offers for evaluation, generation and serving."""
 
     FP64 = "fp64"
     FP32 = "fp32"

@@ -24,7 +24,9 @@ _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str, Any]:
-    """Return the plan as --json prints it, without times; draw its schedule to the SVG file `draw`."""
+    """Return parameters, ranks, FLOPs, memory and pipeline bubble of a run as `mega plan --json` prints them, without
+    times; draw the pipeline schedule to the SVG file `draw`.
+    """
     from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
     from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate_schedule
     from mega_trainer.plan.flops import CONVENTIONS, count_parameters_by_layer, published_flops
@@ -79,7 +81,8 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
 def predict_run(
     config: RunConfig, ranks: int, name: str, tokens: str | None, memory: Sequence[Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Return the prediction of a run on a machine; times in seconds, memory in bytes, as --json prints it.
+    """Predict the step time of a run on machine `name`, MFU, cost and faster settings; times in seconds, memory in
+    bytes, as `mega plan --json` prints them.
 
     Raises:
         ConfigError: for an unknown machine, or an invalid number of tokens.
@@ -123,7 +126,7 @@ def predict_run(
 
 
 def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
-    """Return the prediction as lines."""
+    """Return a prediction of `predict_run` as lines of text."""
     seconds = prediction["seconds_per_step"]
     parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in prediction["seconds"].items())
     limit = prediction["memory_limit_bytes"] / 2**30
@@ -149,7 +152,8 @@ def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
 def search_layouts(
     config: RunConfig, ranks: int, name: str, keep: int = SHOWN, precisions: Sequence[str] = ()
 ) -> list[PlannedLayout]:
-    """Return up to `keep` layouts that fit in memory, the fastest first, also in other `precisions`; print progress.
+    """Return up to `keep` parallel layouts of a run that fit in the machine's memory, the fastest first, also in other
+    `precisions`; print progress.
 
     Raises:
         ConfigError: for an unknown machine or precision, or if no layout fits.
@@ -176,7 +180,9 @@ def search_layouts(
 def describe_layouts(
     config: RunConfig, ranks: int, name: str, layouts: Sequence[PlannedLayout], *, as_json: bool
 ) -> str:
-    """Return layouts as YAML of the first one with the others as comments, or as JSON."""
+    """Return the parallel layouts that a search found as text: YAML of the first one with the others as comments, or
+    JSON.
+    """
     from mega_trainer.plan.layout_search import explain_layout_time, format_layout, layout_to_yaml
 
     best, tokens = layouts[0], config.batch.global_ * config.tokens_per_sample
@@ -206,7 +212,8 @@ def describe_layouts(
 
 
 def fit_machine(config: RunConfig, ranks: int, name: str, metrics: Path) -> str:
-    """Return the machine calibrated with the metrics of a run, as YAML with predicted and measured times as comments.
+    """Return machine `name` calibrated with the metrics file of a run, as YAML with predicted and measured times as
+    comments.
 
     Raises:
         ConfigError: for an unknown machine, metrics without times, or a run that was faster than the machine's peak.
@@ -230,7 +237,7 @@ def fit_machine(config: RunConfig, ranks: int, name: str, metrics: Path) -> str:
 
 
 def write_layout_yaml(config: RunConfig, layout: PlannedLayout, path: Path) -> None:
-    """Write a run.yaml with all settings of the run in this layout."""
+    """Write a run.yaml with all settings of the run, changed to a parallel layout that a search found."""
     import yaml
 
     from mega_common.atomic_files import open_atomic_file
@@ -273,7 +280,8 @@ def _parse_token_count(text: str) -> float:
 def write_plan_html(
     html: Path, run: Path, config: RunConfig, ranks: int, plan: dict[str, Any], found: Sequence[SearchedLayout] = ()
 ) -> None:
-    """Write the HTML page of a plan, given as `mega plan --json` prints it.
+    """Write the HTML page of a run's plan, given as `mega plan --json` prints it, and of the predicted times if `plan`
+    has `time`.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -308,7 +316,7 @@ def write_search_html(
     tokens: str | None,
     layouts: Sequence[PlannedLayout],
 ) -> None:
-    """Write the HTML page of the layouts of a search, and of the plan of the first.
+    """Write the HTML page of the parallel layouts that a search found, and of the plan of the first.
 
     Raises:
         ConfigError: if the file cannot be written.

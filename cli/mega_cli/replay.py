@@ -16,7 +16,9 @@ StartTraining = Callable[["RunConfig", Path, int | None], int]
 
 
 def replay_step(config: RunConfig, step: int, nproc: int | None, start: StartTraining) -> int:
-    """Re-run the steps up to `step` from the latest checkpoint before it. Returns the exit status."""
+    """Re-run the steps up to `step` from the latest checkpoint before it, and compare them with the recorded metrics.
+    Returns the exit status: 1 if they differ.
+    """
     from mega_trainer.job.step_replay import make_replay_run
 
     again, checkpoint = make_replay_run(config, step)
@@ -24,7 +26,9 @@ def replay_step(config: RunConfig, step: int, nproc: int | None, start: StartTra
 
 
 def reproduce_step(checkpoint: str, overrides: list[str], nproc: int | None, start: StartTraining) -> int:
-    """Re-run the step after a checkpoint with the settings saved in it. Returns the exit status."""
+    """Re-run the step after a checkpoint with the settings saved in it, and compare it with the recorded metrics.
+    Returns the exit status: 1 if it differs.
+    """
     from mega_ckpt.store import parse_location
     from mega_trainer.job.step_replay import make_reproduction_run
 

@@ -179,7 +179,9 @@ def serve_command(
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Loaded model: its engine, tokenizer, end tokens and limits, and its embedder or why it has none."""
+    """Loaded model for generation: its engine, tokenizer, end tokens and limits, and its embedder or the reason for
+    having none.
+    """
 
     engine: InferenceEngine
     tokenizer: Tokenizer
@@ -202,7 +204,7 @@ def load_served_model(
     adapters: Mapping[str, str] | None = None,
     draft: str | None = None,
 ) -> ServedModel:
-    """Load a model for generation, with its engine and, for a server on one rank, its embedder.
+    """Load a model and tokenizer for generation, with an inference engine and, on a single rank, an embedder.
 
     Args:
         sharing, ranks: layout of the model and this process's rank; None for one process.
@@ -264,7 +266,7 @@ def _parse_adapters(options: Sequence[str], model: str) -> dict[str, str]:
 
 
 def load_default_sampling(model: str) -> dict[str, Any]:
-    """Return the sampling settings of the model's generation_config.json, and log them."""
+    """Return the sampling settings of the model's generation_config.json, empty without any, and log them."""
     from mega_eval.model_loading import load_sampling_settings
     from mega_eval.sampling import Sampling
 

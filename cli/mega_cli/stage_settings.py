@@ -22,14 +22,15 @@ DECISIVE = ("train.steps", "train.seed", "checkpoint.path", "checkpoint.load")
 
 @dataclass(frozen=True)
 class StageVerdict:
-    """Why a stage must run, and whether it resumes (`start_over` False) or starts from nothing."""
+    """Reason why a workflow stage must run; with `start_over` it starts from nothing, else it resumes."""
 
     reason: str
     start_over: bool
 
 
 def stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
-    """Return all settings of a stage's run.yaml with its `--set` options applied, or None if it has no run.yaml.
+    """Return all settings of a workflow stage's run.yaml with its `--set` options applied, or None if the stage has no
+    run.yaml.
 
     Raises:
         ConfigError: with all problems.
@@ -50,7 +51,9 @@ def stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
 
 
 def referenced_files(settings: FlatSettings) -> list[str]:
-    """Return the files that a run.yaml names: token data sets, the tokenizer, and initial weights or checkpoint."""
+    """Return the files that the settings of a run.yaml name: token data sets, the tokenizer, and initial weights or
+    checkpoint.
+    """
     from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files  # here, as above
 
     data = settings["data"]
@@ -67,7 +70,8 @@ def referenced_files(settings: FlatSettings) -> list[str]:
 def judge_settings_change(
     stage: WorkflowStage, before: FlatSettings | None, now: FlatSettings | None, *, done: bool
 ) -> StageVerdict | None:
-    """Return the effect of changed settings on a stage, or None if they have none.
+    """Return why a workflow stage must run after its run.yaml settings changed, or None if no changed setting affects
+    its result.
 
     A training with remaining steps resumes from its checkpoints with the new settings, unless `model` changed. A finished
     training with other settings starts over.

@@ -11,7 +11,7 @@ from mega_common.errors import ConfigError
 
 
 def translate_megatron_script(script: Path, define: list[str], arguments: list[str], *, strict: bool) -> str:
-    """Translate a Megatron-LM launch script.
+    """Return the text of a run.yaml translated from a Megatron-LM launch script.
 
     Raises:
         ConfigError: if the script or a definition is invalid.
@@ -25,7 +25,8 @@ def translate_megatron_script(script: Path, define: list[str], arguments: list[s
 
 
 def translate_other_config(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:
-    """Translate settings of DeepSpeed, or settings with HuggingFace's names.
+    """Return the text of a run.yaml translated from a DeepSpeed configuration file, or from a settings file with
+    HuggingFace's names.
 
     Raises:
         ConfigError: if both are given, or the file is invalid.

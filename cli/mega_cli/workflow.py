@@ -97,7 +97,8 @@ def run_command(
 
 
 def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collection[str] = ()) -> WorkflowConfig:
-    """Read and check a workflow, its commands against the tree `root`, and the stage names given as options.
+    """Read and check a workflow file: its commands against the `mega` command tree `root`, and the stage names `names`
+    given as options.
 
     Raises:
         ConfigError: with all problems.
@@ -117,7 +118,7 @@ def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collect
 
 @dataclass(frozen=True)
 class StageForecast:
-    """Forecast of a stage: whether it would run (None: depends on an earlier stage), why, and its command."""
+    """Forecast of a workflow stage: whether it would run (None: depends on an earlier stage), why, and its command."""
 
     name: str
     run: bool | None
@@ -126,7 +127,9 @@ class StageForecast:
 
 
 def forecast_stages(runner: WorkflowRunner, order: list[str], forced: set[str]) -> list[StageForecast]:
-    """Return the forecast of each stage. A stage that needs an unfinished one can only be judged after that one ran."""
+    """Return the forecast of each workflow stage in `order`, without running any. A stage that needs an unfinished one
+    can only be judged after that one ran.
+    """
     forecasts: list[StageForecast] = []
     for name in order:
         stage = runner.workflow.stages[name]
@@ -154,7 +157,9 @@ def _print_forecasts(forecasts: list[StageForecast], *, as_json: bool, commands:
 
 
 def run_workflow_stages(runner: WorkflowRunner, order: list[str], forced: set[str], lock: int) -> int:
-    """Run the stages that must run, up to the first failure, and return its exit status, else 0."""
+    """Run the workflow stages in `order` that are not up to date, up to the first failure; return its exit status, else
+    0.
+    """
     for name in order:
         verdict = runner.judge_stage(name, force=name in forced)
         if verdict is None:

@@ -23,7 +23,8 @@ RUN_COMMANDS = ("train", "plan", "launch slurm", "launch kubernetes")  # their f
 
 
 class WorkflowStage(StrictConfig):
-    """One `mega` command with its inputs and outputs. Paths are relative to the workflow file's folder.
+    """Stage of a workflow: one `mega` command with its inputs and outputs. Paths are relative to the workflow file's
+    folder.
 
     Arguments and option values that name existing files, folders or token data sets are inputs automatically, as are the
     outputs of the stages in `needs`. A run.yaml is compared by its settings, not by its text; the files that it names for
@@ -47,12 +48,14 @@ class WorkflowStage(StrictConfig):
 
     @property
     def command_arguments(self) -> list[str]:
-        """Return the arguments of `mega`."""
+        """Arguments of `mega` that run this stage."""
         return self._words(self.options, self.args)
 
     @property
     def run_identity(self) -> list[str]:
-        """Return the part of the command whose change requires a new run; settings of a run.yaml are compared by value."""
+        """Words of the stage's command whose change requires that it starts over; settings of a run.yaml are not
+        included, but compared by value.
+        """
         if self.run_config_path is None:
             return self.command_arguments
         compared_by_value = {"set"} | ({"nproc"} if self.run == "train" else set())
@@ -60,12 +63,12 @@ class WorkflowStage(StrictConfig):
 
     @property
     def run_config_path(self) -> str | None:
-        """Return the run.yaml of a command that takes one."""
+        """Path of the run.yaml that the stage's command takes, or None if it takes none."""
         return str(self.args[0]) if self.run in RUN_COMMANDS and self.args else None
 
     @property
     def setting_overrides(self) -> list[str]:
-        """Return the `--set` options on top of the run.yaml."""
+        """Values of the stage's `--set` options, which override its run.yaml."""
         given = self.options.get("set", [])
         return [str(item) for item in (given if isinstance(given, list) else [given])]
 
@@ -80,7 +83,9 @@ class WorkflowStage(StrictConfig):
         return words + [str(arg) for arg in args]
 
     def readable_arguments(self) -> Iterator[str]:
-        """Return all arguments and option values that may name files: paths, globs or prefixes of token data sets."""
+        """Yield all arguments and option values of the stage that may name files: each unchanged (a path or glob), and
+        with .bin and .idx appended (a token data set's prefix).
+        """
         for value in (*self.args, *self.options.values()):
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, str):
@@ -102,12 +107,14 @@ class WorkflowStage(StrictConfig):
 
 
 class WorkflowConfig(StrictConfig):
-    """Stages by name."""
+    """Settings of a workflow file: its stages by name."""
 
     stages: dict[str, WorkflowStage] = Field(min_length=1)
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield problems of names, needs and cycles, and stages that read or overwrite outputs of another stage."""
+        """Yield problems of the workflow: invalid stage names, unknown needs, cycles, and stages that read or overwrite
+        outputs of another stage.
+        """
         for name, stage in self.stages.items():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
                 yield ConfigProblem(f"stages.{name}", "the name of a stage may only contain letters, digits, - and _")
@@ -146,7 +153,9 @@ class WorkflowConfig(StrictConfig):
                         )
 
     def ordered_stages(self, until: str | None = None) -> list[str]:
-        """Return all stages, or `until` and what it needs, each after the stages it needs, otherwise as in the file."""
+        """Return the names of all stages, or of `until` and the stages it needs; each follows the stages that it needs,
+        otherwise in the file's order.
+        """
         ordered: dict[str, None] = {}
 
         def visit_stage(name: str) -> None:
@@ -160,7 +169,7 @@ class WorkflowConfig(StrictConfig):
 
 
 def is_inside_folder(path: str | Path, folder: str | Path) -> bool:
-    """Return True if `path` is `folder` or inside it, by their names."""
+    """Return True if `path` is `folder` or inside it, by their names only: links are not resolved."""
     return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
 
 
@@ -180,7 +189,7 @@ def reject_run_config(file: Path, raw: Mapping[str, Any]) -> None:
 
 
 def command_problems(name: str, stage: WorkflowStage, root: TyperGroup) -> Iterator[ConfigProblem]:
-    """Return problems of the stage's command and its options."""
+    """Yield problems of a workflow stage's command and its options, checked against the `mega` command tree `root`."""
     node: Any = root
     for word in stage.run.split():
         known = node.commands if isinstance(node, TyperGroup) else {}
@@ -206,7 +215,7 @@ def command_problems(name: str, stage: WorkflowStage, root: TyperGroup) -> Itera
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint with the known name nearest to a mistyped one, or with all known names."""
+    """Return a hint for a mistyped name: the nearest known name, or all known names."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"

@@ -37,11 +37,12 @@ RUN_FILES = {"checkpoints", "assets", "metrics.jsonl", "run.yaml", "logs", "tens
 
 
 class WorkflowError(MegaError):
-    """Workflow that cannot continue: missing input, missing output of a stage, or a lock held by another run."""
+    """Raised if a workflow cannot continue: missing input, missing output of a stage, or a lock that another run has."""
 
 
 class StageAttempt(StrictConfig):
-    """Last attempt at a stage. `inputs` and `outputs` map file names to SHA-256; times in seconds.
+    """Record of the last attempt at a workflow stage. `inputs` and `outputs` map file names to SHA-256; times in
+    seconds.
 
     `command` is the stage's `run_identity`, `settings` are all settings of its run.yaml, and `named` are the files that
     the run.yaml of a training names. None: saved by a version without that record.
@@ -60,7 +61,7 @@ class StageAttempt(StrictConfig):
 
 
 class WorkflowState(StrictConfig):
-    """Content of the state file: the last attempt of each stage, and the files read so far."""
+    """Content of a workflow's state file: the last attempt of each stage, and digests of the files read so far."""
 
     version: Literal[1] = 1
     stages: dict[str, StageAttempt] = {}
@@ -89,12 +90,12 @@ class WorkflowRunner:
         self._settings = functools.cache(lambda name: stage_settings(workflow.stages[name], base))
 
     def save_state(self) -> None:
-        """Replace the state file."""
+        """Write the state file, which replaces the earlier one atomically."""
         stages = {name: attempt for name, attempt in self.attempts.items() if name in self.workflow.stages}
         write_json_atomically(self.state_path, WorkflowState(stages=stages, files=self.digests.records).model_dump())
 
     def judge_stage(self, name: str, *, force: bool = False) -> StageVerdict | None:
-        """Return why a stage must run when all stages that it needs are done, or None if it is up to date.
+        """Return why a stage must run when all stages that it needs are done, or None if the stage is up to date.
 
         With `start_over`, existing outputs are invalid (made from other inputs or settings, or damaged) and are moved
         away first. Otherwise the command of the stage resumes from them.
@@ -143,7 +144,7 @@ class WorkflowRunner:
         return StageVerdict(reason, start_over=damaged) if reason else None
 
     def digest_inputs(self, stage: WorkflowStage) -> dict[str, str]:
-        """Return the digests of all files that a stage reads."""
+        """Return {file name: SHA-256} of all files that a stage reads; WorkflowError if a declared input is missing."""
         for pattern in stage.inputs:
             if not any(expand_patterns(self.base, [pattern])):
                 raise WorkflowError(
@@ -154,13 +155,15 @@ class WorkflowRunner:
         return self.digests.digest_patterns([*stage.inputs, *stage.existing_read_arguments(self.base), *needed])
 
     def digest_referenced(self, name: str) -> dict[str, str]:
-        """Return the digests of files that the run.yaml of a training refers to, if they are local."""
+        """Return {file name: SHA-256} of local files that the run.yaml of training stage `name` refers to; empty for
+        other stages.
+        """
         stage, settings = self.workflow.stages[name], self._settings(name)
         files = referenced_files(settings) if stage.run == "train" and settings is not None else []
         return self.digests.digest_patterns(stage.existing_inputs(self.base, files))
 
     def attempt_stage(self, name: str, verdict: StageVerdict, lock: int) -> int:
-        """Run a stage and return the exit status to end with: 0 when it is done.
+        """Run a stage's command, record the attempt, and return the exit status: 0 when the stage is done.
 
         Raises:
             WorkflowError: if the command succeeded but an output is missing.
@@ -235,7 +238,7 @@ class WorkflowRunner:
 
 
 def move_aside(path: Path) -> None:
-    """Move an existing path to the first free NAME.old-N."""
+    """Rename a path to the first free NAME.old-N in its folder, if the path exists."""
     if not path.exists():
         return
     number = 1
@@ -246,7 +249,8 @@ def move_aside(path: Path) -> None:
 
 
 def resumable_files(settings: FlatSettings, base: Path) -> Iterator[Path]:
-    """Yield the files that a new run would resume from or overwrite: the whole run folder, if it has no other files.
+    """Yield the paths that a new training run would resume from or overwrite: the whole run folder, if it has no other
+    files.
 
     Raises:
         WorkflowError: if the checkpoints are in an object store, which cannot rename.
@@ -266,7 +270,7 @@ def resumable_files(settings: FlatSettings, base: Path) -> Iterator[Path]:
 
 
 def data_set_files(prefix: Path) -> list[Path]:
-    """Return the files of a token data set, existing or not."""
+    """Return the paths of all files that belong to the token data set with this prefix, existing or not."""
     from mega_data.token_files.dataset_info import get_info_path, get_quarantine_path
     from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files
 
@@ -275,7 +279,7 @@ def data_set_files(prefix: Path) -> list[Path]:
 
 
 def load_workflow_state(path: Path) -> WorkflowState:
-    """Return the state as it was saved, or an empty one.
+    """Return the workflow state saved in this file, or an empty one if the file does not exist.
 
     Raises:
         WorkflowError: if the file is not a valid state.
@@ -291,7 +295,9 @@ def load_workflow_state(path: Path) -> WorkflowState:
 
 
 def describe_difference(what: str, before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """Return the first difference between two sets of files, with the number of others; None if they are equal."""
+    """Return the first difference between two {file name: digest} mappings as text, with the number of others; None if
+    they are equal.
+    """
     found = [f"{what} {name} is new" for name in now if name not in before]
     found += [f"{what} {name} is gone" for name in before if name not in now]
     found += [f"{what} {name} changed" for name in now if name in before and now[name] != before[name]]
@@ -300,7 +306,8 @@ def describe_difference(what: str, before: Mapping[str, str], now: Mapping[str, 
 
 
 def hold_workflow_lock(path: Path) -> contextlib.AbstractContextManager[int]:
-    """Hold the lock file of a workflow, and yield its descriptor, which the processes of stages inherit.
+    """Lock a workflow's lock file in the context, or raise WorkflowError if another process has it; yield the file
+    descriptor, which processes of stages inherit.
 
     Raises:
         WorkflowError: if another process holds it.
@@ -311,7 +318,8 @@ def hold_workflow_lock(path: Path) -> contextlib.AbstractContextManager[int]:
 
 
 def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int, int | None]:
-    """Run a stage's process; return its exit status, and the signal that stopped the workflow, if any.
+    """Run the command of a workflow stage in `folder`; return its exit status, and the signal that stopped the
+    workflow, if any.
 
     The child has its own process group and receives each signal once, forwarded from here: signals of a terminal go to
     the group, SIGTERM to the process. The child inherits the lock: if this process is killed, no other process can start

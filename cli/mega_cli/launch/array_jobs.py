@@ -22,21 +22,23 @@ CONTAINER = "data"
 
 @dataclass(frozen=True)
 class ArrayJobPlan:
-    """Array of `count` jobs that run `words`, a mega command, in `folder`."""
+    """Array of `count` jobs that run `words`, a mega command, in `folder`, each on one part of the data."""
 
     words: Sequence[str]
     count: int
     folder: Path
 
     def job_command(self, python: str, number: str) -> str:
-        """Return the shell command of one job; `number` is shell code that gives its number, from 1."""
+        """Return the shell command of one job of the array; `number` is shell code that expands to the job's number,
+        from 1.
+        """
         enter = "" if self.folder == Path() else f"cd {shlex.quote(str(self.folder))}\n"
         command = shlex.join([python, "-m", "mega_cli.main", *self.words])
         return f'{enter}exec {command} --shard "{number}/{self.count}"'
 
 
 def plan_array_job(workflow: Path, name: str, count: int) -> ArrayJobPlan:
-    """Return the array job of stage `name` of a workflow.
+    """Return the plan to run stage `name` of a workflow file, a `data preprocess`, as `count` jobs.
 
     Raises:
         ConfigError: if the workflow has no such stage, or it runs another command.
@@ -55,7 +57,7 @@ def plan_array_job(workflow: Path, name: str, count: int) -> ArrayJobPlan:
 
 
 def slurm_array_script(plan: SlurmJobPlan, parts: ArrayJobPlan) -> str:
-    """Return the batch script of an array. A job near its time limit requeues itself and resumes."""
+    """Return the Slurm batch script of an array job. A job near its time limit requeues itself and resumes."""
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]
     task = "\n".join(["", *plan.prologue, parts.job_command(plan.python, "$SLURM_ARRAY_TASK_ID"), ""])
@@ -84,7 +86,9 @@ exit "$status"
 
 
 def indexed_job_manifest(parts: ArrayJobPlan, job: str, image: str, volume: str, cpus: int) -> str:
-    """Return an Indexed Job with a pod for each part; a part whose input is invalid fails alone."""
+    """Return the manifest of a Kubernetes Indexed Job with one pod per part of the data; if a part's input is invalid,
+    only its pod fails.
+    """
     words, folder = (
         [escape_kubernetes_references(word) for word in parts.words],
         Path(escape_kubernetes_references(str(parts.folder))),

@@ -183,7 +183,8 @@ def kubernetes_command(
 
 
 def check_script_values(run: Path, overrides: list[str] | None) -> None:
-    """Check the values that all scripts contain.
+    """Check that the path of run.yaml and its `--set` overrides, which every launch script contains, have no control
+    characters.
 
     Raises:
         ConfigError: if one has a control character.
@@ -193,7 +194,8 @@ def check_script_values(run: Path, overrides: list[str] | None) -> None:
 
 
 def check_launched_run(run: Path, overrides: list[str], ranks: int) -> None:
-    """Check the run for that number of ranks. Data is not checked: it need not be on this machine.
+    """Check that the settings in run.yaml are valid for `ranks` ranks. Data is not checked: it need not be on this
+    machine.
 
     Raises:
         ConfigError: with all problems.

@@ -21,7 +21,9 @@ NODES = "nodes"  # of a JobSet
 
 @dataclass(frozen=True)
 class PodPlan:
-    """Job of `nodes` pods with `gpus` ranks each; `overrides` are the `--set` options of `mega train`."""
+    """Kubernetes training job of `nodes` pods with `gpus` ranks each; `overrides` are the `--set` options of `mega
+    train`.
+    """
 
     job: str
     nodes: int
@@ -34,12 +36,14 @@ class PodPlan:
 
     @property
     def first_pod_address(self) -> str:
-        """Name of the first pod in the cluster's DNS."""
+        """DNS name of the job's first pod in the cluster, where the ranks rendezvous."""
         return f"{self.job}-{NODES}-0-0.{self.job}" if self.jobset else f"{self.job}-0.{self.job}"
 
 
 def run_manifests(plan: PodPlan, config: str) -> str:
-    """Return all objects as YAML documents; `config` is the text of run.yaml. A JobSet creates its own Service."""
+    """Return the manifests of a training job (ConfigMap, Service and Job, or JobSet) as YAML documents; `config` is the
+    text of run.yaml.
+    """
     metadata = {"name": plan.job, "labels": {"app": plan.job}}
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": config}}
     if plan.jobset:
@@ -55,7 +59,7 @@ def run_manifests(plan: PodPlan, config: str) -> str:
 
 
 def dump_documents(objects: Sequence[dict[str, Any]]) -> str:
-    """Return objects as YAML documents."""
+    """Return Kubernetes objects as one text of several YAML documents."""
     return yaml.dump_all(objects, Dumper=_ManifestDumper, sort_keys=False, width=120, explicit_start=True)
 
 

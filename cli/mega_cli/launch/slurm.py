@@ -27,13 +27,15 @@ if [[ $limit ]]; then # the signal interrupted `wait`
 
 @dataclass(frozen=True)
 class ContainerImage:
-    """Container image, and its mounts in addition to the folder that the job was submitted from."""
+    """Container image of a Slurm job, and its mounts in addition to the folder that the job was submitted from."""
 
     image: str
     mounts: Sequence[str]
 
     def wrap_command(self) -> tuple[list[str], list[str]]:
-        """Return options of srun and words before the command, as shell code to be expanded."""
+        """Return options for srun, and words to put before the command that runs in the container; parts are shell code
+        that the script expands.
+        """
         if Path(self.image).suffix == ".sif":
             bound = [f"--bind={shlex.quote(mount)}" for mount in self.mounts]
             return [], ["apptainer", "exec", "--nv", '--bind="$PWD"', '--pwd="$PWD"', *bound, shlex.quote(self.image)]
@@ -44,7 +46,9 @@ class ContainerImage:
 
 @dataclass(frozen=True)
 class SlurmJobPlan:
-    """Options of sbatch without `--`, and the commands to run on each machine."""
+    """Settings of a Slurm batch script: options of sbatch without `--`, commands to run first on each machine,
+    container and Python interpreter.
+    """
 
     options: Mapping[str, str]
     flags: Sequence[str]
@@ -54,7 +58,9 @@ class SlurmJobPlan:
 
 
 def slurm_batch_script(plan: SlurmJobPlan, nodes: int, gpus: int, train: Sequence[str]) -> str:
-    """Return the batch script. Its time limit signal is USR1, so that `scancel` (TERM) ends a job without requeueing it."""
+    """Return the Slurm batch script of a training job. The signal before its time limit is USR1, so that `scancel`
+    (TERM) ends a job without requeueing it.
+    """
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]
     agent = torchrun_agent_command(

@@ -21,7 +21,8 @@ ENVIRONMENT = {
 def torchrun_agent_command(
     python: str, nodes: int, gpus: int, *, endpoint: str, job: str, index: str, train: Sequence[str]
 ) -> str:
-    """Return the shell command, with line breaks, that starts the torchrun agent of one machine.
+    """Return the shell command, with line breaks, that starts the torchrun agent of one machine; it starts `gpus` ranks
+    of `mega train`.
 
     Args:
         python: the interpreter with mega.

@@ -14,7 +14,7 @@ from mega_common.errors import ConfigError
 
 @dataclass(frozen=True)
 class ValueGrammar:
-    """Pattern of a whole option value, its name and an example."""
+    """Regular expression that an option's whole value must match, a description of valid values, and an example."""
 
     pattern: str
     name: str
@@ -57,7 +57,8 @@ KUBERNETES = {
 
 
 def check_option_value(option: str, value: str | None, grammar: ValueGrammar) -> None:
-    """Check the value of an option; None, an option that is not given, passes.
+    """Raise ConfigError if the value of an option does not match its grammar; None, an option that is not given,
+    passes.
 
     Raises:
         ConfigError: if it does not match the grammar.
@@ -72,7 +73,7 @@ def check_option_value(option: str, value: str | None, grammar: ValueGrammar) ->
 
 
 def check_option_values(option: str, values: Iterable[str], grammar: ValueGrammar) -> None:
-    """Check every value of a repeatable option.
+    """Raise ConfigError if a value of a repeatable option does not match its grammar.
 
     Raises:
         ConfigError: if one does not match the grammar.
@@ -82,5 +83,5 @@ def check_option_values(option: str, values: Iterable[str], grammar: ValueGramma
 
 
 def escape_kubernetes_references(word: str) -> str:
-    """Return a word with `$(NAME)` escaped, which Kubernetes would expand in a container's command."""
+    """Return a word with each `$(NAME)` escaped, because Kubernetes expands it in a container's command."""
     return word.replace("$", "$$")

@@ -40,17 +40,19 @@ LONGEST = 100_000  # entries of a pattern of layers
 
 
 class VariableScope(Protocol):
-    """Variables of a script as an expression reads and sets them; None is an unknown value."""
+    """Interface by which shell arithmetic reads and sets a script's variables; None is an unknown value."""
 
     def read_number(self, name: str) -> str | None:
-        """Return the text of a variable, which is an expression itself."""
+        """Return a variable's text, itself an arithmetic expression, or None if unknown."""
 
     def assign_number(self, name: str, value: str | None) -> None:
-        """Set a variable to a number."""
+        """Set a script variable to the result of an arithmetic assignment; None makes it unknown."""
 
 
 def evaluate_arithmetic(expression: str, scope: VariableScope | None = None, depth: int = 0) -> int | None:
-    """Return the value of an expression, or None for an unset variable, a division by zero or other text."""
+    """Return the value of a bash arithmetic expression, or None for an unset variable, a division by zero or text that
+    is no expression.
+    """
     try:
         value = _ArithmeticParser(expression, scope, depth).value()
     except (ValueError, ZeroDivisionError, KeyError, OverflowError, RecursionError):
@@ -183,7 +185,9 @@ def _number(text: str) -> int:
 
 
 def parse_layer_pattern(text: str) -> int | list[int] | None:
-    """Parse a layer pattern: every n-th, or a list such as `[0]*3+[1]*58`; return None for anything else."""
+    """Parse the value of a Megatron flag for a layer pattern: a number n (every n-th layer), or a list such as
+    `[0]*3+[1]*58`; return None for anything else.
+    """
     try:
         return _items(ast.parse(text.strip(), mode="eval").body) if "[" in text else int(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def assign_variables(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Apply the assignments of `A=1 B=2`."""
+    """Set the variables of a shell line with several assignments, `A=1 B=2`, in the reader."""
     for child in node.named_children:
         assign_variable(reader, child)
     return True
 
 
 def assign_variable(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Apply `A=1`, `A+=x`, `A=(1 2)` or `A[k]=1`."""
+    """Set the variable of one shell assignment, `A=1`, `A+=x`, `A=(1 2)` or `A[k]=1`, in the reader."""
     target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
     if target is None:
         return True
@@ -79,7 +79,7 @@ def _assign_array(reader: ScriptReader, node: Node, value: VariableValue) -> Var
 
 
 def declare_variables(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Apply `export`, `declare`, `local` and similar builtins."""
+    """Set the variables of the shell builtins `export`, `declare`, `local` and similar in the reader."""
     command, words = node.children[0].type, reader.words
     options = "".join(node_text(child) for child in node.named_children if node_text(child).startswith("-"))
     for child in node.named_children:
@@ -100,7 +100,7 @@ def declare_variables(reader: ScriptReader, node: Node) -> KnownTruth:
 
 
 def unset_variables(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Apply `unset A B 'L[1]'`."""
+    """Remove the variables of the shell builtin `unset A B 'L[1]'` from the reader."""
     words, names, end = reader.words, list[str](), -1
     for child in node.named_children:
         text = words.expand_text(child)

@@ -14,7 +14,7 @@ POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def write_batch_section(draft: RunDraft) -> None:
-    """Write the keys of `batch:`."""
+    """Write the `batch` section of run.yaml from batch-size flags of Megatron-LM and DeepSpeed's configuration file."""
     _batch_size(draft, "batch.micro", "train_micro_batch_size_per_gpu", "micro_batch_size")
     micro, copies = draft.run["batch"]["micro"], ranks_per_model(draft)
     dp = max(1, draft.ranks // copies) if draft.ranks and copies else None
@@ -94,7 +94,7 @@ def _batch_size(draft: RunDraft, key: str, path: str, dest: str) -> None:
 
 
 def write_train_section(draft: RunDraft) -> None:
-    """Write the keys of `train:`."""
+    """Write the `train` section of run.yaml (steps, evaluation, seed, exit) from Megatron-LM flags."""
     put = draft.set_key
     steps, formula = _last_step(draft), describe_length(draft, "train_tokens", "train_samples")
     put("train.steps", steps, "train_iters", "train_samples", "train_tokens", ask=formula or "not in the script")
@@ -123,13 +123,17 @@ def _last_step(draft: RunDraft) -> int | None:
 
 
 def tokens_to_samples(draft: RunDraft, dest: str) -> int | None:
-    """Return a number of tokens in samples."""
+    """Convert the number of tokens in setting `dest` to samples of data.seq_length tokens, rounded up; return None if
+    either is unknown.
+    """
     tokens, length = draft[dest], draft.run["data"]["seq_length"]
     return -(-tokens // length) if tokens and length else None
 
 
 def samples_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) -> int | None:
-    """Return the whole steps in a number of samples, rounded up with `up`; None if either is unknown."""
+    """Return the number of whole steps in `samples` with the draft's batch sizes, rounded up with `up`; None if the
+    samples or a size is unknown.
+    """
     sizes = draft.run["batch"]
     if not samples or any(
         (number or 0) < 1 for number in (samples, sizes["global"], *sizes.get("rampup", {}).values())
@@ -143,7 +147,9 @@ def samples_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) 
 
 
 def describe_length(draft: RunDraft, *dests: str, steps: bool = True) -> str:
-    """Return the formula of a length given in samples or tokens, for values that the script does not set."""
+    """Return a formula for a length that the script gives in samples or tokens through an unset variable, such as
+    `$SAMPLES / batch.global`; empty without a given flag.
+    """
     for dest in dests:
         given = draft.arguments.given.get(dest)
         if given is not None and given.values:

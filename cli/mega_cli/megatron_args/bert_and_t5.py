@@ -7,7 +7,7 @@ from mega_cli.megatron_args.training_command import BERT, T5
 
 
 def write_bert_section(draft: RunDraft) -> None:
-    """Write the keys of `model:` and `data:` that only an encoder has."""
+    """Write the keys of `model` and `data` in run.yaml that only an encoder has, if the program is `pretrain_bert.py`."""
     if draft.program != BERT:
         return
     put, why = draft.set_key, f"{BERT} trains an encoder"
@@ -23,19 +23,21 @@ def write_bert_section(draft: RunDraft) -> None:
 
 
 def is_t5_script(draft: RunDraft) -> bool:
-    """Return whether the script trains T5, by the name of its program."""
+    """Return whether the launch script trains T5, which is decided by the name of its program, `pretrain_t5.py`."""
     return draft.program == T5
 
 
 def count_t5_layers(draft: RunDraft) -> int | None:
-    """Return the layers of both stacks: `--num-layers` each, unless one has its own number."""
+    """Return the total layers of T5's encoder and decoder: `--num-layers` each, unless one has its own flag; None if
+    unknown.
+    """
     encoder = draft["encoder_num_layers"] or draft["num_layers"]
     decoder = draft["decoder_num_layers"] or draft["num_layers"] or encoder
     return encoder + decoder if encoder and decoder else None
 
 
 def write_t5_section(draft: RunDraft) -> None:
-    """Write the keys of `model:` and `data:` that a decoder does not have."""
+    """Write the keys of `model` and `data` in run.yaml that only an encoder-decoder model (T5) has."""
     put, tied = draft.set_key, not draft["untie_embeddings_and_output_weights"]
     flags = ("encoder_num_layers", "decoder_num_layers")
     put("model.encoder.num_layers", draft["encoder_num_layers"] or draft["num_layers"], "num_layers", *flags)

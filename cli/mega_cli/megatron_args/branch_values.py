@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 def word_texts(value: VariableValue | None) -> dict[str, str] | None:
-    """Return a value without the lines that it comes from."""
+    """Return the texts of a variable's elements by key, without their line numbers."""
     return None if value is None else {key: word.text for key, word in value.items()}
 
 
 def merge_branch_values(name: str, values: Sequence[VariableValue | None], line: int) -> VariableValue:
-    """Return the common prefix of a variable's values after branches of which the taken one is unknown, with a mark for
-    the rest.
+    """Merge a variable's values from branches of which the taken one is unknown: their common prefix, with a mark for
+    the unknown rest.
     """
     mark = unknown_mark("{" + name + "}")
     if any(value and set(value) != {"0"} for value in values):

@@ -21,7 +21,7 @@ LINE = 60  # digits that `bc` prints on one line
 
 
 def simulate_expr(arguments: Sequence[str], _: str | None) -> str | None:
-    """Return the output of `expr` for an expression of whole numbers."""
+    """Return what `expr` prints for an expression of whole numbers, or None if it is not one."""
     text = " ".join(arguments)
     if any(not re.fullmatch(r"[-+*/%()]|-?\d+", argument) for argument in arguments):
         return None
@@ -29,7 +29,9 @@ def simulate_expr(arguments: Sequence[str], _: str | None) -> str | None:
 
 
 def simulate_bc(arguments: Sequence[str], entered: str | None) -> str | None:
-    """Return the output of `bc` for expressions of numbers, and assignments of `scale`."""
+    """Return what `bc` prints for numeric expressions and assignments of `scale` on its standard input `entered`, or
+    None if it is not simulated.
+    """
     if entered is None or any(argument not in ("-l", "-q", "-lq", "-ql") for argument in arguments):
         return None
     scale, printed = (LIBRARY_SCALE if any("l" in argument for argument in arguments) else 0), ""
@@ -50,7 +52,7 @@ def _format_as_bc(value: Number) -> str:
 
 
 def simulate_seq(arguments: Sequence[str], _: str | None) -> str | None:
-    """Return the output of `seq` for whole numbers."""
+    """Return what `seq` prints for whole numbers, or None if it is not simulated."""
     if not arguments or re.match(r"-\d", arguments[0]):
         options, words = list[tuple[str, str]](), list(arguments)
     else:
@@ -71,7 +73,7 @@ def simulate_seq(arguments: Sequence[str], _: str | None) -> str | None:
 
 
 def evaluate_awk(expression: str) -> str:
-    """Return the value of a numeric expression as `print` of awk formats it.
+    """Return the value of a numeric expression, formatted as `print` of awk does.
 
     Raises:
         ValueError: if it is not a numeric expression.

@@ -27,7 +27,9 @@ ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 
 def simulate_output(name: str, arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of a command for an input, or None if unknown."""
+    """Return what a small command such as `echo`, `basename` or `sed` prints for the standard input `entered`, or None
+    if unknown; nothing is executed.
+    """
     command = COMMANDS.get(name)
     if command is None:
         return None

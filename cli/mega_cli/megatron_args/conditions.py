@@ -22,31 +22,31 @@ SIGNS = frozenset({"=", "==", "!=", "=~", "<", ">", *NUMERIC})
 
 
 class ConditionOperand(NamedTuple):
-    """Word of a condition: its text, and its form as a pattern."""
+    """Word of a shell condition: its text, and its form as a shell pattern."""
 
     text: str
     pattern: str
 
 
 def negate_known(value: KnownTruth) -> KnownTruth:
-    """Return the negation; unknown stays unknown."""
+    """Return `not value`; None, unknown, stays None."""
     return None if value is None else not value
 
 
 def and_known(left: KnownTruth, right: KnownTruth) -> KnownTruth:
-    """Return the conjunction of two values that may be unknown."""
+    """Return `left and right`, where None is unknown: False and None is False."""
     if left is False or right is False:
         return False
     return None if left is None or right is None else True
 
 
 def or_known(left: KnownTruth, right: KnownTruth) -> KnownTruth:
-    """Return the disjunction of two values that may be unknown."""
+    """Return `left or right`, where None is unknown: True or None is True."""
     return negate_known(and_known(negate_known(left), negate_known(right)))
 
 
 class ConditionEvaluator:
-    """Evaluator of a condition given as words.
+    """Evaluator of a shell condition, `[ ... ]` or `[[ ... ]]`, that is given as words.
 
     `value` returns the text of a word in a comparison: empty for an unset variable, None if unknown. `number` evaluates
     arithmetic.

@@ -16,7 +16,7 @@ PLAIN_SPLIT = re.compile(r"[\[('\"]*[.0-9]+([,/ ]+[.0-9]+)*,? *[\])'\"]*")
 
 
 def write_data_section(draft: RunDraft) -> None:
-    """Write the keys of `data:`."""
+    """Write the `data` section of run.yaml (data sets, tokenizer, sequence length) from Megatron-LM flags."""
     put = draft.set_key
     if any(name in draft for name in OWN):
         for name in OWN:
@@ -73,7 +73,9 @@ def _fim(draft: RunDraft) -> None:
 
 
 def parse_blend(words: Sequence[str]) -> list[dict[str, Any]]:
-    """Parse Megatron's list of data sets: weights and paths alternating, or paths alone."""
+    """Parse the words of Megatron's `--data-path`, weights and paths alternating or paths alone, to entries of
+    `data.train`.
+    """
     weights = words[::2]
     if words and len(words) % 2 == 0 and all(_is_number(weight) for weight in weights):
         return [{"path": path, "weight": float(weight)} for weight, path in zip(weights, words[1::2], strict=True)]

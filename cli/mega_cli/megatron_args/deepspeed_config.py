@@ -18,7 +18,7 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True)
 class DeepSpeedConfigFile:
-    """Values of DeepSpeed's configuration file; `name` is empty without a file.
+    """Values of the DeepSpeed configuration file that a launch script names; `name` is empty without a file.
 
     Attributes:
         name: path as given in the script.
@@ -29,28 +29,28 @@ class DeepSpeedConfigFile:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def get_number(self, path: str) -> float | None:
-        """Return the number at a dotted path, or None if it is missing or `auto`."""
+        """Return the number at a dotted path of the file, or None if it is missing or `auto`."""
         value = self._at(path)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def get_integer(self, path: str) -> int | None:
-        """Return the integer at a dotted path, or None if it is missing or `auto`."""
+        """Return the integer at a dotted path of the file, or None if it is missing or `auto`."""
         value = self.get_number(path)
         return int(value) if value is not None and value == int(value) else None
 
     def is_section_enabled(self, section: str) -> bool:
-        """Return True if a section is enabled."""
+        """Return True if a section of the file has `enabled: true`."""
         return self._at(f"{section}.enabled") is True
 
     @property
     def offloads_optimizer(self) -> bool:
-        """True if the optimizer state is offloaded to host memory or disk."""
+        """True if the file offloads the optimizer state to host memory or disk."""
         device, old = self._at("zero_optimization.offload_optimizer.device"), self._at("zero_optimization.cpu_offload")
         return device in ("cpu", "nvme") or old is True
 
     @property
     def untranslated_sections(self) -> list[str]:
-        """Enabled sections without a counterpart in mega."""
+        """Names of the file's enabled sections that have no counterpart in mega."""
         return [name for name in self.values if name not in KNOWN and self.is_section_enabled(name)]
 
     def _at(self, path: str) -> Any:
@@ -61,7 +61,9 @@ class DeepSpeedConfigFile:
 
 
 def read_deepspeed_file(name: str, text: str) -> DeepSpeedConfigFile | None:
-    """Read the file; return None if it is not a JSON object, such as a template that a program fills."""
+    """Parse the text of a DeepSpeed configuration file; return None if it is not a JSON object, such as a template that
+    a program fills.
+    """
     try:
         values = parse_json_text(MARK.sub("null", text))
     except ValueError:

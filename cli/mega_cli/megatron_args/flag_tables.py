@@ -50,21 +50,21 @@ class FlagSpec:
 
     @property
     def takes_list(self) -> bool:
-        """True if the setting is a list."""
+        """True if the flag's value is a list."""
         return self.takes in ("3", "+", "*")
 
     @property
     def min_values(self) -> int:
-        """Smallest number of values."""
+        """Smallest number of values after the flag."""
         return {"1": 1, "3": 3, "+": 1}.get(self.takes, 0)
 
     @property
     def max_values(self) -> float:
-        """Largest number of values."""
+        """Largest number of values after the flag; infinity for `+` and `*`."""
         return {"1": 1, "3": 3, "+": float("inf"), "*": float("inf")}.get(self.takes, 0)
 
     def convert_value(self, text: str) -> Any:
-        """Return a value as its type; a choice in Megatron-LM's spelling.
+        """Return the text of a value converted to the flag's type; a choice gets Megatron-LM's spelling.
 
         Raises:
             ValueError: if the text is not of this type.
@@ -77,7 +77,7 @@ class FlagSpec:
         return float(text) if self.type == "float" else self.choices.get(_fold_choice(text), text)
 
     def default_value(self) -> Any:
-        """Value of the setting when the flag is not given."""
+        """Return the value of the flag's setting when the command does not give the flag."""
         if not self.type:
             return self.takes == "off"
         if not self.default:
@@ -92,7 +92,7 @@ def _fold_choice(word: str) -> str:
 
 @cache
 def load_flag_tables() -> tuple[FlagSpec, ...]:
-    """Return both tables."""
+    """Return all flags of Megatron-LM and its forks, from `flags.csv` and `forks.csv`."""
     return tuple(
         FlagSpec(
             row["flag"], tuple(row["aliases"].split()), row["dest"], row["takes"], row["type"], row["default"],
@@ -111,7 +111,7 @@ def _parse_choices(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GivenFlag:
-    """Flag of a command, with its values.
+    """Flag that a training command gives, with its values.
 
     Attributes:
         flag: entry of the table.
@@ -132,12 +132,12 @@ class GivenFlag:
 
     @property
     def unset_parameters(self) -> list[str]:
-        """Names of unset parameters in its values, and placeholders such as `<path>`."""
+        """Names of variables in the flag's values that the script does not set, and placeholders such as `<path>`."""
         return [name for value in self.values for name in MARK.findall(value) + PLACEHOLDER.findall(value)]
 
     @property
     def why_unknown_value(self) -> str:
-        """Reason why its value cannot be used; empty if it can."""
+        """Reason why the flag's value cannot be used; empty if it can."""
         if self.unset_parameters and (self.flag.type != "str" or self.flag.choices):
             return explain_unknown(
                 next(value for value in self.values if MARK.search(value) or PLACEHOLDER.search(value))
@@ -148,7 +148,7 @@ class GivenFlag:
 
     @property
     def why_invalid_value(self) -> str:
-        """Reason why Megatron-LM rejects the value; empty if it accepts it."""
+        """Reason why Megatron-LM rejects the flag's value; empty if it accepts the value."""
         words = set(self.flag.choices.values())
         if (
             not words
@@ -159,7 +159,7 @@ class GivenFlag:
         return f"{self.text} must be one of {', '.join(dict.fromkeys(self.flag.choices.values()))}"
 
     def parsed_value(self) -> Any:
-        """Value of the setting, or None if it cannot be known.
+        """Return the value that the flag gives its setting: None, or [] for a list, if it is unknown.
 
         Raises:
             ValueError: if it is not of the flag's type.
@@ -174,7 +174,7 @@ class GivenFlag:
 
 @dataclass
 class CommandSettings:
-    """Settings of a command; `settings[dest]` is the given value, or Megatron's default.
+    """Settings of a training command from its flags; `settings[dest]` is the given value, or Megatron's default.
 
     Attributes:
         strict: report flags and values unknown to Megatron-LM as problems instead of remarks.
@@ -203,7 +203,7 @@ class CommandSettings:
         return dest in self.given
 
     def add_flag(self, given: GivenFlag) -> None:
-        """Record a flag, or the problem with it."""
+        """Record a flag of the command, or a problem if its value is invalid; a repeated flag replaces the earlier one."""
         try:
             value = given.parsed_value()
         except ValueError:
@@ -228,19 +228,21 @@ class CommandSettings:
         return None
 
     def add_flag_problem(self, given: GivenFlag, rule: str, hint: str = "") -> None:
-        """Record a flag value that cannot be interpreted."""
+        """Record a problem, raised later by `raise_problems`, for a flag whose value cannot be used; `rule` is what it
+        violates.
+        """
         problem = ConfigProblem(f"line {given.line}: {given}", rule, hint=hint)
         if problem not in self.problems:
             self.problems.append(problem)
 
     def add_megatron_problem(self, line: int, text: str, rule: str, hint: str) -> None:
-        """Record what Megatron-LM would refuse: a problem if `strict`, else a remark."""
+        """Record what Megatron-LM would reject: a problem if `strict`, else a remark."""
         if self.strict:
             self.problems.append(ConfigProblem(f"line {line}: {text}", rule, hint=hint))
         else:
             self.remarks.append((line, f"{text} {rule}" + (f" ({hint})" if hint else "")))
 
     def raise_problems(self) -> None:
-        """Raise `ConfigError` with every problem found."""
+        """Raise one `ConfigError` with all recorded problems of the flags, if there are any."""
         if self.problems:
             raise_config_error(self.problems, SOURCE)

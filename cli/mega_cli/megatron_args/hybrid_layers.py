@@ -14,7 +14,8 @@ from mega_common.hybrid_pattern import NORM_EPS, HybridLayerPattern, build_hybri
 def select_layers(
     draft: RunDraft, key: str, dest: str, every: Callable[[int, int], bool], further: int = 0
 ) -> list[bool] | None:
-    """Return for each layer whether it has the kind of `dest`; `every(layer, n)` interprets a number n.
+    """Return for each layer whether it has the kind that the layer pattern in setting `dest` selects; `every(layer, n)`
+    decides if the pattern is a number n.
 
     The `further` layers after the last one are included. None if the kinds are unknown: an invalid pattern is a problem,
     and without a number of layers `key` is left to be filled in.
@@ -50,18 +51,20 @@ SIZES = {
 
 
 def has_hybrid_layers(draft: RunDraft) -> bool:
-    """Return whether a pattern or ratios give the kinds of the layers."""
+    """Return whether a layer pattern or ratio among the flags makes the model a hybrid (such as Mamba with attention)."""
     return any(draft.is_enabled(dest) for dest in (*PATTERNS, *SHARES, "is_hybrid_model"))
 
 
 def pattern_lacks_experts(draft: RunDraft) -> bool:
-    """Return whether a pattern has no MoE layer, whatever other flags say."""
+    """Return whether the model has a hybrid layer pattern without MoE layers, whatever other flags say."""
     pattern = hybrid_pattern(draft)
     return pattern is not None and not any("E" in letters for letters in (pattern.letters, *pattern.mtp_letters))
 
 
 def hybrid_pattern(draft: RunDraft) -> HybridLayerPattern | None:
-    """Return the layer pattern of the flags, or None if it is absent, unknown, or invalid (then refused)."""
+    """Return the hybrid layer pattern that the flags give, or None if it is absent, unknown or invalid; an invalid one
+    is recorded as a problem.
+    """
     named = ("is_hybrid_model", *PATTERNS, *SHARES, "num_layers", "mtp_num_layers", "mtp_hybrid_override_pattern")
     if not has_hybrid_layers(draft) or any(draft.is_unknown(dest) or MARK.search(str(draft[dest])) for dest in named):
         return None
@@ -77,7 +80,7 @@ def hybrid_pattern(draft: RunDraft) -> HybridLayerPattern | None:
 
 
 def write_hybrid_section(draft: RunDraft) -> None:
-    """Write `model.layers` and `model.mamba` of a hybrid."""
+    """Write `model.layers`, and `model.mamba` or `model.delta`, of a hybrid model to run.yaml from Megatron-LM flags."""
     pattern, put = hybrid_pattern(draft), draft.set_key
     flags = (*PATTERNS, *SHARES, "mtp_hybrid_override_pattern")
     if pattern is None:
@@ -114,7 +117,9 @@ def _delta(draft: RunDraft) -> None:
 
 
 def write_attention_variant(draft: RunDraft) -> None:
-    """Write `model.attention_gate`, and `model.layers` and `model.delta` if some layers are gated delta nets."""
+    """Write `model.attention_gate` to run.yaml, and `model.layers` and `model.delta` if some layers are gated delta
+    nets.
+    """
     if draft["attention_output_gate"]:
         draft.set_key("model.attention_gate", True, "attention_output_gate")
     if draft[VARIANT] not in DELTA:

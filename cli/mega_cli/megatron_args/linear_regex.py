@@ -10,16 +10,18 @@ import re2
 
 
 class LinearMatch(Protocol):
-    """Match of RE2 with the interface of `re.Match`."""
+    """Match of a regular expression by RE2, with the interface of `re.Match`."""
 
     def __getitem__(self, group: int) -> str: ...
 
     def end(self) -> int:
-        """Return the offset of its end."""
+        """Return the offset in the text where the match ends."""
 
 
 def search_extended_regex(pattern: str, text: str) -> bool | None:
-    """Return whether a POSIX extended regular expression matches in a text, or None if RE2 does not support it."""
+    """Return whether a POSIX extended regular expression matches anywhere in a text, or None if RE2 does not support
+    it.
+    """
     try:
         return _compiled(pattern, posix=True, longest=True).search(text) is not None
     except (re2.error, ValueError):
@@ -27,7 +29,7 @@ def search_extended_regex(pattern: str, text: str) -> bool | None:
 
 
 def matches_whole_text(pattern: str, text: str) -> bool | None:
-    """Return whether all of a text matches, or None if RE2 does not support the pattern."""
+    """Return whether a regular expression matches all of a text, or None if RE2 does not support it."""
     try:
         return _compiled(pattern).fullmatch(text) is not None
     except (re2.error, ValueError):
@@ -35,8 +37,8 @@ def matches_whole_text(pattern: str, text: str) -> bool | None:
 
 
 def matching_prefix_length(pattern: str, text: str, *, longest: bool) -> int | None:
-    """Return the length of the prefix of a text that matches, -1 if none does, None if RE2 does not support the
-    pattern.
+    """Return the length of the prefix of a text that a regular expression matches, -1 if none does, None if RE2 does
+    not support the pattern.
 
     The shortest prefix is found if the pattern has lazy repetitions (`*?`).
     """
@@ -50,8 +52,8 @@ def matching_prefix_length(pattern: str, text: str, *, longest: bool) -> int | N
 def substitute_longest(
     pattern: str, instead: str, text: str, spend: Callable[[int], None], *, every: bool
 ) -> str | None:
-    """Replace the longest first match, or every one, of those that are not empty; return None if RE2 does not support
-    the pattern.
+    """Replace the first match of a regular expression by `instead`, or every match, each as long as possible; empty
+    matches are not replaced. None if RE2 does not support the pattern.
 
     `spend` is called with the length of the result before it is created.
     """
@@ -66,13 +68,13 @@ def substitute_longest(
 
 
 def rewrite_matches(pattern: str, template: str, text: str) -> str:
-    """Replace every match of a known pattern by a template with group references."""
+    """Replace every match of a regular expression that RE2 supports by a template with group references."""
     result: str = _compiled(pattern).sub(template, text)
     return result
 
 
 def escape_regex(text: str) -> str:
-    """Return the regular expression that matches only this text."""
+    """Return a regular expression that matches only this text."""
     result: str = re2.escape(text)
     return result
 

@@ -27,7 +27,7 @@ GPT_OSS = "--activation-func-clamp-value and --glu-linear-offset 1"
 
 
 def write_model_section(draft: RunDraft) -> None:
-    """Write the keys of `model:`."""
+    """Write the `model` section of run.yaml from Megatron-LM flags."""
     _sizes(draft)
     if has_hybrid_layers(draft):
         write_hybrid_section(draft)
@@ -114,8 +114,8 @@ def _is_gpt2(file: str) -> bool:
 
 
 def feed_forward_width(draft: RunDraft) -> int | None:
-    """Return Megatron's feed-forward width: by default 4 times the hidden size, for SwiGLU two thirds of that in
-    multiples of 64.
+    """Return the feed-forward width that Megatron-LM flags give: by default 4 times the hidden size, for SwiGLU two
+    thirds of that in multiples of 64.
 
     FlagScale rounds those two thirds up to multiples of `--multiple-of`, after a factor.
     """
@@ -176,7 +176,9 @@ def _parts(draft: RunDraft) -> None:
 
 
 def has_linear_biases(draft: RunDraft) -> bool:
-    """Return whether linear layers have biases. Megatron-LLM, whose flags have underscores, has flags for them."""
+    """Return whether the flags give linear layers biases. Megatron-LLM, whose flags have underscores, has its own flags
+    for biases.
+    """
     return bool(draft["add_bias_linear"] and (draft["use_bias"] or not draft.arguments.respelled))
 
 

@@ -12,7 +12,9 @@ from mega_cli.megatron_args.shell_words import MARK, ShellWord, show_marks
 def parse_command_arguments(
     words: Sequence[ShellWord], table: Iterable[FlagSpec], *, strict: bool = False
 ) -> CommandSettings:
-    """Parse the arguments of a training command. Problems are kept for `CommandSettings.raise_problems`."""
+    """Parse the arguments of a Megatron training command with the flags of `table`. Problems are not raised here, but
+    by `CommandSettings.raise_problems`.
+    """
     table, words = list(table), _join_placeholders(words)
     spellings = {name: flag for flag in table for name in (flag.name, *flag.aliases)}
     arguments = CommandSettings({flag.dest: flag for flag in reversed(table) if not flag.means}, strict)

@@ -15,7 +15,7 @@ LAYOUT = "pipeline_model_parallel_layout"
 
 
 def write_pipeline_layout(draft: RunDraft) -> None:
-    """Write `parallel.virtual_stages` and `parallel.pipeline_layout`, if the flags give them."""
+    """Write `parallel.virtual_stages` and `parallel.pipeline_layout` to run.yaml, if Megatron-LM flags give them."""
     layers, pp = draft.run["model"]["num_layers"], draft["pipeline_model_parallel_size"]
     if pp == 1:
         return
@@ -51,7 +51,8 @@ def _open(draft: RunDraft) -> None:
 def layers_per_stage(
     layers: int, pp: int, virtual: int, *, first: int | None, last: int | None, embedding: bool, loss: bool
 ) -> list[int]:
-    """Return the number of layers of each of pp x virtual stages; stage s belongs to rank s % pp.
+    """Return the number of decoder layers of each of pp x virtual pipeline stages by Megatron's rules; stage s belongs
+    to rank s % pp.
 
     `first` and `last` are the layers of the first and the last rank; the others are distributed evenly. Without them, all
     stages are even, with `embedding` and `loss` counted as one layer each.
@@ -71,8 +72,8 @@ def layers_per_stage(
 
 
 def parse_layout_string(text: str) -> list[int]:
-    """Return the decoder layers of each stage in a layout such as `Ett|(tt|)*6t|L`: `t` is one, `|` ends a stage, `*`
-    repeats.
+    """Return the number of decoder layers of each stage in a Megatron layout such as `Ett|(tt|)*6t|L`: `t` is a layer,
+    `|` ends a stage, `*` repeats.
     """
     text = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):

@@ -23,7 +23,7 @@ LONGEST_COMMENT = 70
 
 
 def render_run_yaml(translation: ScriptTranslation) -> str:
-    """Return the text of run.yaml."""
+    """Return the text of run.yaml for a translation: notes at the top, and the flags that set each key as comments."""
     lines = [*_header(translation), *_mapping(translation.run, "", translation.origins)]
     return "\n".join(lines) + "\n"
 

@@ -41,7 +41,7 @@ OF_THE_RUN = ("dropout", "init")
 
 @dataclass(frozen=True)
 class FlagNote:
-    """Note on the translation of a flag, or a general remark.
+    """Note in the header of run.yaml on the translation of a flag, or a general remark.
 
     Attributes:
         kind: result of the translation; `open` must be filled in or checked by the user.
@@ -58,7 +58,8 @@ class FlagNote:
 
 
 class RunDraft:
-    """Keys and notes of a run.yaml, collected while the arguments are processed.
+    """Keys of a run.yaml and notes on the translation, collected while the arguments of a Megatron command are
+    processed.
 
     Attributes:
         arguments: the settings of the command.
@@ -90,31 +91,31 @@ class RunDraft:
         return dest in self.arguments
 
     def get_setting(self, dest: str, default: Any) -> Any:
-        """Return the given value of a setting, else `default`."""
+        """Return the value that the command gives setting `dest`, or `default` if it gives none."""
         return self.arguments[dest] if dest in self.arguments.given else default
 
     def is_enabled(self, dest: str) -> bool:
-        """Return whether a setting is on: nonzero and nonempty, or given with an unknown value."""
+        """Return whether Megatron setting `dest` is on: nonzero and nonempty, or given with an unknown value."""
         return bool(self[dest]) or self.is_unknown(dest)
 
     def is_unknown(self, dest: str) -> bool:
-        """Return whether a setting is given with an unknown value."""
+        """Return whether the command gives setting `dest` with an unknown value, such as an unset shell variable."""
         given = self.arguments.given.get(dest)
         return given is not None and bool(given.why_unknown_value)
 
     @property
     def is_megatron_deepspeed(self) -> bool:
-        """True if the command is one of Megatron-DeepSpeed."""
+        """True if the command has flags of Megatron-DeepSpeed."""
         return any(name in self for name in ("deepspeed", "deepspeed_config", "zero_stage"))
 
     @property
     def uses_checkpoint_args(self) -> bool:
-        """True if the model is defined by a checkpoint that the run itself did not save."""
+        """True if `--use-checkpoint-args` defines the model by a checkpoint that the run itself did not save."""
         return bool(self["use_checkpoint_args"]) and self["load"] != self["save"]
 
     @property
     def collect_notes(self) -> list[FlagNote]:
-        """Return general notes, then one for each flag in the order of the command."""
+        """General notes, then one note for each flag in the order of the command."""
         flags = [self._flags[dest] for dest in self.arguments.given if dest in self._flags]
         once = {(note.flag, note.line): note for note in reversed(flags)}
         return self._general + list(reversed(once.values())) + [_other(given) for given in self.arguments.others]
@@ -122,7 +123,8 @@ class RunDraft:
     def set_key(
         self, key: str, value: Any, *dests: str, because: str = "", ask: str = "not in the script", instead: str = ""
     ) -> None:
-        """Set a key to the values of the settings `dests`.
+        """Set a dotted key of run.yaml to `value`, which comes from the Megatron settings `dests`; None leaves the key
+        for the user to fill in.
 
         `None` is left for the user to fill in, with the note `ask` or the problem with the settings; `instead` is written
         for keys for which null is a valid value.
@@ -147,7 +149,9 @@ class RunDraft:
         node[last] = _plain(value)
 
     def set_key_from_file(self, key: str, path: str, value: Any, *dests: str, flags: Any = None) -> None:
-        """Set a key to the value of DeepSpeed's file at `path`, which takes precedence over the flags' value."""
+        """Set a dotted key of run.yaml to `value`, found in DeepSpeed's configuration file at `path`; a note is added
+        if flags in `dests` give another value.
+        """
         self.set_key(key, value, *dests, because=f"{path} of {self.deepspeed_file.name}")
         if any(dest in self for dest in dests) and flags != value:
             self.add_note("changes meaning", f"{path} = {value} of {self.deepspeed_file.name} takes precedence", *dests)
@@ -172,7 +176,9 @@ class RunDraft:
         return reason
 
     def add_note(self, kind: NoteKind, text: str, *dests: str, key: str | None = None) -> None:
-        """Add a note on the given settings of `dests`, or a general note without `dests`."""
+        """Add a note of `kind` on the flags of the settings `dests` that the command gives, or a general note without
+        `dests`.
+        """
         for given in filter(None, map(self.arguments.given.get, dests)):
             before = self._flags.get(given.flag.dest)
             note = FlagNote(kind, text, str(given), given.line, before.key if before else key)
@@ -181,15 +187,17 @@ class RunDraft:
             self._general.append(FlagNote(kind, text, key=key))
 
     def add_line_remark(self, line: int, text: str) -> None:
-        """Add a note on a line of the script."""
+        """Add a note of kind `open` on a line of the launch script."""
         self._general.append(FlagNote("open", f"line {line}: {text}", line=line))
 
     def add_problem(self, dest: str, rule: str) -> None:
-        """Add an uninterpretable flag value, reported with all other such problems."""
+        """Record that the value of the flag of setting `dest` cannot be used; the errors of all flags are raised
+        together later.
+        """
         self.arguments.add_flag_problem(self.arguments.given[dest], rule)
 
     def note_other_flags(self) -> None:
-        """Add notes on the flags that no key came from."""
+        """Add a note on each given flag of Megatron-LM that set no key of run.yaml and has no note yet."""
         handling = load_flag_handling()
         for dest, given in self.arguments.given.items():
             if dest not in self._flags:
@@ -198,7 +206,9 @@ class RunDraft:
 
 @cache
 def load_flag_handling() -> tuple[tuple[str, NoteKind, str], ...]:
-    """Return the handling of flags without a key, from `handling.yaml`: (pattern of the flag's name, kind, why)."""
+    """Return what to note on flags that set no key of run.yaml, from `handling.yaml`: (glob pattern of the flag's name,
+    kind of note, text).
+    """
     text = (files("mega_cli.megatron_args") / "handling.yaml").read_text(encoding="utf-8")
     table: Mapping[NoteKind, Mapping[str, str]] = yaml.safe_load(text)
     return tuple(

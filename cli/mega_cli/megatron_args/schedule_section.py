@@ -13,7 +13,7 @@ COOLDOWN = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
 
 
 def write_schedule_section(draft: RunDraft) -> None:
-    """Write the keys of `lr_schedule:`."""
+    """Write the `lr_schedule` section of run.yaml from Megatron-LM flags."""
     put, steps = draft.set_key, draft.run["train"]["steps"]
     name = SCHEDULES.get(draft["lr_decay_style"])
     if name == "wsd" and any(draft.get_setting(dest, None) == 0 for dest in COOLDOWN):

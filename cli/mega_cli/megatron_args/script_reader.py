@@ -53,7 +53,7 @@ ASKING = re.compile(r"(?:grep|egrep|command|which|type|hash|pgrep|diff|cmp)\b")
 
 @dataclass
 class ScriptResult:
-    """Result of following a script.
+    """Variables, commands, files and remarks that static interpretation of a shell script found.
 
     Attributes:
         variables: values at the end of the script, by name and index.
@@ -75,14 +75,14 @@ class ScriptResult:
     budget: WorkBudget = field(default_factory=WorkBudget)
 
     def write_file(self, name: str, text: str, *, append: bool = False) -> None:
-        """Record a file that the script writes."""
+        """Record the text of a file that the script writes or appends to, without writing it to disk."""
         name = name.removeprefix("./")
         before = self.files.get(name, "") if append else ""
         self.budget.spend_characters(len(before) + len(text))
         self.files[name] = before + text
 
     def read_file(self, name: str) -> str | None:
-        """Return a file that the script wrote, or that is in its folder."""
+        """Return the text of a file that the script writes or that is in the script's folder; None if there is none."""
         if (name := name.removeprefix("./")) in self.files:
             return self.files[name]
         relative = MARK.split(name)[-1].lstrip("/")
@@ -105,7 +105,8 @@ def follow_script(
     define: Mapping[str, str] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> ScriptResult:
-    """Follow a script.
+    """Interpret a shell script statically: return the variables it sets and the commands it would start. Nothing is
+    executed.
 
     Args:
         path: path of the script; files that it sources or starts are searched in its folder.
@@ -139,7 +140,7 @@ def follow_script(
 
 
 class ScriptReader:
-    """Interpreter of the statements of a syntax tree.
+    """Static interpreter of a shell script's syntax tree; it executes nothing.
 
     Attributes:
         launcher: words of the command that runs the script being read.
@@ -160,7 +161,9 @@ class ScriptReader:
     def read_source(
         self, text: str, line: int, arguments: list[ShellWord] | None = None, *, flat: bool = True
     ) -> KnownTruth:
-        """Read a script; with `flat` all of its lines count as one line, as for the text of `eval`."""
+        """Interpret the text of a script that begins at `line`; with `flat` all of it counts as this one line, as for
+        `eval`.
+        """
         text = text.replace("\r\n", "\n")
         if len(text) > LARGEST_SCRIPT:
             raise ConfigError(f"the launch script is longer than {LARGEST_SCRIPT:,} characters")
@@ -176,7 +179,7 @@ class ScriptReader:
             return None
 
     def add_remark(self, node: Node, sentence: str) -> None:
-        """Add a remark on a position of the script."""
+        """Add a remark on the script's line where `node` begins, unless the result already has it."""
         remark = (self.words.line_number(node), sentence)
         if remark not in self.script.remarks:
             self.script.remarks.append(remark)
@@ -184,7 +187,7 @@ class ScriptReader:
     # Statements.
 
     def follow_block(self, nodes: Sequence[Node]) -> KnownTruth:
-        """Follow statements; return the status of the last one."""
+        """Interpret statements one after another; return whether the last one succeeds, or None if unknown."""
         status: KnownTruth = True
         for node in nodes:
             if node.type != "comment":
@@ -192,7 +195,7 @@ class ScriptReader:
         return status
 
     def follow_statement(self, node: Node) -> KnownTruth:
-        """Follow a statement; return None if its status is unknown."""
+        """Interpret one statement; return whether it succeeds, or None if unknown."""
         self.steps += 1
         if self.steps > STEPS:
             raise ScriptExit("exit")
@@ -218,7 +221,9 @@ class ScriptReader:
         return None if value is None else value != 0
 
     def evaluate_expression(self, text: str) -> int | None:
-        """Return the value of an expression; if it is unknown, so is every variable that it sets."""
+        """Return the value of a shell arithmetic expression, or None if unknown; then every variable that it sets
+        becomes unknown.
+        """
         if MARK.search(text):
             for name in re.findall(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)", text):
                 self.words.assign_number(name, None)
@@ -256,7 +261,7 @@ class ScriptReader:
         return status
 
     def capture_output(self, follow: Callable[[], KnownTruth]) -> tuple[str | None, KnownTruth]:
-        """Return the output of statements, if it is known, and their status."""
+        """Return the output of the statements that `follow` interprets, or None if unknown, and their status."""
         before, self.printed = self.printed, []
         try:
             status = follow()
@@ -269,7 +274,9 @@ class ScriptReader:
         return negate_known(self.follow_statement(node.named_children[-1]))
 
     def follow_all_branches(self, node: Node, condition: str, *branches: Callable[[], object]) -> None:
-        """Follow each branch, because the taken one is unknown. Variables that differ afterwards are unknown."""
+        """Interpret each branch, because the taken one is unknown. Variables that differ afterwards keep their common
+        prefix and are unknown from there.
+        """
         before, ends = self.words.variables, list[dict[str, VariableValue]]()
         for follow_branch in branches:
             self.words.variables = dict(before)
@@ -298,7 +305,7 @@ class ScriptReader:
         return True
 
     def call_function(self, name: str, arguments: list[ShellWord]) -> KnownTruth:
-        """Call a function."""
+        """Interpret a call of a function that the script defines; return whether it succeeds, or None if unknown."""
         body, place = self.functions[name]
         self.locals.append({})
         try:
@@ -317,7 +324,9 @@ class ScriptReader:
 
     @contextmanager
     def enter_level(self) -> Iterator[None]:
-        """Enter one level of functions, substitutions or nested scripts."""
+        """Enter one level of nested functions, substitutions or scripts; too deep a level raises
+        `ScriptExit("return")`.
+        """
         self.depth += 1
         try:
             if self.depth > NESTED:
@@ -376,13 +385,13 @@ class ScriptReader:
         return self.evaluate_condition(found, node)
 
     def evaluate_condition(self, operands: Sequence[ConditionOperand], node: Node) -> KnownTruth:
-        """Return the truth of a condition."""
+        """Return the truth of a `[ ... ]` or `[[ ... ]]` condition, or None if unknown."""
         return ConditionEvaluator(
             operands, lambda text: self.comparison_text(text, node), self.evaluate_expression
         ).evaluate()
 
     def comparison_text(self, text: str, node: Node) -> str | None:
-        """Return a text for a comparison, where unset variables count as empty, or None if unknown."""
+        """Return a text as a condition compares it, or None if unknown; unset variables count as empty, with a remark."""
         for name in MARK.findall(text):
             if not name.isidentifier() or name in self.words.awaited or ALWAYS_SET.fullmatch(name):
                 return None

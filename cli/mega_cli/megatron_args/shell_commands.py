@@ -28,11 +28,13 @@ HANDLING = frozenset(
 
 
 class ScriptExit(Exception):
-    """Raised when the script leaves a loop, a function or itself: `break`, `continue`, `return`, `exit`."""
+    """Raised when an interpreted script leaves a loop, a function or itself: `break`, `continue`, `return`, `exit`."""
 
 
 class NestedScript(NamedTuple):
-    """Script that is passed to a command: the other words of the command, and the script's text and arguments."""
+    """Script passed to a command such as `bash -c` or `sbatch`: the command's other words, and the script's text and
+    arguments.
+    """
 
     launcher: list[ShellWord]
     text: str
@@ -40,7 +42,9 @@ class NestedScript(NamedTuple):
 
 
 def follow_command(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
-    """Follow a non-empty command."""
+    """Interpret a command given as expanded words: a function, a builtin, a simulated tool or a nested script; other
+    commands are recorded as started.
+    """
     words = list(words)
     while len(words) > 1 and words[0].text in TRANSPARENT and not words[1].text.startswith("-"):
         del words[0]
@@ -238,7 +242,9 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Follow `command < file > file` and `command <<EOF`."""
+    """Interpret a command with redirected input or output, `command < file > file` or `command <<EOF`; known output to
+    a file is recorded, not written.
+    """
     body, before = node.child_by_field_name("body"), reader.entered
     redirects = [child for child in node.named_children if child.type.endswith("_redirect")]
     heredocs = [child for child in redirects if child.type == "heredoc_redirect"]
@@ -264,7 +270,7 @@ def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:
 
 
 def read_redirected_input(reader: ScriptReader, redirect: Node) -> None:
-    """Read the input of a command."""
+    """Set the reader's standard input to the text of a redirection: `< file`, a here-document or a here-string."""
     if redirect.type == "herestring_redirect":
         reader.entered = reader.words.expand_text(redirect.named_children[-1]) + "\n"
     elif redirect.type == "heredoc_redirect":

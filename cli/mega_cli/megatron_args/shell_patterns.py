@@ -24,17 +24,17 @@ TOKEN = re.compile(r"\\.|\[[!^]?\]?(?:\[:\w+:\]|[^]])*\]|.", re.DOTALL)
 
 
 def quote_pattern(text: str) -> str:
-    """Return a pattern that matches only this text."""
+    """Return a shell pattern that matches only this text."""
     return re.sub(r"([*?[\\])", r"\\\1", text)
 
 
 def pieces_to_pattern(pieces: Sequence[WordPiece | None]) -> str:
-    """Return pieces as a pattern, with quoted pieces literal."""
+    """Return the pieces of a shell word as one shell pattern, in which the text of quoted pieces is literal."""
     return "".join(quote_pattern(piece.text) if piece.kind == "quoted" else piece.text for piece in pieces if piece)
 
 
 def pattern_to_regex(pattern: str, *, repeat: str = "*", backwards: bool = False) -> str | None:
-    """Return the regular expression of a pattern, or None for bash's extended patterns.
+    """Return the regular expression of a shell pattern, or None for bash's extended patterns such as `@(a|b)`.
 
     Args:
         repeat: how `*` repeats: `*`, or `*?` for as little as it can.
@@ -55,7 +55,7 @@ def pattern_to_regex(pattern: str, *, repeat: str = "*", backwards: bool = False
 
 
 def matches_pattern(text: str, pattern: str) -> bool | None:
-    """Return True if a text matches a pattern, or None if unknown."""
+    """Return whether a shell pattern matches the whole text, or None if unknown."""
     regex = pattern_to_regex(pattern)
     return None if regex is None or MARK.search(text + pattern) else matches_whole_text(regex, text)
 
@@ -63,7 +63,9 @@ def matches_pattern(text: str, pattern: str) -> bool | None:
 def apply_parameter_operator(
     text: str, operator: str, pieces: Sequence[WordPiece | None], spend: Callable[[int], None]
 ) -> str | None:
-    """Apply `${NAME#pattern}`, `${NAME/pattern/text}`, `${NAME^^}` and similar; return None if unknown."""
+    """Return a variable's text after a parameter expansion such as `${NAME#pattern}`, `${NAME/pattern/text}` or
+    `${NAME^^}`; None if unknown.
+    """
     if operator in LETTERS and not pieces:
         return None if MARK.search(text) else LETTERS[operator](text)
     if operator in ("#", "##", "%", "%%"):

@@ -14,14 +14,14 @@ MARK = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 
 
 class ShellWord(NamedTuple):
-    """Word of the script after expansion, and the line it comes from."""
+    """Word of a shell script after expansion, and the line it comes from."""
 
     text: str
     line: int
 
 
 class WordPiece(NamedTuple):
-    """Part of a word under expansion.
+    """Part of a shell word under expansion: its text, its kind (`quoted`, `plain` or `value`) and its line.
 
     `kind` is `quoted`, `plain` for text of the script, in which braces and patterns are expanded, or `value` for the
     result of an expansion, which is split at blanks. In a list of pieces, `None` ends a word.
@@ -33,23 +33,27 @@ class WordPiece(NamedTuple):
 
 
 def unknown_mark(name: str) -> str:
-    """Return the mark of an unknown value: `NAME` of a variable, `(command)`, `((expression))`, `{NAME...}`."""
+    """Return the mark that stands for an unknown value in expanded text; `name` is `NAME`, `(command)`,
+    `((expression))` or `{NAME}`.
+    """
     return f"{OPEN}{show_marks(name)}{CLOSE}"
 
 
 def show_marks(text: str) -> str:
-    """Return a text as the script would write it: `$NAME` for each mark."""
+    """Return a text with each mark of an unknown value written as in the script: `$NAME`."""
     return MARK.sub(r"$\1", text)
 
 
 def is_unset_parameter(text: str) -> bool:
-    """Return whether a text is only a parameter that the script does not set."""
+    """Return whether a text is only the mark of a variable or argument that the script does not set."""
     match = MARK.fullmatch(text)
     return match is not None and (match[1].isidentifier() or match[1].isdigit())
 
 
 def explain_unknown(text: str) -> str:
-    """Return a sentence on why a text has no value here: by its first mark, else as a placeholder such as `<path>`."""
+    """Return a sentence on why a flag's value is unknown: by the first mark in it, else as a placeholder such as
+    `<path>`.
+    """
     match = MARK.search(text)
     name = match[1] if match else ""
     if name.startswith("(("):
@@ -62,13 +66,15 @@ def explain_unknown(text: str) -> str:
 
 
 def split_on_blanks(text: str) -> list[str]:
-    """Return the parts of a text between blanks, with empty parts for blanks at either end."""
+    """Return the parts of a text between blanks, with empty parts for blanks at either end; blanks in marks of unknown
+    values do not split.
+    """
     return [part for part, _ in split_on_separators(text)]
 
 
 def split_on_separators(text: str, separators: str = " \t\n") -> list[tuple[str, bool]]:
-    """Return the parts of a text between separators, ignoring those in marks, with empty parts for separators at either
-    end.
+    """Return (part, flag) for the parts of a text between separators, ignoring separators in marks of unknown values,
+    with empty parts for separators at either end.
 
     The second value is True if the separator before the part ends an empty field, as all separators except blanks do.
     """
@@ -92,7 +98,7 @@ PARSED = 10  # cost of a parsed character
 
 @dataclass
 class WorkBudget:
-    """Limit of the characters that a launch script may create and read, so that every script ends.
+    """Limit of the characters that interpretation of a launch script may create and read, so that it always ends.
 
     Attributes:
         left: characters that may still be created.
@@ -101,7 +107,7 @@ class WorkBudget:
     left: int = WORK
 
     def spend_characters(self, characters: int) -> None:
-        """Subtract characters before they are created.
+        """Subtract a number of characters from the limit before they are created; ConfigError if none are left.
 
         Raises:
             ConfigError: if none are left.

@@ -31,7 +31,7 @@ def _parser() -> Parser:
 
 
 def parse_script(text: str) -> Node:
-    """Return the syntax tree of a script.
+    """Return the syntax tree of a shell script, parsed by tree-sitter.
 
     Known errors of the parser are corrected: placeholders such as `NAME=<path to data>`, `${x:$i}`, `[ \\( ... ]`, a line
     of several assignments (which it joins with the next line), and a `$NAME` whose `$` it parses separately.
@@ -79,7 +79,7 @@ def _known_misparses(node: Node, source: bytes) -> Iterator[tuple[int, int, byte
 
 
 def find_syntax_errors(node: Node) -> Iterator[Node]:
-    """Yield the parts that the parser could not parse."""
+    """Yield the nodes of a syntax tree that the parser could not parse."""
     if node.type == "ERROR" or node.is_missing:
         yield node
     elif node.has_error:
@@ -88,12 +88,12 @@ def find_syntax_errors(node: Node) -> Iterator[Node]:
 
 
 def node_text(node: Node) -> str:
-    """Return the source of a node."""
+    """Return the source text of a node."""
     return (node.text or b"").decode()
 
 
 def if_branches(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
-    """Return the conditions of an `if`, each with its statements; `else` has the empty one."""
+    """Yield (condition, statements) of each branch of a shell `if`; the condition of `else` is empty."""
     condition: list[Node] = []
     body: list[Node] = []
     into = condition
@@ -109,14 +109,14 @@ def if_branches(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
 
 
 def output_redirection(redirect: Node) -> Node | None:
-    """Return the redirection if it captures the output of a command."""
+    """Return the redirection if it sends standard output to a file, else None."""
     signs = [child.type for child in redirect.children if not child.is_named]
     to_error = redirect.children[0].type == "file_descriptor" and node_text(redirect.children[0]) != "1"
     return redirect if signs and signs[0] in (">", ">>", "&>", "&>>", ">|", ">&") and not to_error else None
 
 
 def group_adjacent(nodes: Sequence[Node], *, every: bool = False) -> list[list[Node]]:
-    """Return nodes without a blank between them, which are one word; of `every` node, or of those that are not
+    """Group nodes that have no blank between them into words: all nodes with `every`, else only nodes that are not
     operators.
     """
     groups: list[list[Node]] = []
@@ -142,7 +142,7 @@ def _touching(left: Node, right: Node) -> bool:
 
 
 def condition_leaves(node: Node) -> Iterator[Node]:
-    """Return words and operators of a condition in their order."""
+    """Yield the words and operators of a shell condition in source order."""
     for child in node.children:
         if child.type in VALUES or not child.child_count:
             yield child

@@ -33,7 +33,7 @@ AWK_ITEM = re.compile(r'\$(?P<field>\d{1,4}|NF)|(?P<count>NF)|"(?P<text>[^"\\]*)
 
 
 def split_lines(text: str) -> list[str]:
-    """Return the lines of a text without their ends."""
+    """Return the lines of a text without their line breaks."""
     return text.removesuffix("\n").split("\n") if text else []
 
 
@@ -42,12 +42,14 @@ def _join_lines(lines: Sequence[str]) -> str:
 
 
 def simulate_cat(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of `cat` of its input."""
+    """Return what `cat` prints: its standard input `entered`; None if it is unknown or files are given."""
     return entered if not arguments or arguments == ["-"] else None
 
 
 def simulate_tr(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of `tr`, which translates, deletes or squeezes characters."""
+    """Return what `tr` prints, which translates, deletes or squeezes characters of its standard input `entered`; None
+    if unknown.
+    """
     options, names = getopt.getopt(list(arguments), "cCds", ["complement", "delete", "squeeze-repeats"])
     given = {name.lstrip("-")[0].lower() for name, _ in options}
     if entered is None or not entered.isascii() or not 1 <= len(names) <= 2:
@@ -97,7 +99,7 @@ def _unescape(character: str) -> str:
 
 
 def simulate_cut(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of `cut` of fields or characters."""
+    """Return what `cut` prints for fields or characters of its standard input `entered`; None if unknown."""
     parsed, files = getopt.gnu_getopt(
         list(arguments), "d:f:c:s", ["delimiter=", "fields=", "characters=", "only-delimited"]
     )
@@ -140,7 +142,9 @@ def _select_parts(parts: Sequence[str], chosen: Sequence[tuple[int, int | None]]
 
 
 def simulate_sed(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of `sed s/old/new/` for a literal `old`; `new` may contain unknown values."""
+    """Return what `sed s/old/new/` prints for a literal `old` in its standard input `entered`; `new` may contain
+    unknown values. None if unknown.
+    """
     program = arguments[1:] if arguments[0] == "-e" else arguments
     command = SUBSTITUTION.fullmatch(program[0]) if len(program[0]) <= LONGEST_COMMAND else None
     if entered is None or not command or len(program) > 1:
@@ -158,7 +162,9 @@ def simulate_sed(arguments: Arguments, entered: str | None) -> str | None:
 
 
 def simulate_awk(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of `awk` for a program that prints fields, texts, or an expression in `BEGIN`."""
+    """Return what `awk` prints for a program that only prints fields, texts, or an expression in `BEGIN`; None for
+    other programs.
+    """
     options, words = getopt.getopt(list(arguments), "F:")
     separator = options[-1][1] if options else " "
     program = AWK_PRINT.fullmatch(words[0]) if len(words[0]) <= LONGEST_COMMAND else None
@@ -209,13 +215,13 @@ def _awk_field(number: int) -> AwkItem:
 
 
 def simulate_head(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of `head`: the first lines."""
+    """Return what `head` prints: the first lines of its standard input `entered`; None if unknown."""
     count = _line_count(arguments)
     return None if entered is None or count is None else "".join(entered.splitlines(keepends=True)[:count])
 
 
 def simulate_tail(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of `tail`: the last lines."""
+    """Return what `tail` prints: the last lines of its standard input `entered`; None if unknown."""
     count = _line_count(arguments)
     if entered is None or count is None:
         return None
@@ -228,7 +234,7 @@ def _line_count(arguments: Arguments) -> int | None:
 
 
 def simulate_paste(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of `paste -s`, which joins lines."""
+    """Return what `paste -s` prints: the joined lines of its standard input `entered`; None if unknown."""
     parsed, files = getopt.gnu_getopt(list(arguments), "sd:", ["serial", "delimiters="])
     options = dict(parsed)
     delimiter = options.get("-d", options.get("--delimiters", "\t"))
@@ -239,12 +245,12 @@ def simulate_paste(arguments: Arguments, entered: str | None) -> str | None:
 
 
 def simulate_rev(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of `rev`: each line in reverse."""
+    """Return what `rev` prints: each line of its standard input `entered` in reverse; None if unknown."""
     return None if entered is None or arguments else "\n".join(line[::-1] for line in entered.split("\n"))
 
 
 def simulate_wc(arguments: Arguments, entered: str | None) -> str | None:
-    """Return the output of `wc` with one of its options."""
+    """Return what `wc` prints with one of -l, -w, -c, -m for its standard input `entered`; None if unknown."""
     counts: dict[str, Callable[[str], int]] = {
         "-l": lambda text: text.count("\n"), "-w": lambda text: len(text.split()),
         "-c": lambda text: len(text.encode()), "-m": len,

@@ -33,7 +33,7 @@ LONG = {"-N": "--nodes", "-n": "--ntasks", "-np": "--ntasks", "--nnode": "--nnod
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """Training command of a script.
+    """Training command that a launch script starts: the program, its arguments, machines and ranks.
 
     Attributes:
         program: the Python file it starts, or empty for a bare list of arguments.
@@ -52,14 +52,15 @@ class TrainingCommand:
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks, if known."""
+        """Total number of ranks that the command starts; None if unknown."""
         return self.nodes * self.per_node if self.nodes and self.per_node else None
 
 
 def find_training_command(
     text: str, *, path: Path | None = None, define: Mapping[str, str] = NOTHING, arguments: Sequence[str] = ()
 ) -> TrainingCommand:
-    """Return the training command of a script, or of a bare list of arguments.
+    """Return the training command that a launch script starts, or one from a bare list of Megatron arguments; the
+    script is interpreted, not executed.
 
     Args:
         path: path of the script; files that it sources are read from its folder.

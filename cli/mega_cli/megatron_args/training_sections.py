@@ -18,7 +18,7 @@ RECOMPUTED = {"layernorm": "norm", "moe_act": "activation", "mlp": "mlp", "moe":
 
 
 def write_parallel_section(draft: RunDraft) -> None:
-    """Write the keys of `parallel:`."""
+    """Write the `parallel` section of run.yaml from Megatron-LM and DeepSpeed flags."""
     put, tp = draft.set_key, draft["tensor_model_parallel_size"]
     put("parallel.tp", tp, "tensor_model_parallel_size")
     if tp != 1:
@@ -106,13 +106,13 @@ def _copies(draft: RunDraft) -> None:
 
 
 def ranks_per_model(draft: RunDraft) -> int | None:
-    """Return the number of ranks that hold one copy of the model, if the script gives it."""
+    """Return the number of ranks that share one copy of the model by Megatron-LM flags, or None if a size is unknown."""
     sizes = [draft[name] for name in COPY]
     return prod(sizes) if all(sizes) else None
 
 
 def write_optimizer_section(draft: RunDraft) -> None:
-    """Write the keys of `optimizer:`."""
+    """Write the `optimizer` section of run.yaml from Megatron-LM flags."""
     put, name = draft.set_key, draft["optimizer"]
     ours = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
     put("optimizer.name", ours.get(name), "optimizer", ask=f"the optimizer {name} is not supported")
@@ -169,7 +169,7 @@ def _muon(draft: RunDraft) -> None:
 
 
 def write_precision_section(draft: RunDraft) -> None:
-    """Write `precision:`, `fp8:` and `fp16:`."""
+    """Write `precision`, `fp8` and `fp16` of run.yaml from Megatron-LM flags."""
     if draft.is_enabled("fp8"):
         _fp8(draft)
         return
@@ -255,7 +255,9 @@ def _deepspeed_scale(draft: RunDraft) -> None:
 
 
 def note_deepspeed_file(draft: RunDraft) -> None:
-    """Add notes on the translation of DeepSpeed's own file."""
+    """Add notes on what of DeepSpeed's configuration file was translated, and on enabled sections that mega does not
+    support.
+    """
     file = draft.deepspeed_file
     if file.name:
         draft.add_note(
@@ -266,7 +268,7 @@ def note_deepspeed_file(draft: RunDraft) -> None:
 
 
 def write_recompute_section(draft: RunDraft) -> None:
-    """Write the keys of `recompute:`."""
+    """Write the `recompute` section of run.yaml (activation recomputation) from Megatron-LM flags."""
     if draft.is_unknown("recompute_granularity"):
         return draft.set_key("recompute.kind", None, "recompute_granularity")
     granularity = draft["recompute_granularity"]
@@ -304,7 +306,7 @@ def _recomputed_modules(draft: RunDraft) -> None:
 
 
 def write_checkpoint_section(draft: RunDraft) -> None:
-    """Write the keys of `checkpoint:`, and `init_from`."""
+    """Write the `checkpoint` section and `init_from` of run.yaml from Megatron-LM flags."""
     put, save, load = draft.set_key, draft["save"], draft["load"]
     put("checkpoint.every", draft.get_setting("save_interval", 0), "save_interval")
     if draft.is_enabled("save_retain_interval"):
@@ -332,7 +334,7 @@ def write_checkpoint_section(draft: RunDraft) -> None:
 
 
 def write_log_section(draft: RunDraft) -> None:
-    """Write the keys of `log:` and `output`."""
+    """Write the `log` section and `output` of run.yaml from Megatron-LM flags."""
     draft.set_key("log.every", draft["log_interval"], "log_interval")
     draft.set_key("log.tensorboard", "tensorboard_dir" in draft, "tensorboard_dir")
     draft.add_note("changes meaning", "log.tensorboard is on; mega writes into `output`/tensorboard", "tensorboard_dir")

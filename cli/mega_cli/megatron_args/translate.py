@@ -35,7 +35,7 @@ SIZES = ("num_layers", "encoder_num_layers", "hidden_size", "num_attention_heads
 
 @dataclass(frozen=True)
 class ScriptTranslation:
-    """Translation of a launch script.
+    """Translation of a launch script to the content of a run.yaml, with notes.
 
     Attributes:
         run: the content of run.yaml, with None for required values that the script does not set.
@@ -60,7 +60,8 @@ def translate_script(
     arguments: Sequence[str] = (),
     strict: bool = False,
 ) -> ScriptTranslation:
-    """Translate a launch script, or a bare list of arguments, of Megatron-LM's `pretrain_gpt.py` or `pretrain_bert.py`.
+    """Translate a launch script, or a bare list of arguments, of Megatron-LM's `pretrain_gpt.py`, `pretrain_bert.py` or
+    `pretrain_t5.py` to the content of a run.yaml.
 
     Megatron's defaults are written out, because mega's differ. Nothing of the script is executed.
 

@@ -39,7 +39,7 @@ ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\
 
 @dataclass
 class WordExpander:
-    """Variables of a script, and the expansion of words with them.
+    """Variables of a shell script, and the expansion of its words with their values.
 
     Attributes:
         variables: values by name; values are replaced, not mutated, so that a shallow copy is a snapshot.
@@ -69,18 +69,22 @@ class WordExpander:
         return first if flat else first + node.start_point[0]
 
     def encode_marks(self, text: str) -> str:
-        """Return a text for the parser, with its marks, whose names may contain any character, encoded as numbers."""
+        """Return a text whose marks of unknown values are numbered, because names in marks may contain characters that
+        the parser rejects.
+        """
         self.marks = [*self.marks, *MARK.findall(text)]
         numbers = iter(range(len(self.marks) - len(MARK.findall(text)), len(self.marks)))
         return MARK.sub(lambda _: f"{OPEN}#{next(numbers)}{CLOSE}", text)
 
     def decode_marks(self, text: str) -> str:
-        """Return a parsed text with its marks."""
+        """Return a parsed text whose numbered marks have their names again; undoes `encode_marks`."""
         return NUMBERED.sub(lambda match: unknown_mark(self.marks[int(match[1])]), text)
 
     @contextmanager
     def at_offset(self, place: tuple[int, bool], arguments: list[ShellWord] | None) -> Iterator[None]:
-        """Return an expander for a text that begins at an offset, with its own arguments if it has any."""
+        """Let line numbers in the context count from `place`, (first line, whether all text counts as it), and use
+        `arguments` as `$1`, `$2`, ... unless None.
+        """
         before = self.place, self.positional
         self.place = place
         if arguments is not None:
@@ -93,13 +97,13 @@ class WordExpander:
     # The variables.
 
     def get_variable(self, name: str) -> VariableValue | None:
-        """Return the value of a variable or positional parameter."""
+        """Return the value of a variable or positional parameter, or None if the script does not set it."""
         if name.isdigit() and name != "0" and self.positional is not None:
             return {"0": self.positional[int(name) - 1]} if int(name) <= len(self.positional) else {}
         return self.variables.get(name)
 
     def set_variable(self, name: str, value: VariableValue) -> None:
-        """Set a variable, unless it was defined from outside."""
+        """Set a variable of the script, unless it was defined from outside, such as by `--define`."""
         self.budget.spend_characters(1 + len(value))
         if sum(len(word.text) + 1 for word in value.values()) > LONGEST:
             value = {"0": ShellWord(unknown_mark("{" + name + "}"), self.place[0])}
@@ -108,11 +112,11 @@ class WordExpander:
             self.awaited.discard(name)
 
     def set_text_variable(self, name: str, text: str, line: int) -> None:
-        """Set a plain variable."""
+        """Set a script variable that is not an array to a text from `line`."""
         self.set_variable(name, {"0": ShellWord(text, line)})
 
     def read_number(self, name: str) -> str | None:
-        """Return the text of a variable in arithmetic (`evaluate_arithmetic`)."""
+        """Return the text of a variable or array element for `evaluate_arithmetic`, or None if unknown."""
         self.budget.spend_characters(EXPRESSION)
         name, _, index = name.removesuffix("]").partition("[")
         key = "0" if not index else index if name in self.associative else self._index(index)
@@ -120,7 +124,7 @@ class WordExpander:
         return None if word is None or MARK.search(word.text) else word.text
 
     def assign_number(self, name: str, value: str | None) -> None:
-        """Set a variable by arithmetic (`evaluate_arithmetic`)."""
+        """Set a variable to the result of an arithmetic assignment (`evaluate_arithmetic`); None makes it unknown."""
         self.set_text_variable(name, unknown_mark("{" + name + "}") if value is None else value, self.place[0])
 
     def _index(self, text: str) -> str | None:
@@ -136,38 +140,40 @@ class WordExpander:
         return [word for part in expand_braces(pieces, self.budget.spend_characters) for word in self._split(part)]
 
     def expand_text(self, *nodes: Node) -> str:
-        """Return a word as one text, as in the value of an assignment; `*` is joined as in double quotes."""
+        """Return the expansion of a shell word as one text, as in the value of an assignment; words of `$*` are joined
+        as in double quotes.
+        """
         starred = any(STARRED.search(node_text(node)) for node in nodes)
         joint = self.field_separators[:1] if starred else " "
         return "".join(joint if piece is None else piece.text for node in nodes for piece in self.expand_pieces(node))
 
     def expand_pattern(self, *nodes: Node) -> str:
-        """Return a word as a file name pattern, with its quoted parts literal."""
+        """Return the expansion of a shell word as a shell pattern, with its quoted parts literal."""
         return pieces_to_pattern([piece for node in nodes for piece in self.expand_pieces(node)])
 
     def source_from(self, node: Node, start: int, cut: int = 0, quote: str = '"') -> str:
-        """Return the source of a node from an offset on, without its last `cut` bytes."""
+        """Return the expanded source of a node from byte `start` on, without its last `cut` bytes."""
         pieces = self.expand_mixed(node, quote, start, len(node.text or b"") - cut)
         return "".join(" " if piece is None else piece.text for piece in pieces)
 
     def expand_quoted(self, text: str) -> str:
-        """Return a text with its expansions, as between double quotes."""
+        """Return a text with its variables and substitutions expanded, as between double quotes."""
         node = parse_script(f'"{text}"')
         return (
             self.source_from(node.named_children[0].named_children[0].named_children[0], 1, 1) if "$" in text else text
         )
 
     def expand_heredoc(self, node: Node, *, literal: bool) -> str:
-        """Return the text of a here-document."""
+        """Return the text of a here-document, expanded unless it is `literal`."""
         return self.decode_marks(node_text(node)) if literal else self.source_from(node, 0, quote="<<")
 
     def split_words(self, text: str) -> list[str]:
-        """Return the words of a text that is not part of the script."""
+        """Return the words of a text from outside the script, split at the characters of IFS."""
         return [word.text for word in self._split([WordPiece(text, "value", 0)])]
 
     @property
     def field_separators(self) -> str:
-        """IFS: the characters that separate words; the first joins `"$*"` and `"${NAME[*]}"`."""
+        """Value of IFS: the characters that separate words; the first one joins `"$*"` and `"${NAME[*]}"`."""
         value = self.variables.get("IFS")
         return value["0"].text if value else " \t\n"
 
@@ -190,7 +196,7 @@ class WordExpander:
                     current = ShellWord(before.text + part, before.line if before.text else piece.line)
 
     def expand_pieces(self, node: Node, quote: str = "") -> list[WordPiece | None]:
-        """Return the pieces of a word, or of the text between its double quotes."""
+        """Return the expanded pieces of a shell word, or of the text between its double quotes; None separates words."""
         line, source = self.line_number(node), node_text(node)
         if node.type == "raw_string":
             return [WordPiece(self.decode_marks(source[1:-1]), "quoted", line)]
@@ -212,7 +218,7 @@ class WordExpander:
         return list(self.expand_mixed(node, quote, 0, len(source.encode())))
 
     def expand_mixed(self, node: Node, quote: str, start: int, end: int) -> Iterator[WordPiece | None]:
-        """Return the pieces between two offsets of a node: expansions, quotes and text.
+        """Yield the expanded pieces between two byte offsets of a node: expansions, quotes and text.
 
         Text is taken from the source between expansions, because the nodes of the parser omit blanks.
         """
@@ -287,7 +293,7 @@ class WordExpander:
         return unknown_mark(self.decode_marks(source[1:])) if value is None else str(value)
 
     def expand_variable(self, name: str, line: int) -> list[ShellWord]:
-        """Return the words of `$NAME`."""
+        """Return the words of the expansion `$NAME`."""
         if name in ("@", "*"):
             return list(self.positional or [])
         if name == "#":
@@ -296,7 +302,7 @@ class WordExpander:
         return [ShellWord(unknown_mark(name), line)] if value is None else [value["0"]] if "0" in value else []
 
     def element_key(self, name: str, subscript: Node) -> str | None:
-        """Return the key of `NAME[...]` in an associative array or a list, or None if unknown."""
+        """Return the key of the array element `NAME[...]`, or None if unknown."""
         text = self.source_from(subscript, node_text(subscript).index("[") + 1, 1)
         value = self.get_variable(name) or {}
         if MARK.search(text):

@@ -10,7 +10,7 @@ from mega_cli.moving_in.settings_file import SettingsFile
 
 @dataclass(frozen=True)
 class ModelParallelSplit:
-    """Sizes of the parallelism whose ranks share one model and read the same samples.
+    """Tensor, pipeline and context parallel sizes: ranks that share one copy of the model and read the same samples.
 
     Attributes:
         tp, pp: tensor and pipeline parallel sizes.
@@ -28,14 +28,16 @@ class ModelParallelSplit:
 
 
 def set_parallel_sizes(given: SettingsFile, split: ModelParallelSplit, origins: dict[str, str]) -> None:
-    """Set the sizes of `parallel` that are not 1."""
+    """Set `parallel.tp`, `pp` and `cp` of run.yaml to the sizes of `split` that are not 1; `origins` has the comment of
+    each key to set.
+    """
     for key, origin in origins.items():
         size = getattr(split, key)
         given.set_key(f"parallel.{key}", size if size > 1 else None, origin)
 
 
 def count_data_ranks(given: SettingsFile, ranks: int | None, split: ModelParallelSplit) -> int | None:
-    """Return the number of data ranks, or None if the number of ranks is unknown.
+    """Return the number of data-parallel ranks, or None if the number of ranks is unknown.
 
     Raises:
         ConfigError: if the ranks are not a multiple of the ranks per model.
@@ -52,7 +54,7 @@ def count_data_ranks(given: SettingsFile, ranks: int | None, split: ModelParalle
 
 
 def set_batch_sizes(given: SettingsFile, micro: int | None, rows: int | None, data_ranks: int | None) -> None:
-    """Set `batch` from the samples of a data rank per micro-batch and per step.
+    """Set `batch` of run.yaml from the samples of one data-parallel rank per forward pass and per optimizer step.
 
     Args:
         micro: rows of a rank in one forward pass.

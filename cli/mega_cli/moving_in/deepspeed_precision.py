@@ -14,7 +14,7 @@ SAFE_MODULES = "torch_autocast.lower_precision_safe_modules"
 
 
 def set_deepspeed_precision(given: SettingsFile) -> None:
-    """Set `precision` and, for fp16, its loss scale."""
+    """Set `precision` of run.yaml, and for fp16 the loss scale, from a DeepSpeed configuration file."""
     bf16, fp16 = given.take_value("bf16.enabled", "bfloat16.enabled"), given.take_value("fp16.enabled")
     if given.take_value("torch_autocast.enabled") is True:
         _put_autocast(given)

@@ -15,7 +15,7 @@ WARMUP_STEPS, DECAY_RATE, COSINE_FLOOR = 1000, 1e-3, 1e-4  # DeepSpeed's default
 
 
 def set_deepspeed_schedule(given: SettingsFile, lr: float | None) -> None:
-    """Set `lr_schedule` to the curve of the file's scheduler, or leave it to be filled in.
+    """Set `lr_schedule` of run.yaml to the curve of a DeepSpeed file's scheduler, or leave it for the user to fill in.
 
     Args:
         lr: learning rate of the optimizer; None if the training program sets it.

@@ -30,7 +30,7 @@ ACCELERATE = ("compute_environment", "distributed_type")
 
 @dataclass(frozen=True)
 class ToolDefaults:
-    """Program that reads such files, and its defaults.
+    """Training program that a settings file with HuggingFace's names is for, and the defaults of this program.
 
     Attributes:
         micro: micro-batch size; None if the training program sets it.
@@ -49,7 +49,9 @@ class ToolDefaults:
 
 
 def find_dialect(given: SettingsFile) -> ToolDefaults:
-    """Return the program of the file, by keys that only this program has."""
+    """Return the program that a settings file is for, with its defaults, by keys that only this program has; by default
+    transformers.
+    """
     if given.has_key(*AXOLOTL):
         return ToolDefaults("Axolotl", micro=1, epochs=1.0, lr=None, schedule="cosine", seq_length=512)
     if given.has_key(*LLAMA_FACTORY):

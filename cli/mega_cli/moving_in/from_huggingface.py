@@ -73,7 +73,8 @@ REASONS: Mapping[NoteKind, Reasons] = {
 
 
 def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation:
-    """Translate TrainingArguments, or a file with their names, of a run on a number of ranks.
+    """Translate HuggingFace TrainingArguments, or another settings file with their names, of a run on `ranks` ranks to
+    a run.yaml.
 
     Raises:
         ConfigError: if it is not such a file, its sizes do not match the ranks, or its objective is not supported.

@@ -36,7 +36,7 @@ DOUBLE = (
 
 
 def set_adapter(given: SettingsFile, dialect: ToolDefaults) -> None:
-    """Set `lora` if the run trains an adapter.
+    """Set `lora` of run.yaml if a settings file with HuggingFace's names trains a LoRA adapter.
 
     Raises:
         ConfigError: for an unsupported kind of adapter or number of bits.

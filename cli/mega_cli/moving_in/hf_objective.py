@@ -35,7 +35,8 @@ PLUGINS = re.compile(r"diffusion|\bkd\b|distill|grpo|nemo_gym|ebft|\brl\b", re.I
 
 
 def set_objective(given: SettingsFile, dialect: ToolDefaults) -> str:
-    """Set `objective` and its data settings, and return its kind.
+    """Set `objective` of run.yaml and its data settings from a settings file with HuggingFace's names, and return the
+    objective's kind.
 
     Raises:
         ConfigError: for an unsupported objective.

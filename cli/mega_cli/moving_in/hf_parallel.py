@@ -26,7 +26,9 @@ def _parallel_size(given: SettingsFile, name: str, *others: str) -> int:
 
 
 def read_model_parallel(given: SettingsFile) -> ModelParallelSplit:
-    """Read the ranks that share a model, and set `parallel` to them."""
+    """Read the tensor, pipeline and context parallel sizes of a settings file, set `parallel` of run.yaml to them, and
+    return them.
+    """
     tp = _parallel_size(
         given, "tp", "tensor_parallel_size", f"{MEGATRON}tp_degree", "deepspeed.tensor_parallel.autotp_size"
     )
@@ -41,7 +43,8 @@ def read_model_parallel(given: SettingsFile) -> ModelParallelSplit:
 
 
 def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallelSplit) -> int | None:
-    """Return the number of ranks: from the command, `num_processes`, or the sizes of data parallelism.
+    """Return the number of ranks: `ranks` of the command, else the file's `num_processes`, else its data-parallel
+    sizes; also set `parallel.zero` if the file shards.
 
     Raises:
         ConfigError: if the sizes in the file are for another number of ranks.
@@ -67,7 +70,7 @@ def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallel
 
 
 def set_zero_level(given: SettingsFile) -> None:
-    """Set `parallel.zero` from FSDP's and DeepSpeed's settings."""
+    """Set `parallel.zero` and `optimizer.offload` of run.yaml from the FSDP and DeepSpeed settings of a settings file."""
     kind = given.take_value("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward", "fsdp")
     kind = _fsdp_kind(given, kind)
     kind = given.take_value("fsdp_config.reshard_after_forward") if kind is None else kind
@@ -97,7 +100,7 @@ def _fsdp_kind(given: SettingsFile, value: Any) -> Any:
 
 
 def include_deepspeed_file(given: SettingsFile) -> None:
-    """Read the sizes of DeepSpeed's file if the settings name one, and name the file."""
+    """Add the settings of the DeepSpeed configuration file that a settings file names, if any, and a note on it."""
     other = given.take_value("deepspeed", "deepspeed_config.deepspeed_config_file")
     if other is None:
         return

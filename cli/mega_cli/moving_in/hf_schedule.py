@@ -20,7 +20,7 @@ TIMESCALE = 10_000  # default of inverse_sqrt without a warm-up
 
 @dataclass(frozen=True)
 class WarmupLength:
-    """Length of a warm-up: in steps, or as a fraction of an unknown number of steps."""
+    """Length of a learning-rate warm-up: in steps, or as a fraction of an unknown number of steps."""
 
     steps: int | None = 0
     share: float | None = None
@@ -28,7 +28,7 @@ class WarmupLength:
 
 @dataclass(frozen=True)
 class ScheduleDraft:
-    """Scheduler under translation.
+    """Learning-rate scheduler of a settings file under translation to `lr_schedule` of run.yaml.
 
     Attributes:
         steps: steps of the run; None if its length is in epochs.
@@ -41,29 +41,33 @@ class ScheduleDraft:
     warmup: WarmupLength
 
     def set_schedule(self, name: str, origin: str, **fields: float | int | str | None) -> None:
-        """Set the schedule's name, the fields that are not None or 0, and the warm-up unless `fields` has it."""
+        """Set `lr_schedule.name`, the `fields` that are not None or 0, and the warm-up unless `fields` has it."""
         self.given.set_key("lr_schedule.name", name, origin)
         for key, value in {"warmup_steps": self.warmup.steps, "warmup_share": self.warmup.share, **fields}.items():
             self.given.set_key(f"lr_schedule.{key}", value or None, origin)
 
     def leave_open(self, reason: str) -> None:
-        """Leave the schedule to be filled in."""
+        """Leave `lr_schedule` for the user to fill in, with a note of the reason."""
         self.given.leave_open("lr_schedule.name", f"{reason}; write the schedule of the run")
 
     def take_number(self, key: str, default: float) -> float:
-        """Return a number of lr_scheduler_kwargs."""
+        """Return the number of `lr_scheduler_kwargs` with this key, else `default`; the key then counts as translated."""
         found = self.given.take_number(f"{KWARGS}{key}")
         return default if found is None else found
 
     def check_half_cosine(self, cycles: float = 0.5) -> bool:
-        """Return True if the cosine falls once; leave the schedule open if it does not."""
+        """Return True if the schedule's num_cycles is `cycles`, so that the cosine falls once; else leave the schedule
+        for the user to fill in.
+        """
         found = self.take_number("num_cycles", cycles)
         if found != cycles:
             self.leave_open(f"num_cycles = {found:g} has no equivalent: mega's cosine falls once")
         return found == cycles
 
     def minimum_rate(self) -> float | None:
-        """Return the minimum rate of the cosines with one; leave the schedule open without one."""
+        """Return the minimum learning rate of a cosine schedule that requires one; without one, return None and leave
+        the schedule for the user to fill in.
+        """
         share, lowest = self.given.take_number(f"{KWARGS}min_lr_rate"), self.given.take_number(f"{KWARGS}min_lr")
         if lowest is None and share is None:
             self.leave_open("min_lr or min_lr_rate is not in lr_scheduler_kwargs, which the scheduler requires")
@@ -149,7 +153,9 @@ CURVES: Mapping[str, Callable[[ScheduleDraft, str], None]] = {
 
 
 def set_hf_schedule(given: SettingsFile, dialect: ToolDefaults, lr: float, steps: int | None) -> None:
-    """Set `lr_schedule` to the curve of the file's scheduler, or leave it to be filled in."""
+    """Set `lr_schedule` of run.yaml to the curve of a transformers or Axolotl scheduler, or leave it for the user to
+    fill in.
+    """
     found = given.take_value("lr_scheduler_type", "lr_scheduler")
     name = dialect.schedule if found is None else str(found)
     warmup = (_axolotl_warmup if dialect.program == "Axolotl" else _warmup)(given, steps)

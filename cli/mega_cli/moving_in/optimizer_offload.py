@@ -9,7 +9,9 @@ WEIGHTS_STAY = "weights and gradients stay on the device; the optimizer is kept 
 
 
 def set_optimizer_offload(given: SettingsFile, *keys: str) -> None:
-    """Set `optimizer.offload` from the keys with the device of the optimizer state; true means the host."""
+    """Set `optimizer.offload` of run.yaml from the keys with the optimizer state's device (cpu, nvme or true); disk
+    becomes host memory, with a note.
+    """
     for key in keys:
         device = given.take_value(key)
         if str(device).lower() in ("cpu", ON_DISK, "true"):
@@ -19,7 +21,9 @@ def set_optimizer_offload(given: SettingsFile, *keys: str) -> None:
 
 
 def set_fsdp_offload(given: SettingsFile, *keys: str) -> None:
-    """Set `optimizer.offload` from FSDP's keys that put weights, gradients and optimizer state into host memory."""
+    """Set `optimizer.offload` of run.yaml if one of FSDP's offload keys is true; a note says that mega keeps weights
+    and gradients on the device.
+    """
     for key in keys:
         value = given.take_value(key)
         if str(value).lower() in ("true", "yes", "1"):

@@ -19,7 +19,7 @@ Reasons = Mapping[str, str]
 
 
 class SettingsFile:
-    """Settings of a file by dotted keys, and the run.yaml they are translated to.
+    """Settings of another trainer's JSON or YAML file by dotted keys, and the run.yaml they are translated to.
 
     Raises:
         ConfigError: if the file cannot be read, or has no settings.
@@ -43,7 +43,7 @@ class SettingsFile:
         self._left |= {key for key, value in found.items() if value not in AUTO and not key.startswith(off)}
 
     def include_file(self, name: str, prefix: str, description: str) -> bool:
-        """Add the settings of another file under a prefix; return False if it does not exist.
+        """Add the settings of another file with `prefix` before their keys; return False if it does not exist.
 
         Raises:
             ConfigError: if it exists and has no settings.
@@ -54,15 +54,17 @@ class SettingsFile:
         return path is not None
 
     def has_key(self, *keys: str) -> bool:
-        """Return True if the file has one of the keys, with any value."""
+        """Return True if the settings file has one of the keys, with any value."""
         return any(key in self._values for key in keys)
 
     def peek_value(self, key: str) -> Any:
-        """Return the value of a key without accounting for it."""
+        """Return the value of a key of the settings file; unlike with `take_value`, the key still counts as
+        untranslated.
+        """
         return self._values.get(key)
 
     def refuse_value(self, key: str, rule: str, hint: str = "") -> NoReturn:
-        """Raise the error of a key whose value cannot be translated.
+        """Raise ConfigError for a key of the settings file whose value cannot be translated.
 
         Raises:
             ConfigError: always.
@@ -70,7 +72,7 @@ class SettingsFile:
         raise ConfigError(f"{self.path}: {key} = {self._values.get(key)} {rule}", hint=hint or None)
 
     def refuse_combination(self, rule: str, hint: str) -> NoReturn:
-        """Raise the error of settings that conflict.
+        """Raise ConfigError for settings of the file that conflict.
 
         Raises:
             ConfigError: always.
@@ -78,20 +80,22 @@ class SettingsFile:
         raise ConfigError(f"{self.path}: {rule}", hint=hint)
 
     def current_value(self, key: str) -> Any:
-        """Return the value of a key of the run so far, else None."""
+        """Return the value that a dotted key of the new run.yaml has so far, else None."""
         node: Any = self._run
         for part in key.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
         return node
 
     def take_value(self, *keys: str) -> Any:
-        """Return the value of the first key that is set, and account for it."""
+        """Return the value of the first of the keys that is set and not `auto`; all of the keys then count as
+        translated.
+        """
         found = [key for key in keys if key in self._left]
         self._left.difference_update(found)
         return self._values[found[0]] if found else None
 
     def take_integer(self, *keys: str) -> int | None:
-        """Return an integer of the file, else None.
+        """Return the whole number of the first key that is set, else None; the keys then count as translated.
 
         Raises:
             ConfigError: for anything else.
@@ -102,7 +106,8 @@ class SettingsFile:
         return None if value is None else int(value)
 
     def take_number(self, *keys: str) -> float | None:
-        """Return a number of the file, else None. YAML parses 1e-4 as a text.
+        """Return the number of the first key that is set, else None; the keys then count as translated. A text such as
+        1e-4 in YAML is a number too.
 
         Raises:
             ConfigError: for anything else.
@@ -117,7 +122,7 @@ class SettingsFile:
         return int(found) if found.is_integer() and not isinstance(value, float) else found
 
     def set_key(self, key: str, value: Any, origin: str) -> None:
-        """Set a key of the run, unless the value is None."""
+        """Set a dotted key of the new run.yaml, unless the value is None; `origin` becomes its comment."""
         if value is None:
             return
         self._origins[key], node = origin, self._run
@@ -127,44 +132,52 @@ class SettingsFile:
         node[last] = value
 
     def leave_open(self, key: str, text: str) -> None:
-        """Leave a key to be filled in."""
+        """Set a key of the new run.yaml to `TO BE FILLED IN`, which `mega train` rejects, with a note for the user."""
         self.set_key(key, "TO BE FILLED IN", "to be filled in")
         self.add_note("open", text, key)
 
     def add_note(self, kind: NoteKind, text: str, name: str = "") -> None:
-        """Add a note on a key, or a general one."""
+        """Add a note for the header of the new run.yaml, on key `name` or a general one."""
         self._notes.append(FlagNote(kind, text, name or None))
 
     def note_matching(self, kind: NoteKind, text: str, patterns: str) -> None:
-        """Add a note on the keys that match one of the patterns and are not accounted for yet."""
+        """Add a note on each untranslated key of the settings file that matches one of the glob patterns; the keys then
+        count as translated.
+        """
         for key in sorted(self._left):
             if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
                 self.add_note(kind, text, f"{key}: {self.take_value(key)}")
 
     def copy_settings(self, table: Mapping[str, str]) -> None:
-        """Copy settings that keep their value: {key of a run.yaml: keys of the file}."""
+        """Copy settings whose value stays the same; `table` is {key of run.yaml: keys of the settings file, separated
+        by blanks}.
+        """
         for key, names in table.items():
             there = [name for name in names.split() if name in self._left]
             self.set_key(key, _parse_yaml_number(self.take_value(*names.split())), ", ".join(there))
 
     def note_optimizer(self, name: object, key: str) -> None:
-        """Add a note on an optimizer that is not translated and is replaced by AdamW."""
+        """Add a note that the file's optimizer, `name`, is not translated and AdamW is set instead."""
         others = "settings of Muon are not translated" if "muon" in str(name).lower() else f"but not {name}"
         known = "mega has adamw and muon"
         self.add_note("open", f"{known}, {others}; AdamW is set here: check it", key)
 
     def write_defaults(self, values: Mapping[str, Any], whose: str) -> None:
-        """Write the defaults of the program, which differ from mega's."""
+        """Set keys of the new run.yaml that are not set yet to the defaults of program `whose`, where they differ from
+        mega's.
+        """
         for key, value in values.items():
             if key not in self._origins:
                 self.set_key(key, value, f"{whose} default")
 
     def is_automatic(self, *keys: str) -> bool:
-        """Return True if one of the keys is `auto`."""
+        """Return True if the value of one of the keys is `auto`, that is, decided elsewhere."""
         return any(self._values.get(key) == "auto" for key in keys)
 
     def finish_run(self, reasons: Mapping[NoteKind, Reasons], launch: str) -> ScriptTranslation:
-        """Return the run, with a note for every key that is left."""
+        """Return the translation, with a note for every key of the settings file that is left untranslated; `reasons`
+        has the texts.
+        """
         auto = sorted(key for key, value in self._values.items() if value == "auto")
         if auto:
             self.add_note(

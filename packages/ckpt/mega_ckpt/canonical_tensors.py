@@ -18,7 +18,7 @@ EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.w
 
 
 def canonical_tensors(config: ModelConfig) -> TensorShapes:
-    """Return {canonical name: shape} of every tensor of a model, in the order of the forward pass.
+    """Return {canonical name: shape} of every tensor of a model in mega's naming, in the order of the forward pass.
 
     A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent with tied embeddings, and replaced by
     `score.weight` in a reward model.
@@ -92,12 +92,12 @@ def _projector(config: ModelConfig, vision: VisionConfig) -> TensorShapes:
 
 
 def count_model_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters; tied embeddings count once."""
+    """Return the number of parameters of the model that `config` describes; tied embeddings count once."""
     return sum(map(math.prod, canonical_tensors(config).values()))
 
 
 def abbreviate_names(names: Iterable[str]) -> str:
-    """Format names for a message: the first one and the number of the others."""
+    """Format names for an error message: the first name and the number of further ones."""
     first, *others = sorted(names)
     return first + (f" (and {len(others)} more)" if others else "")
 
@@ -226,8 +226,8 @@ def _retro_encoder(config: ModelConfig, index: int) -> TensorShapes:
 
 
 def retro_encoder_prefix(layer: int) -> str:
-    """Return the name prefix of the neighbour encoder's tensors, before a layer number; the encoder is stored in
-    `layer`.
+    """Return the name prefix of the tensors of Retro's neighbour encoder, which is stored in decoder layer `layer`; a
+    layer number of the encoder follows the prefix.
     """
     return f"model.layers.{layer}.encoder."
 

@@ -25,7 +25,8 @@ MAX_OPEN_SHARDS = 128
 
 
 class Checkpoint:
-    """An open checkpoint. Files are mapped when first accessed; reading a slice reads only the bytes of that slice.
+    """An open mega checkpoint. Files are mapped when first accessed; reading a slice reads only the bytes of that
+    slice.
 
     With `verify`, each chunk that is accessed is read whole, once, and compared with its checksum.
 
@@ -50,7 +51,8 @@ class Checkpoint:
 
     @classmethod
     def open_folder(cls, folder: Location, *, verify: bool = True) -> Checkpoint:
-        """Open a checkpoint: read and check the manifest, and check that every file exists with its full length.
+        """Open the checkpoint in `folder`: read and check the manifest, and check that every file exists with its full
+        length; with `verify`, chunks are checked against their checksums when they are read.
 
         Raises:
             CheckpointError: when `folder` is not a complete checkpoint.
@@ -62,7 +64,7 @@ class Checkpoint:
         return checkpoint
 
     def check_file(self, name: str) -> None:
-        """Check that a file exists, is a regular file, and has its full length.
+        """Check that a file of the checkpoint exists, is a regular file, and has the length in the manifest.
 
         Raises:
             CheckpointError: otherwise, naming the tensors in the file.
@@ -72,26 +74,26 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps done when the checkpoint was saved."""
+        """Number of optimizer steps done when the checkpoint was saved, which also names its folder."""
         return self.manifest.step
 
     @property
     def model(self) -> ModelConfig:
-        """Configuration of the model."""
+        """Configuration of the model whose tensors the checkpoint contains."""
         return self.manifest.model
 
     @property
     def trainer_state(self) -> dict[str, Any]:
-        """JSON state that the trainer saved next to the tensors."""
+        """JSON state that the trainer saved in the checkpoint's manifest, next to the tensors."""
         return dict(self.manifest.state)
 
     @property
     def assets_folder(self) -> Location | None:
-        """Folder of the asset files (tokenizer and so on), or None if there are none."""
+        """Folder of the checkpoint's asset files (tokenizer and so on), or None if there are none."""
         return self.files / "assets" if any(name.startswith("assets/") for name in self.manifest.files) else None
 
     def tensor_keys(self, prefix: str = "") -> list[str]:
-        """Return the sorted tensor keys that start with `prefix`."""
+        """Return the sorted keys of the checkpoint's tensors that start with `prefix`."""
         return sorted(key for key in self.manifest.tensors if key.startswith(prefix))
 
     def tensor_entry(self, key: str) -> TensorEntry:
@@ -128,7 +130,7 @@ class Checkpoint:
         return box.tensor
 
     def map_chunk(self, key: str, chunk: TensorChunk) -> Tensor:
-        """Return one chunk of a tensor as a mapped view, without a copy.
+        """Return one stored chunk of a tensor as a memory-mapped view of its file, without a copy.
 
         Raises:
             CheckpointError: when its file or its bytes are damaged.
@@ -139,7 +141,7 @@ class Checkpoint:
         return view
 
     def chunks_in_file(self, name: str) -> list[tuple[str, TensorChunk]]:
-        """Return the chunks in a file, in file order, with the keys of their tensors."""
+        """Return (tensor key, chunk) for each tensor chunk in a file, in file order."""
         return [(slab.key, chunk) for chunk, slab in self._layout[name]]
 
     def _shard(self, name: str) -> ShardFile:

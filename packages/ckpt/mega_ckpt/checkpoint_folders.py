@@ -35,30 +35,32 @@ class CheckpointCommitter(Protocol):
     """
 
     def list_candidates(self) -> Sequence[Location]:
-        """Return the folders named like complete checkpoints, sorted by step."""
+        """Return the folders below the root that are named like complete checkpoints, sorted by step."""
 
     def begin_save(self, step: int) -> Location:
-        """Return the folder for the files of a new checkpoint; readers ignore it."""
+        """Return the folder to write the files of a new checkpoint to; readers ignore it until `commit_save`."""
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
-        """Turn a folder, whose files are all durable, into the checkpoint of the manifest's step.
+        """Turn a folder from `begin_save`, whose files are all durable, into the checkpoint of the manifest's step.
 
         An existing checkpoint of the same step is replaced; a reader finds one of the two at any time. After an error the
         folder is removed, unless the commit may have succeeded.
         """
 
     def discard_save(self, folder: Location) -> None:
-        """Remove the folder of an unfinished save, as far as possible."""
+        """Remove the folder of an unfinished save, from `begin_save`, as far as possible; errors are ignored."""
 
     def remove_checkpoint(self, folder: Location) -> None:
         """Remove a complete checkpoint."""
 
     def remove_leftovers(self) -> Sequence[Location]:
-        """Remove the leftovers of killed runs and return their paths. Call it only while no save is in progress."""
+        """Remove unfinished saves and half-deleted checkpoints of killed runs and return their paths. Call it only
+        while nothing is being saved.
+        """
 
 
 class RenameCommitter:
-    """Committer on a file system.
+    """A `CheckpointCommitter` on a file system, which commits a checkpoint by renaming its folder.
 
         <root>/step-00000100/                   committed: complete and on the disk
         <root>/.step-00000200.tmp-1f9a.../      being written
@@ -72,7 +74,9 @@ class RenameCommitter:
         self._root = root
 
     def list_candidates(self) -> list[Path]:
-        """Return the folders named like complete checkpoints; a replaced one counts if its successor is missing."""
+        """Return the folders named like complete checkpoints; one that was being replaced counts if its successor is
+        missing.
+        """
         found: dict[int, Path] = {}
         # "." sorts before "s": the new checkpoint takes precedence over the one that it replaces.
         for name in sorted(self._list_names()):
@@ -82,14 +86,16 @@ class RenameCommitter:
         return [path for _, path in sorted(found.items())]
 
     def begin_save(self, step: int) -> Location:
-        """Create a new hidden folder."""
+        """Create a new hidden folder for the files of the checkpoint of `step` and return it."""
         make_durable_folder(self._root)
         folder = self._hidden_path(step, "tmp")
         os.mkdir(folder)
         return folder
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
-        """Write the manifest, then rename the folder."""
+        """Write the manifest into the folder, then rename the folder to `step-<step>`; after an error the folder is
+        deleted.
+        """
         try:
             put_manifest(folder, manifest)
             fsync_directory(self._root / folder.name)
@@ -110,20 +116,22 @@ class RenameCommitter:
             self.discard_save(replaced)
 
     def discard_save(self, folder: Location) -> None:
-        """Delete the folder; `remove_leftovers` deletes files that cannot be deleted now (open ones on a network file
-        system).
+        """Delete the folder of an unfinished save; files that cannot be deleted now (a network file system keeps open
+        ones) are left to `remove_leftovers`.
         """
         shutil.rmtree(self._root / folder.name, ignore_errors=True)
 
     def remove_checkpoint(self, folder: Location) -> None:
-        """Hide the checkpoint by one durable rename, then delete its files."""
+        """Delete a checkpoint: hide it by one durable rename, then delete its files."""
         trash = self._hidden_path(step_from_path(folder), "trash")
         os.rename(self._root / folder.name, trash)
         fsync_directory(self._root)
         self.discard_save(trash)
 
     def remove_leftovers(self) -> list[Path]:
-        """Remove the leftovers of killed runs; a replaced checkpoint without a successor gets its name back."""
+        """Remove unfinished saves and half-deleted checkpoints of killed runs; a replaced checkpoint without a
+        successor gets its name back.
+        """
         complete = set(self.list_candidates())
         left = [self._root / name for name in self._list_names() if _LEFTOVER.fullmatch(name)]
         left = [path for path in left if path not in complete]
@@ -147,7 +155,8 @@ class RenameCommitter:
 
 
 class ManifestCommitter:
-    """Committer on an object store, which has no rename but puts an object atomically.
+    """A `CheckpointCommitter` on an object store, which has no rename but puts an object atomically: the manifest, put
+    last, commits.
 
         <root>/step-00000100/manifest.json      committed: names the subfolder of its files
         <root>/step-00000100/1f9a.../           its files
@@ -160,34 +169,36 @@ class ManifestCommitter:
         self._root = root
 
     def list_candidates(self) -> list[RemotePath]:
-        """Return the folders named like checkpoints, with or without a manifest."""
+        """Return the folders named like checkpoints, sorted by step, with or without a manifest."""
         return sorted(self._folders(), key=step_from_path)
 
     def begin_save(self, step: int) -> Location:
-        """Return a new unique name; nothing is created."""
+        """Return a new unique path for the files of the checkpoint of `step`; nothing is created."""
         return step_folder(self._root, step) / secrets.token_hex(4)
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
-        """Put the manifest. The files are kept after an error, since the put may have succeeded."""
+        """Put the manifest object, which makes the checkpoint complete. If the reply is lost, the result is unknown, so
+        the files stay.
+        """
         put_manifest(folder, manifest)
         with contextlib.suppress(ObjectStoreError):
             self._remove_other_saves(step_folder(self._root, manifest.step), keep=folder.name)
 
     def discard_save(self, folder: Location) -> None:
-        """Remove all objects below the folder; `remove_leftovers` removes objects that cannot be deleted now."""
+        """Remove all objects of an unfinished save; objects that cannot be deleted now are left to `remove_leftovers`."""
         with contextlib.suppress(ObjectStoreError):
             (self._root / folder.parent.name / folder.name).delete_objects()
 
     def remove_checkpoint(self, folder: Location) -> None:
-        """Remove the manifest first, then the files."""
+        """Remove a checkpoint: the manifest first, then the files."""
         path = self._root / folder.name
         (path / MANIFEST).delete_objects()
         with contextlib.suppress(ObjectStoreError):
             path.delete_objects()
 
     def remove_leftovers(self) -> list[RemotePath]:
-        """Remove folders without a manifest and superseded files; a folder with a damaged manifest is kept for
-        inspection.
+        """Remove step folders without a manifest and files of superseded saves, and return their paths; a folder with a
+        damaged manifest is kept for inspection.
         """
         left: list[RemotePath] = []
         for folder in self._folders():
@@ -217,7 +228,7 @@ class ManifestCommitter:
 
 @contextlib.contextmanager
 def wrap_disk_errors() -> Iterator[None]:
-    """Convert an OSError that names a file into a one-sentence CheckpointError."""
+    """Context manager that converts an OSError that names a file into a one-sentence CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -228,12 +239,12 @@ def wrap_disk_errors() -> Iterator[None]:
 
 
 def committer_for(root: Location) -> CheckpointCommitter:
-    """Return the committer for the checkpoints below `root`."""
+    """Return the committer for the checkpoints below `root`: by manifest on an object store, by rename elsewhere."""
     return ManifestCommitter(root) if isinstance(root, RemotePath) else RenameCommitter(root)
 
 
 def put_manifest(folder: Location, manifest: Manifest) -> None:
-    """Write the manifest of the files in `folder`: next to them, or on an object store above them, in one put."""
+    """Write the manifest of the files in `folder`: into `folder`, or on an object store into its parent, in one put."""
     if isinstance(folder, RemotePath):
         (folder.parent / MANIFEST).write_bytes(manifest.model_copy(update={"folder": folder.name}).encode_json())
         return
@@ -243,12 +254,12 @@ def put_manifest(folder: Location, manifest: Manifest) -> None:
 
 
 def step_folder(root: P, step: int) -> P:
-    """Return the path of the checkpoint of `step`."""
+    """Return the path of the checkpoint of `step`: `<root>/step-<8 digits>`."""
     return root / f"step-{step:08d}"
 
 
 def step_from_path(path: Location) -> int:
-    """Return the step in the name of a checkpoint folder."""
+    """Return the step number in the name of a checkpoint folder (`step-<8 digits>`)."""
     match = _COMMITTED.search(path.name)
     assert match, f"{path} is not the folder of a checkpoint"
     return int(match[1])
@@ -277,12 +288,13 @@ def make_durable_folder(folder: Path) -> None:
 
 
 def list_checkpoints(root: Location) -> list[Location]:
-    """Return all complete, readable checkpoints below `root`, sorted by step."""
+    """Return all complete, readable checkpoints below `root`, sorted by step; damaged ones are left out."""
     return [path for path in committer_for(root).list_candidates() if _is_sound(path)]
 
 
 def latest_checkpoint(root: Location) -> Location | None:
-    """Return the complete checkpoint of the highest step, or None if there is none.
+    """Return the complete checkpoint of the highest step below `root`, or None if there is none; CheckpointError if it
+    is damaged.
 
     Raises:
         CheckpointError: when the latest one cannot be read or is damaged. An older one is never used instead, since that
@@ -306,8 +318,8 @@ def latest_checkpoint(root: Location) -> Location | None:
 def apply_retention(
     root: Location, *, keep: int | None, keep_every: int | None = None, best: int | None = None
 ) -> list[Location]:
-    """Delete old checkpoints: keep the latest `keep`, those whose step is a multiple of `keep_every`, and the one of
-    step `best`; return the deleted ones.
+    """Delete old checkpoints below `root` and return their paths: keep the newest `keep` (at least one; None keeps
+    all), each whose step is a multiple of `keep_every`, and the one of step `best`.
 
     The latest complete one is always kept; `keep=None` keeps all. Call it on one rank.
     """
@@ -325,13 +337,17 @@ def apply_retention(
 
 
 def latest_until_step(root: Location, step: int) -> Location | None:
-    """Return the complete checkpoint of the highest step <= `step`, or None if there is none."""
+    """Return the complete checkpoint below `root` of the highest step <= `step`, or None if there is none; damaged ones
+    are left out.
+    """
     return next((path for path in reversed(list_checkpoints(root)) if step_from_path(path) <= step), None)
 
 
 @wrap_disk_errors()
 def delete_after_step(root: Location, step: int) -> list[Location]:
-    """Delete the checkpoints after `step`, for a run that rolls back; returns their paths. Call it on one rank."""
+    """Delete the checkpoints below `root` of steps greater than `step`, for a run that rolls back, and return their
+    paths. Call it on one rank.
+    """
     deleted = [path for path in committer_for(root).list_candidates() if step_from_path(path) > step]
     for path in reversed(deleted):  # the latest first, so that the remaining ones are always consecutive
         committer_for(root).remove_checkpoint(path)
@@ -340,7 +356,9 @@ def delete_after_step(root: Location, step: int) -> list[Location]:
 
 @wrap_disk_errors()
 def remove_leftovers(root: Location) -> Sequence[Location]:
-    """Remove the leftovers of killed runs below `root`. Call it on one rank at start, while no save is in progress."""
+    """Remove unfinished saves and half-deleted checkpoints of killed runs below `root`. Call it on one rank at start,
+    while nothing is being saved.
+    """
     return committer_for(root).remove_leftovers()
 
 

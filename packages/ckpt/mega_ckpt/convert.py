@@ -56,7 +56,7 @@ FORMATS = ("hf", "mega", "megatron", "peft")
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Changes to apply during a conversion.
+    """Options of `convert_checkpoint`: changes to apply to the model and settings of the output format.
 
     Attributes:
         dtype: dtype to cast floating-point weights to; None: unchanged.
@@ -100,7 +100,7 @@ def convert_checkpoint(
     check: Callable[[Location], object] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the model at `source` to the folder `destination` in the format `to`.
+    """Write the model at `source` to the folder `destination` in the format `to`: "hf", "mega", "megatron" or "peft".
 
     Args:
         source: a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron folder.

@@ -48,7 +48,9 @@ MAX_FILE_BYTES = 4 << 30
 
 
 class DcpTensor:
-    """The boxes of one tensor on this rank, in DCP's checkpointable protocol."""
+    """The boxes of one global tensor on this rank, in the checkpointable protocol of torch.distributed.checkpoint
+    (DCP).
+    """
 
     def __init__(self, key: str, sharded: ShardedTensor, slab_bytes: int | None = None) -> None:
         boxes = [TensorBox(box.offset, box.tensor.detach()) for box in sharded.boxes if box.tensor.numel()]
@@ -60,7 +62,7 @@ class DcpTensor:
         self._at = {torch.Size(box.offset): box.tensor for box in boxes}
 
     def size(self) -> torch.Size:
-        """Return the global shape."""
+        """Return the global shape of the tensor."""
         return self.shape
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
@@ -88,7 +90,8 @@ def _chunk_of(box: TensorBox) -> ChunkStorageMetadata:
 
 
 class BoxSavePlanner(DefaultSavePlanner):
-    """DCP save planner that rejects boxes which do not tile their tensors.
+    """Save planner of torch.distributed.checkpoint (DCP); it rejects a save unless the boxes of all ranks tile each
+    tensor exactly.
 
     `tensors` is called in the planner, where an error reaches every rank.
     """
@@ -100,12 +103,12 @@ class BoxSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Collect this rank's boxes."""
+        """Collect this rank's boxes of the tensors to save, by calling `tensors`; `state_dict` is ignored."""
         self.state_dict = wrap_for_dcp(self.tensors(), MAX_SLAB_BYTES)
         self.is_coordinator = is_coordinator
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that the boxes tile each tensor, then let DCP assign the writes."""
+        """Check that the boxes of all ranks tile each tensor, then let DCP assign the writes to ranks."""
         boxes: dict[str, dict[TensorShape, TensorShape]] = defaultdict(dict)
         kinds: dict[str, tuple[torch.dtype, TensorShape]] = {}
         for item in (item for plan in all_plans for item in plan.items):
@@ -123,13 +126,15 @@ class BoxSavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return this rank's box at an offset."""
+        """Return this rank's box of tensor `index.fqn` at the offset `index.offset`."""
         held: DcpTensor = self.state_dict[index.fqn]
         return held.__get_tensor_shard__(index)
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
-    """DCP load planner that rejects a checkpoint whose tensors do not match the boxes."""
+    """Load planner of torch.distributed.checkpoint (DCP) that rejects a checkpoint whose tensors differ in name, shape
+    or dtype from the boxes to fill.
+    """
 
     def __init__(self, source: Location, tensors: Mapping[str, ShardedTensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -138,11 +143,13 @@ class BoxLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Collect this rank's boxes."""
+        """Collect this rank's boxes to fill; `state_dict` is ignored."""
         self.state_dict, self.metadata, self.is_coordinator = wrap_for_dcp(self.tensors), metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Compare names, shapes and dtypes, then let DCP find the overlaps."""
+        """Check names, shapes and dtypes of the boxes against the checkpoint, then let DCP find the overlaps with saved
+        chunks.
+        """
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         missing = [key for key in self.state_dict if key not in saved]
@@ -164,7 +171,9 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return this rank's box by its index in the list; boxes to fill may overlap."""
+        """Return this rank's box number `index.index` of tensor `index.fqn`; boxes to fill may overlap, so their
+        offsets are not unique.
+        """
         held: DcpTensor = self.state_dict[index.fqn]
         assert index.index is not None
         return held.boxes[index.index].tensor
@@ -172,7 +181,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
 
 @dataclass(frozen=True)
 class WrittenChunk:
-    """Record of one chunk that a rank wrote; `file` is repeated with each chunk of the file."""
+    """Record of one tensor chunk that a rank wrote; all chunks in one file repeat its `file` entry."""
 
     chunk: TensorChunk
     slab: ShardSlab
@@ -180,17 +189,18 @@ class WrittenChunk:
 
 
 class SaveTarget(Protocol):
-    """Interface of the folder that a save writes to, for the coordinator."""
+    """Interface of the checkpoint folder that a save fills; only the coordinator rank uses it."""
 
     def begin_save(self) -> Location:
-        """Create the folder and return it."""
+        """Create the folder of the new checkpoint and return it."""
 
     def finish_save(self, written: list[WrittenChunk]) -> None:
-        """Complete and commit the folder, after all ranks have written."""
+        """Write the manifest of the chunks that all ranks wrote, and commit the checkpoint."""
 
 
 class ShardStorageWriter(StorageWriter):
-    """DCP storage writer that writes a rank's boxes to shards. The coordinator also begins and finishes the target.
+    """Storage writer of torch.distributed.checkpoint (DCP) that writes a rank's boxes to safetensors shards. The
+    coordinator also begins and finishes `target`.
 
     `advance` is called with the bytes of each slab.
     """
@@ -200,10 +210,10 @@ class ShardStorageWriter(StorageWriter):
         self.folder: Location | None = None
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing: a writer serves one save."""
+        """Do nothing: a writer object serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Create the folder on the coordinator."""
+        """Create the checkpoint folder, on the coordinator only."""
         if is_coordinator:
             self.folder = self.target.begin_save()
 
@@ -212,11 +222,11 @@ class ShardStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Attach the folder and the shard name prefix to each rank's plan."""
+        """Attach the checkpoint folder and the rank's shard name prefix to each rank's plan."""
         return [replace(plan, storage_data=(self.folder, f"shard-{rank:05d}")) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shards."""
+        """Write the boxes in this rank's plan to shard files."""
         folder, prefix = plan.storage_data
         items = {_slab_of(item): item for item in plan.items}
 
@@ -234,27 +244,31 @@ class ShardStorageWriter(StorageWriter):
         return _completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint."""
+        """Complete the checkpoint from the chunk records of all ranks, on the coordinator."""
         self.target.finish_save([result.storage_data for of_rank in results for result in of_rank])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Accept any id: the folder is given to the constructor."""
+        """Return True for any id, which is ignored: the target folder is a constructor argument."""
         return True
 
 
 class ShardStorageReader(StorageReader):
-    """DCP storage reader that reads the slices that a rank's boxes need. `advance` gets the bytes of each slice."""
+    """Storage reader of torch.distributed.checkpoint (DCP) that reads the slices that a rank's boxes need. `advance` is
+    called with the number of bytes of each slice.
+    """
 
     def __init__(self, folder: Location, keys: Sequence[str], advance: Callable[[int], None], *, verify: bool) -> None:
         self.folder, self.keys, self.advance, self.verify = folder, keys, advance, verify
         self._opened: Checkpoint | MegaError
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing: a reader serves one load."""
+        """Do nothing: a reader object serves one load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Open the checkpoint. An error is raised at the next step, because DCP logs a trace of one raised here."""
+        """Open the checkpoint and return DCP metadata of the requested tensors. An error is raised only in
+        `set_up_storage_reader`, because DCP logs a trace of one raised here.
+        """
         try:
             self._opened = Checkpoint.open_folder(self.folder, verify=self.verify)
         except MegaError as error:
@@ -276,7 +290,7 @@ class ShardStorageReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise the error of opening the checkpoint if there was one."""
+        """Raise the error with which `read_metadata` failed to open the checkpoint; without one do nothing."""
         if isinstance(self._opened, MegaError):
             raise self._opened
 
@@ -289,7 +303,7 @@ class ShardStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the boxes, in file order."""
+        """Fill this rank's boxes from the checkpoint, in file order."""
         checkpoint = self._opened
         assert isinstance(checkpoint, Checkpoint)
         located = []
@@ -310,7 +324,7 @@ class ShardStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Accept any id: the folder is given to the constructor."""
+        """Return True for any id, which is ignored: the checkpoint folder is a constructor argument."""
         return True
 
 
@@ -329,5 +343,7 @@ def _completed_future(value: T) -> Future[T]:
 
 
 def wrap_for_dcp(tensors: Mapping[str, ShardedTensor], slab_bytes: int | None = None) -> dict[str, DcpTensor]:
-    """Wrap sharded tensors in DCP's protocol. With `slab_bytes`, boxes are split into parts of at most that size."""
+    """Wrap sharded tensors in the protocol of torch.distributed.checkpoint (DCP). With `slab_bytes`, boxes are split
+    into parts of at most that size.
+    """
     return {key: DcpTensor(key, sharded, slab_bytes) for key, sharded in tensors.items()}

@@ -32,7 +32,7 @@ from mega_common.object_store import Location, RemotePath, parse_location
 
 @wrap_disk_errors()
 def prune_checkpoint(source: str | Location, destination: str | Location) -> None:
-    """Write a copy of a mega checkpoint to `destination` without the optimizer and the trainer state.
+    """Write a copy of the mega checkpoint at `source` to `destination` without the optimizer and trainer state.
 
     Weights, assets and the step are unchanged. The provenance gets an entry `pruned` with the source.
 
@@ -61,7 +61,8 @@ def prune_checkpoint(source: str | Location, destination: str | Location) -> Non
 def average_checkpoints(
     sources: Sequence[str | Location], destination: str | Location, *, weights: Sequence[float] | None = None
 ) -> None:
-    """Write the weighted mean of the weights of several checkpoints of one model to `destination`, a mega checkpoint.
+    """Write the weighted mean of the weights of several checkpoints of one model to `destination`, a new mega
+    checkpoint of step 0.
 
     Each tensor is summed in fp32, or in fp64 if a source has it in fp64, and written in the dtype of the first source
     (arXiv:2203.05482). Assets and buffers are those of the first source. The step of the result is 0. The provenance has
@@ -136,7 +137,9 @@ def _check_same_model(one: ModelConfig, other: ModelConfig, first: str | Locatio
 
 @contextlib.contextmanager
 def create_output_folder(destination: str | Location) -> Iterator[Location]:
-    """Yield a folder to write; it is renamed to `destination` on success and removed on error."""
+    """Context manager that yields a temporary folder to fill; it is renamed to `destination` on success and removed on
+    error.
+    """
     location = parse_location(destination)
     if isinstance(location, RemotePath):
         if (location / MANIFEST).is_file():

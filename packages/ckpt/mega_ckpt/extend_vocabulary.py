@@ -23,7 +23,8 @@ BLOCK = 1 << 22  # elements that are summed at once
 
 
 class ExtendedVocabularySource(DerivedSource):
-    """A `WeightSource` of a base whose vocabulary is extended to `size` tokens, the new ones after the old.
+    """A `WeightSource` of a base whose vocabulary is extended to `size` tokens; rows of new tokens follow the old ones
+    and are their mean.
 
     Args:
         base: the original weights.
@@ -46,12 +47,12 @@ class ExtendedVocabularySource(DerivedSource):
         self._mean = cache(self._compute_mean_row)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the shape of a tensor, with the new rows."""
+        """Return the shape of a tensor: `size` rows for the embedding and the output layer, else the base's shape."""
         shape = self.base.tensor_shape(name)
         return (self.model.vocab_size, *shape[1:]) if name in (EMBEDDING, HEAD) else shape
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`."""
+        """Read `tensor[offset : offset + shape]` of the tensor `name` with the new rows."""
         new = offset[0] + shape[0] - self._old if name in (EMBEDDING, HEAD) else 0
         if new <= 0:
             return self.base.read_tensor_slice(name, offset, shape)
@@ -68,17 +69,18 @@ class ExtendedVocabularySource(DerivedSource):
         return (total / self._old).to(self.tensor_dtype(name))
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base's asset files, replaced by `files` where given."""
+        """Return the base's asset files, replaced by the constructor argument `files` where given."""
         return {**self.base.asset_files(), **self._files}
 
 
 def extend_to_size(base: WeightSource, size: int) -> WeightSource:
-    """Return the base with its vocabulary extended to `size` tokens if it has fewer."""
+    """Return `base` with its vocabulary extended to `size` tokens, or `base` itself if it has as many already."""
     return base if base.model.vocab_size >= size else ExtendedVocabularySource(base, size)
 
 
 def add_tokens(base: WeightSource, tokens: Sequence[str], size: int | None = None) -> ExtendedVocabularySource:
-    """Return the base with new tokens in its tokenizer (matched verbatim in text) and new rows in its vocabulary.
+    """Return `base` with new `tokens` in its tokenizer (matched verbatim in text) and rows for them in the embedding
+    and output layer.
 
     They get the ids after those of the tokenizer; `size` is the size of the new vocabulary, by default the smallest.
 

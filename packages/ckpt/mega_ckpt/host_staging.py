@@ -13,13 +13,15 @@ ALIGNMENT = 64
 
 
 class HostStaging:
-    """One host buffer, allocated at the first copy and reused; pinned if the boxes are on a CUDA device."""
+    """Staging area of a checkpoint save: one host buffer, allocated at the first copy and reused; pinned if the boxes
+    are on a CUDA device.
+    """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def copy_boxes(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-        """Copy all boxes to host memory; overwrites the result of the previous call."""
+        """Copy all boxes of sharded tensors to host memory and return the copies; the next call overwrites them."""
         on_device = any(box.tensor.is_cuda for sharded in tensors.values() for box in sharded.boxes)
         need = staging_bytes(tensors)
         if self._buffer.numel() < need:
@@ -35,14 +37,16 @@ class HostStaging:
 
 
 def staging_bytes(tensors: Mapping[str, ShardedTensor]) -> int:
-    """Return the bytes of the buffer that `place_in_buffer` needs."""
+    """Return the size in bytes of the buffer that `place_in_buffer` needs for `tensors`."""
     return sum(_aligned_bytes(box.tensor) for sharded in tensors.values() for box in sharded.boxes)
 
 
 def place_in_buffer(
     tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor
 ) -> Iterator[tuple[str, TensorBox, torch.Tensor]]:
-    """Yield each box with its key and a view of a buffer, uint8 [at least `staging_bytes`], shaped like the box."""
+    """Yield each box with its tensor's key and a view of `buffer`, uint8 [at least `staging_bytes`], shaped like the
+    box; nothing is copied.
+    """
     start = 0
     for key, sharded in tensors.items():
         for box in sharded.boxes:
@@ -56,8 +60,8 @@ def _aligned_bytes(tensor: torch.Tensor) -> int:
 
 
 def allocate_host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate exactly `nbytes` of host memory, uint8 [nbytes]; torch would round pinned memory up to a power of two.
-    Pinned memory is unpinned when it is freed.
+    """Allocate exactly `nbytes` of host memory, uint8 [nbytes], where torch would round pinned memory up to a power of
+    two. With `pinned`, the memory stays pinned until it is freed.
     """
     memory = torch.empty(nbytes, dtype=torch.uint8)
     if pinned and nbytes:

@@ -29,7 +29,8 @@ _LOG_IN = "log in: hf auth login"
 def push_to_hub(
     folder: Path, repo_id: str, *, private: bool = False, revision: str | None = None, message: str | None = None
 ) -> str:
-    """Upload a HuggingFace folder to the repository `repo_id` as one commit; returns the commit URL.
+    """Upload a HuggingFace folder to the repository `repo_id` on the HuggingFace Hub as one commit; return the commit
+    URL.
 
     Args:
         folder: config.json and safetensors, which are checked first and uploaded unchanged.
@@ -66,7 +67,7 @@ def push_to_hub(
 
 
 def pull_from_hub(repo_id: str, folder: Path, *, revision: str | None = None) -> None:
-    """Download the repository `repo_id` to `folder`, which appears when it is complete.
+    """Download the repository `repo_id` from the HuggingFace Hub to `folder`, which appears once everything is there.
 
     An interrupted download is kept next to it, under a hidden name, and the same call resumes it.
 

@@ -24,7 +24,7 @@ from mega_common.progress_logging import ProgressBar
 
 
 def is_foreign_model(path: Location) -> bool:
-    """Return whether the path is a HuggingFace folder or a GGUF file rather than a mega checkpoint."""
+    """Return whether there is a HuggingFace folder or a GGUF file, rather than a mega checkpoint, at `path`."""
     if (path / MANIFEST).is_file():
         return False
     described = any((path / name).is_file() for name in (CONFIG, litgpt.FILE))
@@ -32,7 +32,8 @@ def is_foreign_model(path: Location) -> bool:
 
 
 def inspect_foreign(path: Location) -> CheckpointSummary:
-    """Summarize a HuggingFace folder or a GGUF file: model, family, quantization, and tensors after dequantization.
+    """Summarize a HuggingFace folder or a GGUF file: model, family, quantization, and tensors with their dtypes after
+    dequantization.
 
     Raises:
         CheckpointError: when it cannot be used.
@@ -53,7 +54,8 @@ def inspect_foreign(path: Location) -> CheckpointSummary:
 
 
 def verify_foreign(path: Location, *, finite: bool = False) -> VerifyReport:
-    """Read every tensor of a HuggingFace folder or a GGUF file, dequantized; with `finite`, also look for NaN.
+    """Read every tensor of a HuggingFace folder or a GGUF file, dequantized, and report each that cannot be read; with
+    `finite`, also look for NaN and infinities.
 
     These formats have no checksums, so only damage such as truncated files and invalid scales is found.
 
@@ -93,7 +95,7 @@ _SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_siz
 
 
 def inspect_megatron(folder: Path) -> CheckpointSummary:
-    """Summarize a checkpoint of Megatron: format, iteration, model, weights and sizes.
+    """Summarize a Megatron checkpoint: format, iteration, model, weights and sizes.
 
     Raises:
         CheckpointError: when it is damaged, or its settings are missing or not supported.

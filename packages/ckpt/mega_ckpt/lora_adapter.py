@@ -39,7 +39,9 @@ SAMPLE = 1024  # elements of each tensor in the digest of a base
 
 
 class UntiedSource(DerivedSource):
-    """A `WeightSource` of a base with tied embeddings, whose `lm_head.weight` is read from the embedding."""
+    """A `WeightSource` of a base with tied embeddings that presents them as untied: `lm_head.weight` is read from the
+    embedding.
+    """
 
     def __init__(self, base: WeightSource) -> None:
         super().__init__(base, base.model.model_copy(update={"tie_embeddings": False}))
@@ -50,15 +52,15 @@ class UntiedSource(DerivedSource):
         return [name for name in canonical_tensors(self.model) if name in names]
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global shape of a tensor; `lm_head.weight` has the embedding's."""
         return self.base.tensor_shape(_stored_name(name))
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor."""
+        """Return the stored dtype of a tensor; `lm_head.weight` has the embedding's."""
         return self.base.tensor_dtype(_stored_name(name))
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`."""
+        """Read `tensor[offset : offset + shape]` of the tensor `name`."""
         return self.base.read_tensor_slice(_stored_name(name), offset, shape)
 
 
@@ -90,7 +92,8 @@ class SavedAdapter:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, averaged: bool = False) -> SavedAdapter:
-        """Return the adapter in a checkpoint of a run with `lora`; with `averaged`, the average kept by `train.ema`.
+        """Return the LoRA adapter in a mega checkpoint of a run with `lora`; with `averaged`, the exponential moving
+        average kept by `train.ema`.
 
         Raises:
             CheckpointError: when its tensors conflict with its configuration.
@@ -103,12 +106,13 @@ class SavedAdapter:
         return cls(lora, modules, shapes, lambda name, *box: checkpoint.read_tensor(prefix + name, *box), base)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor of the adapter."""
+        """Read a whole tensor of the adapter, or one of the base that the adapter replaces."""
         return self.read_tensor_slice(name, (0,) * len(self.shapes[name]), self.shapes[name])
 
 
 def averaged_weights(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the names of the weights that have an exponential moving average in the checkpoint.
+    """Return the names of the weights that have an exponential moving average in the checkpoint; CheckpointError if
+    there are none.
 
     Raises:
         CheckpointError: when there are none.
@@ -120,15 +124,15 @@ def averaged_weights(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def is_adapter_checkpoint(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint is a LoRA adapter instead of a full model."""
+    """Return whether a mega checkpoint contains a LoRA adapter instead of a full model."""
     return bool(checkpoint.trainer_state.get("settings", {}).get("lora"))
 
 
 def check_adapter_modules(
     model: ModelConfig, lora: LoraConfig, shapes: Mapping[str, TensorShape], where: str
 ) -> dict[str, AdaptedModule]:
-    """Return the projections of `model` that `lora` adapts, after checking that the adapter tensors in `shapes` match
-    them exactly.
+    """Return {name: AdaptedModule} of the projections of `model` that `lora` adapts, after checking that the adapter
+    tensors in `shapes` match them exactly.
 
     Raises:
         CheckpointError: naming one that is missing, unknown or of another shape.
@@ -151,7 +155,7 @@ def check_adapter_modules(
 def check_adapter_start(
     adapter: SavedAdapter, modules: Mapping[str, AdaptedModule], trains: Callable[[str], bool], where: str
 ) -> None:
-    """Reject an adapter if a run that starts from it would drop a tensor or change the scale.
+    """Reject a start from `adapter` in which the run would drop one of its tensors or change its scale.
 
     Args:
         adapter: the initial adapter, saved at `where`.
@@ -212,7 +216,9 @@ class AdaptedSource(DerivedSource):
                 )
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read a rectangle of a merged tensor; for stacked experts, a part of each expert."""
+        """Read `tensor[offset : offset + shape]` of a tensor of the base with the adapter merged in; for stacked
+        experts, a part of each expert.
+        """
         if name in self._replaced:
             return self.adapter.read_tensor_slice(name, offset, shape).to(self.tensor_dtype(name))
         if name not in self._adapted:
@@ -242,7 +248,7 @@ class AdaptedSource(DerivedSource):
         return base.to(wide) + self.adapter.modules[module].scale * (b @ a)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base's asset files; the adapter's tokenizer, if present, replaces the base's."""
+        """Return the base's asset files, with the adapter's tokenizer in place of the base's if it came with one."""
         files = self.base.asset_files()
         if not self.adapter.tokenizer:
             return files
@@ -252,15 +258,17 @@ class AdaptedSource(DerivedSource):
 
 
 def compute_row_norms(base: WeightSource, name: str, first: int, rows: int) -> Tensor:
-    """Return the L2 norms fp64 [rows] of some rows of a matrix [N, D]: the initial DoRA magnitudes."""
+    """Return the L2 norms, fp64 [rows], of rows `first` to `first + rows` of the base's matrix `name`; DoRA magnitudes
+    start from them.
+    """
     matrix = base.read_tensor_slice(name, (first, 0), (rows, base.tensor_shape(name)[1]))
     norms: Tensor = torch.linalg.vector_norm(matrix.double(), dim=1)
     return norms
 
 
 def fingerprint_base(path: str, source: WeightSource) -> dict[str, str]:
-    """Return the identity of a base: its `path`, and a `digest` of the names, shapes, dtypes and first elements of its
-    tensors.
+    """Return the identity of an adapter's base model: its `path`, and a `digest` of the names, shapes, dtypes and first
+    elements of its tensors.
     """
     where, digest = parse_location(path), xxhash.xxh3_128()
     for name in source.tensor_names():
@@ -273,7 +281,7 @@ def fingerprint_base(path: str, source: WeightSource) -> dict[str, str]:
 
 
 def check_adapter_base(saved: Mapping[str, str] | None, given: Mapping[str, str], where: str) -> None:
-    """Reject a base other than the one that the adapter was trained on.
+    """Reject a base model other than the one that an adapter was trained on, by the digests of `fingerprint_base`.
 
     Raises:
         CheckpointError: when the digests of `fingerprint_base` differ.

@@ -31,7 +31,7 @@ _STACKED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<part>gate|up)_proj")
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """A projection with a LoRA adapter.
+    """A projection with a LoRA adapter: its canonical tensors, and the adapter's rank, scale and widths.
 
     Attributes:
         rank, scale: r, and the factor of B A.
@@ -53,14 +53,15 @@ class AdaptedModule:
 
     @property
     def tensor_shapes(self) -> tuple[TensorShape, ...]:
-        """Shapes of A, B and, with DoRA, the magnitude."""
+        """Shapes of the LoRA factors A and B, and of the DoRA magnitude if there is one."""
         stack = () if self.num_experts is None else (self.num_experts,)
         pair = (*stack, self.rank, self.in_features), (*stack, self.out_features, self.rank)
         return (*pair, (self.out_features,)) if self.has_magnitude else pair
 
 
 def adapted_modules(model: ModelConfig, lora: LoraConfig) -> dict[str, AdaptedModule]:
-    """Return the projections of `model` that `lora` adapts, by canonical name without `.weight`, in forward order.
+    """Return the projections of `model` that `lora` adapts, {canonical name without `.weight`: AdaptedModule}, in the
+    order of the forward pass.
 
     Raises:
         ConfigError: naming a pattern that matches no projection, or experts with dropout or DoRA.
@@ -93,8 +94,8 @@ def adapted_modules(model: ModelConfig, lora: LoraConfig) -> dict[str, AdaptedMo
 
 
 def adaptable_projections(model: ModelConfig) -> dict[str, TensorShapes]:
-    """Return the projections that can have an adapter, by canonical name without `.weight`: {tensor name: shape} of
-    each.
+    """Return the projections of `model` that can have a LoRA adapter: {canonical name without `.weight`: {tensor name:
+    shape}}.
     """
     out: dict[str, TensorShapes] = {}
     for name, shape in canonical_tensors(model).items():
@@ -109,7 +110,9 @@ def adaptable_projections(model: ModelConfig) -> dict[str, TensorShapes]:
 
 
 def quantized_tensors(model: ModelConfig, lora: LoraConfig | None, is_trained: Callable[[str], bool]) -> frozenset[str]:
-    """Return the tensors that `lora.quantize` stores quantized: the weights of all projections not fully trained."""
+    """Return the names of the tensors that `lora.quantize` stores quantized: the weights of every projection that is
+    not fully trained.
+    """
     if lora is None or lora.quantize is None:
         return frozenset()
     return frozenset(
@@ -118,7 +121,7 @@ def quantized_tensors(model: ModelConfig, lora: LoraConfig | None, is_trained: C
 
 
 def adapter_tensor_shapes(modules: Mapping[str, AdaptedModule]) -> TensorShapes:
-    """Return {canonical name: shape} of every tensor of an adapter."""
+    """Return {canonical name: shape} of every LoRA and DoRA tensor of the adapted `modules`."""
     return {
         module + suffix: shape
         for module, of in modules.items()

@@ -53,7 +53,9 @@ _HEAD, _TAIL = b'{\n "checksum": "', b'",\n'
 
 
 class TensorChunk(StrictConfig):
-    """A box of a tensor, in row-major order, at bytes [begin, end) of a shard. `checksum` is XXH3-128 of those bytes."""
+    """A box [offset, offset + shape) of a tensor, in row-major order, at bytes [begin, end) of a shard file, with the
+    XXH3-128 checksum of these bytes.
+    """
 
     offset: tuple[TensorBytes, ...]
     shape: tuple[TensorBytes, ...]
@@ -64,7 +66,7 @@ class TensorChunk(StrictConfig):
 
 
 class TensorEntry(StrictConfig):
-    """A global tensor: its safetensors dtype name, its shape, and the chunks that tile it."""
+    """Manifest entry of a global tensor: its safetensors dtype name, its shape, and the chunks that tile it."""
 
     dtype: str
     shape: tuple[TensorBytes, ...]
@@ -72,14 +74,15 @@ class TensorEntry(StrictConfig):
 
 
 class FileEntry(StrictConfig):
-    """Length in bytes and XXH3-128 checksum of a whole file."""
+    """Manifest entry of a file: length in bytes and XXH3-128 checksum of the whole file."""
 
     bytes: TensorBytes
     checksum: Checksum
 
 
 class Manifest(StrictConfig):
-    """Contents of a checkpoint. `state` and `provenance` are the writer's own JSON, opaque to the store.
+    """Contents of a mega checkpoint, stored as `manifest.json`. `state` and `provenance` are JSON of the writer, which
+    the checkpoint store does not interpret.
 
     Attributes:
         folder: folder of the files, relative to the manifest; "" is the folder of the manifest. On an object store each
@@ -96,7 +99,7 @@ class Manifest(StrictConfig):
     tensors: dict[str, TensorEntry]
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield the inconsistencies between entries; checked before any file that the manifest names is opened."""
+        """Yield the inconsistencies between the manifest's entries; checked before any file that it names is opened."""
         yield from self.model.problems()
         for name in [*self.files, *([self.folder] if self.folder else [])]:
             if not _is_plain_path(name):
@@ -129,7 +132,7 @@ class Manifest(StrictConfig):
 
     @classmethod
     def decode_json(cls, data: bytes, source: Location) -> Manifest:
-        """Verify and parse the bytes of a `manifest.json`.
+        """Verify the checksum of the bytes of a `manifest.json` and parse them; `source` is for error messages.
 
         Raises:
             CheckpointError: naming `source` and the tensor or field, for anything but a sound manifest.
@@ -158,7 +161,7 @@ class Manifest(StrictConfig):
 
     @classmethod
     def read_from_folder(cls, folder: Location) -> Manifest:
-        """Read the manifest of a checkpoint folder.
+        """Read `manifest.json` of a checkpoint folder; NoCheckpointError if there is none.
 
         Raises:
             NoCheckpointError: when it is missing.
@@ -186,7 +189,7 @@ class Manifest(StrictConfig):
 def make_manifest(
     step: int, model: ModelConfig, state: Mapping[str, Any], provenance: Mapping[str, Any] | None
 ) -> Manifest:
-    """Create a manifest without tensors and files.
+    """Create a manifest without tensors and files; CheckpointError if `state` or `provenance` is not JSON.
 
     Raises:
         CheckpointError: when `state` or `provenance` is not JSON.
@@ -205,7 +208,7 @@ def make_manifest(
 
 
 def is_exact_tiling(shape: TensorShape, boxes: Iterable[tuple[TensorShape, TensorShape]]) -> bool:
-    """Return whether boxes (offset, shape) cover a tensor of `shape` exactly once everywhere.
+    """Return whether boxes (offset, shape) together cover every element of a tensor of `shape` exactly once.
 
     The mixed derivative of a box's indicator function is a sum of signed points at its 2^axes corners, and determines a
     function that is zero far away. So the boxes tile iff their signed corners add up to those of the tensor. The cost is

@@ -33,7 +33,7 @@ READ_BYTES = 1 << 22
 
 
 class FinishedFile(StrictConfig):
-    """A file that is durable on disk, with the checksums and byte ranges of its tensors.
+    """Record of a file that is complete and durable on disk, with the checksums and byte ranges of its tensors.
 
     Attributes:
         parts: checksums of the tensors.
@@ -50,12 +50,14 @@ RunOnce = Callable[[str, bytes, Callable[[], FinishedFile]], FinishedFile]
 
 
 def write_always(_name: str, _header: bytes, make: Callable[[], FinishedFile]) -> FinishedFile:
-    """Call `make`: without a journal, no file is finished."""
+    """Call `make` to write a file, and return its result: the variant of `WriteJournal.write_once` without a journal,
+    which never skips a file.
+    """
     return make()
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Return the length and checksum of a file by reading it."""
+    """Read a file and return its length and XXH3-128 checksum."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as stream:
         while block := stream.read(READ_BYTES):
@@ -64,7 +66,8 @@ def hash_file(path: Path) -> FileEntry:
 
 
 class WriteJournal(Protocol):
-    """Record of the finished files of a folder that is being written.
+    """Interface of a record of the finished files in a folder that is being filled, so that an interrupted call can
+    resume.
 
     Attributes:
         folder: the folder.
@@ -79,11 +82,15 @@ class WriteJournal(Protocol):
     advance: Callable[[int], object]
 
     def write_once(self, name: str, header: bytes, make: Callable[[], FinishedFile]) -> FinishedFile:
-        """Write the file `name` unless it is finished already; return its entry either way."""
+        """Write the file `name` by calling `make`, unless it is finished already; return its record either way.
+        `header` is the file's expected beginning.
+        """
 
 
 class LocalJournal:
-    """Journal on a file system: the files of `folder` that `stream` records as finished. All other files are removed."""
+    """`WriteJournal` on a file system: files of `folder` recorded in `stream` are finished. All other files are removed
+    by the constructor.
+    """
 
     def __init__(self, folder: Path, stream: IO[str], title: str) -> None:
         self.folder: Location = folder
@@ -97,7 +104,9 @@ class LocalJournal:
                 path.unlink()
 
     def write_once(self, name: str, header: bytes, make: Callable[[], FinishedFile]) -> FinishedFile:
-        """Write the file `name` unless it is finished already; return its entry either way."""
+        """Write the file `name` by calling `make`, unless it is finished already; return its record either way.
+        `header` is the file's expected beginning.
+        """
         if name not in self.finished or not self._is_sound(name, header):
             (self._folder / name).unlink(missing_ok=True)
             self.finished[name] = make()
@@ -147,7 +156,7 @@ class LocalJournal:
 
 
 class RemoteJournal:
-    """Journal on an object store: each finished object below `folder` has a small note object."""
+    """`WriteJournal` on an object store: each finished object below `folder` has a small note object."""
 
     def __init__(self, folder: RemotePath) -> None:
         self.folder: Location = folder
@@ -159,7 +168,9 @@ class RemoteJournal:
         }
 
     def write_once(self, name: str, header: bytes, make: Callable[[], FinishedFile]) -> FinishedFile:
-        """Write the object `name` unless it is finished. Objects are atomic, so length and header suffice as a check."""
+        """Write the object `name` by calling `make`, unless it is finished; return its record either way. Objects are
+        atomic, so length and `header` suffice as a check.
+        """
         if name not in self.finished or not self._is_sound(name, header):
             self.finished[name] = make()
             (self._notes / name).write_bytes(self.finished[name].model_dump_json().encode())
@@ -173,14 +184,17 @@ class RemoteJournal:
         return True
 
     def remove_notes(self) -> None:
-        """Remove the notes, and the leftovers of conversions from another source or with other options."""
+        """Remove the note objects, and the unfinished objects of conversions to the same destination from another
+        source or with other options.
+        """
         self._notes.delete_objects()
         for unfinished in [path for path in self._final.iterdir() if (path / NOTES).is_dir()]:
             unfinished.delete_objects()
 
 
 def open_resumable(final: Location, identity: Mapping[str, Any]) -> contextlib.AbstractContextManager[WriteJournal]:
-    """Open a folder to write, which becomes `final` when the context exits without an error.
+    """Context manager that yields a journal of a folder to fill, which becomes `final` when the context exits without
+    an error; an interrupted call with the same `identity` resumes.
 
     After an error that would recur, no files are left. After another error, an interrupt or a kill, the finished files are
     kept, and the same call resumes with them.

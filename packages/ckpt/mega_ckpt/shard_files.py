@@ -31,7 +31,7 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ShardSlab:
-    """A chunk to be written: the box [offset, offset + shape) of the global tensor `key`."""
+    """A box [offset, offset + shape) of the global tensor `key`, to be written to a shard file as one chunk."""
 
     key: str
     dtype: torch.dtype
@@ -41,26 +41,28 @@ class ShardSlab:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the slab in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def sort_key(self) -> tuple[int, str, TensorShape]:
-        """Position in a file: wide elements first, so that each slab is aligned to its element size and can be mapped
-        directly.
+        """Sort key for the order of slabs in a file: wide elements first, so that each slab is aligned to its element
+        size and can be memory-mapped.
         """
         return -self.dtype.itemsize, self.key, self.offset
 
     @property
     def header_name(self) -> str:
-        """Name in the safetensors header: the key, and the slice unless it is the whole tensor."""
+        """Name of the slab in the safetensors header: the tensor's key, followed by the slice unless it is the whole
+        tensor.
+        """
         if self.shape == self.global_shape:
             return self.key
         return f"{self.key}[{','.join(f'{o}:{o + n}' for o, n in zip(self.offset, self.shape, strict=True))}]"
 
 
 def safetensors_header(slabs: Iterable[ShardSlab]) -> bytes:
-    """Return the safetensors header of a file that holds `slabs` in this order, padded to a multiple of 8 bytes."""
+    """Return the safetensors header of a file with `slabs` in this order, padded to a multiple of 8 bytes."""
     entries, position = {}, 0
     for slab in slabs:
         entries[slab.header_name] = {
@@ -74,7 +76,9 @@ def safetensors_header(slabs: Iterable[ShardSlab]) -> bytes:
 
 
 class HashedFile:
-    """A new file that is hashed while it is written; never an existing one; complete and durable when `close` returns."""
+    """A new file that is hashed (XXH3-128) while it is written; complete and durable when `close` returns. An existing
+    file is never overwritten.
+    """
 
     def __init__(self, path: Location) -> None:
         self.path, self.bytes = path, 0
@@ -82,7 +86,7 @@ class HashedFile:
         self._file = open_storage_folder(path.parent).create_file(path.name)
 
     def write_hashed(self, data: bytes | memoryview, *digests: xxhash.xxh3_128) -> None:
-        """Append `data`, and update hashes of the caller with it."""
+        """Append `data` to the file, and update the caller's hashes `digests` with it."""
         view = memoryview(data)
         # Hashing and writing block by block uses the processor's cache: twice as fast as hashing all data first.
         for start in range(0, len(view), BLOCK_BYTES):
@@ -93,7 +97,7 @@ class HashedFile:
             self.bytes += len(block)
 
     def close(self) -> FileEntry:
-        """Finish the file; return its manifest entry."""
+        """Finish the file and make it durable; return its length and checksum."""
         self._file.finish_file()
         return FileEntry(bytes=self.bytes, checksum=self._hash.hexdigest())
 
@@ -118,8 +122,8 @@ def write_shards(
     max_bytes: int,
     once: RunOnce = write_always,
 ) -> Iterator[tuple[list[tuple[ShardSlab, TensorChunk]], FileEntry]]:
-    """Write `slabs` to files `<prefix>-000.safetensors`, ... of about `max_bytes` at most; yield the contents of each
-    file.
+    """Write `slabs` to files `<prefix>-000.safetensors`, ... of about `max_bytes` at most; yield the slabs with their
+    chunks, and the file entry, of each file.
 
     `resolve` is called for one slab at a time, so tensors on a device need host memory for one slab only. `once` skips
     files that are already complete.
@@ -152,7 +156,7 @@ def _write_shard(
 
 
 def split_into_files(slabs: Sequence[ShardSlab], max_bytes: int) -> Iterator[list[ShardSlab]]:
-    """Yield the slabs of each file: as many as fit, and at least one."""
+    """Split slabs into groups, one per file: as many in order as fit in `max_bytes`, and at least one."""
     group: list[ShardSlab] = []
     size = 0
     for slab in slabs:
@@ -166,7 +170,7 @@ def split_into_files(slabs: Sequence[ShardSlab], max_bytes: int) -> Iterator[lis
 
 
 class ShardFile:
-    """An existing shard: only the accessed bytes are read, and kept only while in use."""
+    """An existing shard file, opened for reading: only the accessed bytes are read, and kept only while in use."""
 
     def __init__(self, path: Location, slabs: Sequence[ShardSlab], first_byte: int) -> None:
         self.path = path
@@ -179,7 +183,8 @@ class ShardFile:
             )
 
     def read_chunk(self, key: str, dtype: torch.dtype, chunk: TensorChunk, *, verify: bool) -> Tensor:
-        """Return a chunk as a tensor over the file's bytes.
+        """Return a chunk of the tensor `key` as a view of the file's bytes; with `verify`, CheckpointError if its
+        checksum does not match.
 
         Raises:
             CheckpointError: when `verify` is set and the checksum does not match.
@@ -194,7 +199,8 @@ class ShardFile:
 
 
 def check_file_size(path: Location, size: Callable[[], int], entry: FileEntry, keys: Sequence[str]) -> None:
-    """Check that a file, which contains `keys`, exists, is a regular file, and has the length in the manifest.
+    """Check that the file at `path`, which contains the tensors `keys`, exists, is a regular file, and has the length
+    in its manifest `entry`; `size` returns its actual length.
 
     `size` returns its length.
 

@@ -29,7 +29,8 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class PartImportance:
-    """Importance scores of the parts of a model, fp64.
+    """Importance scores (fp64) of a model's layers, MLP neurons, query heads and residual channels, by which
+    `shrink_model` chooses.
 
     Attributes:
         layers: scores [L].
@@ -46,8 +47,8 @@ class PartImportance:
 
 @dataclass(frozen=True)
 class KeptParts:
-    """Ascending int64 indices of the parts that remain: layers [l], channels [D'], and per remaining layer neurons [l,
-    F'], query heads [l, H'] and key/value heads [l, K'].
+    """Ascending int64 indices of the parts that a shrunk model keeps: layers [layers], channels [hidden], and per kept
+    layer neurons [layers, ffn], query heads [layers, heads] and key/value heads [layers, kv_heads].
     """
 
     layers: Tensor
@@ -58,7 +59,8 @@ class KeptParts:
 
 
 def check_shrinkable(model: ModelConfig) -> None:
-    """Reject models with unsupported parts.
+    """Reject a model that `shrink_model` does not support, such as one with experts, recurrent layers or a vision
+    encoder.
 
     Raises:
         ConfigError: naming one.
@@ -76,7 +78,9 @@ def check_shrinkable(model: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class ShrinkSizes:
-    """Target sizes of a model; None keeps the current size."""
+    """Target sizes of a shrunk model: number of layers, MLP width, number of query heads, hidden size; None keeps the
+    current size.
+    """
 
     layers: int | None = None
     ffn: int | None = None
@@ -85,7 +89,8 @@ class ShrinkSizes:
 
 
 def shrunk_config(model: ModelConfig, sizes: ShrinkSizes, layers: Sequence[int] | None = None) -> ModelConfig:
-    """Return the configuration with these sizes; `layers` are the indices of the remaining layers, by default the first.
+    """Return the configuration of `model` with the target `sizes`; `layers` are the indices of the kept layers, if
+    known.
 
     Raises:
         ConfigError: when the model does not support a size.
@@ -124,8 +129,8 @@ def shrunk_config(model: ModelConfig, sizes: ShrinkSizes, layers: Sequence[int] 
 
 
 def choose_kept_parts(importance: PartImportance, model: ModelConfig, smaller: ModelConfig) -> KeptParts:
-    """Return the most important parts of `model`, as many as `smaller` has. Key/value heads are kept with all of their
-    query heads.
+    """Return the most important layers, neurons, heads and channels of `model`, as many as `smaller` has. Key/value
+    heads are kept with all of their query heads.
     """
     layers = _top_indices(importance.layers, smaller.num_layers)
     heads, group = importance.heads[layers], model.num_attention_heads // model.key_value_heads
@@ -142,7 +147,8 @@ def choose_kept_parts(importance: PartImportance, model: ModelConfig, smaller: M
 def shrink_model(
     source: WeightSource, destination: str | Location, importance: PartImportance, sizes: ShrinkSizes
 ) -> KeptParts:
-    """Write the mega checkpoint of the most important parts and return their indices.
+    """Write a mega checkpoint of the most important parts of the model in `source`, in the target `sizes`, and return
+    their indices.
 
     Raises:
         ConfigError: when the model does not support a size.
@@ -157,7 +163,7 @@ def shrink_model(
 
 
 class ShrunkSource(DerivedSource):
-    """A `WeightSource` of the kept parts of a larger model."""
+    """A `WeightSource` of the kept layers, neurons, heads and channels of a larger model."""
 
     def __init__(self, whole: WeightSource, model: ModelConfig, kept: KeptParts) -> None:
         super().__init__(whole, model)
@@ -165,19 +171,19 @@ class ShrunkSource(DerivedSource):
         self._shapes = canonical_tensors(model)
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of the forward pass."""
+        """Return the canonical tensor names of the shrunk model, in the order of the forward pass."""
         return list(self._shapes)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the shape of a tensor of the shrunk model."""
         return self._shapes[name]
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the larger model's tensor."""
+        """Return the stored dtype of the larger model's tensor."""
         return self.base.tensor_dtype(self._source_indices(name)[0])
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`."""
+        """Read `tensor[offset : offset + shape]` of the shrunk model's tensor `name`."""
         origin, indices = self._source_indices(name)
         part = self.base.read_tensor(origin)
         for axis, kept in enumerate(indices):
@@ -202,7 +208,7 @@ class ShrunkSource(DerivedSource):
         return f"model.layers.{int(kept.layers[layer])}.{rest}", [by_kind[kind] for kind in kinds]
 
     def buffer_names(self) -> Sequence[str]:
-        """Return no buffers: masks and the like have the original sizes."""
+        """Return an empty list: buffers of the larger model, such as masks, have its sizes."""
         return []
 
 

@@ -55,7 +55,9 @@ Source = WeightSource  # deprecated name
 
 
 class MegaSource:
-    """Weights in a mega checkpoint; with `averaged`, the averages kept by `train.ema`."""
+    """A `WeightSource` of a mega checkpoint; with `averaged`, weights are the exponential moving averages kept by
+    `train.ema`.
+    """
 
     def __init__(self, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
         self.checkpoint = checkpoint
@@ -65,7 +67,7 @@ class MegaSource:
         self._names = _check_tensors(self.model, shapes, checkpoint.folder)
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of the forward pass."""
+        """Return the canonical tensor names, in the order of the forward pass."""
         return self._names
 
     def tensor_shape(self, name: str) -> TensorShape:
@@ -82,7 +84,7 @@ class MegaSource:
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read a rectangle of a tensor: a view of the file, unless it is assembled from several chunks."""
+        """Read `tensor[offset : offset + shape]`: a view of the file, unless it is assembled from several chunks."""
         if name in self._averaged:
             return self.checkpoint.read_tensor(AVERAGE + name, offset, shape).to(self.tensor_dtype(name))
         key = WEIGHTS + name
@@ -93,15 +95,17 @@ class MegaSource:
         return self.checkpoint.read_tensor(key, offset, shape)
 
     def buffer_names(self) -> Sequence[str]:
-        """Return the names of the buffers that came from a HuggingFace folder."""
+        """Return the names of the buffers (tensors that are not weights) that came from a HuggingFace folder."""
         return [key.removeprefix(BUFFERS) for key in self.checkpoint.tensor_keys(BUFFERS)]
 
     def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer."""
+        """Read one buffer, unchanged."""
         return self.checkpoint.read_tensor(BUFFERS + name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the asset files of the weights, {path inside the assets folder: file or content}."""
+        """Return the files that accompany the weights (tokenizer, config.json and so on), {path inside the assets
+        folder: file or content}.
+        """
         names = [name for name in self.checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
         return {name.removeprefix(f"{ASSETS}/"): read_if_remote(self.checkpoint.files / name) for name in names}
 
@@ -204,7 +208,7 @@ def _find_transformer_folder(folder: Path) -> Path | None:
 
 
 def load_with_adapter(path: str | Location, base: str | Location, *, averaged: bool = False) -> AdaptedSource:
-    """Open the weights at `base` merged with the adapter at `path`, a run's or a PEFT folder.
+    """Open the weights at `base` merged with the LoRA adapter at `path`: a mega run or checkpoint, or a PEFT folder.
 
     Raises:
         CheckpointError: when there is no adapter, or it was trained on other weights.
@@ -243,7 +247,7 @@ def _open_with_named_base(folder: Location, base: object, *, averaged: bool = Fa
 
 def read_model_config(path: str | Location, *, warn: bool = False) -> ModelConfig:
     """Return the model configuration at `path`: of any weights that `open_weight_source` opens, of a HuggingFace folder
-    without weights, or of a config.json.
+    without weights, or of a config.json; with `warn`, log unsupported parts.
 
     With `warn`, call `warn_of_unsupported_parts`.
 
@@ -266,7 +270,8 @@ def read_model_config(path: str | Location, *, warn: bool = False) -> ModelConfi
 
 
 def warn_of_unsupported_parts(source: WeightSource, *, training: bool = False) -> None:
-    """Warn of config keys of a HuggingFace folder that nothing reads, and of parts of the model that mega does not run.
+    """Log warnings of config.json keys of a HuggingFace folder that nothing reads, and of parts of the model that mega
+    does not run.
 
     Args:
         source: the weights to convert, to run or, with `training`, to start a run from.
@@ -291,7 +296,7 @@ def _single_gguf_model(folder: Path, files: Sequence[Path]) -> Path:
 
 
 def resolve_checkpoint(path: str | Location) -> Location:
-    """Return the mega checkpoint at `path`, or the latest one of the run there; else `path` itself."""
+    """Return the mega checkpoint at `path`, or the latest one if `path` is a run folder; else `path` itself."""
     folder = parse_location(path)
     return _find_checkpoint(folder) or folder
 
@@ -303,7 +308,8 @@ def _find_checkpoint(folder: Location) -> Location | None:
 
 
 def load_weights(source: WeightSource, tensors: Mapping[str, ShardedTensor]) -> None:
-    """Fill boxes of canonical tensors in place, cast to each box's dtype; reads only the ranges that the boxes cover.
+    """Fill boxes of canonical tensors in place from `source`, cast to each box's dtype; reads only the ranges that the
+    boxes cover.
 
     Raises:
         CheckpointError: when the source lacks a tensor or has it in another shape.
@@ -324,7 +330,7 @@ def load_weights(source: WeightSource, tensors: Mapping[str, ShardedTensor]) -> 
 
 
 def load_adapter_weights(adapter: SavedAdapter, tensors: Mapping[str, ShardedTensor]) -> None:
-    """Fill boxes of adapter tensors in place, from a saved adapter.
+    """Fill boxes of LoRA adapter tensors in place from a saved adapter.
 
     Raises:
         CheckpointError: when it lacks one of them or has it in another shape.
@@ -343,7 +349,9 @@ def load_adapter_weights(adapter: SavedAdapter, tensors: Mapping[str, ShardedTen
 def init_dora_magnitudes(
     base: WeightSource, modules: Mapping[str, AdaptedModule], tensors: Mapping[str, ShardedTensor]
 ) -> None:
-    """Fill the DoRA magnitudes in `tensors`, of new adapters, with the row norms of `base`."""
+    """Fill the boxes of DoRA magnitudes in `tensors` in place with the row norms of the weights of `base`; other
+    tensors are left alone.
+    """
     for name, sharded in tensors.items():
         if name.endswith(MAGNITUDE):
             (weight,) = modules[name.removesuffix(MAGNITUDE)].weights
@@ -358,6 +366,8 @@ def _fill_boxes(name: str, sharded: ShardedTensor, read: Callable[[str, TensorSh
 
 
 def copy_assets(source: WeightSource, folder: Path) -> None:
-    """Write the asset files of the weights into `folder`, for the checkpoints of a training run."""
+    """Write the files that accompany the weights (tokenizer, config.json and so on) into `folder`, for a training run
+    to copy into its checkpoints.
+    """
     for name, content in source.asset_files().items():
         write_file_durably(folder / name, content)

@@ -24,65 +24,65 @@ WRITEBACK_BYTES = 64 << 20
 
 
 class FileWriter(Protocol):
-    """Interface of a file that is being written."""
+    """Interface of a new file that is being written."""
 
     def write_block(self, block: memoryview) -> None:
-        """Append a block."""
+        """Append a block of bytes to the file."""
 
     def finish_file(self) -> None:
-        """Make the file durable and complete."""
+        """Make the written file durable and complete."""
 
     def release_file(self) -> None:
-        """Release the file; an unfinished one is discarded."""
+        """Release the resources of the file; an unfinished file is discarded."""
 
 
 class RangeReader(Protocol):
-    """Interface of an existing file that is read by ranges."""
+    """Interface of an existing file of which byte ranges are read."""
 
     def file_size(self) -> int:
-        """Return the length in bytes."""
+        """Return the length of the file in bytes."""
 
     def read_range(self, begin: int, end: int, *, whole: bool = False) -> Tensor:
-        """Return bytes [begin, end) as uint8. `whole` means that all of them will be used."""
+        """Return bytes [begin, end) of the file as a uint8 tensor. `whole` is a hint that all of them will be used."""
 
 
 class StorageFolder(Protocol):
-    """Interface of a folder of checkpoint files. Names may contain subfolders."""
+    """Interface of a folder of checkpoint files, local or on an object store. Names may contain subfolders."""
 
     def create_file(self, name: str) -> FileWriter:
-        """Create a file that does not exist yet."""
+        """Create the file `name`, which must not exist, for writing."""
 
     def open_file(self, name: str) -> RangeReader:
-        """Open a file for as long as the result lives."""
+        """Open the file `name` for reading, for as long as the returned reader lives."""
 
     def file_size(self, name: str) -> int:
-        """Return the length in bytes of a regular file.
+        """Return the length in bytes of the regular file `name`.
 
         Raises:
             CheckpointError: for anything but a plain file (links, pipes); FileNotFoundError: for a missing file.
         """
 
     def cache_sizes(self) -> None:
-        """Fetch the sizes of all files, for later queries."""
+        """Prepare for `file_size` queries of many files, which are then answered as of this call."""
 
     def list_files(self) -> list[str]:
-        """Return the names of all files, at any depth."""
+        """Return the names of all files in the folder, at any depth."""
 
     def file_stamps(self) -> dict[str, str]:
-        """Return {name: stamp that changes when the file does} of all files except hidden ones."""
+        """Return {name: stamp} of all files except hidden ones; a stamp changes when its file does."""
 
     def create_folder(self) -> contextlib.AbstractContextManager[None]:
-        """Create the folder in a context; the names in it are durable when the context exits."""
+        """Context manager that creates the folder; the names of files in it are durable when the context exits."""
 
 
 class LocalFolder:
-    """Folder on a file system of this machine."""
+    """`StorageFolder` on a file system of this machine."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def create_file(self, name: str) -> FileWriter:
-        """Create a file; an existing one is an error."""
+        """Create the file `name` for writing; an existing one is an error."""
         return _LocalFileWriter(self._path / name)
 
     def open_file(self, name: str) -> RangeReader:
@@ -101,27 +101,27 @@ class LocalFolder:
         return [path.relative_to(self._path).as_posix() for path in self._path.rglob("*") if not path.is_dir()]
 
     def file_stamps(self) -> dict[str, str]:
-        """Return the length and modification time of each file except hidden ones."""
+        """Return {name: length and modification time} of each file except hidden ones."""
         found = {name: (self._path / name).stat() for name in self.list_files() if _is_visible(name)}
         return {name: f"{one.st_size} bytes at {one.st_mtime_ns}" for name, one in found.items()}
 
     @contextlib.contextmanager
     def create_folder(self) -> Iterator[None]:
-        """Create the folder, with an fsync at the end."""
+        """Context manager that creates the folder, and makes the names in it durable by fsync on exit."""
         os.mkdir(self._path)
         yield
         fsync_directory(self._path)
 
 
 class RemoteFolder:
-    """Folder on an object store."""
+    """`StorageFolder` on an object store."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
         self._sizes: dict[str, int] | None = None
 
     def create_file(self, name: str) -> FileWriter:
-        """Create an object by multipart upload; it appears with `finish_file`."""
+        """Create an object by multipart upload; it appears when `finish_file` is called."""
         return _RemoteObjectWriter(self._path / name)
 
     def open_file(self, name: str) -> RangeReader:
@@ -129,7 +129,7 @@ class RemoteFolder:
         return _RemoteObject(self._path / name)
 
     def file_size(self, name: str) -> int:
-        """Return the length of an object as of the last `cache_sizes`, else the current one."""
+        """Return the length in bytes of an object as of the last `cache_sizes`, else the current one."""
         if self._sizes is None:
             return (self._path / name).get_object_size()
         if name not in self._sizes:
@@ -137,7 +137,7 @@ class RemoteFolder:
         return self._sizes[name]
 
     def cache_sizes(self) -> None:
-        """List all sizes in one request instead of one request per file."""
+        """List the sizes of all objects at once, instead of in one request per `file_size` query."""
         self._sizes = self._path.list_object_sizes()
 
     def list_files(self) -> list[str]:
@@ -145,11 +145,11 @@ class RemoteFolder:
         return sorted(self._path.list_object_sizes())
 
     def file_stamps(self) -> dict[str, str]:
-        """Return the length and the store's version information of each object except hidden ones."""
+        """Return {name: length and the store's version information} of each object except hidden ones."""
         return {name: stamp for name, stamp in self._path.list_object_stamps().items() if _is_visible(name)}
 
     def create_folder(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: folders on an object store are prefixes of names."""
+        """Context manager that does nothing: on an object store a folder is only a part of object names."""
         return contextlib.nullcontext()
 
 
@@ -234,7 +234,7 @@ class _RemoteObject:
 
 
 def open_storage_folder(path: Location) -> StorageFolder:
-    """Return the storage folder of a local path or a URL."""
+    """Return the `StorageFolder` of a local path or an object store URL."""
     return RemoteFolder(path) if isinstance(path, RemotePath) else LocalFolder(path)
 
 
@@ -243,8 +243,8 @@ def _is_visible(name: str) -> bool:
 
 
 def regular_file_size(folder: Path, name: str) -> int:
-    """Return the length in bytes of a regular file inside `folder`. Links, pipes and so on are rejected, also as parent
-    folders.
+    """Return the length in bytes of the regular file `name` inside `folder`. Links, pipes and so on are rejected, also
+    as parent folders.
 
     Raises:
         CheckpointError: for a link, pipe or other special file; FileNotFoundError: for a missing file.
@@ -258,7 +258,8 @@ def regular_file_size(folder: Path, name: str) -> int:
 
 
 def map_file_range(file: IO[bytes], begin: int, end: int, *, whole: bool = False) -> Tensor:
-    """Return bytes [begin, end) of a file as a private mapping, uint8: read when used, released with the tensor.
+    """Return bytes [begin, end) of a file as a private memory map, uint8: bytes are read when used and released with
+    the tensor. `whole` is a hint that all of them will be used.
 
     With `whole`, exactly these bytes are requested from the disk at once; else the kernel's read-ahead decides.
     """

@@ -73,7 +73,8 @@ def save_sharded_checkpoint(
     group: dist.ProcessGroup | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Location:
-    """Save a checkpoint to `<root>/step-<step>`; when it returns, it is durable and complete, on every rank.
+    """Save a mega checkpoint of all ranks' boxes to `<root>/step-<step>` and return its folder; when it returns, the
+    checkpoint is durable and complete, on every rank.
 
     The boxes of all ranks must tile each tensor; a box that several ranks have is written once. A checkpoint of the same
     step is replaced. `state`, `assets` (a folder, copied whole) and `provenance` are those of the group's first rank.
@@ -151,7 +152,8 @@ def load_sharded_checkpoint(
     group: dist.ProcessGroup | None = None,
     verify: bool = True,
 ) -> None:
-    """Fill boxes from a checkpoint, in place. Each rank passes the boxes that it needs; other tensors are not read.
+    """Fill this rank's boxes in `tensors` from a mega checkpoint, in place. Each rank passes its own boxes; tensors
+    left out are not read.
 
     With `verify`, every chunk that is read is compared with its checksum. Dtypes are not cast.
 
@@ -169,14 +171,15 @@ def load_sharded_checkpoint(
 
 
 class SaveStall(NamedTuple):
-    """Seconds that a save blocked its caller: waiting for the previous save, and copying."""
+    """Seconds for which an asynchronous save blocked its caller: waiting for the previous save, and copying."""
 
     waiting: float
     copying: float
 
 
 class AsyncSaver:
-    """Asynchronous saver: copies the boxes to host memory, then a thread writes them. One save at a time.
+    """Asynchronous checkpoint saver: copies the boxes to host memory, then a thread writes them. One save runs at a
+    time.
 
     The thread's collectives use a separate process group (gloo), which the constructor creates with torch.distributed, so
     every rank must construct a saver. An error of the thread is raised on every rank by the next `start_save` or by
@@ -201,7 +204,8 @@ class AsyncSaver:
         assets: Path | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> SaveStall:
-        """Start a save like `save_sharded_checkpoint`; after the call, `tensors` and `state` may change.
+        """Begin a save like `save_sharded_checkpoint`, after waiting for the previous one, and return the time spent;
+        afterwards `tensors` and `state` may change.
 
         Raises:
             CheckpointError: when the previous save failed. The new one is not started then.
@@ -216,7 +220,8 @@ class AsyncSaver:
         return SaveStall(waited - started, time.perf_counter() - waited)
 
     def wait_for_save(self) -> Location | None:
-        """Wait for the save in flight; return its folder, or None if there was none.
+        """Wait for the save in flight; return its checkpoint folder, or None if there was none; CheckpointError if it
+        failed.
 
         Raises:
             CheckpointError: when it failed.
@@ -229,7 +234,7 @@ class AsyncSaver:
 
     @property
     def has_failed(self) -> bool:
-        """True if the save in flight has failed on this rank; on others it may continue for a moment."""
+        """True if the save in flight has failed on this rank; on other ranks it may continue for a moment."""
         return self._running is not None and self._running.done() and self._running.exception() is not None
 
     def __enter__(self) -> Self:

@@ -56,18 +56,18 @@ class TensorPiece:
 
     @classmethod
     def whole_tensor(cls, name: str, shape: Sequence[int]) -> TensorPiece:
-        """Return the piece of an unsplit tensor: local and global tensor are the same."""
+        """Return the piece of a tensor that is not sharded: the local tensor is the whole global one."""
         zeros = (0,) * len(shape)
         return cls(name, tuple(shape), zeros, zeros, tuple(shape))
 
     def local_view(self, local: Tensor) -> Tensor:
-        """Return the rectangle as a view of the local tensor."""
+        """Return the piece's rectangle as a view of the tensor `local`."""
         return crop_tensor(local, self.local_start, self.shape)
 
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A tensor that holds `global[offset : offset + tensor.shape]` of some global tensor. Usually a view."""
+    """A local tensor with the elements `global[offset : offset + tensor.shape]` of some global tensor; usually a view."""
 
     offset: TensorShape
     tensor: Tensor
@@ -82,7 +82,9 @@ class ShardedTensor:
 
 
 def boxes_by_name(tensors: Iterable[tuple[Tensor, Sequence[TensorPiece]]]) -> dict[str, ShardedTensor]:
-    """Group local tensors with their pieces by global name: {name: ShardedTensor}. The boxes are views."""
+    """Return {global name: ShardedTensor} for local tensors with their pieces. The boxes are views of the local
+    tensors.
+    """
     out: dict[str, ShardedTensor] = {}
     for tensor, pieces in tensors:
         for piece in pieces:
@@ -94,7 +96,8 @@ def boxes_by_name(tensors: Iterable[tuple[Tensor, Sequence[TensorPiece]]]) -> di
 def boxes_of_flat_range(
     flat: Tensor, pieces: Sequence[TensorPiece], local_shape: TensorShape, start: int
 ) -> dict[str, ShardedTensor]:
-    """Group a range of a flattened local tensor by global name, as ZeRO shards it: {name: ShardedTensor}.
+    """Return {global name: ShardedTensor} for a range of a flattened local tensor, as ZeRO shards it. The boxes are
+    views of `flat`.
 
     `flat` holds elements [start, start + len(flat)) of the local tensor in row-major order. The range is cut into at
     most 2 * axes - 1 rectangles, and each is intersected with each piece.
@@ -114,7 +117,9 @@ def boxes_of_flat_range(
 
 
 def split_flat_range(shape: TensorShape, start: int, stop: int) -> Iterator[tuple[TensorShape, TensorShape, int]]:
-    """Split the row-major range [start, stop) of `shape` into rectangles: (first index, extent, first flat position)."""
+    """Split elements [start, stop), in row-major order, of a tensor of `shape` into rectangles: (first index, extent,
+    first flat position).
+    """
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -140,8 +145,8 @@ def _row_part(shape: TensorShape, row: int, start: int, stop: int) -> Iterator[t
 
 
 def split_box(shape: TensorShape, max_elements: int) -> Iterator[tuple[TensorShape, TensorShape]]:
-    """Split a box into boxes (offset, shape) of at most `max_elements`, contiguous in row-major order and in that
-    order.
+    """Split a box of `shape` into boxes (offset, shape) of at most `max_elements`, each contiguous in row-major order,
+    and yield them in that order.
 
     The number of parts is a power of two and their sizes are equal where possible, so that they align with shards of most
     parallel layouts.
@@ -160,7 +165,7 @@ def split_box(shape: TensorShape, max_elements: int) -> Iterator[tuple[TensorSha
 
 
 def split_into_slabs(box: TensorBox, max_bytes: int) -> Iterator[TensorBox]:
-    """Split a box into boxes of at most `max_bytes`, as `split_box` does."""
+    """Split a box into boxes of at most `max_bytes`, as `split_box` does; the parts are views."""
     for start, shape in split_box(tuple(box.tensor.shape), max_bytes // box.tensor.element_size()):
         yield TensorBox(
             tuple(o + s for o, s in zip(box.offset, start, strict=True)), crop_tensor(box.tensor, start, shape)
@@ -170,8 +175,8 @@ def split_into_slabs(box: TensorBox, max_bytes: int) -> Iterator[TensorBox]:
 def select_replica_share(
     tensors: Mapping[str, ShardedTensor], rank: int, size: int, max_bytes: int = MAX_SLAB_BYTES
 ) -> dict[str, ShardedTensor]:
-    """Return the part of replicated boxes that one of `size` ranks saves: each element is saved by one rank, and all
-    ranks save about the same number of bytes.
+    """Return the part of boxes, replicated on `size` ranks, that rank `rank` saves: each element is saved by one rank,
+    and all ranks save about the same number of bytes.
     """
     if size == 1:
         return dict(tensors)
@@ -198,14 +203,16 @@ def merge_sharded(parts: Iterable[Mapping[str, ShardedTensor]]) -> dict[str, Sha
 def box_overlap(
     offset: TensorShape, shape: TensorShape, other_offset: TensorShape, other_shape: TensorShape
 ) -> tuple[TensorShape, TensorShape] | None:
-    """Return the overlap of two boxes of a tensor as (offset, shape); None if it has no elements."""
+    """Return the overlap of two boxes of one tensor as (offset, shape); None if it has no elements."""
     begin = tuple(map(max, offset, other_offset))
     end = tuple(min(a + n, b + m) for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True))
     return (begin, tuple(e - b for b, e in zip(begin, end, strict=True))) if all(map(int.__lt__, begin, end)) else None
 
 
 def copy_overlap(destination: TensorBox, source: TensorBox) -> int:
-    """Copy the overlap of two boxes of a global tensor; return the number of elements copied."""
+    """Copy the overlap of two boxes of one global tensor from `source` to `destination`; return the number of elements
+    copied.
+    """
     overlap = box_overlap(destination.offset, destination.tensor.shape, source.offset, source.tensor.shape)
     if overlap is None:
         return 0

@@ -17,25 +17,25 @@ LOW = (torch.bfloat16, torch.float16)  # dtypes of weights for which the optimiz
 
 
 class OptimizerNotConverted(Exception):
-    """Reason why the optimizer state cannot be converted."""
+    """Exception for another trainer's optimizer state that cannot be converted; the message is the reason."""
 
 
 class TensorReader(Protocol):
-    """Interface for reading canonical tensors."""
+    """Interface for reading tensors by canonical name, without a model configuration (see `WeightSource`)."""
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names."""
+        """Return the canonical tensor names."""
 
     def tensor_shape(self, name: str) -> TensorShape:
         """Return the global shape of a tensor."""
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read a rectangle of a tensor."""
+        """Read `tensor[offset : offset + shape]` of the tensor `name`."""
 
 
 @dataclass(frozen=True)
 class ConvertedTraining:
-    """Optimizer and trainer state to resume from, besides the weights.
+    """Optimizer and trainer state converted from another trainer's checkpoint, to resume from, without the weights.
 
     Attributes:
         step: number of optimizer steps, including skipped ones.
@@ -51,7 +51,9 @@ class ConvertedTraining:
 def make_trainer_state(
     model: ModelConfig, *, samples: int, updates: int, loss_scale: list[float] | None = None
 ) -> dict[str, Any]:
-    """Return the trainer state of a run of `model` after `samples` samples and `updates` optimizer updates."""
+    """Return the JSON trainer state of a mega checkpoint for a run of `model` after `samples` samples and `updates`
+    optimizer updates.
+    """
     return {
         "consumed_samples": samples,
         "optimizer_steps": updates,

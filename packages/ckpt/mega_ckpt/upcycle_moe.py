@@ -40,7 +40,8 @@ def upcycle_to_moe(
     aux_loss: float = 0.01,
     seed: int = 1234,
 ) -> None:
-    """Write the dense model at `source` as a mixture of experts to `destination`, a mega checkpoint of step 0.
+    """Convert the dense model at `source` to a mixture of experts, whose experts start from its MLPs, and write it to
+    `destination`, a mega checkpoint of step 0.
 
     Args:
         source: a mega checkpoint, a run folder (its latest checkpoint) or a HuggingFace folder.
@@ -66,7 +67,7 @@ def upcycle_to_moe(
 def upcycled_config(
     dense: ModelConfig, *, experts: int, top_k: int, expert_ffn: int | None = None, aux_loss: float = 0.01
 ) -> ModelConfig:
-    """Return the configuration of the mixture of experts.
+    """Return the configuration of the mixture of experts that `upcycle_to_moe` converts the model `dense` to.
 
     Raises:
         ConfigError: when a size does not divide or exceeds another.
@@ -93,7 +94,7 @@ def upcycled_config(
 
 
 class UpcycledSource(DerivedSource):
-    """A `WeightSource` of the mixture of experts, computed from the dense model's tensors when it is read."""
+    """A `WeightSource` of a mixture of experts, computed from a dense model's tensors as it is read."""
 
     def __init__(self, dense: WeightSource, model: ModelConfig, seed: int) -> None:
         assert model.moe is not None
@@ -103,21 +104,23 @@ class UpcycledSource(DerivedSource):
         self._slices = model.ffn_hidden_size // model.moe.ffn_hidden_size
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of the forward pass."""
+        """Return the canonical tensor names of the mixture of experts, in the order of the forward pass."""
         return list(self._shapes)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global shape of a tensor of the mixture of experts."""
         return self._shapes[name]
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the dense tensor that a tensor is made from or belongs to."""
+        """Return the stored dtype of the dense model's tensor that a tensor is made from; a router has the dtype of the
+        layer's MLP weights.
+        """
         if found := ROUTER.fullmatch(name):
             return self.base.tensor_dtype(f"{found[1]}.up_proj.weight")
         return self.base.tensor_dtype(_dense_name(name))
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`."""
+        """Read `tensor[offset : offset + shape]` of the mixture of experts' tensor `name`."""
         if ROUTER.fullmatch(name):
             return crop_tensor(self._make_router(name), offset, shape).to(self.tensor_dtype(name))
         if EXPERT.fullmatch(name):

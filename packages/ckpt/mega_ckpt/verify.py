@@ -31,7 +31,8 @@ READ_BYTES = 1 << 22
 
 @dataclass
 class VerifyReport:
-    """Result of a verification. `problems` names file and tensor; `extra` are files that the manifest does not list.
+    """Result of the verification of a checkpoint. `problems` are messages that name file and tensor; `extra` are files
+    that the manifest does not list.
 
     Formats without `checksums` are only checked for tensors that can be read.
     """
@@ -48,7 +49,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True if every byte is correct, and finite where that was checked."""
+        """True if no problem was found, and no element that is NaN or infinite where that was checked."""
         return not self.problems and not self.not_finite
 
     def __str__(self) -> str:
@@ -64,7 +65,8 @@ class VerifyReport:
 
 
 def verify_checkpoint(folder: Location, *, finite: bool = False) -> VerifyReport:
-    """Read every byte of a checkpoint and compare it with the manifest's checksums; with `finite`, also look for NaN.
+    """Read every byte of a mega checkpoint and compare it with the manifest's checksums; with `finite`, also look for
+    NaN and infinities.
 
     All damaged files are reported.
 
@@ -124,7 +126,8 @@ def _iter_slabs(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """Difference of one tensor: its shapes and dtypes in a and b and, for equal shapes, the largest differences.
+    """Difference of one tensor between checkpoints a and b: its shapes and dtypes in both and, for equal shapes, the
+    largest absolute and relative differences.
 
     `max_rel` is |a - b| / max(|a|, |b|). A NaN on one side only counts as infinite.
     """
@@ -138,7 +141,9 @@ class TensorDiff:
 
 @dataclass
 class CheckpointDiff:
-    """Differences between two checkpoints. `settings` is {path: (value in a, value in b)}; None if a side has no value."""
+    """Differences between checkpoints a and b. `settings` is {path: (value in a, value in b)}, with None for a value
+    that one side lacks.
+    """
 
     a: Location
     b: Location
@@ -150,7 +155,7 @@ class CheckpointDiff:
 
     @property
     def is_identical(self) -> bool:
-        """True if all settings and all bits of all tensors are equal."""
+        """True if all settings and all bits of all tensors of both checkpoints are equal."""
         return not (self.settings or self.only_in_a or self.only_in_b or self.tensors)
 
     def __str__(self) -> str:
@@ -168,7 +173,7 @@ class CheckpointDiff:
 
 
 def diff_checkpoints(a: Location, b: Location) -> CheckpointDiff:
-    """Compare two checkpoints: settings (step, model, state) and every tensor, bit for bit.
+    """Compare two mega checkpoints: settings (step, model, state) and every tensor, bit for bit.
 
     Raises:
         CheckpointError: when one of them is missing or damaged.
@@ -224,7 +229,7 @@ def _tensor_diff(left: Checkpoint, right: Checkpoint, key: str) -> TensorDiff | 
 
 @dataclass
 class TensorGroup:
-    """Tensors with a common prefix and dtype."""
+    """Totals of a checkpoint's tensors with one key prefix and dtype: numbers of tensors, elements and bytes."""
 
     prefix: str
     dtype: str
@@ -235,7 +240,7 @@ class TensorGroup:
 
 @dataclass
 class CheckpointSummary:
-    """Summary of the contents of a checkpoint."""
+    """Summary of the contents of a checkpoint: step, model, trainer state, provenance, sizes and groups of tensors."""
 
     folder: Location
     step: int
@@ -262,7 +267,7 @@ class CheckpointSummary:
 
 
 def group_by_dtype(source: WeightSource) -> list[TensorGroup]:
-    """Return the weights of a source, grouped by dtype."""
+    """Return the totals of a source's weights (tensors, elements, bytes), one group per dtype."""
     groups: dict[str, TensorGroup] = {}
     for name in source.tensor_names():
         dtype, count = source.tensor_dtype(name), math.prod(source.tensor_shape(name))
@@ -274,7 +279,7 @@ def group_by_dtype(source: WeightSource) -> list[TensorGroup]:
 
 
 def inspect_checkpoint(folder: Location) -> CheckpointSummary:
-    """Summarize a checkpoint from its manifest alone.
+    """Summarize a mega checkpoint from its manifest alone, without reading tensors.
 
     Raises:
         CheckpointError: when the manifest is missing or damaged.

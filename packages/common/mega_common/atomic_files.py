@@ -29,11 +29,11 @@ _TEXT = re.compile(
 
 
 class DiskFullError(MegaError):
-    """A file that does not fit: a full disk, a quota or a limit on file size."""
+    """Error for a file that does not fit on its disk: a full disk, a quota or a limit on file size."""
 
 
 def iterate_error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and all its causes and contexts."""
+    """Yield `error` and all exceptions linked to it by `__cause__` and `__context__`."""
     visited: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in visited:
@@ -43,7 +43,8 @@ def iterate_error_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def convert_full_disk_error(error: BaseException, place: Path | str | None = None) -> DiskFullError | None:
-    """Return the error to report if `error` was caused by a full disk, else None.
+    """Return a `DiskFullError` that names the file (`place` if the error names none) if `error` was caused by a full
+    disk, else None.
 
     Args:
         error: the raised error.
@@ -62,7 +63,9 @@ def convert_full_disk_error(error: BaseException, place: Path | str | None = Non
 
 
 def describe_disk_error(error: OSError, full: str = HINT) -> tuple[str, str | None]:
-    """Return the message of an OSError that names a file, and the hint `full` if the disk is full."""
+    """Return (message, hint) for a user about an OSError that names a file; the hint is `full` if the disk is full,
+    else None.
+    """
     hint = full if convert_full_disk_error(error) else None
     return f"{error.filename2 or error.filename}: {error.strerror or error}", hint
 
@@ -79,7 +82,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def fsync_directory(folder: Path) -> None:
-    """Make the names in `folder` durable: a rename survives a power loss only after this."""
+    """Flush the entries of directory `folder` to disk: a rename in it survives a power loss only after this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with add_path_to_errors(folder):
@@ -90,7 +93,9 @@ def fsync_directory(folder: Path) -> None:
 
 @contextlib.contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError without a file name, as raised by writes to an open file (for example on a full disk)."""
+    """Set the file name of an OSError that has none to `path` and raise it again, as for writes to an open file on a
+    full disk.
+    """
     try:
         yield
     except Exception as error:
@@ -101,7 +106,8 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path) -> contextlib.AbstractContextManager[int]:
-    """Hold `<folder>/.lock` while the block runs, by `lock_file_exclusively`.
+    """Hold an exclusive lock on the file `<folder>/.lock` while the block runs; raise ConfigError if another process
+    has it.
 
     Raises:
         ConfigError: naming the process that has the lock.
@@ -114,7 +120,8 @@ def lock_folder(folder: Path) -> contextlib.AbstractContextManager[int]:
 
 @contextlib.contextmanager
 def lock_file_exclusively(path: Path, make_error: Callable[[str], MegaError]) -> Iterator[int]:
-    """Hold an exclusive lock on a file that names its holder while the block runs; yield the file descriptor.
+    """Hold an exclusive flock on file `path`, which names this process as the holder, while the block runs; yield the
+    file descriptor. Raise `make_error(holder)` if another process has the lock.
 
     A child that inherits the descriptor keeps the lock; the system releases it when the last process ends. On NFS it
     works across machines. On a file system without locks, a warning is logged and the block runs.
@@ -146,7 +153,8 @@ def lock_file_exclusively(path: Path, make_error: Callable[[str], MegaError]) ->
 
 @contextlib.contextmanager
 def open_atomic_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
-    """Open a temporary file next to `path` for writing; rename it to `path` on exit without an error.
+    """Open a temporary file next to `path` for writing; on exit without an error rename it to `path`, replacing an
+    existing file.
 
     After an error or a kill, `path` is unchanged. The temporary name begins with a dot and ends in `.tmp`, so that no
     reader matches it.
@@ -170,7 +178,8 @@ def open_atomic_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
 
 @contextlib.contextmanager
 def create_atomic_folder(path: Path) -> Iterator[Path]:
-    """Create a temporary folder next to `path`; rename it to `path` on exit without an error.
+    """Create a temporary folder next to `path` to fill; on exit without an error rename it to `path`, replacing an
+    existing folder.
 
     An existing `path` is moved aside first and deleted last. After an error, or a kill in the block, `path` is
     unchanged. The caller must make the files in the temporary folder durable; the folder entries are made so here.
@@ -186,7 +195,8 @@ def create_atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def install_folder(temporary: Path, path: Path) -> None:
-    """Rename a folder, whose files are already durable, to `path` on the same disk.
+    """Rename the folder `temporary`, whose files are already durable, to `path` on the same disk, replacing an existing
+    folder.
 
     An existing `path` is moved aside first and deleted last; after an error it gets its name back.
     """
@@ -206,14 +216,18 @@ def install_folder(temporary: Path, path: Path) -> None:
 
 
 def write_json_atomically(path: Path, value: object) -> None:
-    """Write `value` atomically as indented JSON. NaN and infinities, which JSON lacks, raise ValueError."""
+    """Write `value` as indented JSON to file `path` by an atomic rename. NaN and infinities, which JSON lacks, raise
+    ValueError.
+    """
     with open_atomic_file(path, text=True) as stream:
         json.dump(value, stream, indent=1, allow_nan=False)
         stream.write("\n")
 
 
 def compute_file_sha256(path: Path, *, chunk: int = 1 << 22, advance: Callable[[int], None] | None = None) -> str:
-    """Return the hex SHA-256 of a file, read in blocks of `chunk` bytes; `advance` is called with the size of each."""
+    """Return the hex SHA-256 of a whole file, read in blocks of `chunk` bytes; `advance` is called with the number of
+    bytes of each block.
+    """
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while block := stream.read(chunk):

@@ -35,7 +35,8 @@ class BoundedYamlLoader(yaml.SafeLoader):
         self._sizes: dict[str, int | None] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next node.
+        """Compose the next YAML node, as PyYAML's composer does; raise ConfigError if a limit is exceeded or a node
+        contains itself.
 
         Raises:
             ConfigError: if a limit is exceeded, or a node contains itself.
@@ -69,7 +70,7 @@ class BoundedYamlLoader(yaml.SafeLoader):
 
 
 class StrictYamlLoader(BoundedYamlLoader):
-    """Strict YAML loader, which rejects duplicate keys.
+    """Strict YAML loader, which raises an error for duplicate keys instead of using the last.
 
     Plain words are resolved by the core schema of YAML 1.2: `3e-4` is a number, while `no`, `12:30:00` and `2026-01-31`
     are text.
@@ -78,7 +79,7 @@ class StrictYamlLoader(BoundedYamlLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping.
+        """Construct the dictionary of a YAML mapping node; raise ConfigError if a key is given twice.
 
         Raises:
             ConfigError: for a duplicate key.
@@ -127,7 +128,8 @@ StrictYamlLoader.add_constructor("tag:yaml.org,2002:int", _construct_core_intege
 
 
 def parse_yaml_text(text: str, source: str, loader: type[BoundedYamlLoader] = StrictYamlLoader) -> Any:
-    """Return the value of a YAML document, read by the core schema of YAML 1.2 unless another `loader` is given.
+    """Return the value of the YAML document `text`, read by the core schema of YAML 1.2 unless another `loader` is
+    given; errors name `source`.
 
     Raises:
         ConfigError: if it is not YAML, repeats a key or exceeds a limit; the message begins with `source`.
@@ -143,7 +145,8 @@ def parse_yaml_text(text: str, source: str, loader: type[BoundedYamlLoader] = St
 
 
 def check_yaml_limits(path: Path) -> None:
-    """Check that a YAML file, which another library loads with its own tags, stays within the limits.
+    """Check that a YAML file, which another library loads with its own tags, stays within the limits of
+    `BoundedYamlLoader`; raise ConfigError if not.
 
     Raises:
         ConfigError: if it cannot be read, is not YAML or exceeds a limit.
@@ -159,7 +162,8 @@ def check_yaml_limits(path: Path) -> None:
 
 
 def read_file_start(path: Path, length: int = -1) -> bytes:
-    """Return the first `length` bytes of a file, by default all; a FIFO without a writer reads as empty.
+    """Return the first `length` bytes of a file, by default the whole file; a FIFO without a writer reads as empty
+    instead of blocking.
 
     Raises:
         OSError: if it is missing or not a file.
@@ -171,7 +175,9 @@ def read_file_start(path: Path, length: int = -1) -> bytes:
 
 
 def explain_read_error(error: Exception) -> str:
-    """Return the reason why a file cannot be read, without its name and the error number."""
+    """Return the reason why reading a file raised `error`, as text for a user without the file name and the error
+    number.
+    """
     if isinstance(error, IsADirectoryError):
         return "it is a folder, and a file is required"
     if isinstance(error, NotADirectoryError):
@@ -182,7 +188,7 @@ def explain_read_error(error: Exception) -> str:
 
 
 def read_settings_file(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> str:
-    """Return the text of a settings file, at most `max_bytes` bytes of UTF-8.
+    """Return the text of a UTF-8 settings file; raise ConfigError if it has more than `max_bytes` bytes.
 
     Raises:
         ConfigError: if it is missing, larger or not text.
@@ -198,7 +204,8 @@ def read_settings_file(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> str:
 
 
 def read_utf8_text(path: Path, error_type: type[MegaError], *, hint: str | None = None) -> str:
-    """Return the text of a UTF-8 file, at most `MAX_FILE_BYTES` bytes.
+    """Return the text of a UTF-8 file; raise `error_type` with `hint` if it cannot be read or is larger than
+    `MAX_FILE_BYTES` (256 MiB).
 
     Raises:
         MegaError: of type `error_type`, if it is missing, not a file, larger or not text.
@@ -213,7 +220,7 @@ def read_utf8_text(path: Path, error_type: type[MegaError], *, hint: str | None 
 
 
 def read_json_file(path: Path, error_type: type[MegaError], *, hint: str | None = None) -> Any:
-    """Return the value of a JSON file.
+    """Return the value of a JSON file; raise `error_type` with `hint` if it cannot be read or parsed.
 
     Raises:
         MegaError: of type `error_type`, if it is missing, not a file or not JSON.
@@ -226,7 +233,8 @@ def read_json_file(path: Path, error_type: type[MegaError], *, hint: str | None 
 
 
 def parse_json_text(text: str | bytes) -> Any:
-    """Return the value of a JSON document.
+    """Return the value of a JSON document; raise ValueError if it is invalid, nested too deeply or gives a key two
+    values.
 
     Raises:
         ValueError: if it is not JSON, is nested too deeply, gives a key two values, or has an integer of thousands of
@@ -239,7 +247,8 @@ def parse_json_text(text: str | bytes) -> Any:
 
 
 def reject_duplicate_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the members of a JSON object as a dictionary.
+    """Return the members of a JSON object as a dictionary, for `json.loads(object_pairs_hook=...)`; raise ValueError if
+    a key has two different values.
 
     Raises:
         ValueError: if a key has two different values.

@@ -20,7 +20,7 @@ _REQUIRED_VALUES = {
 
 
 class EncoderConfig(StrictConfig):
-    """Encoder of an encoder-decoder model (arXiv:1706.03762).
+    """Configuration of the encoder of an encoder-decoder model (arXiv:1706.03762).
 
     The first layers of the model, with bidirectional attention over a separate sequence. The other layers attend to its
     output by cross attention.
@@ -32,7 +32,9 @@ class EncoderConfig(StrictConfig):
 
 
 class MaskedLmConfig(StrictConfig):
-    """Masked-LM head of an encoder: norm(act(W x)), then the output matrix and a bias per token (BERT)."""
+    """Masked-LM head of an encoder such as BERT: norm(act(W x)) of each hidden state x, then the output matrix and a
+    bias per vocabulary token.
+    """
 
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
     dense_bias: bool = Field(True, description="bias of W")
@@ -40,7 +42,7 @@ class MaskedLmConfig(StrictConfig):
 
 
 class RelativePositionConfig(StrictConfig):
-    """Relative position bias of T5 (arXiv:1910.10683, section 2.1).
+    """Configuration of T5's relative position bias of attention scores (arXiv:1910.10683, section 2.1).
 
     A value is added to each head's scores by the bucket of the distance between key and query. Half of the buckets have
     one distance each, the others grow up to `max_distance`, and the last has all larger distances.
@@ -52,7 +54,7 @@ class RelativePositionConfig(StrictConfig):
 
 
 def find_encoder_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield settings that conflict with an encoder or with relative positions."""
+    """Yield the settings of `model` that conflict with an encoder section or with relative position biases."""
     if model.position == "relative":
         if model.encoder is None:
             yield ConfigProblem(

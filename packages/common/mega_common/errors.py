@@ -12,7 +12,7 @@ INTERRUPTED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: running the same command a
 
 
 class MegaError(Exception):
-    """Base of all user-facing errors: a sentence that names the problem, and optionally a fix."""
+    """Base of all user-facing errors: a message that names the problem, and optionally a hint how to fix it."""
 
     exit_status: ClassVar[int] = 2
 
@@ -36,40 +36,46 @@ def _rebuild_error(kind: type[MegaError], message: str, hint: str | None) -> Meg
 
 
 class ConfigError(MegaError):
-    """A configuration that cannot be used: unknown keys, bad values or conflicting rules."""
+    """Error for a configuration that cannot be used: unknown keys, bad values or conflicting rules."""
 
 
 class DataError(MegaError):
-    """An input text, token file or tokenizer that cannot be used."""
+    """Error for an input text, token file or tokenizer that cannot be used."""
 
 
 class CheckpointError(MegaError):
-    """A checkpoint that is missing, incomplete, corrupt, of another format or of another model."""
+    """Error for a checkpoint that is missing, incomplete, corrupt, in another format or from another model."""
 
 
 class NoCheckpointError(CheckpointError):
-    """A readable path without a checkpoint, as opposed to one that cannot be read."""
+    """Error for a readable path without a checkpoint, as opposed to a path that cannot be read."""
 
 
 class MissingPackageError(MegaError):
-    """A package or extra that a command needs and that is not installed."""
+    """Error for a Python package or extra that a command needs and that is not installed."""
 
 
 class TrainingError(MegaError):
-    """Training that cannot continue: a loss that is not finite, a lost rank, a device out of memory."""
+    """Error for training that cannot continue: a loss that is not finite, a lost rank, a device out of memory."""
 
     exit_status: ClassVar[int] = 1
 
 
 class NumericalError(TrainingError):
-    """Numerical failure by the run's policy; a restart would reproduce it."""
+    """Training error raised by the run's own policy for non-finite losses or gradients and for loss spikes; a restart
+    would reproduce it.
+    """
 
 
 class TrainingInterrupted(MegaError):
-    """Training that was stopped before its last step (by a signal or a limit) and has saved a checkpoint."""
+    """Raised when training stopped before its last step (by a signal or a limit of time or steps) after it saved a
+    checkpoint.
+    """
 
     exit_status: ClassVar[int] = INTERRUPTED_STATUS
 
 
 class TrainingTerminated(TrainingInterrupted):
-    """Training that was stopped by SIGTERM and has saved; launchers send it to restart with another number of ranks."""
+    """Raised when training was stopped by SIGTERM after it saved a checkpoint; launchers send SIGTERM to restart with
+    another number of ranks.
+    """

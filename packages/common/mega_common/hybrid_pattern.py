@@ -18,7 +18,7 @@ MOST_LAYERS = 10_000  # layers of a model
 
 @dataclass(frozen=True)
 class HybridLayerPattern:
-    """Parsed hybrid layer pattern.
+    """Parsed `hybrid_layer_pattern` of Megatron-LM: one letter per layer, pipeline stages and MTP depths.
 
     Attributes:
         letters: letters of all layers.
@@ -32,7 +32,8 @@ class HybridLayerPattern:
 
     @classmethod
     def parse(cls, text: str) -> HybridLayerPattern:
-        """Parse the text of a `hybrid_layer_pattern` flag.
+        """Parse the text of Megatron-LM's `hybrid_layer_pattern` flag, such as `M*M-|M*M-/*-`: one letter per layer,
+        `|` between pipeline stages, `/` before each MTP depth.
 
         Raises:
             ValueError: for an unsupported letter, and for no or too many layers.
@@ -51,7 +52,9 @@ class HybridLayerPattern:
 
     @property
     def layer_kind_names(self) -> list[str]:
-        """Kinds of all layers; an MTP depth is one layer with a mixer and a feed-forward block, as in DeepSeek-V3."""
+        """Names of the kinds of all layers, such as `mamba` or `attention+mlp`; each MTP depth counts as one layer with
+        a mixer and a feed-forward block, as in DeepSeek-V3.
+        """
         return [LETTERS[letter] for letter in self.letters] + [
             _parse_mtp_depth(letters) for letters in self.mtp_letters
         ]
@@ -68,7 +71,8 @@ def _parse_mtp_depth(letters: str) -> str:
 
 
 def build_hybrid_pattern(raw: Mapping[str, Any]) -> HybridLayerPattern | None:
-    """Return the pattern of Megatron settings, given directly or by ratios of attention and MLP layers, else None.
+    """Return the hybrid layer pattern that Megatron-LM arguments `raw` give, either directly or by the ratios of
+    attention and MLP layers; None if they give none.
 
     Raises:
         ValueError: for an unsupported pattern.
@@ -85,7 +89,9 @@ def build_hybrid_pattern(raw: Mapping[str, Any]) -> HybridLayerPattern | None:
 
 
 def distribute_layer_kinds(layers: int, attention: float, mlp: float) -> str:
-    """Return the letters of `layers` layers with evenly spaced shares of attention and MLP layers, the rest Mamba-2."""
+    """Return one Megatron letter per layer for `layers` layers: the shares `attention` (*) and `mlp` (-), evenly
+    spaced, all others Mamba-2 (M).
+    """
     chosen = round(layers * attention)
     letters = _replace_evenly("M" * layers, "*", (layers - chosen) / (chosen + 1))
     chosen = round(layers * mlp)
@@ -107,7 +113,9 @@ def _replace_evenly(letters: str, kind: str, between: float) -> str:
 
 
 def build_mamba_section(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of Mamba-2; by default the heads have twice the width of the model in total."""
+    """Return the `mamba` section of a model configuration from Megatron-LM arguments `raw`; by default all Mamba-2
+    heads together are twice as wide as the model.
+    """
     width = raw.get("mamba_head_dim") or 64
     return {
         "num_heads": raw.get("mamba_num_heads") or 2 * (raw.get("hidden_size") or 0) // width,

@@ -20,14 +20,15 @@ LETTERS = {"M": "mamba", "G": "delta", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 class LayerKind(NamedTuple):
-    """Kind of a layer: its mixer and its feed-forward block, of which at least one is set."""
+    """Kind of a layer: the token mixer and the feed-forward block, at least one of which is set."""
 
     mixer: MixerKind | None
     feed_forward: FeedForwardKind | None
 
     @classmethod
     def parse(cls, text: str) -> LayerKind:
-        """Parse "mixer", "feed" or "mixer+feed".
+        """Parse the text "mixer", "feed" or "mixer+feed", such as `mamba`, `mlp` or `attention+moe`; raise ValueError
+        for other text.
 
         Raises:
             ValueError: if it is none of these.
@@ -41,7 +42,7 @@ class LayerKind(NamedTuple):
 
 
 class RepeatedLayers(StrictConfig):
-    """Sequence of layers that is repeated several times."""
+    """Item of a layer pattern: a sequence of layers that is repeated several times."""
 
     times: LayerCount
     of: list[str] = Field(min_length=1)
@@ -51,14 +52,16 @@ LayerPatternSpec = list[str | RepeatedLayers] | str
 
 
 def expand_layer_pattern(pattern: LayerPatternSpec) -> list[str]:
-    """Return one entry per layer; letters that are not Megatron's stay unchanged."""
+    """Return the name of each layer's kind, with repetitions expanded; in a string pattern each letter is one layer,
+    and letters that are not Megatron's stay unchanged.
+    """
     if isinstance(pattern, str):
         return [LETTERS.get(letter, letter) for letter in pattern]
     return [name for item in pattern for name in ([item] if isinstance(item, str) else item.of * item.times)]
 
 
 def validate_layer_pattern(pattern: LayerPatternSpec) -> LayerPatternSpec:
-    """Validate a layer pattern and return it.
+    """Return `pattern` unchanged; raise ValueError if it has no layer or names an unknown kind of layer.
 
     Raises:
         ValueError: if it is empty or has an unknown layer kind.
@@ -77,7 +80,8 @@ def validate_layer_pattern(pattern: LayerPatternSpec) -> LayerPatternSpec:
 
 
 class MambaConfig(StrictConfig):
-    """Mamba-2 layers (arXiv:2405.21060): heads of `head_dim` x `state_size` states; B and C are shared by a group.
+    """Configuration of Mamba-2 layers (arXiv:2405.21060): heads of `head_dim` x `state_size` states; the heads of a
+    group share B and C.
 
     The step size is softplus(dt + bias), clamped to `dt_limit`. The bias is initialised so that the step size is
     log-uniform in `dt_init`, at least `dt_init_floor`. The norm before the output projection is over each group's
@@ -101,11 +105,13 @@ class MambaConfig(StrictConfig):
 
     @property
     def inner_size(self) -> int:
-        """Number of channels of all heads together."""
+        """Number of channels of all Mamba-2 heads together: heads times head size."""
         return self.num_heads * self.head_dim
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules between sizes and between limits."""
+        """Yield violated rules of the Mamba-2 settings: head counts that the groups do not divide, and lower limits
+        above upper limits.
+        """
         if self.num_heads % self.num_groups:
             yield ConfigProblem("num_groups", f"must divide num_heads = {self.num_heads}", self.num_groups)
         for name, (low, high) in (("dt_limit", self.dt_limit), ("dt_init", self.dt_init)):
@@ -114,7 +120,8 @@ class MambaConfig(StrictConfig):
 
 
 class MlaConfig(StrictConfig):
-    """Multi-head latent attention (arXiv:2405.04434): keys and values are projected from a narrow latent.
+    """Configuration of multi-head latent attention (arXiv:2405.04434): keys and values are projected from a narrow
+    latent.
 
     The KV cache has only the latent. A head's query and key have `qk_nope_head_dim` elements without rotation and
     `qk_rope_head_dim` with rotation; the rotated part of the key is shared by all heads.
@@ -129,7 +136,9 @@ class MlaConfig(StrictConfig):
 
 
 class GatedDeltaConfig(StrictConfig):
-    """Gated delta net layers (arXiv:2412.06464): states of `key_head_dim` x `value_head_dim` for each value head."""
+    """Configuration of gated delta net layers (arXiv:2412.06464): a state of `key_head_dim` x `value_head_dim` for each
+    value head.
+    """
 
     num_key_heads: PositiveInt
     num_value_heads: PositiveInt
@@ -144,14 +153,16 @@ class GatedDeltaConfig(StrictConfig):
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules between sizes."""
+        """Yield violated rules between the head counts of gated delta net layers."""
         if self.num_value_heads % self.num_key_heads:
             rule = f"must divide num_value_heads = {self.num_value_heads}"
             yield ConfigProblem("num_key_heads", rule, self.num_key_heads)
 
 
 def find_missing_sections(layers: Sequence[LayerKind], given: dict[str, bool]) -> Iterator[ConfigProblem]:
-    """Yield a problem for each layer kind in use whose section is not given."""
+    """Yield a problem for each kind that `layers` use and whose configuration section is not `given` (by kind, true if
+    present).
+    """
     used = dict.fromkeys(half for layer in layers for half in layer)
     for kind, is_given in given.items():
         if kind in used and not is_given:

@@ -26,7 +26,7 @@ N = TypeVar("N", int, float)
 
 
 class LoraConfig(StrictConfig):
-    """Configuration of a LoRA adapter."""
+    """Configuration of a LoRA adapter: adapted modules, ranks, scales and the rsLoRA, DoRA and QLoRA variants."""
 
     rank: PositiveInt = 16
     alpha: float = Field(32.0, gt=0, description="the update is multiplied by alpha / rank")
@@ -51,7 +51,7 @@ class LoraConfig(StrictConfig):
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield conflicting settings, and patterns that are not regular expressions."""
+        """Yield conflicting LoRA settings, and module patterns that are not regular expressions."""
         if self.dora and self.dropout:
             yield ConfigProblem("dropout", "is not supported with dora", self.dropout, "dropout: 0")
         if self.quantize and self.dora:
@@ -64,16 +64,20 @@ class LoraConfig(StrictConfig):
                     yield ConfigProblem(key, f"must be regular expressions ({error})", pattern)
 
     def get_adapter_rank(self, module: str) -> int | None:
-        """Return the LoRA rank of a module, by its canonical name without `.weight`; None for a module without adapter."""
+        """Return the LoRA rank of a module, by its canonical name without `.weight`; None for a module without an
+        adapter.
+        """
         return _get_override(self.ranks, module, self.rank) if matches_module_pattern(module, self.modules) else None
 
     def get_adapter_scale(self, module: str) -> float:
-        """Return the scale s by which B A is multiplied."""
+        """Return the scale s of a module's LoRA update s B A: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         rank = _get_override(self.ranks, module, self.rank)
         return _get_override(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
     def is_fully_trained(self, name: str) -> bool:
-        """Return whether a tensor, by its canonical name, is trained in full."""
+        """Return whether a tensor, by its canonical name, is trained in full in addition to the adapter
+        (`modules_to_save`).
+        """
         return matches_module_pattern(name.rpartition(".")[0], self.modules_to_save)
 
 
@@ -82,17 +86,19 @@ def _get_override(patterns: Mapping[str, N], module: str, default: N) -> N:
 
 
 def is_trainable_tensor(name: str, freeze: Sequence[str], lora: LoraConfig | None) -> bool:
-    """Return whether a run with these frozen patterns and this adapter trains the tensor with a canonical name."""
+    """Return whether a run with `freeze` patterns (shell globs) and the adapter `lora` trains the tensor with canonical
+    name `name`.
+    """
     if any(fnmatchcase(name, pattern) for pattern in freeze):
         return False
     return lora is None or is_adapter_tensor(name) or lora.is_fully_trained(name)
 
 
 def is_adapter_tensor(name: str) -> bool:
-    """Return whether a tensor, by its canonical name, belongs to an adapter."""
+    """Return whether a tensor, by its canonical name, belongs to a LoRA adapter."""
     return ".lora_" in name
 
 
 def matches_module_pattern(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether any of the patterns matches the name, either all of it or its end after a dot."""
+    """Return whether any of the regular expressions `patterns` matches the whole of `name`, or its end after a dot."""
     return any(re.fullmatch(rf"(.*\.)?({pattern})", name) for pattern in patterns)

@@ -33,7 +33,7 @@ GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_erf"})
 
 
 class RopeConfig(StrictConfig):
-    """Rotary position embedding (arXiv:2104.09864) and its scaling to longer contexts.
+    """Configuration of rotary position embeddings (RoPE, arXiv:2104.09864) and their scaling to longer contexts.
 
     `scaling` names follow transformers' `rope_type`; the fields after it are the parameters of each kind: `linear` and
     `dynamic` (factor), `llama3` (factor, low_freq_factor, high_freq_factor, original_max_position), `yarn`
@@ -66,7 +66,7 @@ class RopeConfig(StrictConfig):
 
 
 class MoeConfig(StrictConfig):
-    """Mixture of experts (MoE) instead of the feed-forward block, in the layers that `layers` names.
+    """Mixture of experts (MoE) instead of the feed-forward block, in the layers listed in `layers`, by default all.
 
     The router's scores are fp32: a softmax or sigmoid of x W^T over all experts. Each token goes to the `top_k` experts
     of the highest scores (plus the optional selection bias), of the `top_groups` best of `groups` groups. The outputs
@@ -107,7 +107,7 @@ class MoeConfig(StrictConfig):
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules between numbers of experts and groups."""
+        """Yield violated rules between the numbers of experts, chosen experts and expert groups."""
         if self.num_experts % self.groups:
             yield ConfigProblem("groups", f"must divide num_experts = {self.num_experts}", self.groups)
         elif self.top_k > self.num_experts // self.groups * self.top_groups:
@@ -238,12 +238,14 @@ class ModelConfig(StrictConfig):
 
     @property
     def key_value_heads(self) -> int:
-        """Number of key/value heads."""
+        """Number of key/value heads of an attention layer."""
         return self.num_kv_heads or self.num_attention_heads
 
     @property
     def heads_by_mixer(self) -> dict[MixerKind, tuple[int, int]]:
-        """Heads of each mixer kind in use: (heads, shared key/value heads, key heads or groups)."""
+        """Head counts of each mixer kind in use, as (heads, shared heads): shared are key/value heads of attention,
+        groups of Mamba-2, key heads of gated delta nets.
+        """
         mamba, delta, used = self.mamba, self.delta, self._mixer_kinds
         every: dict[MixerKind, tuple[int, int]] = {
             "attention": (self.num_attention_heads, self.key_value_heads),
@@ -254,7 +256,7 @@ class ModelConfig(StrictConfig):
 
     @property
     def is_recurrent(self) -> bool:
-        """True if any layer carries a state from token to token."""
+        """True if any layer (Mamba-2 or gated delta net) carries a state from token to token."""
         return not self._mixer_kinds.isdisjoint(("mamba", "delta"))
 
     @property
@@ -266,7 +268,9 @@ class ModelConfig(StrictConfig):
 
     @property
     def shared_head_counts(self) -> set[int]:
-        """Numbers of heads or groups, one per kind, that several ranks may replicate."""
+        """Numbers of shared heads or groups (key/value heads, Mamba-2 groups, delta net key heads) that several tensor-
+        parallel ranks may replicate.
+        """
         groups = {self.mamba.num_groups} if self.mamba else set()
         return {self.key_value_heads} | groups | ({self.delta.num_key_heads} if self.delta else set())
 
@@ -284,11 +288,11 @@ class ModelConfig(StrictConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Number of elements of a head that are rotated by RoPE."""
+        """Number of elements of each attention head that are rotated by RoPE."""
         return self.mla.qk_rope_head_dim if self.mla else int(self.query_key_head_dim * self.rope.fraction)
 
     def get_attention_window(self, layer: int) -> int | None:
-        """Return the attention window of a layer in keys, including the query's own; None for full attention."""
+        """Return the sliding attention window of a layer in keys, including the query's own; None for full attention."""
         return None if layer in (self.full_attention_layers or ()) else self.sliding_window
 
     @property
@@ -298,27 +302,33 @@ class ModelConfig(StrictConfig):
 
     @property
     def has_encoder(self) -> bool:
-        """True if an encoder reads a second input: a source sequence or retrieved neighbors."""
+        """True if an encoder reads a second input in addition to the decoder's text: a source sequence or retrieved
+        neighbors.
+        """
         return self.encoder is not None or self.retro is not None
 
     def is_encoder_layer(self, layer: int) -> bool:
-        """Return whether a layer belongs to the encoder."""
+        """Return whether the layer with this index belongs to the encoder of an encoder-decoder model."""
         return self.encoder is not None and layer < self.encoder.num_layers
 
     def has_cross_attention(self, layer: int) -> bool:
-        """Return whether a layer attends to an encoder's output."""
+        """Return whether the layer with this index attends to an encoder's output by cross attention."""
         if self.retro is not None:
             return layer in self.retrieval_layers
         return self.encoder is not None and layer >= self.encoder.num_layers
 
     @property
     def retrieval_layers(self) -> list[int]:
-        """Layers that attend to retrieved neighbors; the neighbor encoder runs before the first of them."""
+        """Indices of the decoder layers that attend to retrieved neighbors; the neighbor encoder runs before the first
+        of them.
+        """
         return [] if self.retro is None else self.retro.list_retrieval_layers(self.num_layers)
 
     @property
     def neighbor_encoder_config(self) -> ModelConfig | None:
-        """Configuration of the neighbor encoder, whose first layer attends to the chunk; None without retrieval."""
+        """Configuration of the encoder of retrieved neighbors (Retro), whose first layer attends to the text chunk that
+        they were retrieved for; None without retrieval.
+        """
         retro = self.retro
         if retro is None:
             return None
@@ -332,16 +342,16 @@ class ModelConfig(StrictConfig):
         return self.model_copy(update=fields)
 
     def has_rotary_positions(self, layer: int) -> bool:
-        """Return whether a layer rotates queries and keys by position."""
+        """Return whether the layer with this index rotates queries and keys by position (RoPE)."""
         return self.position == "rope" and layer not in (self.no_rope_layers or ())
 
     @property
     def layer_kinds(self) -> list[LayerKind]:
-        """Kinds of all layers, MTP layers included."""
+        """Mixer and feed-forward block of every layer, in order; multi-token prediction (MTP) layers come last."""
         return [self.get_layer_kind(layer) for layer in range(self.num_layers + self.mtp_layers)]
 
     def get_layer_kind(self, layer: int) -> LayerKind:
-        """Return the mixer and the feed-forward block of a layer."""
+        """Return the mixer and the feed-forward block of the layer with this index."""
         names = expand_layer_pattern(self.layers or [])
         if layer < len(names):
             return LayerKind.parse(names[layer])
@@ -349,24 +359,24 @@ class ModelConfig(StrictConfig):
         return LayerKind("attention", "moe" if sparse else "mlp")
 
     def get_mixer_kind(self, layer: int) -> MixerKind | None:
-        """Return the token mixer of a layer."""
+        """Return the token mixer of the layer with this index (attention, mamba or delta); None if it has none."""
         return self.get_layer_kind(layer).mixer
 
     def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:
-        """Return the kind of a layer's feed-forward block."""
+        """Return the feed-forward block of the layer with this index (mlp or moe); None if it has none."""
         return self.get_layer_kind(layer).feed_forward
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Return whether a layer's feed-forward block is a mixture of experts."""
+        """Return whether the feed-forward block of the layer with this index is a mixture of experts."""
         return self.get_feed_forward_kind(layer) == "moe"
 
     @property
     def vision_encoder_config(self) -> ModelConfig | None:
-        """Configuration of the vision encoder's layers; None without one."""
+        """Configuration of the vision encoder's transformer layers; None without a vision encoder."""
         return None if self.vision is None else ModelConfig.model_validate(self.vision.encoder_fields)
 
     def uses_tensor(self, name: str) -> bool:
-        """Return whether the forward pass uses a tensor, by its canonical name.
+        """Return whether the model's forward pass uses a tensor, by its canonical name.
 
         The last layers of a vision encoder may be unused.
         """
@@ -374,7 +384,7 @@ class ModelConfig(StrictConfig):
 
     @property
     def has_gated_mlp(self) -> bool:
-        """True if the feed-forward block has a gate projection."""
+        """True if the feed-forward block has a gate projection in addition to its up projection, as in SwiGLU."""
         return self.activation in GATED_ACTIVATIONS
 
     @model_validator(mode="before")
@@ -396,5 +406,5 @@ class ModelConfig(StrictConfig):
         return {**raw, "num_layers": len(expand_layer_pattern(repeats))}
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules between fields, by `mega_common.model_rules`."""
+        """Yield violated rules between the fields of this model configuration, by `mega_common.model_rules`."""
         return find_model_problems(self)

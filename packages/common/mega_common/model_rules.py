@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def find_model_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield violated rules between the fields of a model."""
+    """Yield violated rules between the fields of a model configuration."""
     yield from _find_head_problems(model) if "attention" in model.heads_by_mixer else ()
     layers = model.num_layers + model.mtp_layers
     listed = {

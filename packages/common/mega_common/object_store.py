@@ -25,18 +25,21 @@ READ_AHEAD = 1 << 23  # bytes of one request
 
 
 class Stamp(NamedTuple):
-    """Version of an object: its length, and its ETag or modification time, empty if the store reports none."""
+    """Version of an object in an object store: its size in bytes, and its ETag or modification time, empty if the store
+    reports neither.
+    """
 
     size: int
     state: str
 
 
 class ObjectStoreError(MegaError):
-    """An object store that cannot be reached or refuses a request, so its contents are unknown."""
+    """Error for an object store that cannot be reached or refuses a request, so its contents are unknown."""
 
 
 class RemotePath(str):
-    """Path on an object store, as a URL, with the methods of `pathlib.Path` that readers of checkpoints and data need.
+    """Path on an object store, as a URL string, with the methods of `pathlib.Path` that readers of checkpoints and data
+    need.
 
     Raises:
         ObjectStoreError: from every method, if the store cannot be reached or refuses the request.
@@ -50,16 +53,16 @@ class RemotePath(str):
 
     @property
     def name(self) -> str:
-        """Last component of the path."""
+        """Last component of the remote path."""
         return self.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """Path without its last component."""
+        """Remote path without its last component."""
         return RemotePath(self.rpartition("/")[0])
 
     def is_file(self) -> bool:
-        """Return whether an object of this name exists."""
+        """Return whether an object with exactly this path exists."""
         return self._get_entry_kind() == "file"
 
     def is_dir(self) -> bool:
@@ -67,11 +70,11 @@ class RemotePath(str):
         return self._get_entry_kind() == "directory"
 
     def exists(self) -> bool:
-        """Return whether an object or a folder of this name exists."""
+        """Return whether an object with this path, or objects below it, exist."""
         return self._get_entry_kind() is not None
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yield the direct children in order; nothing if there are none."""
+        """Yield the direct children of this remote folder, sorted by name; nothing if there are none."""
         with self._connect() as (files, path):
             try:
                 names = files.ls(path, detail=False)
@@ -81,11 +84,13 @@ class RemotePath(str):
             yield self / name.rstrip("/").rpartition("/")[2]
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yield the direct children whose names match a pattern."""
+        """Yield the direct children of this remote folder whose names match the shell `pattern`; subfolders are not
+        searched.
+        """
         return (child for child in self.iterdir() if fnmatch(child.name, pattern))
 
     def read_bytes(self, begin: int | None = None, end: int | None = None) -> bytes:
-        """Read only the bytes [begin, end) of an object; default: all.
+        """Return the bytes [begin, end) of this object, by default all; only these are transferred.
 
         Raises:
             FileNotFoundError: if the object does not exist.
@@ -94,12 +99,12 @@ class RemotePath(str):
             return bytes(files.cat_file(path, start=begin, end=end))
 
     def write_bytes(self, data: bytes) -> None:
-        """Write an object in one request that replaces an existing one."""
+        """Write this object with the content `data`, in one request that replaces an existing object."""
         with self._connect(writing=True) as (files, path):
             files.pipe_file(path, data)
 
     def get_object_size(self) -> int:
-        """Return an object's length in bytes.
+        """Return the size of this object in bytes.
 
         Raises:
             FileNotFoundError: if the object does not exist.
@@ -108,18 +113,20 @@ class RemotePath(str):
             return int(files.info(path)["size"])
 
     def list_object_sizes(self) -> dict[str, int]:
-        """Return {name below this path: length in bytes} of all objects below."""
+        """Return {name relative to this path: size in bytes} of all objects below this path."""
         return {name: int(entry["size"]) for name, entry in self._list_entries_below().items()}
 
     def list_object_stamps(self) -> dict[str, str]:
-        """Return {name below this path: length and ETag or modification time} of all objects below."""
+        """Return {name relative to this path: text with size and ETag or modification time} of all objects below this
+        path.
+        """
         return {
             name: f"{entry['size']} bytes {_get_entry_state(entry)}"
             for name, entry in self._list_entries_below().items()
         }
 
     def open(self) -> IO[bytes]:
-        """Open an object for reading with random access.
+        """Open this object as a binary stream for reading with random access.
 
         Raises:
             FileNotFoundError: if the object does not exist.
@@ -131,7 +138,9 @@ class RemotePath(str):
         return stream  # type: ignore[no-any-return]
 
     def match_objects(self) -> dict[str, Stamp]:
-        """Return {URL: size and state} of all objects that a glob matches, sorted by name, or of all below this path."""
+        """Return {URL: size and version} of all objects that match this path as a glob, or are at or below it if it is
+        no glob, sorted by name.
+        """
         with self._connect() as (files, path):
             entries = files.glob(path, detail=True) if glob.has_magic(path) else files.find(path, detail=True)
             return {
@@ -143,19 +152,23 @@ class RemotePath(str):
             }
 
     def upload_file(self, file: Path, advance: Callable[[int], object]) -> None:
-        """Upload a file as this object, which appears when it is complete; `advance` is called with the bytes sent."""
+        """Upload a local file as this object, which appears only when complete; `advance` is called with the number of
+        bytes sent.
+        """
         callback = fsspec.Callback()
         callback.relative_update = advance
         with self._connect(writing=True) as (files, path):
             files.put_file(str(file), path, callback=callback)
 
     def open_multipart_upload(self) -> IO[bytes]:
-        """Open an object for writing in parts; closing it makes it appear, discarding it does not."""
+        """Open this object for writing in parts; closing the stream makes the object appear, discarding the stream does
+        not.
+        """
         with self._connect(writing=True) as (files, path):
             return files.open(path, "wb")  # type: ignore[no-any-return]
 
     def delete_objects(self) -> None:
-        """Delete the object, or all objects below this path; do nothing if there are none.
+        """Delete this object, or all objects below this path; do nothing if there are none.
 
         Raises:
             ObjectStoreError: if an object still exists; a client may not report keys that a bulk deletion has skipped.
@@ -219,7 +232,8 @@ def _get_entry_state(entry: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def translate_store_errors(path: RemotePath, *, writing: bool = False) -> Iterator[None]:
-    """Convert exceptions of a store's client, which share no base class, to a one-sentence error.
+    """Convert exceptions of the store's client in the block, which share no base class, to a one-sentence
+    ObjectStoreError that names `path`.
 
     A missing object remains a FileNotFoundError, except while `writing`.
     """
@@ -246,7 +260,7 @@ Location = Path | RemotePath
 
 
 def parse_location(path: str | Path) -> Location:
-    """Return a local path, or a `RemotePath` for a URL such as s3://bucket/run.
+    """Return `path` as a local path, or as a `RemotePath` if it is a URL such as s3://bucket/run.
 
     Raises:
         ConfigError: if fsspec does not support the protocol of the URL.
@@ -271,5 +285,5 @@ def _list_protocols() -> Sequence[str]:
 
 
 def read_if_remote(path: Location) -> Path | bytes:
-    """Return a local path unchanged, or the bytes of a small remote file, for code that copies files."""
+    """Return a local path unchanged, or the content of a small remote file, for code that copies files."""
     return path.read_bytes() if isinstance(path, RemotePath) else path

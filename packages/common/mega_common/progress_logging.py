@@ -47,7 +47,7 @@ def configure_logging(*, rank: int = 0, world_size: int = 1, verbose: bool = Fal
 
 
 class ProgressBar:
-    """Progress of one long operation: a live bar on a terminal, a plain line every few seconds elsewhere.
+    """Progress display of one long operation: a live bar on a terminal, a plain line every few seconds elsewhere.
 
     >>> with ProgressBar("tokenizing", total=size, unit="bytes") as bar:   # doctest: +SKIP
     ...     bar.advance(4096)
@@ -67,7 +67,7 @@ class ProgressBar:
             self._task = self._live.add_task(title, total=total)
 
     def advance(self, amount: float) -> None:
-        """Report that `amount` more units are done."""
+        """Add `amount` finished units to the progress display."""
         self.done += amount
         if self._live is not None:
             self._live.update(self._task, completed=self.done)
@@ -96,7 +96,7 @@ class ProgressBar:
 
 
 def format_number(number: float) -> str:
-    """Return a number with a decimal unit: 1234567 -> '1.23M'. Small whole numbers stay unchanged."""
+    """Return a number as text with a decimal unit: 1234567 -> '1.23M'. Small whole numbers stay unchanged."""
     for exponent, suffix in zip(range(24, 0, -3), "YZEPTGMk", strict=True):
         factor = 10.0**exponent
         if abs(number) >= 0.9995 * factor and math.isfinite(number):  # rounds up to the factor with three digits

@@ -21,7 +21,8 @@ _REQUIRED_VALUES = {
 
 
 class RetroConfig(StrictConfig):
-    """Retrieval (Retro, arXiv:2112.04426).
+    """Configuration of retrieval (Retro, arXiv:2112.04426): chunks of text with retrieved neighbors, which decoder
+    layers attend to.
 
     Text is cut into chunks, each with retrieved neighbors (chunks with their continuation). An encoder reads the
     neighbors, and the decoder's tokens after a chunk attend to its output.
@@ -43,16 +44,16 @@ class RetroConfig(StrictConfig):
 
     @property
     def neighbor_length(self) -> int:
-        """Number of tokens of a neighbor: a chunk and its continuation."""
+        """Number of tokens of a retrieved neighbor: a chunk and its continuation."""
         return 2 * self.chunk_length
 
     def list_retrieval_layers(self, count: int) -> list[int]:
-        """Return the indices of the layers, out of `count`, that attend to neighbors, in order."""
+        """Return the sorted indices of the layers, out of `count`, that attend to retrieved neighbors."""
         return list(range(5 if count <= 15 else 8, count, 3)) if self.layers is None else sorted(set(self.layers))
 
 
 def find_retro_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield settings that conflict with retrieval."""
+    """Yield the settings of `model` that conflict with its retrieval (`retro`) section."""
     if model.retro is None:
         return
     layers = model.retrieval_layers

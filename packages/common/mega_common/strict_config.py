@@ -21,7 +21,9 @@ from mega_common.errors import ConfigError
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One problem of a configuration: the path of the key, its value, the violated rule and a fix."""
+    """One problem of a configuration: the key's path (`model.num_layers`), its value, the violated rule and a hint for
+    a fix.
+    """
 
     path: str
     rule: str
@@ -34,7 +36,7 @@ class ConfigProblem:
 
 
 class StrictConfig(BaseModel):
-    """Base of every configuration section. Frozen; unknown keys are errors.
+    """Base of every configuration section: a frozen pydantic model in which unknown keys are errors.
 
     Rules between fields go into `problems`, which is called when the fields themselves are valid. All sections are
     checked before an error is raised, so that one run reports every problem.
@@ -43,12 +45,13 @@ class StrictConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules between fields, with paths relative to this section."""
+        """Yield violated rules between fields, with key paths relative to this section; sections override it."""
         return iter(())
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Validate `raw` and build the configuration.
+        """Validate `raw` and build the configuration; raise one ConfigError that lists every problem, with `source` as
+        the origin of the keys.
 
         Raises:
             ConfigError: with every problem, one per line.
@@ -60,7 +63,7 @@ class StrictConfig(BaseModel):
 
 
 def raise_config_error(problems: Sequence[ConfigProblem], source: str) -> None:
-    """Raise one `ConfigError` that lists the problems."""
+    """Raise one `ConfigError` that lists all `problems`; `source` names the file or other origin of the configuration."""
     count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
     raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
@@ -165,7 +168,7 @@ def _list_known_keys(cls: type[StrictConfig], location: Sequence[str]) -> list[s
 
 
 def load_yaml_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping.
+    """Read a YAML file whose top level must be a mapping; raise ConfigError if it is not, or if a key is repeated.
 
     Raises:
         ConfigError: if the file is missing, is not YAML, repeats a key or is not a mapping.
@@ -177,7 +180,8 @@ def load_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of `raw` with each `a.b=value` set; values are parsed as YAML, missing sections are created.
+    """Return a copy of the configuration `raw` with each override `a.b=value` applied; values are parsed as YAML, and
+    missing sections are created.
 
     A number in the path is an index into a list: `data.train.0.weight=0.5`.
 
@@ -231,7 +235,7 @@ def _assign_value(node: Any, part: str, value: object, override: str) -> None:
 
 
 def build_json_schema(cls: type[StrictConfig]) -> dict[str, Any]:
-    """Return the JSON schema of a configuration, for editors that complete and validate YAML."""
+    """Return the JSON schema of the configuration class `cls`, for editors that complete and validate YAML."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema(by_alias=True)}
 
 

@@ -17,7 +17,8 @@ Resolution = tuple[PositiveInt, PositiveInt]
 
 
 class NativeResolutionConfig(StrictConfig):
-    """Images of any shape at native resolution, with sides rounded to whole features (Qwen2.5-VL, arXiv:2502.13923).
+    """Settings for images at native resolution instead of squares, with sides rounded to whole features, as in
+    Qwen2.5-VL (arXiv:2502.13923).
 
     The vision encoder has RMS norms, gated feed-forward blocks and 2D RoPE: half of a head is rotated by a patch's row,
     half by its column. Most layers have attention within windows.
@@ -32,7 +33,8 @@ class NativeResolutionConfig(StrictConfig):
 
 
 class VisionConfig(StrictConfig):
-    """Vision transformer (arXiv:2010.11929) on square images, and the projector that turns its patches into tokens.
+    """Configuration of a vision transformer (arXiv:2010.11929), usually on square images, and of the projector that
+    turns its patches into tokens.
 
     A CLIP encoder (arXiv:2103.00020) has a class token and a norm before the first layer; a SigLIP encoder
     (arXiv:2303.15343) has neither, and a bias of its patches. The projector `mlp` is LLaVA 1.5's (arXiv:2310.03744),
@@ -89,17 +91,17 @@ class VisionConfig(StrictConfig):
 
     @property
     def num_used_layers(self) -> int:
-        """Number of layers up to the one whose output is projected; later layers are not computed."""
+        """Number of vision encoder layers up to the one whose output is projected; later layers are not computed."""
         return self.feature_layer if self.feature_layer >= 0 else self.num_layers + 1 + self.feature_layer
 
     @property
     def patches_per_image(self) -> int:
-        """Number of patches of a square image."""
+        """Number of patches of a square image of side `image_size`."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def tokens_per_image(self) -> int:
-        """Number of placeholder tokens of an image in a text.
+        """Number of placeholder tokens in a text for one square image of side `image_size`.
 
         With tiles, of the whole image, which comes first; at native resolution, of a square of image_size.
         """
@@ -107,27 +109,33 @@ class VisionConfig(StrictConfig):
 
     @property
     def features_per_square(self) -> int:
-        """Number of projector outputs for a square image: its features, and with tiles the end-of-row feature."""
+        """Number of projector output rows for one square image or tile: its features, and with tiles one more, the end-
+        of-row feature.
+        """
         return self.tokens_per_image + (self.pinpoints is not None)
 
     def wrap_image_tokens(self, begin: str, image: str, end: str) -> str:
-        """Return the text of an image from the texts of its tokens, as in the processors of Gemma 3 and Qwen."""
+        """Return the text of an image in a prompt: `image` between the `begin` and `end` token texts, as the processors
+        of Gemma 3 and Qwen write it.
+        """
         return f"{begin}{image}{end}" if self.native else f"\n\n{begin}{image}{end}\n\n"
 
     @property
     def has_variable_tokens(self) -> bool:
-        """True if images have different numbers of placeholder tokens."""
+        """True if images have different numbers of placeholder tokens: with tiles or at native resolution."""
         return self.pinpoints is not None or self.native is not None
 
     @property
     def native_size_limits(self) -> tuple[int, int, int] | None:
-        """Side of a feature, minimum and maximum pixels of an image, in pixels; None without native resolution."""
+        """Side of a feature in pixels, and minimum and maximum number of pixels of an image, at native resolution; None
+        without native resolution.
+        """
         native = self.native
         return None if native is None else (self.patch_size * native.merge, native.min_pixels, native.max_pixels)
 
     @property
     def values_per_patch(self) -> int:
-        """Number of values of a patch."""
+        """Number of input values of a patch: 3 colors x `patch_size` squared, times the frames at native resolution."""
         return 3 * self.patch_size**2 * (self.native.frames if self.native else 1)
 
     def count_features(self, height: int, width: int) -> int:
@@ -138,17 +146,19 @@ class VisionConfig(StrictConfig):
         return high * wide
 
     def count_total_features(self, shapes: Iterable[Sequence[int]]) -> int:
-        """Return the number of projector outputs for several images or tiles of shapes [3, H, W]."""
+        """Return the number of projector outputs for several images or tiles together, given their pixel array shapes
+        [3, height, width].
+        """
         return sum(self.count_features(*shape[1:]) for shape in shapes)
 
     def get_feature_grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the numbers of features in height and width of an image at native resolution."""
+        """Return (rows, columns) of the feature grid of an image of `height` x `width` pixels at native resolution."""
         side = self.patch_size * (self.native.merge if self.native else 1)
         return height // side, width // side
 
     @property
     def encoder_fields(self) -> dict[str, Any]:
-        """Fields of a `ModelConfig` with the layers of the vision encoder."""
+        """Fields of a `ModelConfig` that describes the vision encoder's transformer layers."""
         fields = {
             "num_layers": self.num_layers, "hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size,
             "num_attention_heads": self.num_attention_heads, "vocab_size": 1, "norm": "layernorm",
@@ -162,14 +172,14 @@ class VisionConfig(StrictConfig):
         return fields
 
     def uses_tensor(self, name: str) -> bool:
-        """Return whether the forward pass uses a tensor of the model, by its canonical name."""
+        """Return whether the forward pass of a model with this vision encoder uses a tensor, by its canonical name."""
         layer = name.removeprefix(f"{TOWER}layers.") if name.startswith(f"{TOWER}layers.") else None
         if layer is not None:
             return int(layer.partition(".")[0]) < self.num_used_layers
         return self.feature_norm or not name.startswith(f"{TOWER}norm.")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules between sizes."""
+        """Yield violated rules between the vision settings: sizes, tiles, native resolution and special tokens."""
         if self.image_size % self.patch_size:
             yield ConfigProblem("image_size", f"must be a multiple of patch_size = {self.patch_size}", self.image_size)
         if self.hidden_size % self.num_attention_heads:

@@ -20,17 +20,21 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class LoadableDataset(Protocol):
-    """Data set that a `BatchLoader` reads: it returns sample k and estimates its attention work."""
+    """Interface of the data sets that a `BatchLoader` reads: they return sample k and estimate its attention work."""
 
     def __getitem__(self, k: int, /) -> TrainingSample | T5Sample: ...
 
     def estimate_attention_work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended token pairs in each of some samples, int64 [n]."""
+        """Return the approximate number of attended (query, key) token pairs of each sample in `numbers`, int64
+        [len(numbers)].
+        """
 
 
 @dataclass(frozen=True)
 class EncoderInput:
-    """Encoder input of an encoder-decoder: token ids int64 [n, E], and numbers of tokens without padding, int64 [n]."""
+    """Encoder input of an encoder-decoder batch of n samples: token ids int64 [n, encoder length], and numbers of
+    tokens without padding, int64 [n].
+    """
 
     tokens: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
@@ -38,7 +42,8 @@ class EncoderInput:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Samples of one data rank for one optimizer step, n of them; fields as in `TrainingSample`, stacked to [n, S].
+    """All n samples that one data-parallel rank reads for one optimizer step; fields as in `TrainingSample`, stacked to
+    [n, S] for sequence length S.
 
     Attributes:
         sample_ids: int64 [n], the samples' numbers in the data set.
@@ -63,7 +68,7 @@ class StepBatch:
 
 
 class BatchLoader:
-    """Iterator over this data rank's share of successive global batches.
+    """Iterator over one data-parallel rank's share of successive global batches, as `StepBatch`.
 
     A step has the samples [g, g + global_batch); each rank gets n = global_batch / dp_size of them, by
     `balance_samples`. For a batch size that changes, `global_batch` is a function of the consumed samples.
@@ -190,7 +195,8 @@ def _stack_t5_samples(samples: Sequence[T5Sample], ids: npt.NDArray[np.int64]) -
 
 
 def balance_samples(work: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
-    """Assign the samples of a step to data ranks, equally many each and with about equal work.
+    """Assign the samples of a step, with attention work `work`, to `ranks` data-parallel ranks, equally many each and
+    with about equal work: sample numbers, int64 [ranks, samples / ranks].
 
     If all samples have equal work, they are assigned by number. Otherwise the largest come first, each to the rank with
     the least work so far that has fewer than its share (Graham 1969). So the n-th samples of the ranks, which wait for

@@ -30,21 +30,21 @@ from mega_data.tokenizer import Tokenizer
 
 
 class SampleBlend(Protocol):
-    """Mapping from sample k of a blend to its data set."""
+    """Interface of blends: they map sample k of a blend to a data set and a sample number within that data set."""
 
     identity: str
 
     def locate_sample(self, k: int) -> tuple[int, int]:
-        """Return the index of the data set of sample `k`, and the sample's number there."""
+        """Return (index of the data set that blend sample `k` comes from, number of the sample within that data set)."""
         ...
 
     def count_samples(self, k: int) -> Sequence[int]:
-        """Return the number of samples before `k` from each data set."""
+        """Return, for each data set, the number of its samples among the blend's samples 0 to `k` - 1."""
         ...
 
 
 class BlendedDataset:
-    """Samples of a blend of data sets.
+    """Samples of a weighted blend of data sets, for one split (train, valid or test) of a run.
 
     In order `megatron` only the requested total exists, else any number that `max_epochs` allows.
 
@@ -65,7 +65,8 @@ class BlendedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint (32 hex digits) of everything that sample k depends on: order, seed, weights, contents, rules.
+        """Fingerprint (32 hex digits) of everything that the samples depend on: order, seed, weights, data set contents
+        and document rules.
 
         A resumed run compares it with the one in its checkpoint to detect changed data.
         """
@@ -73,12 +74,16 @@ class BlendedDataset:
         return xxhash.xxh3_128_hexdigest("\n".join(identities).encode())
 
     def __getitem__(self, k: int) -> Any:
-        """Return sample `k`: a `TrainingSample`, or the sample type of its dataset kind (`BertSample`, `T5Sample`)."""
+        """Return sample `k` of the blend: a `TrainingSample`, or the sample type of its dataset kind (`BertSample`,
+        `T5Sample`).
+        """
         source, number = self._blend.locate_sample(k)
         return self._sources[source][number]
 
     def estimate_attention_work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended token pairs in each of some samples, int64 [n]."""
+        """Return the approximate number of attended (query, key) token pairs of each sample in `numbers`, int64
+        [len(numbers)].
+        """
         sources, positions = np.array([self._blend.locate_sample(k) for k in numbers]).T
         work = np.empty(len(numbers), np.int64)
         for source in np.unique(sources).tolist():
@@ -88,17 +93,19 @@ class BlendedDataset:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of samples in one pass over every data set."""
+        """Number of samples in one pass over every data set of the blend, added up."""
         return sum(source.samples_per_epoch for source in self._sources)
 
     def count_samples_by_path(self, k: int) -> dict[str, int]:
-        """Return the number of samples before `k` from each data set, by path."""
+        """Return {path of a data set: number of its samples among the blend's samples 0 to `k` - 1}."""
         return dict(
             zip(number_repeated_paths(part.name for part in self._parts), self._blend.count_samples(k), strict=True)
         )
 
     def count_epochs_by_path(self, k: int) -> dict[str, float]:
-        """Return the number of epochs of each blend entry read before sample `k`, by path; a glob is one entry."""
+        """Return {path of a blend entry: number of passes over its data within the blend's samples 0 to `k` - 1}; a
+        glob is one entry.
+        """
         counts, passes = defaultdict[str, float](float), defaultdict[str, float](float)
         for part, source, count in zip(self._parts, self._sources, self._blend.count_samples(k), strict=True):
             name = str(part.reader.prefix if part.source is None else part.source.path)
@@ -117,7 +124,8 @@ def build_blended_datasets(
     tokenizer: Tokenizer | None = None,
     vision: VisionConfig | None = None,
 ) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
-    """Return the train, valid and test sets of a run.
+    """Return the train, valid and test sets of a run, by `config.split` or separate data sets; valid and test may be
+    None.
 
     Valid and test are None if no samples of them are requested or their share of `split` is zero.
 
@@ -187,7 +195,7 @@ def _check_neighbor_shapes(parts: Sequence[DatasetPart], sources: Sequence[Datas
 
 
 class SequentialDataset:
-    """Data set read from its first token to its last, for perplexity.
+    """Data set read once from its first token to its last in windows of the sequence length, to measure perplexity.
 
     Every token except the first is a label exactly once. Sample k has the inputs [k S, (k + 1) S); the last sample is
     padded with token 0, with loss weight 0.
@@ -213,7 +221,7 @@ class SequentialDataset:
 
 
 def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
-    """Open a held-out data set for evaluation from its first token to its last.
+    """Open the data set at `prefix` for evaluation in windows of `seq_length` tokens, from the first token to the last.
 
     Raises:
         DataError: if the data set cannot be used or has fewer than two tokens.
@@ -228,7 +236,9 @@ def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
 
 @dataclass(frozen=True)
 class DatasetUsage:
-    """Planned usage of a data set in a run: `samples` of a split, equal to `epochs` passes over its tokens there."""
+    """Planned usage of a data set in a run: `samples` to read of its part in a split, equal to `epochs` passes over the
+    part's tokens.
+    """
 
     split: str
     prefix: Path
@@ -239,7 +249,8 @@ class DatasetUsage:
 
 
 def plan_dataset_usage(config: DataConfig, samples: Mapping[str, int], eod: int | None) -> list[DatasetUsage]:
-    """Return the planned usage of each data set by a run that reads `samples` of each split; no index is built.
+    """Return the planned usage of each data set by a run that reads `samples[split]` samples of each split; no sample
+    index is built.
 
     Raises:
         ConfigError, DataError: as `build_blended_datasets`.

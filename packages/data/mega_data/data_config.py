@@ -17,7 +17,8 @@ KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert",
 
 
 class DatasetSource(StrictConfig):
-    """One data set of a blend: a path without `.bin` and `.idx`, its weight and kind.
+    """Data set of a blend in the configuration: its path without `.bin` and `.idx`, or a glob, with its weight and
+    kind.
 
     A bare string is a path, and a URL is downloaded. A path with `*`, `?` or `[` is a glob: the matching data sets share
     its weight in proportion to their tokens, like one data set.
@@ -41,7 +42,7 @@ class DatasetSource(StrictConfig):
 
     @property
     def weights_by_tokens(self) -> dict[int, float]:
-        """Weight from each number of training tokens on, beginning with 0."""
+        """Blend weight of the data set from each number of training tokens on, beginning with 0."""
         return {0: self.weight or 1.0, **self.curriculum}
 
     @property
@@ -56,7 +57,9 @@ class DatasetSource(StrictConfig):
 
 
 class BlendStart(StrictConfig):
-    """First sample of a blend that was changed at a resume, and the samples read of each data set by then, by path."""
+    """Restart point of a blend that was changed at a resume: number of samples consumed by then, and samples read of
+    each data set, by path.
+    """
 
     samples: int = Field(ge=0)
     read: dict[str, Annotated[int, Field(ge=0)]]
@@ -77,7 +80,9 @@ Split = Annotated[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]], Befo
 
 
 class DataConfig(StrictConfig):
-    """Training and validation data of a run, the order of its samples, and the treatment of document boundaries."""
+    """The `data` section of a run: training and validation data, the order of samples, and the treatment of document
+    boundaries.
+    """
 
     train: Sources
     valid: Sources | None = Field(None, description="separate validation data sets; replaces the share in `split`")
@@ -135,22 +140,22 @@ class DataConfig(StrictConfig):
 
     @property
     def sample_order(self) -> Order:
-        """Sample order of a new run."""
+        """Sample order that a new run uses: `shuffled`, `stable` or `megatron`."""
         return self.order or "shuffled"
 
     @property
     def split_shares(self) -> list[float]:
-        """Shares of train, valid and test by `split`; 0 for a split with separate data sets."""
+        """Shares of train, valid and test from the key `split`; 0 for a split that has separate data sets."""
         separate = (False, self.valid is not None, self.test is not None)
         return [0.0 if has else number for number, has in zip(self.split, separate, strict=True)]
 
     @property
     def dataset_kinds(self) -> set[KindName]:
-        """Kinds of all data sets of the run."""
+        """Kinds (text, documents, bert and so on) of all data sets of the run."""
         return {source.kind or self.kind for source in (*self.train, *(self.valid or []), *(self.test or []))}
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules of the split, of Megatron's order and of the dataset kinds."""
+        """Yield violated rules of the split, of order `megatron` and of the dataset kinds."""
         yield from self._find_kind_problems()
         if len(self.split) != 3 or not math.fsum(self.split):
             yield ConfigProblem(
@@ -209,5 +214,7 @@ class DataConfig(StrictConfig):
 
 
 def lookup_curriculum_weight(weights: Mapping[int, float], tokens: int) -> float:
-    """Return the weight of a data set after `tokens` training tokens; `weights` are by start token, beginning with 0."""
+    """Return the blend weight of a data set after `tokens` training tokens; `weights` maps each start token, beginning
+    with 0, to a weight.
+    """
     return weights[max(begin for begin in weights if begin <= tokens)]

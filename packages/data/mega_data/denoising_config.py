@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """T5 span corruption of `tokens` of text: `hidden` of them are masked, in `count` spans."""
+    """Sizes of T5 span corruption for a text of `tokens` tokens: `hidden` of them are masked, in `count` spans."""
 
     tokens: int
     hidden: int
@@ -24,13 +24,16 @@ class SpanCorruption:
 
     @classmethod
     def from_token_count(cls, tokens: int, share: float, mean: float) -> SpanCorruption:
-        """Return the span corruption of a text of `tokens` tokens, at least 2."""
+        """Return the span corruption of a text of `tokens` tokens (at least 2), with the share `share` masked in spans
+        of `mean` tokens on average.
+        """
         hidden = min(max(round(tokens * share), 1), tokens - 1)
         return cls(tokens, hidden, min(max(round(hidden / mean), 1), tokens - hidden))
 
     @classmethod
     def from_encoder_length(cls, length: int, share: float, mean: float) -> SpanCorruption:
-        """Return the span corruption of the longest text whose encoder input has at most `length` tokens.
+        """Return the span corruption of the longest text whose encoder input has at most `length` tokens, with the
+        share `share` masked in spans of `mean` tokens on average.
 
         The encoder input includes the sentinels and the end token.
         """
@@ -41,11 +44,13 @@ class SpanCorruption:
 
     @property
     def num_encoder_tokens(self) -> int:
-        """Number of encoder tokens."""
+        """Number of encoder tokens: unmasked tokens, one sentinel per span and the end token."""
         return self.tokens - self.hidden + self.count + 1
 
     def draw_spans(self, random: np.random.RandomState) -> list[Ints]:
-        """Draw the positions of each span: text and spans alternate, text first, all partitions equally likely."""
+        """Draw the token positions of each masked span: unmasked text and spans alternate, text first, all partitions
+        equally likely.
+        """
         hidden, text = (
             _draw_partition(self.hidden, self.count, random),
             _draw_partition(self.tokens - self.hidden, self.count, random),
@@ -69,7 +74,9 @@ ROOM = (
 
 
 class FimConfig(StrictConfig):
-    """Fill-in-the-middle (Bavarian et al., 2022): a document is split into prefix, middle and suffix."""
+    """Settings of fill-in-the-middle (Bavarian et al., 2022): a document is split into prefix, middle and suffix, and
+    the middle is moved to the end.
+    """
 
     rate: Probability = Field(0.5, description="share of the documents that are rearranged")
     spm_rate: Probability = Field(0.5, description="share of the rearranged ones with the suffix first (SPM); else PSM")
@@ -84,7 +91,9 @@ class FimConfig(StrictConfig):
 
 
 class BertConfig(StrictConfig):
-    """BERT's masked words and sentence order; dataset kind `masked` uses only `mask_probability`."""
+    """Settings of BERT samples: masked words and sentence order prediction; dataset kind `masked` uses only
+    `mask_probability`.
+    """
 
     mask_probability: Share = Field(0.15, description="share of the tokens that are predicted")
     short_probability: Probability = Field(0.1, description="share of the samples that are shorter than seq_length")
@@ -92,7 +101,7 @@ class BertConfig(StrictConfig):
 
 
 class T5Config(StrictConfig):
-    """T5's span corruption."""
+    """Settings of T5 samples: span corruption and decoder length."""
 
     mask_probability: Share = Field(0.15, description="share of the tokens that are masked in the encoder's input")
     mean_span: float = Field(3.0, ge=1, description="mean number of tokens of a span; not used by order megatron")
@@ -102,7 +111,7 @@ class T5Config(StrictConfig):
     )
 
     def get_decoder_length(self, seq_length: int) -> int:
-        """Return the number of decoder tokens for `seq_length` encoder tokens."""
+        """Return the number of decoder tokens of a T5 sample with `seq_length` encoder tokens."""
         if self.decoder_seq_length is not None:
             return self.decoder_seq_length
         spans = SpanCorruption.from_encoder_length(seq_length, self.mask_probability, self.mean_span)

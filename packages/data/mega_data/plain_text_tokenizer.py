@@ -24,7 +24,8 @@ BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class PlainTextBackend:
-    """Wrapper of `tokenizers.Tokenizer` that never emits a special or byte token for its spelling.
+    """Wrapper of `tokenizers.Tokenizer` that encodes the spelling of a special or byte token in a text as ordinary
+    text.
 
     Attributes:
         json: rewritten tokenizer.json, for encoders other than `tokenizers`.
@@ -41,7 +42,9 @@ class PlainTextBackend:
         self._backend.encode_special_tokens = True
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text; special tokens spelled in it become ordinary tokens, and `add_special_tokens`
+        adds the template's.
+        """
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         self._check_byte_spellings(text, ids)
@@ -55,7 +58,7 @@ class PlainTextBackend:
         ]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text, without special tokens around them."""
+        """Return the token ids of each text, without the template's special tokens at the ends."""
         lists = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         for number, text in enumerate(texts):
             self._check_byte_spellings(text, lists[number])
@@ -78,7 +81,7 @@ class PlainTextBackend:
 
 
 def list_token_spellings(backend: Backend) -> list[str]:
-    """Return every added token, byte token and unknown token of a tokenizer."""
+    """Return the text of every added token, byte token and unknown token of a tokenizer."""
     spec: TokenizerSpec = json.loads(backend.to_str())
     byte_tokens = [token for token in backend.get_vocab(with_added_tokens=True) if BYTE.fullmatch(token)]
     added = [entry["content"] for entry in spec.get("added_tokens") or []]
@@ -86,7 +89,9 @@ def list_token_spellings(backend: Backend) -> list[str]:
 
 
 def hide_special_tokens(spec: TokenizerSpec) -> TokenizerSpec:
-    """Rename the special tokens of a tokenizer.json so that they cannot occur in a text; all ids are kept."""
+    """Return a tokenizer.json specification with special tokens renamed so that they cannot occur in a text; all ids
+    are kept.
+    """
     model: TokenizerSpec = dict(spec["model"])
     special = {entry["content"] for entry in spec.get("added_tokens") or [] if entry["special"]} | _unknown_token(model)
     unigram = _is_unigram(model)

@@ -40,7 +40,7 @@ LEADS = ("", "\n")
 
 
 class TextPiece(NamedTuple):
-    """Piece of a long text. `exact`: the cut after it changes no token; `last`: nothing follows.
+    """Piece of a long text to encode by itself. `exact`: the cut after it changes no token; `last`: no piece follows.
 
     It is encoded with `lead` before it, whose tokens are removed.
     """
@@ -52,7 +52,9 @@ class TextPiece(NamedTuple):
 
 
 class TextCut(NamedTuple):
-    """Position where a piece ends and the next begins, and the lead with which the next one is encoded."""
+    """Position where a piece of a long text ends and the next begins, and the lead text after which the next piece is
+    encoded.
+    """
 
     end: int
     begin: int
@@ -60,7 +62,7 @@ class TextCut(NamedTuple):
 
 
 class Tokenizer:
-    """Encoder and decoder of one tokenizer.json.
+    """Encoder and decoder of text by one tokenizer.json.
 
     With `specials_as_text` a special token spelled in a text is encoded as text.
 
@@ -99,14 +101,18 @@ class Tokenizer:
         self.fingerprint = compute_file_sha256(self.path)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of one text; `add_special_tokens` adds the tokens of the tokenizer's template around it."""
+        """Return the token ids of one text; `add_special_tokens` adds the special tokens of the tokenizer's template,
+        such as [CLS] and [SEP].
+        """
         if self.plain is not None:
             return self.plain.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike = np.int32) -> list[npt.NDArray[Any]]:
-        """Return the token ids of many texts, one array `dtype` [tokens] each, without special tokens around them."""
+        """Return the token ids of each text, as arrays of `dtype`, without the special tokens of the tokenizer's
+        template.
+        """
         native = np.dtype(dtype).newbyteorder("=")
         if self.plain is not None:
             lists = self.plain.encode_batch(texts)
@@ -116,12 +122,13 @@ class Tokenizer:
         return [np.frombuffer(pack(f"{len(ids)}{native.char}", *ids), native) for ids in lists]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids."""
+        """Return the text of token ids, with special tokens spelled out unless `skip_special_tokens` is set."""
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def split_long_text(self, blocks: Iterable[str], size: int, leads: Sequence[str] = LEADS) -> Iterator[TextPiece]:
-        """Split a long text into pieces of `size` to 2 x `size` characters, which encode to the tokens of the whole.
+        """Split a long text, given in blocks, into pieces of `size` to 2 x `size` characters that together encode to
+        the tokens of the whole text.
 
         The text comes in blocks; only one piece and a window around its end are kept in memory. Encoding takes over a
         hundred bytes of memory per byte of text, so half a gigabyte of text cannot be encoded in one call.
@@ -149,7 +156,7 @@ class Tokenizer:
         yield TextPiece("".join([text[start:], *blocks]), True, True, lead)
 
     def encode_after_lead(self, lead: str, text: str) -> list[int]:
-        """Return the token ids of `text` encoded after `lead`, without the tokens of the lead."""
+        """Return the token ids of `text` when it follows the text `lead`, without the tokens of `lead`."""
         return self.encode(lead + text)[len(self.encode(lead)) :]
 
     def _find_exact_cut(self, text: str, low: int, high: int, leads: Sequence[str], tries: int = 64) -> TextCut | None:
@@ -179,7 +186,8 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def disable_encoder_threads() -> Iterator[None]:
-    """Prevent the encoding libraries from starting threads for each batch, because the caller uses threads.
+    """Prevent the encoding libraries from starting threads for each batch in the block, because the caller uses
+    threads.
 
     They read this setting only from the environment; it is restored on exit.
     """
@@ -239,7 +247,8 @@ def _read_special_token(folder: Path, key: str) -> tuple[Path, str] | None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, overwrite: bool = False) -> Tokenizer:
-    """Train a byte-level BPE tokenizer (GPT-2's type) and write `tokenizer.json` and `tokenizer_config.json`.
+    """Train a byte-level BPE tokenizer (GPT-2's type) on `texts`, write it to `tokenizer.json` and
+    `tokenizer_config.json` in `folder`, and return it.
 
     Token 0 is `<|endoftext|>`, followed by the 256 bytes, so every text can be encoded. transformers loads the folder.
 
@@ -285,7 +294,8 @@ def _count_characters(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
 
 
 def save_tokenizer(backend: Backend, file: Path, config: dict[str, Any]) -> None:
-    """Write tokenizer.json, and tokenizer_config.json with more settings for transformers.
+    """Write a tokenizer to the tokenizer.json at `file`, and tokenizer_config.json next to it with `config` and
+    settings for transformers.
 
     Raises:
         DataError: if a file cannot be written.

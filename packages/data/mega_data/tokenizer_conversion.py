@@ -34,7 +34,9 @@ UNMATCHED = (UNKNOWN, CONTROL, BYTE)  # pieces that are not matched in a text
 
 
 class ConvertedTokenizer(NamedTuple):
-    """Converted tokenizer, the encoder of the format's own library, and the end token named by the file."""
+    """Result of a tokenizer conversion: the converted tokenizer, the encoder of the original format's library for
+    comparison, and the end token named by the file.
+    """
 
     backend: Backend
     reference: Callable[[str], Sequence[int]]
@@ -50,7 +52,8 @@ def convert_tokenizer(
     special_tokens: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Tokenizer:
-    """Convert `file` to `tokenizer.json` and `tokenizer_config.json` in `folder`, if both encode `texts` equally.
+    """Convert a tokenizer file of another format (such as tiktoken) to `tokenizer.json` and `tokenizer_config.json` in
+    `folder`; raise DataError unless both encode `texts` equally.
 
     A tiktoken file has only tokens. It also requires `pattern`, the regular expression that splits text before
     encoding, and `special_tokens`, which get the next ids; the first one is the end-of-text token.

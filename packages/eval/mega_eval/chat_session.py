@@ -21,7 +21,8 @@ from mega_eval.text_stream import GenerationLimits
 
 
 def load_chat_template(model: str | Location, tokenizer: Path | None = None, file: Path | None = None) -> ChatTemplate:
-    """Load the chat template of a model, or the one next to another `tokenizer`, or from a `file`.
+    """Load the chat template stored with a `model`, or the one in the folder of another `tokenizer`; a template `file`
+    replaces both.
 
     Raises:
         DataError: when there is no chat template.
@@ -39,7 +40,7 @@ def load_chat_template(model: str | Location, tokenizer: Path | None = None, fil
 
 @dataclass
 class ChatSession:
-    """Conversation with a model.
+    """Multi-turn conversation with a model, which generates each answer with an inference engine.
 
     Attributes:
         engine: inference engine for the exclusive use of this session.
@@ -64,8 +65,8 @@ class ChatSession:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def stream_answer(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """Add a user turn and yield the answer as it is generated; `stopped()` ends it early, and the part generated so
-        far is kept.
+        """Add `text` as a user turn and yield the model's answer piece by piece as it is generated; the answer ends
+        early once `stopped()` is True, and the part generated so far is kept in the conversation.
 
         Raises:
             DataError: when the turn is too long for the model; the conversation is unchanged then.

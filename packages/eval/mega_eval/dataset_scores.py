@@ -36,7 +36,7 @@ Losses = Iterator[tuple[float, int]]  # for each window the summed loss in nats 
 
 @dataclass(frozen=True)
 class DatasetScore:
-    """Score of a model on a data set.
+    """Mean loss, bits per byte and perplexity of a model on a token data set.
 
     Attributes:
         loss: mean cross entropy, in nats per token.
@@ -54,18 +54,18 @@ class DatasetScore:
 
     @property
     def perplexity(self) -> float:
-        """Perplexity, exp(loss)."""
+        """Perplexity of the data set: exp(`loss`), infinite if that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def summary_lines(self) -> list[tuple[str, str]]:
-        """Return (name, value) pairs for display."""
+        """Return the score's (name, value) pairs as text for display."""
         lines = [("loss", f"{self.loss:.4f} nats per token"), ("perplexity", f"{self.perplexity:.3f}")]
         if self.bits_per_byte is not None:
             lines.append(("bits per byte", f"{self.bits_per_byte:.4f}"))
         return [*lines, ("tokens", f"{self.tokens:,} in {self.windows:,} sequences of up to {self.seq_length:,}")]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the score as JSON fields; an infinite perplexity, which JSON cannot represent, is null."""
+        """Return the data set's score as JSON fields; an infinite perplexity, which JSON cannot represent, is null."""
         perplexity = self.perplexity
         return {
             "loss": self.loss, "perplexity": None if math.isinf(perplexity) else perplexity,
@@ -78,7 +78,8 @@ def evaluate_perplexity(
     model: Decoder, prefix: Path, seq_length: int, *, batch_size: int = 8, tokenizer: Tokenizer | None = None,
     per_sample: Path | None = None,
 ) -> DatasetScore:  # fmt: skip
-    """Score `model` on the data set `prefix`.
+    """Return the loss and perplexity of a decoder on the token data set `prefix`, read in windows of `seq_length`
+    tokens.
 
     Args:
         model: decoder in eval mode.
@@ -106,7 +107,8 @@ def sum_window_losses(
     losses: Losses, windows: int, prefix: Path, model: Decoder, seq_length: int, per_sample: Path | None, *,
     text_bytes: int = 0,
 ) -> DatasetScore:  # fmt: skip
-    """Return the score of a data set from the losses of its windows; `per_sample` as in `evaluate_perplexity`.
+    """Return the score of a data set from the loss and token count of each of its `windows` windows; each is also
+    written as a JSON line to the file `per_sample`, if given.
 
     Raises:
         DataError: when none of its tokens is predicted.
@@ -134,7 +136,9 @@ def sum_window_losses(
 
 
 def compute_window_losses(model: Decoder, windows: SequentialDataset, batch_size: int) -> Losses:
-    """Yield the summed loss of each window in nats, and the number of tokens that it predicts."""
+    """Yield for each window of a token data set the sum of its token losses in nats and the number of tokens that it
+    predicts.
+    """
     for start in range(0, len(windows), batch_size):
         samples = [windows[number] for number in range(start, min(start + batch_size, len(windows)))]
         yield from zip(_batch_losses(model, samples), (int(s.loss_weights.sum()) for s in samples), strict=True)
@@ -159,7 +163,8 @@ def _batch_losses(model: Decoder, samples: Sequence[TrainingSample]) -> list[flo
 
 
 def check_vocabulary(prefix: Path, vocab_size: int) -> None:
-    """Check that all tokens of a data set are in the vocabulary; reads the data set once.
+    """Raise DataError at the first token of the data set `prefix` that is not below `vocab_size`; the whole data set is
+    read once.
 
     Raises:
         DataError: naming the first token outside a vocabulary of `vocab_size`.
@@ -177,7 +182,8 @@ def check_vocabulary(prefix: Path, vocab_size: int) -> None:
 
 
 def check_eval_data(prefix: Path, model: Decoder, seq_length: int, tokenizer: Tokenizer | None) -> DatasetInfo | None:
-    """Check a data set before scoring and return its info; `tokenizer` is the model's, or None to skip its check.
+    """Check that a data set has the vocabulary and tokenizer of `model` and return its info; `tokenizer` is the
+    model's, or None to skip that comparison.
 
     Raises:
         DataError: when its vocabulary or tokenizer differs from the model's, or the model has fewer positions.
@@ -191,7 +197,8 @@ def check_eval_data(prefix: Path, model: Decoder, seq_length: int, tokenizer: To
 
 
 def check_same_tokenizer(prefix: Path, made_by: TokenizerInfo, tokenizer: Tokenizer) -> None:
-    """Check that a data set was made with the model's tokenizer.
+    """Raise DataError unless `made_by`, the tokenizer that encoded the data set `prefix`, has the same fingerprint as
+    the model's `tokenizer`.
 
     Raises:
         DataError: when they differ.
@@ -206,7 +213,8 @@ def check_same_tokenizer(prefix: Path, made_by: TokenizerInfo, tokenizer: Tokeni
 
 @dataclass(frozen=True)
 class PreferenceAccuracy:
-    """Accuracy of a reward model on preference pairs.
+    """Share of preference pairs in which a reward model scores the chosen answer above the rejected one, and the mean
+    margin.
 
     Attributes:
         accuracy: share of pairs whose chosen answer has the larger score.
@@ -219,17 +227,18 @@ class PreferenceAccuracy:
     pairs: int
 
     def summary_lines(self) -> list[tuple[str, str]]:
-        """Return (name, value) pairs for display."""
+        """Return the accuracy's (name, value) pairs as text for display."""
         return [("accuracy", f"{self.accuracy:.4f} of {self.pairs:,} pairs"), ("margin", f"{self.margin:.4f}")]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as JSON fields."""
+        """Return accuracy, margin and number of pairs as JSON fields."""
         return asdict(self)
 
 
 @torch.inference_mode()
 def evaluate_preferences(model: Decoder, prefix: Path) -> PreferenceAccuracy:
-    """Score every answer of the preference pairs `prefix` with a reward model, each separately, at its last token.
+    """Return how often a reward model scores the chosen answer of a preference pair above the rejected one, over the
+    data set `prefix`; each answer is scored separately, at its last token.
 
     Raises:
         DataError: when the data set does not hold pairs, or has tokens outside the model's vocabulary.

@@ -24,8 +24,8 @@ DEFAULT_NGRAM_TEXTS = 4
 
 
 class NgramDrafter:
-    """Drafter that repeats the tokens that followed an earlier occurrence of the last n-gram, as in quotations and
-    code.
+    """Drafter that looks up an earlier occurrence of a text's last n-gram and proposes the tokens that followed it,
+    which helps in quotations and code.
 
     Args:
         texts: maximum number of texts to draft for; with more, none gets a draft. None: no maximum.
@@ -36,7 +36,9 @@ class NgramDrafter:
         self._texts, self._longest = texts, longest
 
     def propose_drafts(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
-        """Return draft tokens for each request by n-gram lookup in its prompt."""
+        """Return draft tokens for each request by n-gram lookup in its prompt; none for any if there are more requests
+        than the drafter's maximum.
+        """
         if self._texts is not None and len(requests) > self._texts:
             return [[] for _ in requests]
         return [self._find_continuation(request.prompt, request.limits.max_new_tokens) for request in requests]
@@ -56,7 +58,7 @@ class NgramDrafter:
 
 
 class ModelDrafter:
-    """Drafter that generates tokens with a smaller model of the same vocabulary.
+    """Drafter for speculative decoding that generates tokens with a smaller model of the same vocabulary.
 
     Args:
         engine: engine of the smaller model, for the exclusive use of this drafter.
@@ -66,8 +68,8 @@ class ModelDrafter:
         self._engine = engine
 
     def propose_drafts(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
-        """Return draft tokens of the smaller model; its keys and values of earlier steps are found in the shared pages
-        of its engine.
+        """Return the tokens with which the smaller model continues each request; its engine reuses the keys and values
+        of earlier steps through its page cache.
 
         A row with images, or longer than the smaller model supports, gets no draft.
         """
@@ -90,7 +92,8 @@ class ModelDrafter:
 def make_drafter(
     draft: DraftSource | None, model: Decoder, tokenizer: TextTokenizer, cache_tokens: int, batch_size: int
 ) -> Drafter | Literal["mtp"] | None:
-    """Return the drafter for an engine of `model` with this cache size.
+    """Return the drafter that `draft` names for an engine of `model`: `mtp` stays a string, since the engine builds
+    that drafter itself; a draft model gets an engine of its own with `cache_tokens` and `batch_size`.
 
     Raises:
         ConfigError: when a draft model has another vocabulary.
@@ -110,8 +113,8 @@ def make_drafter(
 
 
 def choose_default_drafter(model: Decoder) -> Drafter | None:
-    """Return the default drafter: n-gram lookup on a CPU, where verifying the drafts of a few texts costs little; else
-    None.
+    """Return the default drafter of a model: n-gram lookup for fp32 or fp64 on a CPU, where verifying the drafts of a
+    few texts costs little; else None.
 
     Half precision has none: its logits often tie, and the rounding of larger GEMMs would change which token wins.
     """

@@ -21,7 +21,7 @@ LONGEST_PAUSE = 16  # steps
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """Prompt to continue, with its limits and sampling settings.
+    """Request to the inference engine: a prompt to continue, with its limits and sampling settings.
 
     Attributes:
         prompt: token ids.
@@ -50,7 +50,9 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """Log-probability of a token and of the most likely alternatives, under the unmodified distribution of the model."""
+    """Log-probability of a token and of the most likely alternatives (`top`), under the model's own distribution before
+    penalties and temperature.
+    """
 
     token: int
     logprob: float
@@ -59,7 +61,7 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class EngineEvent:
-    """New text and tokens of one request after one engine step.
+    """New text and tokens of one request after one step of the inference engine.
 
     Attributes:
         request: number of the request.
@@ -81,22 +83,27 @@ class EngineEvent:
 
 
 def score_token(logits: Tensor, token: int, alternatives: int) -> ScoredToken:
-    """Return the log-probability of `token` by logits [V], and those of the most likely `alternatives`."""
+    """Return the log-probability of `token` under logits [V] over the vocabulary, and the `alternatives` most likely
+    tokens with their log-probabilities.
+    """
     logprobs = logits.double().log_softmax(-1)
     values, tokens = logprobs.topk(min(alternatives, len(logprobs)))
     return ScoredToken(token, float(logprobs[token]), list(zip(tokens.tolist(), values.tolist(), strict=True)))
 
 
 class Drafter(Protocol):
-    """Source of draft tokens for speculative decoding."""
+    """Interface of a source of draft tokens for speculative decoding."""
 
     def propose_drafts(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
-        """Return draft tokens for each request, at most as many as its `limits` allow; an empty list for no draft."""
+        """Return draft tokens for each request, at most as many as the request's `limits` allow; an empty list for a
+        request without a draft.
+        """
 
 
 @dataclass
 class AdaptiveDraftLength:
-    """Number of draft tokens for the next step of a text, adapted to how many were accepted before.
+    """Number of draft tokens for the next step of one text in speculative decoding, adapted to how many were accepted
+    before.
 
     `SHORT_DRAFT` at first, `LONG_DRAFT` after a draft that was accepted whole. After the n-th rejected draft in a row
     there is none for n steps, so a text that repeats nothing pays for a draft in one of `LONGEST_PAUSE` steps.
@@ -107,12 +114,16 @@ class AdaptiveDraftLength:
     _left: int = 0
 
     def next_draft_length(self) -> int:
-        """Return the number of tokens to draft in this step."""
+        """Return the number of tokens to draft in this step, 0 during a pause after rejected drafts; call it once per
+        step.
+        """
         self._left = max(0, self._left - 1)
         return 0 if self._left else self._count
 
     def record_acceptance(self, drafted: int, accepted: int) -> None:
-        """Record that the first `accepted` of `drafted` tokens were accepted."""
+        """Record that the model accepted the first `accepted` of `drafted` tokens, which sets the length of later
+        drafts.
+        """
         if not drafted:
             return
         self._count = LONG_DRAFT if accepted == drafted else max(SHORT_DRAFT, accepted)
@@ -122,7 +133,7 @@ class AdaptiveDraftLength:
 
 @dataclass(eq=False)
 class RequestState:
-    """State of a request in the engine.
+    """State of one request in the inference engine: its tokens, text, drafts and cache pages.
 
     Attributes:
         number, request, text, grammar: the request, the decoder of its text, and its grammar.
@@ -156,29 +167,33 @@ class RequestState:
 
     @property
     def is_generating(self) -> bool:
-        """True if all tokens but the last are computed."""
+        """True if the prompt is computed and only the last generated token is not."""
         return self.num_computed == len(self.tokens) - 1 and bool(self.text.tokens)
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens to compute, draft tokens included."""
+        """Number of tokens of the request that the model has yet to compute, draft tokens included."""
         return len(self.tokens) + len(self.drafts) - self.num_computed
 
     def align_to_images(self, count: int) -> int:
-        """Return `count`, extended to the end of an image with bidirectional attention that it would cut."""
+        """Return `count`, the number of tokens to compute next, raised to the end of an image with bidirectional
+        attention that it would cut.
+        """
         end = self.num_computed + count
         return (
             next((block.stop for block in self.image_ranges if block.start < end < block.stop), end) - self.num_computed
         )
 
     def count_logits(self, count: int) -> int:
-        """Return how many of the next `count` tokens, counted from the last, need logits."""
+        """Return for how many of the next `count` tokens to compute, counted from the last, logits are needed."""
         if self.request.prompt_logprobs and self.num_computed < len(self.request.prompt):
             return count
         return 1 + len(self.drafts) if count == self.num_pending_tokens else 0
 
     def make_draft_request(self, count: int) -> EngineRequest:
-        """Return the request for a drafter to continue this text by at most `count` tokens."""
+        """Return the request that makes a drafter continue this request's text by at most `count` tokens, without
+        grammar, adapter or log-probabilities.
+        """
         request, new = self.request, len(self.text.tokens)
         return replace(
             request, prompt=self.tokens, limits=GenerationLimits(min(count, self.text.remaining_tokens - 1)), drawn=request.drawn + new,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def freeze_startup_objects() -> Iterator[None]:
-    """Exclude the objects that exist at the start from garbage collection.
+    """Context manager that excludes all objects that exist when it is entered from Python's garbage collection.
 
     These are some 300,000 of the imported libraries, over which a full collection takes 0.2 s of processor time.
     """

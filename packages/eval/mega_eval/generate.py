@@ -22,7 +22,7 @@ GenerationPrompt = str | Sequence[int] | ImagePrompt  # text, token ids, or text
 
 @dataclass
 class Completion:
-    """Generated continuation of a prompt.
+    """Generated continuation of a prompt: text, tokens and cause of the end.
 
     Attributes:
         text: decoded text without stop string and special tokens.
@@ -49,7 +49,7 @@ def generate_completions(
     grammar: str | None = None,
     draft: DraftSource | None = None,
 ) -> list[Completion]:
-    """Continue each prompt; completions do not depend on the other prompts, except for rounding in GEMMs.
+    """Return a continuation of each prompt; it does not depend on the other prompts, except for rounding in GEMMs.
 
     Args:
         model: decoder in eval mode.
@@ -97,8 +97,8 @@ def stream_completion(
     grammar: str | None = None,
     draft: DraftSource | None = None,
 ) -> Iterator[str]:
-    """Continue one prompt and yield text as it becomes final: the pieces of the text that `generate_completions`
-    returns.
+    """Continue one prompt and yield text as it becomes final; the pieces joined are the text that
+    `generate_completions` returns.
 
     Raises:
         DataError, ConfigError: as `generate_completions`.

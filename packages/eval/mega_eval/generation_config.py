@@ -65,7 +65,9 @@ GENERATION_KEYS = frozenset({*_ALWAYS, *_DRAWN, *_UNSUPPORTED, *_UNSUPPORTED_DRA
 
 
 def parse_sampling_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `Sampling` that a generation_config.json gives."""
+    """Return the arguments of `Sampling` that a parsed generation_config.json gives; temperature, top_k and the like
+    only if it has `do_sample`.
+    """
     found = {name: raw[name] for name, off in _ALWAYS.items() if _is_set(raw, name, off)}
     if raw.get("min_new_tokens") is not None:  # takes precedence, as in transformers
         found.pop("min_length", None)
@@ -90,7 +92,7 @@ def list_unsupported_settings(raw: Mapping[str, Any]) -> list[str]:
 
 
 def parse_token_ids(value: object) -> list[int]:
-    """Return the tokens of a setting that is a token, a list of tokens or null."""
+    """Return as a list the token ids of a generation_config.json field that is a token id, a list of them or null."""
     return list(_iterate_token_ids(value))
 
 

@@ -21,13 +21,13 @@ CACHED_TOKENIZERS = 4  # one for each set of tokens that end a text
 
 
 class GrammarMatcher:
-    """Set of allowed next tokens of one continuation."""
+    """Grammar state of one text during constrained generation, which gives the tokens allowed next."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def mask_scores(self, scores: Tensor) -> Tensor:
-        """Return scores [V], minus infinity for tokens that the grammar does not allow next.
+        """Return the scores [V] with minus infinity for tokens that the grammar does not allow next.
 
         Raises:
             DataError: when the grammar has become too complex.
@@ -42,7 +42,7 @@ class GrammarMatcher:
         return scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), float("-inf"))
 
     def accept_token(self, token: int) -> bool:
-        """Advance by the next token; return True if nothing may follow it.
+        """Advance the grammar state by the generated `token`; return True if the grammar allows nothing after it.
 
         Raises:
             DataError: when the grammar does not allow the token, or has become too complex.
@@ -53,7 +53,8 @@ class GrammarMatcher:
 
 
 class GrammarCache:
-    """Compiled grammars of one tokenizer; the first compilation prepares the vocabulary, which takes about a second.
+    """Cache of compiled grammars for one tokenizer; the first compilation prepares the vocabulary, which takes about a
+    second.
 
     The last `CACHED_GRAMMARS` are kept. Thread-safe: one thread may `compile_and_cache` a grammar that another one uses.
     """
@@ -66,7 +67,7 @@ class GrammarCache:
 
     @property
     def tokenizer_json(self) -> str:
-        """Tokenizer in HuggingFace's tokenizer.json format.
+        """Text of the cache's tokenizer in HuggingFace's tokenizer.json format.
 
         Raises:
             DataError: for another kind of tokenizer.
@@ -76,11 +77,13 @@ class GrammarCache:
         return str(self._tokenizer.backend.to_str())
 
     def has_grammar(self, grammar: str, ends: Collection[int]) -> bool:
-        """Return whether a grammar is already compiled."""
+        """Return whether `grammar` is already compiled for the end tokens `ends`."""
         return (grammar, frozenset(ends)) in self._matchers
 
     def compile_and_cache(self, grammar: str, ends: Collection[int]) -> None:
-        """Compile a grammar and cache it for `get_grammar_matcher`."""
+        """Compile `grammar` for the end tokens `ends` and cache the result for `get_grammar_matcher`; beyond
+        `CACHED_GRAMMARS` grammars the least recently used is dropped.
+        """
         matcher, key = compile_grammar(grammar, self._tokenizer_for(frozenset(ends))), (grammar, frozenset(ends))
         with self._lock:
             self._matchers[key] = matcher
@@ -88,7 +91,7 @@ class GrammarCache:
                 self._matchers.popitem(last=False)
 
     def get_grammar_matcher(self, grammar: str, ends: Collection[int]) -> GrammarMatcher:
-        """Return the matcher of a grammar for one text; `ends` are the tokens that may end it.
+        """Return a matcher of `grammar` for the generation of one text; `ends` are the tokens that may end it.
 
         Args:
             grammar: JSON schema (starting with a brace) or Lark grammar.

@@ -30,7 +30,7 @@ DRAWN = {"temperature", "top_p", "top_k", "min_p"}  # settings without effect in
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """Model interface of the lm-evaluation-harness for a mega model.
+    """Model interface of the lm-evaluation-harness (class LM) for a model loaded by mega.
 
     Args:
         replicas: copies of the model.
@@ -58,17 +58,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int | None:
-        """Token that ends a text."""
+        """Id of the token that ends a text."""
         return self.text.tokenizer.eos_id
 
     @property
     def prefix_token_id(self) -> int | None:
-        """Token that precedes a text without context."""
+        """Id of the token that precedes a text without context."""
         return self.text.prefix_token_id
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer in caches of encoded requests."""
+        """Fingerprint of the tokenizer, which the lm-evaluation-harness uses as its name in caches of encoded requests."""
         return self.text.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -78,11 +78,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self.text.encode(string, add_special_tokens=add_special_tokens is not False)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the fingerprint of the chat template, or None if there is none or it is not requested."""
+        """Return the fingerprint of the model's chat template, for the harness to record; None if there is no template
+        or `chat_template` is False.
+        """
         return self.template.fingerprint if self.template and chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the rendered text of a chat; a template that refuses system messages is retried without them."""
+        """Return the prompt text that the model's chat template renders for `chat_history`; a template that refuses
+        system messages is retried without them.
+        """
         assert self.template is not None
         try:
             return self.template.render_prompt(
@@ -108,7 +112,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return [answers[number] for number in range(len(pairs))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each whole text."""
+        """Return the log-likelihood of the whole text of each request, of any length, as the sum over windows."""
         texts = [
             split_into_windows(self.tok_encode(request.args[0]), self.prefix_token_id or 0, self.max_length)
             for request in requests
@@ -127,7 +131,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return [math.fsum(part.values()) for part in parts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each context, up to the first of its stop strings."""
+        """Return the generated continuation of each request's context, up to the first of its stop strings."""
         by_settings: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             by_settings.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -177,8 +181,8 @@ def _make_conversation(messages: list[dict[str, str]]) -> Conversation:
 
 
 def fingerprint_model(model: HarnessModel) -> str:
-    """Return a hash of everything that determines a model's answers: a sample of each weight, tokenizer, template and
-    length.
+    """Return a hash of what determines a model's answers: a sample of each weight, the tokenizer, the chat template and
+    the maximum length.
     """
     template = model.template.fingerprint if model.template else ""
     digest = hashlib.sha256(f"{model.text.tokenizer.fingerprint} {template} {model.max_length}".encode())

@@ -25,7 +25,7 @@ Results = dict[str, Any]  # the harness's own
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Options for running tasks.
+    """Options for running tasks of the lm-evaluation-harness.
 
     Attributes:
         include_path: folder with additional tasks.
@@ -45,8 +45,8 @@ class TaskOptions:
 
 
 def find_harness_tasks(names: Sequence[str], include_path: Path | None = None) -> TaskManager:
-    """Return an index of tasks that has those `names`: tasks or groups of the harness, patterns as `mmlu_*`, or YAML
-    files.
+    """Return an index of lm-evaluation-harness tasks that contains `names`: tasks or groups of the harness, patterns
+    such as `mmlu_*`, or YAML files.
 
     Raises:
         ConfigError: when a task, file or folder does not exist.
@@ -72,7 +72,7 @@ def find_harness_tasks(names: Sequence[str], include_path: Path | None = None) -
 
 
 def unknown_task_error(name: str, known: Sequence[str]) -> ConfigError:
-    """Return the error of an unknown task, with the nearest name."""
+    """Return the error for the unknown task `name`; its hint suggests the nearest of the `known` names."""
     near = difflib.get_close_matches(name, known, 1)
     suggestion = f"did you mean {near[0]!r}? " if near else ""
     return ConfigError(
@@ -88,7 +88,8 @@ def run_harness_tasks(
     model_info: Mapping[str, Any] | None = None,
     manager: TaskManager | None = None,
 ) -> Results:
-    """Run tasks on a model, whose other ranks follow.
+    """Run tasks of the lm-evaluation-harness on a model and return its results; called on rank 0, while the other ranks
+    run `follow_first_rank`.
 
     Args:
         model: the model.
@@ -118,13 +119,13 @@ def run_harness_tasks(
 
 
 def format_results_table(results: Results) -> str:
-    """Return results as text tables: tasks, then groups of tasks."""
+    """Return results of the lm-evaluation-harness as text tables: first tasks, then groups of tasks."""
     tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
     return "\n".join(str(one) for one in tables)
 
 
 def write_task_results(path: Path, results: Results) -> None:
-    """Write results as JSON, in the format of the harness."""
+    """Write results as a JSON file in the format of the lm-evaluation-harness."""
     with open_atomic_file(path, text=True) as stream:
         json.dump(results, stream, indent=2, default=handle_non_serializable, ensure_ascii=False)
 

@@ -20,13 +20,14 @@ from mega_trainer.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """Prompt text with one placeholder for each image, and the bytes of the image files."""
+    """Prompt text with one placeholder for each image, and the bytes of the image files (`pictures`)."""
 
     text: str
     pictures: Sequence[bytes]
 
     def encode_prompt(self, model: Decoder, tokenizer: TextTokenizer) -> tuple[list[int], BatchImages]:
-        """Return the prompt's tokens, with one placeholder token for each image feature, and its images.
+        """Return the prompt's token ids, where each image has one placeholder token per image feature, and the prepared
+        images.
 
         Raises:
             DataError: when the model has no vision encoder, an image cannot be read, or the numbers of images and
@@ -86,12 +87,16 @@ def _add_image_frames(text: str, vision: VisionConfig, tokenizer: TextTokenizer)
 
 @torch.inference_mode()
 def attach_image_features(model: Decoder, images: BatchImages) -> BatchImages:
-    """Return the images with their features, if this rank's stage has the vision encoder."""
+    """Return the images with features computed by the vision encoder, or unchanged if this rank's pipeline stage has no
+    vision encoder.
+    """
     return images if model.vision is None else images.with_features(model.vision.encode_images(images, model.device))
 
 
 def find_image_ranges(tokens: Sequence[int], vision: VisionConfig) -> list[range]:
-    """Return the position ranges of a row's images whose tokens attend to each other in both directions."""
+    """Return the position range of each image in `tokens`, for models whose image tokens attend to each other in both
+    directions; else an empty list.
+    """
     is_image = np.array([tokens]) == vision.image_token
     return [block for _, block in find_image_blocks(is_image)] if vision.bidirectional else []
 
@@ -99,8 +104,8 @@ def find_image_ranges(tokens: Sequence[int], vision: VisionConfig) -> list[range
 def gather_token_images(
     parts: Sequence[tuple[BatchImages | None, int, int]], device: torch.device
 ) -> BatchImages | None:
-    """Return the images of some tokens of several rows, each token as a batch row; each part is (images of the row,
-    first token, count).
+    """Return the images for a forward pass in which each token is a batch row of its own, or None without images; each
+    part is (images of a prompt, index of its first token, number of tokens).
     """
     every = [images for images, _, _ in parts if images is not None]
     if not every:

@@ -30,7 +30,8 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 @dataclass
 class TrainingTasks:
-    """Evaluation of the `eval` tasks of run.yaml, on all ranks of a run together.
+    """Evaluation during training on the lm-evaluation-harness tasks listed under `eval` in run.yaml; all ranks of the
+    run take part.
 
     Raises:
         ConfigError: when a task or the tokenizer is missing.
@@ -53,8 +54,8 @@ class TrainingTasks:
         self._manager: TaskManager = find_harness_tasks(self.config.eval.tasks, self.config.eval.include_path)
 
     def __call__(self, executor: PipelineExecutor) -> Mapping[str, float]:
-        """Return the scores as `eval/TASK/METRIC` on the first rank; empty on other ranks, or when evaluation has used
-        up its share of the time.
+        """Return the task scores of the model in training as `eval/TASK/METRIC` on rank 0; empty on other ranks, or
+        when evaluation has used up its share of the run's time.
         """
         world, parallel = executor.parallel_groups.world, self.config.parallel
         # ZeRO-3 gathers weights over all ranks, so all ranks form one copy
@@ -91,8 +92,8 @@ class TrainingTasks:
 
 
 def build_inference_model(executor: PipelineExecutor, run: RunConfig) -> Decoder:
-    """Return an inference model that shares the tensors of a model in training, with whole sequences on every rank of a
-    copy.
+    """Return an inference model that shares the weights of the model in training; context parallelism is off, so each
+    rank computes whole sequences.
     """
     groups, live = executor.parallel_groups, executor.first_local_stage
     config = live.config.model_copy(update={"mtp_layers": 0})

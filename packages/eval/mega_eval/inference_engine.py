@@ -38,7 +38,8 @@ from mega_trainer.parallel.lora_layers import AdapterSelection
 
 
 class InferenceEngine:
-    """Engine that runs generation requests on one model. Not thread-safe: one thread drives it.
+    """Engine that generates text for many requests at once on one model, with continuous batching and a paged KV cache.
+    Not thread-safe: one thread drives it.
 
     Args:
         model: decoder in eval mode.
@@ -86,26 +87,26 @@ class InferenceEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that have not started, or have to be recomputed."""
+        """Number of queued requests: not yet started, or to be recomputed after they lost their cache pages."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Number of requests that have started."""
+        """Number of requests that have started and not finished."""
         return len(self._running)
 
     @property
     def num_pages(self) -> int:
-        """Number of cache pages, of `PAGE` tokens each."""
+        """Number of pages of the KV cache, of `PAGE` tokens each."""
         return self._pages.count
 
     @property
     def num_free_pages(self) -> int:
-        """Number of cache pages that no request uses."""
+        """Number of pages of the KV cache that no request uses."""
         return self._pages.num_free_pages
 
     def add_request(self, request: EngineRequest) -> int:
-        """Add a request to the queue and return its number.
+        """Add a request to the engine's queue and return its number, which events and `cancel_request` use.
 
         Raises:
             DataError: when the prompt is empty, too long or has tokens outside the vocabulary, the adapter is unknown, or
@@ -129,13 +130,16 @@ class InferenceEngine:
         return [encoder.start_token] if encoder else list(request.prompt)
 
     def cancel_request(self, request: int) -> None:
-        """Drop a request and free its pages at once; a request that has finished or is unknown is ignored."""
+        """Drop the request of that number and free its cache pages at once; a number that has finished or is unknown is
+        ignored.
+        """
         for row in [row for row in (*self._waiting, *self._running) if row.number == request]:
             (self._waiting if row in self._waiting else self._running).remove(row)
             self._release_row(row)
 
     def step(self, *, isolate: bool = False) -> list[EngineEvent]:
-        """Run one forward pass and return its events; the list is empty when idle or while prompts are computed.
+        """Run one forward pass over the scheduled requests and return the events with their new text; the list is empty
+        when the engine is idle or only computes prompts.
 
         Args:
             isolate: report a failed request as an event with an error instead of raising that error. The request is
@@ -162,7 +166,7 @@ class InferenceEngine:
         return events
 
     def drop_all_requests(self) -> None:
-        """Drop all requests and the cached pages, after a step that failed."""
+        """Drop all requests and all cached pages of the engine, for use after a `step` that raised an error."""
         self._waiting.clear()
         self._running.clear()
         self._pages, self._free_states = PageAllocator(self._pages.count), list(range(self._batch_size))

@@ -46,7 +46,7 @@ from mega_trainer.parallel.lora_layers import AdapterSelection
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """Model with its tokenizer and the generation settings of its folder.
+    """Loaded model with its tokenizer and generation settings, for generation, chat and scoring.
 
     Attributes:
         path: source of the model.
@@ -79,7 +79,8 @@ class LanguageModel:
         adapter: str | Location | None = None,
         adapters: Mapping[str, str] | None = None,
     ) -> LanguageModel:
-        """Load a mega checkpoint, the latest checkpoint of a run folder, a HuggingFace folder or a GGUF file.
+        """Load a model for inference from a mega checkpoint, the latest checkpoint of a run folder, a HuggingFace
+        folder or a GGUF file.
 
         Args:
             path: file, folder or URL.
@@ -128,7 +129,8 @@ class LanguageModel:
         return cls(path, model, own_tokenizer, ends, settings, source, selection)
 
     def sampling(self, **settings: Any) -> Sampling:
-        """Return `Sampling` with the given settings, and the defaults of the model's folder for the others.
+        """Return a `Sampling` with the given settings; others default to the generation_config.json of the model's
+        folder.
 
         Minimum lengths apply to every token that ends a text.
 
@@ -149,7 +151,8 @@ class LanguageModel:
         grammar: str | None = None,
         **settings: Any,
     ) -> list[Completion]:
-        """Continue each prompt; `settings` are those of `Sampling`, the other arguments as in `generate_completions`.
+        """Return a continuation of each prompt; `settings` are fields of `Sampling`, and the other arguments are as in
+        `generate_completions`.
 
         Raises:
             DataError: when a prompt cannot be continued.
@@ -169,14 +172,17 @@ class LanguageModel:
         grammar: str | None = None,
         **settings: Any,
     ) -> Iterator[str]:
-        """Continue one prompt and yield text as it becomes final; arguments as in `generate`."""
+        """Continue one prompt and yield text as it becomes final; `settings` are fields of `Sampling`, and the other
+        arguments are as in `generate`.
+        """
         limits = GenerationLimits(max_new_tokens, stop, self.ends)
         return stream_completion(
             self.model, self.tokenizer, prompt, limits, self.sampling(**settings), grammar=grammar, draft=self.draft
         )
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
-        """Return the answer to messages {"role", "content"}; `options` are those of `generate`.
+        """Return the model's answer to a list of chat messages {"role", "content"}; `options` are arguments of
+        `generate`.
 
         Raises:
             DataError: when the model has no chat template, or its template rejects the messages.
@@ -191,8 +197,8 @@ class LanguageModel:
         return load_chat_template(self.path)
 
     def score(self, texts: Sequence[str], *, contexts: Sequence[str] | None = None) -> list[Score]:
-        """Return the log-likelihood of each text, given its context or, without contexts, after the begin token or the
-        first token.
+        """Return the log-likelihood of each text, given its context; without `contexts`, given the begin token or, if
+        the tokenizer adds none, the text's first token.
 
         Raises:
             DataError: when a text has too few tokens.

@@ -32,7 +32,7 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 1e-2, tor
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """Largest difference between the logits of two models.
+    """Result of `compare_logits`: the largest difference between the logits of two models, and its tolerance.
 
     Attributes:
         difference: largest absolute difference of a logit.
@@ -54,8 +54,8 @@ class LogitComparison:
 
 
 def compare_logits(one: str | Location, other: str | Location, data: Path | None = None) -> LogitComparison:
-    """Compare the logits of two models on the same tokens; the models run one after the other, so memory for one
-    suffices.
+    """Compare the logits of two models on the same tokens, and raise CheckpointError if they differ by more than
+    rounding; the models run one after the other, so memory for one suffices.
 
     Both models compute in fp32 (fp64 if both are stored in fp64), so equal weights give equal logits; weights that were cast
     may differ by the rounding of the narrower dtype.

@@ -32,7 +32,8 @@ def evaluate_masked_lm(
     model: Decoder, prefix: Path, seq_length: int, tokenizer: Tokenizer, *, share: float = SHARE, batch_size: int = 8,
     same_tokenizer: bool = True, per_sample: Path | None = None,
 ) -> DatasetScore:  # fmt: skip
-    """Score an encoder on the data set `prefix`, read from its first token to its last.
+    """Return the masked-LM loss of an encoder on the token data set `prefix`, read from its first token to its last;
+    every token but special ones is masked and predicted once.
 
     Args:
         model: encoder in eval mode.
@@ -56,7 +57,7 @@ def evaluate_masked_lm(
 
 
 class MaskedLmWindows:
-    """Windows of a data set, each between the begin and end tokens of the tokenizer.
+    """Windows of `seq_length` tokens of a data set, each between the begin and end tokens that the tokenizer adds.
 
     Attributes:
         mask: id of the mask token.

@@ -52,14 +52,15 @@ from mega_trainer.parallel.parameter_info import get_parameter_info, non_trainab
 
 @dataclass(frozen=True)
 class LoraAdapterSet:
-    """LoRA adapters of one base model, selected by name for each text."""
+    """LoRA adapters of one base model that stay separate from its weights; each text selects one by name."""
 
     adapters: Mapping[str, SavedAdapter]
     pool: LoraAdapterPool
 
     @classmethod
     def open_adapters(cls, base: str | Location, folders: Mapping[str, str]) -> LoraAdapterSet:
-        """Open the adapters in `folders`: runs or checkpoints with `lora`, or PEFT folders, trained on top of `base`.
+        """Open LoRA adapters trained on top of `base`; `folders` maps names to run folders, checkpoints with `lora`, or
+        PEFT folders.
 
         Raises:
             CheckpointError: when an adapter is of another model, or changes parts that texts with other adapters share.
@@ -72,7 +73,7 @@ class LoraAdapterSet:
         return cls(found, LoraAdapterPool(AdapterSelection(list(found)), modules))
 
     def load_adapter_weights(self, model: nn.Module) -> None:
-        """Load the weights of all adapters into `model`, which was built with `pool`."""
+        """Load the weights of all LoRA adapters into `model`, which was built with this set's `pool`."""
         layers = [layer for layer in model.modules() if isinstance(layer, PerRowAdapters)]
         for name, adapter in self.adapters.items():
             modules = [module for layer in layers if (module := layer.find_adapter(name)) is not None]
@@ -81,7 +82,9 @@ class LoraAdapterSet:
 
 
 def list_parameter_pieces(model: nn.Module, *, adapters: bool) -> list[tuple[Tensor, Sequence[TensorPiece]]]:
-    """Return the base parameters or the adapter parameters of a model, each with its pieces."""
+    """Return the LoRA parameters of a model (`adapters` True) or all other parameters, each with its pieces: the
+    checkpoint tensors that it consists of.
+    """
     every = [(parameter.detach(), get_parameter_info(parameter).pieces) for parameter in model.parameters()]
     return [entry for entry in every if any(is_adapter_tensor(piece.name) for piece in entry[1]) == adapters]
 
@@ -148,7 +151,7 @@ _SUPPORTED_COMMANDS: Mapping[ModelKind, tuple[str, str]] = {
 
 
 def classify_model(model: ModelConfig) -> ModelKind:
-    """Return the kind of a model, which decides the tasks it supports."""
+    """Return the kind of a model by its configuration: decoder, encoder, encoder-decoder, retrieval or reward model."""
     if model.score:
         return "reward model"
     if model.retro:
@@ -169,7 +172,8 @@ def load_inference_model(
     lora_adapters: LoraAdapterSet | None = None,
     mtp: bool = False,
 ) -> Decoder:
-    """Load the model at `path`, or this rank's part of it under `groups`, in `dtype` on `device`, for inference only.
+    """Load the model at `path` for inference only, in `dtype` on `device`: the whole model, or this rank's part of it
+    under the process groups `groups`.
 
     Weights are read one tensor at a time, so peak memory is the model plus one tensor.
 
@@ -227,7 +231,7 @@ def load_inference_model(
 
 
 def load_tokenizer(path: str | Location, adapter: str | Location | None = None) -> Tokenizer:
-    """Load the tokenizer stored with the weights at `path`, or with an `adapter` if that has one.
+    """Load the tokenizer stored with the weights at `path`, or the one in a LoRA `adapter` folder if it has one.
 
     Raises:
         CheckpointError: when there is no tokenizer.json.
@@ -248,7 +252,9 @@ def load_tokenizer(path: str | Location, adapter: str | Location | None = None) 
 
 
 def find_end_tokens(path: str | Location, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return all tokens that end a text, from the tokenizer and the model's configuration files."""
+    """Return the ids of all tokens that end a text, from the tokenizer and the model's generation_config.json and
+    config.json.
+    """
     found = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
     assets = open_weight_source(path).asset_files()
     for name in ("generation_config.json", "config.json"):
@@ -257,12 +263,16 @@ def find_end_tokens(path: str | Location, tokenizer: Tokenizer) -> frozenset[int
 
 
 def load_sampling_settings(path: str | Location) -> dict[str, Any]:
-    """Return the settings of `Sampling` in the model's own files, read as transformers reads them."""
+    """Return the settings of `Sampling` that the generation_config.json of the model gives, read as transformers reads
+    it.
+    """
     return parse_sampling_settings(_load_generation_config(path))
 
 
 def warn_unsupported_settings(path: str | Location) -> None:
-    """Warn once of unsupported generation settings in the model's files that change the text."""
+    """Log a warning that lists the settings in the model's generation_config.json that are not supported but would
+    change the text.
+    """
     if unsupported := list_unsupported_settings(_load_generation_config(path)):
         message = "%s: the generation settings %s are not supported; texts differ from those of transformers"
         logger.warning(message, path, ", ".join(unsupported))
@@ -286,7 +296,8 @@ def _parse_json_asset(asset: Path | bytes | None, name: str) -> Mapping[str, Any
 
 
 def check_sequence_length(config: ModelConfig, length: int, what: str) -> None:
-    """Refuse sequences longer than the learned positions; warn of those longer than the model was trained for.
+    """Raise DataError if `length` exceeds the model's learned position embeddings; with other positions only warn if
+    the model was trained for fewer. `what` names the sequences in the message.
 
     Raises:
         DataError: naming `what`.
@@ -299,7 +310,7 @@ def check_sequence_length(config: ModelConfig, length: int, what: str) -> None:
 
 
 def select_device(name: str) -> torch.device:
-    """Return the device called `name`; `auto` is a GPU if there is one.
+    """Return the torch device called `name`: `cpu`, `cuda` or `cuda:N`; `auto` is a GPU if there is one.
 
     Raises:
         ConfigError: when the device does not exist or cannot be used.

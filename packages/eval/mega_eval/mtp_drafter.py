@@ -23,7 +23,8 @@ from mega_trainer.parallel.tensor_parallel import embed_token_ids
 
 
 class MtpDrafter:
-    """Drafter that proposes one token per MTP layer; hidden states not yet read by these layers are kept in the rows.
+    """Drafter that proposes one token per multi-token-prediction (MTP) layer of the model; hidden states that these
+    layers have yet to read are kept in the request states.
 
     Args:
         model: decoder with MTP layers (`predictors`).
@@ -35,8 +36,8 @@ class MtpDrafter:
 
     @torch.inference_mode()
     def record_hidden_states(self, work: Sequence[tuple[RequestState, int]], done: Sequence[int], x: Tensor) -> None:
-        """Store the final hidden states x [N, 1, D] of a step in its rows, for accepted tokens only; `done` are the
-        tokens computed before.
+        """Store a step's final hidden states x [N, 1, D] in the requests of `work`, for accepted tokens only; `done`
+        are the numbers of tokens that each request had computed before the step.
         """
         hidden, first = self._model.head.norm(x), 0
         for (row, count), before in zip(work, done, strict=True):
@@ -46,8 +47,8 @@ class MtpDrafter:
             first += count
 
     def propose_drafts(self, rows: Sequence[RequestState]) -> list[list[int]]:
-        """Return draft tokens for each row, whose tokens are all computed but the last; none if its hidden states were
-        not recorded.
+        """Return draft tokens for each request, whose tokens are all computed but the last; an empty list if its hidden
+        states were not recorded.
         """
         ready = [row for row in rows if row.mtp_inputs]
         found = iter(self._draft_tokens(ready) if ready else [])

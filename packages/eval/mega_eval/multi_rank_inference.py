@@ -32,7 +32,9 @@ from mega_trainer.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """Parallel degrees of one copy of a model: `tp` ranks share each weight, `ep` the experts, `pp` the layers."""
+    """Parallel degrees of one copy of a model: `tp` ranks share each weight, `ep` ranks share the experts, `pp` stages
+    share the layers.
+    """
 
     tp: int = 1
     ep: int = 1
@@ -40,19 +42,20 @@ class ReplicaLayout:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Number of adjacent ranks that hold the same layers of a copy."""
+        """Number of adjacent ranks that form one pipeline stage of a copy of the model."""
         return max(self.tp, self.ep)
 
     @property
     def ranks_per_copy(self) -> int:
-        """Number of ranks of a copy."""
+        """Number of ranks that one copy of the model takes."""
         return self.ranks_per_stage * self.pp
 
 
 def build_replica_groups(
     model: ModelConfig, rank: int, world_size: int, replica_layout: ReplicaLayout
 ) -> ParallelGroups:
-    """Build this rank's process groups; all ranks call it.
+    """Build this rank's process groups (tensor, expert, pipeline) for copies of a model over `world_size` ranks; all
+    ranks must call it.
 
     Raises:
         ConfigError: when the model does not support these parallel degrees.
@@ -70,7 +73,7 @@ def build_replica_groups(
 
 @dataclass(frozen=True)
 class PromptTokenizer:
-    """Tokenizer of prompts with an optional length limit.
+    """Tokenizer of prompts with an optional length limit; a longer prompt loses its first tokens.
 
     Attributes:
         tokenizer: tokenizer of the model.
@@ -82,12 +85,12 @@ class PromptTokenizer:
 
     @property
     def prefix_token_id(self) -> int | None:
-        """Token that begins a text, or the end-of-text token if the vocabulary has no begin token."""
+        """Id of the token that begins a text, or of the end-of-text token if the vocabulary has no begin token."""
         return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text; a text that starts with the begin token, as from chat templates, does not get a
-        second one.
+        """Return the token ids of a prompt; one that already starts with the begin token, as from chat templates, does
+        not get a second one.
         """
         bos = self.tokenizer.bos_id
         has_bos = bos is not None and text.startswith(self.tokenizer.decode([bos]))
@@ -101,7 +104,7 @@ class PromptTokenizer:
 
 @dataclass(frozen=True)
 class ModelReplicas:
-    """Copies of a model on all ranks, for scoring and generation.
+    """Copies of a model spread over all ranks, which divide scoring and generation among them; rank 0 gives the work.
 
     Attributes:
         model: this rank's part of a copy, in eval mode.
@@ -122,16 +125,19 @@ class ModelReplicas:
 
     @property
     def num_copies(self) -> int:
-        """Number of copies of the model."""
+        """Number of copies of the model over all ranks."""
         return self.world_size // self.replica_layout.ranks_per_copy
 
     @property
     def copy_index(self) -> int:
-        """Index of this rank's copy; the ranks of one stage of all copies are adjacent."""
+        """Index of the model copy to which this rank belongs; the ranks of one pipeline stage of all copies are
+        adjacent.
+        """
         return self.rank % (self.world_size // self.replica_layout.pp) // self.replica_layout.ranks_per_stage
 
     def score_pairs(self, pairs: Sequence[ContextContinuation]) -> Iterator[tuple[int, Score]]:
-        """Yield the scores of pairs with their indices as they are computed; called on rank 0.
+        """Yield (index, score) of each (context, continuation) pair as it is computed, in any order; called on rank 0
+        while the other ranks run `follow_first_rank`.
 
         Raises:
             DataError, CheckpointError: as `score.score_continuations`.
@@ -143,7 +149,8 @@ class ModelReplicas:
     def generate_completions(
         self, prompts: Sequence[str], longest: int, limits: GenerationLimits, sampling: Sampling
     ) -> list[Completion]:
-        """Continue prompts of at most `longest` tokens; called on rank 0.
+        """Return a continuation of each prompt, which is cut to its last `longest` tokens; called on rank 0 while the
+        other ranks run `follow_first_rank`.
 
         Raises:
             DataError: as `generate.generate_completions`.
@@ -152,7 +159,9 @@ class ModelReplicas:
         return self._generate_share(prompts, longest, limits, sampling)
 
     def follow_first_rank(self) -> None:
-        """Take part in the work of rank 0 until it closes; called on all other ranks."""
+        """Take part in the scoring and generation that rank 0 starts, until it calls `stop_followers`; called on all
+        other ranks.
+        """
         while (work := self._receive_work()) is not None:
             name, arguments = work
             if name == "score":
@@ -162,7 +171,7 @@ class ModelReplicas:
                 self._generate_share(*arguments)
 
     def stop_followers(self) -> None:
-        """End `follow_first_rank` on the other ranks; called on rank 0."""
+        """End `follow_first_rank` on the other ranks; called on rank 0 after its last work."""
         self._broadcast_work(None)
 
     def _score_share(self, pairs: Sequence[ContextContinuation]) -> Iterator[dict[int, Score]]:
@@ -212,7 +221,7 @@ EngineCalls = list[Callable[[InferenceEngine], object]]  # calls of rank 0 since
 
 
 class BroadcastingEngine(InferenceEngine):
-    """Inference engine of rank 0, which broadcasts its calls to the other ranks; arguments are those of
+    """Inference engine of rank 0 for a model shared by several ranks, which repeat its calls; it takes the arguments of
     `InferenceEngine`, equal on all ranks.
     """
 
@@ -221,34 +230,38 @@ class BroadcastingEngine(InferenceEngine):
         self._calls: EngineCalls = []
 
     def add_request(self, request: EngineRequest) -> int:
-        """Add a request and queue it for the other ranks."""
+        """Add a request to this engine and queue the call for the other ranks, which repeat it before the next step;
+        return the request's number.
+        """
         number = super().add_request(request)
         self._calls.append(partial(InferenceEngine.add_request, request=request))
         return number
 
     def cancel_request(self, request: int) -> None:
-        """Cancel a request and queue the call for the other ranks."""
+        """Cancel a request in this engine and queue the call for the other ranks, which repeat it before the next step."""
         super().cancel_request(request)
         self._calls.append(partial(InferenceEngine.cancel_request, request=request))
 
     def drop_all_requests(self) -> None:
-        """Reset the engines of all ranks before their next step."""
+        """Drop all requests in this engine, and in the engines of the other ranks before their next step."""
         super().drop_all_requests()
         self._calls = [InferenceEngine.drop_all_requests]
 
     def step(self, *, isolate: bool = False) -> list[EngineEvent]:
-        """Run one engine step on all ranks."""
+        """Broadcast the queued calls to the other ranks, run one engine step on all ranks and return its events."""
         dist.broadcast_object_list([self._calls])
         self._calls = []
         return super().step(isolate=isolate)
 
     def stop_followers(self) -> None:
-        """End `follow_engine_calls` on the other ranks."""
+        """End `follow_engine_calls` on the other ranks; called on rank 0 after its last step."""
         dist.broadcast_object_list([None])
 
 
 def follow_engine_calls(engine: InferenceEngine) -> None:
-    """Repeat the engine calls of rank 0 until it closes."""
+    """Repeat on this rank's engine the calls that rank 0 makes on its `BroadcastingEngine`, until rank 0 calls
+    `stop_followers`.
+    """
     with freeze_startup_objects():
         while (calls := _receive_calls()) is not None:
             for call in calls:

@@ -17,7 +17,7 @@ PAGE = 16  # tokens
 
 
 class PageAllocator:
-    """Allocator of the pages of a KV cache.
+    """Allocator of the fixed-size pages of a KV cache, which rows with equal prefixes can share.
 
     A page that no row uses is free. A free page that is registered under a hash can still be shared; it is reused for
     other tokens only when no other page is left, least recently used first.
@@ -33,11 +33,12 @@ class PageAllocator:
 
     @property
     def num_free_pages(self) -> int:
-        """Number of pages that no row uses."""
+        """Number of cache pages that no row uses, including pages still cached under a hash."""
         return int(np.count_nonzero(self._blank)) + len(self._cached)
 
     def allocate_pages(self, count: int, after: int | None) -> list[int]:
-        """Return `count` free pages for a row, directly after its last page `after` as long as those are free.
+        """Return the indices of `count` free pages for a row, directly after its last page `after` as long as the
+        following pages are free.
 
         Contiguous pages are read in place; others have to be copied together.
         """
@@ -53,7 +54,9 @@ class PageAllocator:
         return taken
 
     def share_cached_pages(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the pages with the longest cached prefix of these hashes, and count them as used by the caller."""
+        """Return the cached pages of the longest registered prefix of `hashes`, the page hashes of a row in order, and
+        count them as used by that row.
+        """
         found = []
         for page_hash in hashes:
             if page_hash not in self._page_of_hash:
@@ -63,12 +66,14 @@ class PageAllocator:
         return found
 
     def register_page(self, page: int, page_hash: bytes) -> None:
-        """Register a full page in use under a hash, so that other rows can share it."""
+        """Register a full page in use under the hash of its content, so that other rows can share it."""
         if page_hash not in self._page_of_hash:
             self._page_of_hash[page_hash], self._hash_of_page[page] = page, page_hash
 
     def release_pages(self, pages: Sequence[int]) -> None:
-        """Release the pages of a row; its last pages are reused first, since they are useless without those before."""
+        """Release a row's `pages`; the last of them are reused first, since later pages are useless without earlier
+        ones.
+        """
         for page in reversed(pages):
             self._uses[page] -= 1
             if self._uses[page] == 0:
@@ -102,7 +107,8 @@ class PageAllocator:
 
 
 def hash_full_pages(tokens: Sequence[int], known: Sequence[bytes] = (), adapter: str | None = None) -> list[bytes]:
-    """Return the hashes of the full pages of a row that begins with these tokens; the first hashes may be `known`.
+    """Return the hashes of the full cache pages of a row that begins with `tokens`; `known` are hashes of its first
+    pages computed before, and `adapter` is the name of its LoRA adapter.
 
     A hash covers the page's tokens and the hash of the page before it; for the first page, the name of the LoRA adapter
     that its keys depend on.

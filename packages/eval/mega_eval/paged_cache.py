@@ -25,7 +25,7 @@ SlotRun = tuple[int, int]  # slots from the first to before the second
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Tokens of one row in a step, and the cache pages of that row.
+    """Tokens of one row (request) that a forward pass computes, and the cache pages of that row.
 
     Attributes:
         tokens: slice of the row's tokens in the step's N tokens.
@@ -45,13 +45,13 @@ class RowSpan:
 
     @property
     def new_token_count(self) -> int:
-        """Number of new tokens."""
+        """Number of tokens of the row that the forward pass computes."""
         count: int = self.tokens.stop - self.tokens.start
         return count
 
     @property
     def attention_segments(self) -> Iterator[tuple[range, bool]]:
-        """Position ranges of the new tokens, cut at image boundaries, each with a flag that is True for an image."""
+        """Position ranges of the row's new tokens, cut at image boundaries, each with a flag that is True for an image."""
         position = self.total - self.new_token_count
         for block in self.image_ranges:
             if position <= block.start < self.total:
@@ -62,27 +62,30 @@ class RowSpan:
 
     @property
     def is_uncached(self) -> bool:
-        """True if no token of the row is in the cache yet."""
+        """True if no token of the row is in the KV cache yet."""
         return self.new_token_count == self.total
 
     @property
     def new_token_slots(self) -> list[int]:
-        """Cache slots of the new tokens."""
+        """Indices of the cache slots into which the keys and values of the row's new tokens go."""
         positions = range(self.total - self.new_token_count, self.total)
         return [self.pages[position // PAGE] * PAGE + position % PAGE for position in positions]
 
     @cached_property
     def slot_runs(self) -> list[SlotRun]:
-        """Cache slots of all tokens in order; adjacent pages form one run."""
+        """Runs of contiguous cache slots of all the row's tokens in order; adjacent pages form one run."""
         return _page_slot_runs(self.pages, self.total)
 
     def visible_slot_runs(self, window: int | None) -> list[SlotRun]:
-        """Return the slots of the keys that at least one new token attends to."""
+        """Return the runs of cache slots whose keys at least one new token of the row attends to; `window` is the
+        sliding window in tokens, or None.
+        """
         return self.slot_runs if window is None else _last_slots(self.slot_runs, window - 1 + self.new_token_count)
 
 
 class PagedCache:
-    """Keys and values of all layers (or the latents that replace them): tensors [slots, K, d], PAGE slots a page.
+    """Paged KV cache of all layers: keys and values, or the latents that replace them, as tensors [slots, K, d] with
+    `PAGE` slots a page.
 
     Of a recurrent layer it holds the state of each row: tensors [rows, ..], whose size does not depend on the rows' length.
     """
@@ -97,7 +100,9 @@ class PagedCache:
         self._new = torch.empty(0)
 
     def begin_forward_pass(self, spans: list[RowSpan], device: torch.device) -> None:
-        """Set the rows of the next forward pass; rows with a single new token should come first, which saves work."""
+        """Set the rows (`spans`) of the next forward pass; rows with a single new token should come first, which saves
+        work.
+        """
         self._spans, self._visible_runs = spans, {}
         self._single = sum(1 for _ in takewhile(lambda span: span.new_token_count == 1, spans))
         self._new = torch.tensor([slot for span in spans for slot in span.new_token_slots], device=device)
@@ -105,8 +110,8 @@ class PagedCache:
     def update_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CachedAttention
     ) -> Tensor:
-        """Store keys and values and return attention, as `KVCache` requires; each of the N tokens is a batch row of its
-        own: [N, 1, H or K, d].
+        """Store the keys and values of a layer's new tokens and return the attention output, as the `KVCache` interface
+        requires; each of the N tokens is a batch row of its own: [N, 1, H or K, d].
         """
         by_head = self._store_tokens(layer, k) if v is None else self._store_tokens(layer, k, v)
         if window not in self._visible_runs:
@@ -127,15 +132,17 @@ class PagedCache:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def cross_attend(self, layer: int, q: Tensor, attend: AttendFunction) -> Tensor:
-        """Return cross attention, as `KVCache` requires; each of the N tokens is a batch row of its own: [N, 1, H, d]."""
+        """Return the cross attention of a layer's queries to each row's encoded text, as the `KVCache` interface
+        requires; each of the N tokens is a batch row of its own: [N, 1, H, d].
+        """
         y = torch.empty_like(q)
         for span in self._spans:
             y[span.tokens] = attend(q[span.tokens].transpose(0, 1), *span.cross_memory[layer], ALL).transpose(0, 1)
         return y
 
     def update_and_recur(self, layer: int, x: Tensor, step: RecurrenceFunction) -> Tensor:
-        """Advance the recurrent states, as `KVCache` requires; each of the N tokens is a batch row of its own: [N, 1,
-        c].
+        """Advance the recurrent states of a layer by `step` and return its output, as the `KVCache` interface requires;
+        each of the N tokens is a batch row of its own: [N, 1, c].
 
         Rows with equal numbers of new tokens are one batch; rows without a state yet are batched separately.
         """

@@ -23,7 +23,8 @@ SampleKey = tuple[str, str, str]  # task, metric, filter
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """One metric of one task, on the samples that both result files have.
+    """Comparison of two models on one metric of one task, over the samples that both result files contain, with the
+    p-value of the difference.
 
     Attributes:
         task, metric, filter: names in the harness.
@@ -41,17 +42,17 @@ class PairedComparison:
 
     @property
     def mean_scores(self) -> tuple[float, float]:
-        """Mean scores of the first and of the second model."""
+        """Mean scores (first model, second model) over the shared samples."""
         first, second = zip(*self.scores.values(), strict=True)
         return statistics.fmean(first), statistics.fmean(second)
 
     @property
     def differing_counts(self) -> tuple[int, int]:
-        """Numbers of samples with a lower and with a higher score in the second model."""
+        """Numbers of samples on which the second model has (a lower, a higher) score than the first."""
         return sum(b < a for a, b in self.scores.values()), sum(b > a for a, b in self.scores.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the comparison as JSON fields."""
+        """Return the comparison of the two models as JSON fields."""
         (first, second), (lower, higher) = self.mean_scores, self.differing_counts
         return {
             "task": self.task, "metric": self.metric, "filter": self.filter, "samples": len(self.scores), "first": first,
@@ -60,7 +61,8 @@ class PairedComparison:
 
 
 def compare_task_results(first: Path, second: Path) -> list[PairedComparison]:
-    """Compare two result files of `mega eval --tasks`, on the tasks, metrics and samples that both have.
+    """Compare the two result files of `mega eval --tasks` on every task and metric, over the samples that both files
+    contain.
 
     Raises:
         DataError: when a file has no samples, the files have no task or sample in common, or documents differ.
@@ -93,7 +95,9 @@ def _compare_metric(
 
 
 def run_paired_test(scores: list[tuple[float, float]]) -> tuple[float, str]:
-    """Return the p-value of the difference between paired scores, and the name of the test."""
+    """Return the p-value of the difference between paired scores and the name of the test: `mcnemar` if all scores are
+    0 or 1, else `t-test`.
+    """
     lower, higher = (sum(sign * (b - a) > 0 for a, b in scores) for sign in (-1, 1))
     binary = {score for pair in scores for score in pair} <= {0.0, 1.0}
     test = "mcnemar" if binary else "t-test"

@@ -31,8 +31,8 @@ from mega_trainer.model.transformer_layer import TransformerLayer
 
 
 def measure_importance(model: Decoder, prefix: Path, seq_length: int, *, windows: int) -> PartImportance:
-    """Measure the importance of the parts of `model`, in eval mode, on the first windows of `seq_length` tokens of the
-    data set `prefix`.
+    """Measure the importance of the layers, heads, MLP neurons and channels of `model`, in eval mode, on the first
+    `windows` windows of `seq_length` tokens of the data set `prefix`.
 
     Raises:
         ConfigError: when the model is not a plain dense decoder.
@@ -54,7 +54,7 @@ def measure_importance(model: Decoder, prefix: Path, seq_length: int, *, windows
 
 @torch.inference_mode()
 def accumulate_importance(model: Decoder, windows: Iterable[Tensor]) -> PartImportance:
-    """Return the importance of the parts of `model` over windows int64 [1, S]."""
+    """Return the importance of the layers, heads, MLP neurons and channels of `model` over token windows int64 [1, S]."""
     size = model.config.query_key_head_dim
     found: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
 

@@ -25,7 +25,9 @@ SMALLEST = 1e-300  # lower bound of temperature and of top-p times the sum of pr
 
 
 class Sampling(StrictConfig):
-    """Sampling settings: penalties, then temperature, `top_k`, `top_p` and `min_p` are applied in this order."""
+    """Settings that choose the next token from the logits: penalties, then temperature, `top_k`, `top_p` and `min_p`
+    are applied in this order.
+    """
 
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 is greedy decoding")
     top_k: PositiveInt | None = Field(None, description="draw only from the k most likely tokens")
@@ -72,18 +74,18 @@ class Sampling(StrictConfig):
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most likely token is chosen from unmodified scores."""
+        """True if these settings choose the most likely token from unmodified scores."""
         return self.temperature == 0 and not self.modifies_scores
 
     @property
     def modifies_scores(self) -> bool:
-        """True if scores are modified, or depend on the tokens before."""
+        """True if these settings change the scores before temperature: by penalties, biases or restrictions."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return self.restricts_tokens or bool(penalties or self.logit_bias)
 
     @property
     def restricts_tokens(self) -> bool:
-        """True if some tokens are excluded at some positions."""
+        """True if these settings exclude some tokens at some positions."""
         shorter = self.min_length_ends and (self.min_length or self.min_new_tokens)
         lists = self.bad_words_ids or self.suppress_tokens or self.begin_suppress_tokens
         single = self.forced_bos_token_id is not None or self.allowed_token_ids is not None
@@ -91,8 +93,8 @@ class Sampling(StrictConfig):
 
 
 def apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
-    """Return the scores [V] after penalties, biases and restrictions, in fp64: no penalty within its bounds makes them
-    infinite.
+    """Return the scores [V] of the next token after penalties, biases and restrictions, in fp64, where no penalty
+    within its bounds makes them infinite; the logits themselves if the settings have none.
 
     The repetition penalty counts prompt tokens, as in transformers (arXiv:1909.05858); presence and frequency penalties do
     not, as in OpenAI's API.
@@ -114,7 +116,8 @@ def apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], g
 
 
 def apply_restrictions(scores: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
-    """Lower the scores [V] of tokens that may not be chosen to the least number, as transformers lowers them to -inf.
+    """Return the scores [V] in which tokens that the settings exclude have the least finite number (in transformers
+    -inf), and tokens outside `allowed_token_ids` have -inf.
 
     The lowest finite number, unlike -inf, leaves these tokens available if a grammar or `allowed_token_ids`, which set
     other scores to -inf, permit nothing else.
@@ -152,14 +155,15 @@ def _iterate_banned(sampling: Sampling, prompt: Sequence[int], generated: Sequen
 
 
 def select_most_likely(logits: Tensor) -> list[int]:
-    """Return the most likely token of each row of logits [M, V]; -1 where a logit is not a number."""
+    """Return the id of the most likely token in each row of logits [M, V]; -1 for a row with NaN."""
     values, tokens = logits.max(-1)
     found: list[int] = tokens.where(~values.isnan(), -1).tolist()
     return found
 
 
 def compute_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Return the sampling probabilities of the next token, fp64 [V].
+    """Return the probabilities of the next token, fp64 [V], from scores after penalties, by temperature, `top_k`,
+    `top_p` and `min_p`.
 
     Raises:
         DataError: when the largest of the scores [V] is infinite or not a number.
@@ -193,7 +197,8 @@ def _keep_top_p(p: Tensor, share: Tensor) -> Tensor:
 
 
 def draw_token(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
-    """Draw a token with weights p, fp64 [V].
+    """Draw a token id with weights p, fp64 [V], which need not add up to 1; the draw depends only on the seed, `sample`
+    and `step`.
 
     Args:
         p: not all zero.
@@ -206,5 +211,7 @@ def draw_token(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
 
 
 def draw_uniform(seed: int, sample: int, step: int, use: str = "sample") -> float:
-    """Return a uniform random number of (0, 1], independent for each `use`."""
+    """Return a pseudorandom number, uniform in (0, 1], that depends only on the arguments; different purposes `use`
+    give independent numbers.
+    """
     return 1 - float(torch.rand(1, generator=seeded_generator("cpu", seed, use, sample, step), dtype=torch.float64))

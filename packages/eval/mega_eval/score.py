@@ -33,7 +33,7 @@ ContextContinuation = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Score:
-    """Log-likelihood of a continuation.
+    """Log-likelihood of a continuation given its context, token by token.
 
     Attributes:
         logprobs: natural logarithm of each token's probability, given all tokens before it.
@@ -45,13 +45,13 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """Log-probability of the whole continuation."""
+        """Log-probability of the whole continuation: the sum over its tokens."""
         return math.fsum(self.logprobs)
 
 
 @dataclass
 class PrefixTreeRow:
-    """Sequences packed into one batch row as a forest of prefix trees.
+    """Several token sequences packed into one batch row, in which sequences with a common prefix share its columns.
 
     Attributes:
         tokens, positions: of each column.
@@ -69,8 +69,8 @@ class PrefixTreeRow:
     _path: list[int] = field(default_factory=list)  # its columns
 
     def try_add_pair(self, number: int, pair: ContextContinuation, extra_columns: int) -> bool:
-        """Add a pair; return False if the row would have more than `extra_columns` columns in addition to those of its
-        first sequence.
+        """Add the (context, continuation) pair of index `number`; return False if the row would have more than
+        `extra_columns` columns in addition to the columns of its first sequence.
 
         A pair that shares most of its columns may exceed this limit by the length of the first sequence.
         """
@@ -91,7 +91,9 @@ class PrefixTreeRow:
         return True
 
     def make_ancestor_mask(self, length: int) -> Tensor:
-        """Return the mask of each column's ancestors in its sequences, itself included: bool [length, length]."""
+        """Return the attention mask bool [length, length] of the packed row: True for the tokens before a column in its
+        own sequence, itself included.
+        """
         # padding attends to itself: a softmax over nothing is not a number
         mask = torch.eye(length, dtype=torch.bool)
         for shared, new in self.branches:
@@ -102,7 +104,7 @@ class PrefixTreeRow:
 
 @dataclass(frozen=True)
 class TreeAttentionMask:
-    """Attention mask of rows that pack several sequences as trees.
+    """Attention mask of batch rows that each pack several sequences as prefix trees.
 
     Attributes:
         ancestors: bool [B, 1, S, S].
@@ -114,8 +116,8 @@ class TreeAttentionMask:
     _window_masks: dict[int, Tensor] = field(default_factory=dict)
 
     def mask_for_window(self, window: int | None) -> Tensor:
-        """Return the mask bool [B, 1, S, S]; with a window each token attends to the last `window` positions, itself
-        included.
+        """Return the attention mask bool [B, 1, S, S]; with a sliding `window` each token attends to the last `window`
+        positions, itself included.
         """
         if window is None:
             return self.ancestors
@@ -128,7 +130,8 @@ class TreeAttentionMask:
 def score_continuations(
     model: Decoder, pairs: Sequence[ContextContinuation], *, batch_size: int = 1, extra_columns: int = EXTRA_COLUMNS
 ) -> list[Score]:
-    """Return the score of each (context, continuation), int token ids, in the given order.
+    """Return the log-likelihood of each continuation given its context, for pairs (context, continuation) of token ids,
+    in the given order.
 
     A score does not depend on the other pairs, their order, `batch_size` or `extra_columns`, up to rounding: 1e-5 in fp32.
 
@@ -152,8 +155,8 @@ def score_continuations(
 
 
 def split_into_windows(tokens: Sequence[int], prefix: int, length: int) -> list[ContextContinuation]:
-    """Return pairs whose scores add up to that of a text of any length: each token once, with the longest possible
-    context.
+    """Split a text of any length into (context, continuation) pairs whose log-likelihoods add up to the text's: each
+    token is predicted once, with the longest possible context.
 
     Args:
         tokens: the text.
@@ -172,7 +175,8 @@ def split_into_windows(tokens: Sequence[int], prefix: int, length: int) -> list[
 def pack_pair_batches(
     model: Decoder, pairs: Sequence[ContextContinuation], batch_size: int, extra_columns: int = EXTRA_COLUMNS
 ) -> Iterator[list[PrefixTreeRow]]:
-    """Pack all pairs into rows and yield batches of rows of similar length.
+    """Pack all (context, continuation) pairs into rows that share common prefixes, and yield batches of rows of similar
+    length.
 
     Raises:
         DataError: as `score_continuations`.
@@ -204,7 +208,7 @@ def pack_pair_batches(
 
 @torch.inference_mode()
 def score_packed_rows(model: Decoder, rows: Sequence[PrefixTreeRow]) -> Iterator[tuple[int, Score]]:
-    """Yield the indices and scores of the pairs packed in `rows`.
+    """Yield (pair index, score) of each (context, continuation) pair packed in `rows`, by one forward pass.
 
     Raises:
         CheckpointError: as `score_continuations`.

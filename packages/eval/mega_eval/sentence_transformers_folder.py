@@ -45,7 +45,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class SentenceFolderSettings:
-    """Settings of one folder of sentence-transformers.
+    """Settings that a model folder in the format of sentence-transformers declares: pooling, prompts, modules and
+    maximum length.
 
     Attributes:
         model: folder of the transformer.
@@ -70,7 +71,7 @@ class SentenceFolderSettings:
     lower_case: bool = False
 
     def select_prompt(self, name: str | None) -> str:
-        """Return the prompt of that name, or the default one.
+        """Return the prompt text of that `name`, or of the folder's default name if None; empty without a default.
 
         Raises:
             ConfigError: for a name that the folder does not have.
@@ -87,7 +88,7 @@ class SentenceFolderSettings:
 
 
 def read_sentence_folder(folder: Path) -> SentenceFolderSettings | None:
-    """Return the settings of a folder of sentence-transformers, or None for any other folder.
+    """Return the settings of a model folder in the format of sentence-transformers, or None for any other folder.
 
     Raises:
         CheckpointError: when a file is damaged, or a module or setting is not supported.
@@ -126,7 +127,8 @@ def read_sentence_folder(folder: Path) -> SentenceFolderSettings | None:
 def pool_hidden_states(
     hidden: Tensor, attention_mask: Tensor, modes: Sequence[PoolingMode], skipped: int = 0
 ) -> Tensor:
-    """Return one vector per text, the modes joined: fp32 [B, P] of `hidden` fp32 [B, S, D], padded on the right.
+    """Return one vector per text, fp32 [B, P], from hidden states fp32 [B, S, D] padded on the right; the vectors of
+    several pooling modes are concatenated.
 
     Args:
         hidden: last hidden states.
@@ -211,7 +213,7 @@ def _read_layer_norm(folder: Path) -> Callable[[Tensor], Tensor]:
 
 
 def normalize_vectors(vectors: Tensor) -> Tensor:
-    """Scale vectors [B, P] to length 1."""
+    """Return vectors [B, P], each scaled to Euclidean length 1."""
     return nn.functional.normalize(vectors, dim=-1)
 
 
@@ -252,7 +254,7 @@ def _read_json(file: Path, kind: type, missing: Any = None) -> Any:
 
 
 def log_folder_settings(found: SentenceFolderSettings) -> None:
-    """Log the settings that are taken from the folder."""
+    """Log the settings that are taken from a sentence-transformers folder."""
     parts = [f"pooling {' + '.join(found.modes)}"]
     parts += [f"{len(found.layers)} further modules"] if found.layers else []
     parts += [f"at most {found.max_length} tokens"] if found.max_length else []

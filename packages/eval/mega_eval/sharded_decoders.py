@@ -24,7 +24,8 @@ from mega_trainer.pipeline.layer_partition import split_stage_layers
 
 
 class PipelineDecoder(Decoder):
-    """Pipeline stage of a model of `build.groups.pp` ranks, for inference.
+    """Decoder for inference whose layers are divided over the pipeline ranks of `build.groups.pp`; each rank has its
+    own stages.
 
     Legend: B batch, S sequence, D model width, V vocabulary.
 
@@ -46,16 +47,16 @@ class PipelineDecoder(Decoder):
         )
 
     def embed_inputs(self, tokens: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
-        """Return the embedded tokens, hidden states [B, S, D]; on ranks without the first stage an empty buffer for
-        them.
+        """Return the embedded tokens, hidden states [B, S, D]; on ranks without the first pipeline stage an empty
+        buffer of that shape.
         """
         if self.stage.embeds:
             return super().embed_inputs(tokens, positions, *more, **named)
         return torch.empty(*tokens.shape, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the hidden states [B, S, D] after this rank's layers, received from the previous stage and sent to the
-        next.
+        """Return the hidden states [B, S, D] after this rank's layers, received from the previous pipeline stage and
+        sent to the next.
         """
         pp, layers = self.groups.pp, iter(self.layers)
         for stage, own in self._own.items():
@@ -70,7 +71,7 @@ class PipelineDecoder(Decoder):
         return x
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Return logits [B, S, V] of the last stage's hidden states, on every rank."""
+        """Return the logits [B, S, V] of the last pipeline stage's hidden states, on every rank."""
         pp = self.groups.pp
         if self.stage.heads:
             found = super().compute_logits(x).contiguous()
@@ -86,8 +87,8 @@ class PipelineDecoder(Decoder):
 
 
 class GatheredDecoder(Decoder):
-    """Inference view of `live`, a model in training under ZeRO-3. Legend: B batch, S sequence, D model width, V
-    vocabulary.
+    """Decoder for inference that gathers the weights of `live`, a model in training under ZeRO-3, as it needs them.
+    Legend: B batch, S sequence, D model width, V vocabulary.
 
     Args:
         build: builder of layers, on the meta device.
@@ -101,7 +102,7 @@ class GatheredDecoder(Decoder):
 
     @property
     def device(self) -> torch.device:
-        """Device that the weights are gathered on."""
+        """Device on which the weights are gathered."""
         return self._live[0].device
 
     def embed_inputs(self, *given: Any, **named: Any) -> Tensor:
@@ -110,7 +111,7 @@ class GatheredDecoder(Decoder):
             return super().embed_inputs(*given, **named)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the hidden states [B, S, D] after all layers."""
+        """Return the hidden states [B, S, D] after all layers of the model."""
         for index, layer in enumerate(self.layers):
             with self._gather_weights(f"layers.{index}."):
                 x = layer(x, context)

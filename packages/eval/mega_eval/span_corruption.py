@@ -27,7 +27,8 @@ SEED: int = TrainConfig.model_fields["seed"].default
 def compute_decoder_states(
     model: Decoder, encoder_tokens: Sequence[Sequence[int]], decoder_tokens: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Return the decoder's final hidden states [B, S, D] for B pairs of encoder tokens and decoder tokens.
+    """Return the final hidden states [B, S, D] of the decoder of an encoder-decoder model for B pairs of encoder tokens
+    and decoder tokens.
 
     Both are padded on the right to the longest; padding is masked from all other tokens.
     """
@@ -51,8 +52,8 @@ def evaluate_span_corruption(
     model: Decoder, prefix: Path, seq_length: int, tokenizer: Tokenizer, *, share: float = SHARE, seed: int = SEED,
     batch_size: int = 8, same_tokenizer: bool = True, per_sample: Path | None = None,
 ) -> DatasetScore:  # fmt: skip
-    """Score a model on corrupted spans of the data set `prefix`: the samples of one epoch of data kind `t5`, in its
-    default order.
+    """Return the loss of a T5-style encoder-decoder on corrupted spans of the data set `prefix`: the samples of one
+    epoch of data kind `t5`, in the default order.
 
     The result equals the validation loss of a run with this seed whose validation reads the whole data set.
 
@@ -105,7 +106,7 @@ def _batch_losses(model: Decoder, samples: Sequence[T5Sample]) -> list[tuple[flo
 
 
 def pad_sequences(rows: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the sequences padded on the right, int64 [n, longest], and their lengths, int64 [n]."""
+    """Return token sequences padded on the right, int64 [n, longest], and their lengths, int64 [n]."""
     lengths = np.array([len(row) for row in rows])
     out = np.zeros((len(rows), lengths.max()), np.int64)
     for own, row in zip(out, rows, strict=True):

@@ -39,7 +39,7 @@ BATCH_TOKENS = 8192
 
 @dataclass(frozen=True)
 class TextEmbedder:
-    """Model, tokenizer and sentence-transformers settings that turn texts into vectors.
+    """Embedding model with its tokenizer and sentence-transformers settings, which turns texts into vectors.
 
     Attributes:
         model: encoder or decoder in eval mode.
@@ -53,12 +53,12 @@ class TextEmbedder:
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens of a text, special tokens included."""
+        """Maximum number of tokens that the embedder reads of a text, special tokens included."""
         return min(self.settings.max_length or self.model.config.max_position, self.model.config.max_position)
 
     def encode_texts(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Return the tokens of each text after the prompt, truncated as the tokenizer truncates: special tokens at the
-        end stay.
+        """Return the token ids of `prompt` + each text, truncated to `max_length` as the tokenizer truncates: special
+        tokens at the end stay.
         """
         found = [self.encode_untruncated(text, prompt) for text in texts]
         long = [row for row, tokens in enumerate(found) if len(tokens) > self.max_length]
@@ -69,7 +69,7 @@ class TextEmbedder:
         return found
 
     def encode_untruncated(self, text: str, prompt: str = "") -> list[int]:
-        """Return the tokens of a text of any length after the prompt, special tokens included."""
+        """Return the token ids of `prompt` + a text of any length, special tokens included."""
         return self.tokenizer.encode(self._apply_case(prompt + text), add_special_tokens=True)
 
     @cached_property
@@ -87,7 +87,9 @@ class TextEmbedder:
         batch_tokens: int = BATCH_TOKENS,
         advance: Callable[[int], None] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Compute the vectors of texts, fp32 [N, P]; a text without tokens has zeros."""
+        """Return the embedding of each text, fp32 [N, P]; `prompt` is put in front of each, and a text without tokens
+        gets zeros.
+        """
         return self.embed_token_ids(
             self.encode_texts(texts, prompt), prompt=prompt, batch_tokens=batch_tokens, advance=advance
         )
@@ -100,7 +102,9 @@ class TextEmbedder:
         batch_tokens: int = BATCH_TOKENS,
         advance: Callable[[int], None] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Compute the vectors of texts that `encode_texts` has encoded with the prompt, fp32 [N, P]."""
+        """Return the embedding of each text, fp32 [N, P], from token ids that `encode_texts` returned for the same
+        `prompt`.
+        """
         rows = [row for row, text in enumerate(tokens) if text]
         if advance is not None:
             advance(len(tokens) - len(rows))
@@ -140,7 +144,8 @@ def load_text_embedder(
     modes: Sequence[PoolingMode] | None = None,
     normalize: bool | None = None,
 ) -> TextEmbedder:
-    """Load a model folder for embedding; `modes` and `normalize` override what a sentence-transformers folder declares.
+    """Load a model folder for text embedding; pooling `modes` and `normalize` override the settings of a sentence-
+    transformers folder.
 
     Raises:
         CheckpointError: when there is no model, or a declared module or setting is not supported.
@@ -176,7 +181,8 @@ def compute_embeddings(
     batch_tokens: int = BATCH_TOKENS,
     advance: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Compute a vector for each text, fp32 [N, P], in the given order; vectors do not depend on the other texts.
+    """Return the embedding of each text of token ids, fp32 [N, P], in the given order; it does not depend on the other
+    texts.
 
     Args:
         model: encoder or decoder in eval mode.
@@ -222,7 +228,7 @@ def compute_embeddings(
 
 
 def check_pooling_modes(model: Decoder, modes: Sequence[PoolingMode]) -> None:
-    """Refuse `cls` pooling of a decoder.
+    """Raise ConfigError for `cls` pooling of a decoder, whose first token does not attend to the others.
 
     Raises:
         ConfigError: naming the supported modes.

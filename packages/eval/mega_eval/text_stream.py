@@ -15,18 +15,18 @@ FinishCause = Literal["end", "stop", "length"]
 
 
 class TextTokenizer(Protocol):
-    """Interface of a tokenizer for generation."""
+    """Interface that generation requires of a tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the tokens of a text."""
+        """Return the token ids of a text."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens."""
+        """Return the text of token ids."""
 
 
 @dataclass(frozen=True)
 class GenerationLimits:
-    """Conditions that end a continuation.
+    """Conditions that end a generated text: maximum length, stop strings and end tokens.
 
     Attributes:
         max_new_tokens: maximum number of new tokens.
@@ -54,7 +54,7 @@ class GenerationLimits:
 
 
 class TextStream:
-    """Incremental detokenizer; a character is returned once all of its bytes are decoded."""
+    """Incremental detokenizer of generated tokens; a character is returned once all of its bytes are decoded."""
 
     def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
@@ -62,7 +62,7 @@ class TextStream:
         self._num_returned = len(self._decode_window())  # characters of the window
 
     def append_token(self, token: int) -> str:
-        """Append a token and return the text that became complete with it."""
+        """Append a token id and return the text that became complete with it, empty inside a character."""
         self._tokens.append(token)
         text = self._decode_window()
         whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
@@ -79,7 +79,7 @@ class TextStream:
 
 @dataclass
 class Continuation:
-    """Text generated after a prompt so far: tokens, final text, and the reason for its end."""
+    """Text generated after a prompt so far: token ids, final text, and the cause of its end."""
 
     tokenizer: TextTokenizer
     limits: GenerationLimits
@@ -93,7 +93,9 @@ class Continuation:
         self._held = ""  # end of the text so far that may be the start of a stop string
 
     def append_token(self, token: int) -> str:
-        """Append the next token and return the text that is final now."""
+        """Append the next token id and return the text that became final; text that may begin a stop string is kept
+        back.
+        """
         self.tokens.append(token)
         stops = token in self.limits.stop_tokens and len(self.tokens) > self.limits.min_new_tokens
         if token in self.limits.ends:
@@ -110,11 +112,13 @@ class Continuation:
 
     @property
     def remaining_tokens(self) -> int:
-        """Number of tokens that may still be generated."""
+        """Number of tokens that may still be generated before `max_new_tokens` is reached."""
         return self.limits.max_new_tokens - len(self.tokens)
 
     def finish_text(self) -> str:
-        """End the text and return the part that was held back."""
+        """End the text without a stop condition and return the part kept back because it could begin a stop string;
+        empty if it has already ended.
+        """
         if self.finish is not None:
             return ""
         self.finish = "end"

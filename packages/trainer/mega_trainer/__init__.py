@@ -13,7 +13,9 @@ __all__ = ["TrainingEngine"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `TrainingEngine` on first access: it needs torch, and the configuration does not (PEP 562)."""
+    """Import and return `TrainingEngine` on first access (PEP 562), so that `import mega_trainer` for its configuration
+    does not import torch.
+    """
     if name == "TrainingEngine":
         from mega_trainer.engine import TrainingEngine
 

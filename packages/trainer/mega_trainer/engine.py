@@ -56,7 +56,7 @@ BUCKET_BYTES = 1 << 30
 
 
 class TrainingEngine:
-    """Model that is trained by method calls, in any parallel layout.
+    """Model that a program trains by method calls instead of `mega train`, on any parallel layout of ranks.
 
     The ranks are those of torch's default process group, if the program has initialised it (torchrun and
     `dist.init_process_group`); otherwise this process is the only rank.
@@ -99,13 +99,14 @@ class TrainingEngine:
 
     @property
     def step(self) -> int:
-        """Number of updates, including skipped ones."""
+        """Number of optimizer updates made so far, skipped ones included."""
         return self._state.step
 
     # ------------------------------------------------------------------------------------------------------- computing
 
     def log_probs(self, sequences: Sequence[Sequence[int]], *, routes: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Return the log-probability of every token but the first, given those before it.
+        """Return the log-probability that the model gives to every token of each sequence but the first, given the
+        tokens before it.
 
         Args:
             sequences: token ids, each with 2 to `data.seq_length` + 1 tokens; packed into rows, without attention between
@@ -123,7 +124,8 @@ class TrainingEngine:
         return self._unpack_rows(rows, self._compute_log_probs(self._local_micro_batches(rows, routes=routes), rows))
 
     def routes(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return the expert ids of every token but the last, for rollout routing replay (R3, arXiv:2510.11370).
+        """Return the ids of the experts to which the routers send every token of each sequence but the last, for
+        rollout routing replay (R3, arXiv:2510.11370).
 
         Returns:
             For each sequence of L tokens one tensor int64 [L - 1, layers with experts, top_k] on `device`.
@@ -150,7 +152,7 @@ class TrainingEngine:
         lr: float | None = None,
         routes: Sequence[Tensor] | None = None,
     ) -> StepResult:
-        """Run one update by a loss of the sequences' log-probabilities.
+        """Run one optimizer update by `loss`, a differentiable function of the log-probabilities of all sequences.
 
         First the log-probabilities of all sequences are computed, without dropout. Then `loss` is called on every rank, and
         its gradient with respect to each log-probability becomes the weight of that token's loss in the forward and backward
@@ -257,7 +259,8 @@ class TrainingEngine:
     def stream_weights(
         self, *, bucket_bytes: int = BUCKET_BYTES, family: str | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[NamedTensors]:
-        """Yield all weights as (name, whole tensor) under HuggingFace names, in buckets, as vLLM and SGLang load them.
+        """Yield all weights as (name, whole tensor) under HuggingFace names, in buckets, as vLLM and SGLang load them;
+        all ranks must iterate over all buckets.
 
         The weights are byte for byte equal to the folder that `mega ckpt convert --to hf` writes. At most two buckets are in
         memory, each in one allocation for one collective call. All ranks must iterate over all buckets.
@@ -275,8 +278,8 @@ class TrainingEngine:
         return stream_weight_buckets(source, bucket_bytes, family=family, dtype=dtype)
 
     def load_weights(self, path: str | Path) -> None:
-        """Load the weights of a mega checkpoint, a HuggingFace or Megatron folder or a GGUF file; optimizer moments
-        stay.
+        """Load the weights of a mega checkpoint, a HuggingFace or Megatron folder or a GGUF file into the model;
+        optimizer moments stay unchanged.
 
         If the engine's vocabulary is larger, the additional rows are the mean of the loaded ones.
 
@@ -289,8 +292,8 @@ class TrainingEngine:
         self._state.optimizer.load_main_from_model()
 
     def save(self, folder: str | Path) -> Location:
-        """Write a complete checkpoint to `folder`/step-..., independent of the parallel layout, with the tokenizer of the
-        loaded weights; return its path once it is durable.
+        """Write a complete checkpoint to `folder`/step-..., independent of the parallel layout, with the tokenizer that
+        came with the weights; return its path once it is durable.
         """
         tensors, numbers = self._state.tensors_to_save(), self._state.checkpoint_state()
         with tempfile.TemporaryDirectory() as assets:
@@ -302,7 +305,8 @@ class TrainingEngine:
             )  # fmt: skip
 
     def resume(self, folder: str | Path) -> None:
-        """Resume from the newest checkpoint in `folder`, or from `folder` itself, of any parallel layout.
+        """Restore weights, optimizer state and step from the newest checkpoint in `folder`, or from `folder` itself if
+        it is a checkpoint, whatever parallel layout wrote it.
 
         Raises:
             CheckpointError: when the folder holds no checkpoint.
@@ -313,9 +317,7 @@ class TrainingEngine:
     # ---------------------------------------------------------------------------------------------------------- memory
 
     def offload(self) -> None:
-        """Move weights, gradients and optimizer state to host memory until `reload`, before which no other method may be
-        called.
-        """
+        """Move weights, gradients and optimizer state to host memory; no other method may be called until `reload`."""
         if self._offloaded:
             raise ConfigError("offload requires a loaded engine, found an offloaded one", hint="call reload first")
         self._state.optimizer.wait_for_params()
@@ -326,7 +328,9 @@ class TrainingEngine:
             self._offloaded.append((storage, copy))
 
     def reload(self) -> None:
-        """Move offloaded state back to the device, to the same tensor addresses."""
+        """Move the weights, gradients and optimizer state that `offload` moved to host memory back to the device, to
+        the same tensor addresses.
+        """
         for storage, copy in self._offloaded:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)

@@ -67,7 +67,7 @@ _NEAREST = 8  # families named in the error if none fits
 
 
 def family_by_name(name: object, source: str = "family") -> ModelFamily:
-    """Return the family with this `model_type`.
+    """Return the HuggingFace model family with this `model_type`; CheckpointError if it is not supported.
 
     Raises:
         CheckpointError: for an unsupported name, with the nearest supported one.
@@ -83,7 +83,8 @@ def family_by_name(name: object, source: str = "family") -> ModelFamily:
 
 
 def family_of_config(raw: HfConfigDict, source: str = "config.json") -> ModelFamily:
-    """Return the family of a config.json.
+    """Return the model family that a config.json belongs to, by its `model_type`; CheckpointError if it is not
+    supported.
 
     Raises:
         CheckpointError: when it has no model type, or an unsupported one.
@@ -107,7 +108,8 @@ def family_of_config(raw: HfConfigDict, source: str = "config.json") -> ModelFam
 
 
 def family_for_model(model: ModelConfig) -> ModelFamily:
-    """Return the first family that can express `model`.
+    """Return the first HuggingFace model family whose config.json can express `model`; CheckpointError if there is
+    none.
 
     Raises:
         CheckpointError: when none can, with the settings that prevent the nearest ones.

@@ -35,7 +35,7 @@ _OLD_NAMES = {".LayerNorm.weight": ".LayerNorm.gamma", ".LayerNorm.bias": ".Laye
 
 @dataclass(frozen=True)
 class EncoderFamily(ModelFamily):
-    """A family whose folders contain the heads of the class that saved them.
+    """A family of BERT-like encoders whose folders contain the heads of the transformers class that saved them.
 
     Attributes:
         bias_copy: name of the second copy of the output's bias on disk; empty if there is none.
@@ -44,8 +44,8 @@ class EncoderFamily(ModelFamily):
     bias_copy: str = ""
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """Return `model` with the heads whose disk tensors exist, independent of the class in config.json; unchanged
-        without names.
+        """Return `model` with only the heads whose tensors are in `names`, independent of the class in config.json;
+        unchanged without names.
         """
         if not (names := set(names)):
             return model
@@ -66,8 +66,8 @@ class EncoderFamily(ModelFamily):
         )
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`; norms of the oldest folders have
-        TensorFlow's names.
+        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`; with names of the oldest folders, norms
+        are named gamma and beta as in TensorFlow.
         """
         names = None if names is None else set(names)
         table = super().disk_tensor_table(model, names)
@@ -78,7 +78,9 @@ class EncoderFamily(ModelFamily):
         return table
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
-        """Return the disk tensors that repeat another one, with the second output bias."""
+        """Return {disk name: canonical name} of the disk tensors that repeat another one, including the second copy of
+        the output bias.
+        """
         biased = self.bias_copy and model.masked_lm and model.masked_lm.bias
         return super().duplicate_tensors(model) | ({self.bias_copy: OUTPUT_BIAS} if biased else {})
 
@@ -90,7 +92,8 @@ def _with_tensorflow_name(disk: DiskTensor) -> DiskTensor:
 
 @dataclass(frozen=True)
 class EncoderHeadsEntry:
-    """Heads of an encoder, from the class in config.json; `restrict_to_stored` then checks the tensors.
+    """Config entry for the heads of an encoder (masked language model, pooler, sentence pairs), which follow from the
+    class name in config.json; `restrict_to_stored` then checks the tensors.
 
     Attributes:
         name: prefix of the names of the family's classes.
@@ -103,14 +106,14 @@ class EncoderHeadsEntry:
     covered_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the heads of the class."""
+        """Return the fields `masked_lm`, `pooler` and `sentence_pairs` that the class in `architectures` implies."""
         (kind, *_) = raw.get("architectures") or [f"{self.name}ForMaskedLM"]
         pairs = str(kind).endswith("ForPreTraining")
         head = {"activation": self.activation or GELUS.get(raw.get("hidden_act", "gelu"))}
         return {"masked_lm": head, "pooler": pairs, "sentence_pairs": pairs}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the class with the model's heads."""
+        """Return the key `architectures` with the transformers class that has the model's heads."""
         expected = {"activation": self.activation or model.activation, "dense_bias": True, "bias": True}
         if model.masked_lm and model.masked_lm.model_dump() != expected:
             raise ConfigMismatchError(f"masked_lm must be {expected}, not {model.masked_lm.model_dump()}")
@@ -118,7 +121,9 @@ class EncoderHeadsEntry:
 
 
 def encoder_class_name(name: str, model: ModelConfig) -> str:
-    """Return the name of transformers' class that has the heads of `model`."""
+    """Return the transformers class that has the heads of `model`: `name` followed by Model, ForMaskedLM or
+    ForPreTraining.
+    """
     if model.masked_lm is None:
         return f"{name}Model"
     return f"{name}ForPreTraining" if model.sentence_pairs else f"{name}ForMaskedLM"
@@ -126,13 +131,17 @@ def encoder_class_name(name: str, model: ModelConfig) -> str:
 
 @dataclass(frozen=True)
 class OffsetPositionsEntry:
-    """RoBERTa's positions, which start after the padding position: the table has that many extra rows."""
+    """Config entry for RoBERTa's learned positions, which start at pad_token_id + 1: the position table has that number
+    of unused rows.
+    """
 
     covered_keys: frozenset[str] = frozenset({"max_position_embeddings", "pad_token_id"})
     covered_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the usable rows and the offset."""
+        """Return the fields `max_position`, the number of usable rows, and `position_offset`, the number of unused ones
+        before them.
+        """
         pad, rows = raw.get("pad_token_id", 1), raw.get("max_position_embeddings", 512)
         if not isinstance(pad, int) or not isinstance(rows, int) or rows <= pad + 1:
             raise ConfigMismatchError(
@@ -141,7 +150,7 @@ class OffsetPositionsEntry:
         return {"max_position": rows - pad - 1, "position_offset": pad + 1}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the number of all rows and the padding token."""
+        """Return the keys `max_position_embeddings`, unused rows included, and `pad_token_id`."""
         if not model.position_offset:
             raise ConfigMismatchError("position_offset must be more than 0")
         return {
@@ -152,19 +161,21 @@ class OffsetPositionsEntry:
 
 @dataclass(frozen=True)
 class LocalAttentionEntry:
-    """ModernBERT's windows: half of `local_attention` keys on each side, except in every n-th layer."""
+    """Config entry for ModernBERT's windows: half of `local_attention` keys on each side, except in every n-th layer,
+    which has full attention.
+    """
 
     covered_keys: frozenset[str] = frozenset({"local_attention", "layer_types", "global_attn_every_n_layers"})
     covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the window, own position included as always, and the full-attention layers."""
+        """Return the fields `sliding_window`, which counts the query's own position, and `full_attention_layers`."""
         layers, every = layer_indices(raw), raw.get("global_attn_every_n_layers", 3)
         kinds = raw.get("layer_types") or window_layer_types([layer % every == 0 for layer in layers])
         return window_fields(kinds, raw.get("local_attention", 128) // 2 + 1, layers)
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the window and the types of all layers."""
+        """Return the keys `local_attention` and `layer_types`, which lists all layers."""
         size = 128 if model.sliding_window is None else 2 * (model.sliding_window - 1)
         return {"local_attention": size, "layer_types": model_layer_types(model)}
 
@@ -172,7 +183,9 @@ class LocalAttentionEntry:
 def bert_config_entries(
     name: str, *, norm_position: str, positions: ConfigEntry | None = None, activation: str = ""
 ) -> tuple[ConfigEntry, ...]:
-    """Return the entries of BERT and models like it; `activation` is the head's, if it differs from the model's."""
+    """Return the config entries of BERT and models like it; `activation` is the masked-language-model head's, if it
+    differs from the model's.
+    """
     return (
         *CORE_SIZES,
         positions or KeyEntry("max_position_embeddings", "max_position", 512),
@@ -195,8 +208,8 @@ def bert_config_entries(
 
 
 def bert_tensor_rules(body: str, norms: Mapping[str, str], head: Mapping[str, str]) -> tuple[TensorRule, ...]:
-    """Return the rules that BERT-like models share: `body` is their prefix, `norms` the names of the layer, embedding
-    and last norms, `head` those of the masked-language-model head.
+    """Return the tensor rules that BERT-like models share: `body` is the prefix of their disk names, `norms` maps disk
+    names of the norms to canonical ones, `head` has the disk names in the masked-language-model head.
     """
     layer = f"{body}.encoder.layer.{{i}}"
     return (

@@ -20,35 +20,43 @@ HfConfigDict = Mapping[str, Any]
 
 
 def split_words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Return the set of words in a text, split at white space."""
     return frozenset(text.split())
 
 
 class ConfigMismatchError(ValueError):
-    """Error for a setting of one side that the other side cannot express; the message names it."""
+    """Error for a setting of config.json or of mega's configuration that the other one cannot express; the message
+    names the setting.
+    """
 
 
 class ConfigEntry(Protocol):
-    """Interface of a mapping between some keys of config.json and fields of the configuration."""
+    """Interface of a mapping between some keys of a model's config.json and fields of mega's `ModelConfig`, in both
+    directions.
+    """
 
     @property
     def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+        """Keys of config.json that the entry accounts for; a key that no entry covers is reported as unread."""
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that the entry covers."""
+        """Fields of `ModelConfig` that the entry accounts for; a field that no entry covers must have its default."""
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return fields from keys of config.json; ConfigMismatchError if a value has no counterpart."""
+        """Return {field: value} of `ModelConfig` from the keys in `raw`; ConfigMismatchError if a value has no
+        counterpart.
+        """
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return keys of config.json from fields; ConfigMismatchError if a value has no counterpart."""
+        """Return {key: value} of config.json from the fields of `model`; ConfigMismatchError if a value has no
+        counterpart.
+        """
 
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """One key for one field, or for several fields that must be equal.
+    """Config entry that maps one key to one field, or to several fields that must be equal.
 
     Attributes:
         key: the key's name, and after spaces its aliases.
@@ -68,7 +76,7 @@ class KeyEntry:
 
     @property
     def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+        """Keys of config.json that the entry covers: the key and its aliases."""
         return frozenset(self.key.split())
 
     @property
@@ -77,7 +85,7 @@ class KeyEntry:
         return frozenset(self.field_names.split())
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the key's value for each field."""
+        """Return {field: value} with the value of the key, or the default, for each field."""
         written, *_ = self.key.split()
         present = [key for key in self.key.split() if key in raw]
         value = raw[present[0]] if present else self.default
@@ -95,7 +103,7 @@ class KeyEntry:
         return dict.fromkeys(self.field_names.split(), value)
 
     def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the common value of the fields under the key."""
+        """Return {key: value} with the fields' common value; ConfigMismatchError if the fields differ."""
         first, *others = self.field_names.split()
         value = getattr(model, first)
         for other in others:
@@ -113,7 +121,7 @@ class KeyEntry:
 
 @dataclass(frozen=True)
 class HeadsEntry:
-    """Number of key/value heads and head dimension: keys that may be absent or null.
+    """Config entry for the number of key/value heads and the head dimension, whose keys may be absent or null.
 
     Attributes:
         kv_default: number of key/value heads if the key is absent; None: as many as attention heads.
@@ -138,15 +146,15 @@ class HeadsEntry:
         return frozenset({"num_key_value_heads", *self.dim_key.split()})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return both values unresolved; `ModelConfig` interprets None."""
+        """Return the fields `num_kv_heads` and `head_dim` as given, which may be None; `ModelConfig` interprets None."""
         return {
             "num_kv_heads": raw.get("num_key_value_heads", self.kv_default),
             **KeyEntry(self.dim_key, "head_dim", self.dim_default).read_config_keys(raw),
         }
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both values resolved; the head dimension is left out if the family's class has no such key and the
-        default applies.
+        """Return both keys with numbers instead of None; the head dimension is left out if the family's class has no
+        such key and the default applies.
         """
         if self.divisible and model.hidden_size % model.num_attention_heads:
             raise ConfigMismatchError(
@@ -161,7 +169,9 @@ class HeadsEntry:
 
 @dataclass(frozen=True)
 class FixedFieldsEntry:
-    """Fields that have one value in every model of the family, without a key."""
+    """Config entry for fields of `ModelConfig` that have one value in every model of the family, without a key in
+    config.json.
+    """
 
     values: Mapping[str, Any]
     covered_keys: frozenset[str] = field(default=frozenset())
@@ -172,11 +182,11 @@ class FixedFieldsEntry:
         return frozenset(self.values)
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the fixed values."""
+        """Return {field: value} of the fixed values; `raw` is ignored."""
         return dict(self.values)
 
     def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
-        """Return no keys, after checking that the model has the fixed values."""
+        """Return no keys, after checking that the model has the fixed values; ConfigMismatchError if not."""
         wrong = [
             f"{name} must be {value!r}, not {getattr(model, name)!r}"
             for name, value in self.values.items()
@@ -189,7 +199,7 @@ class FixedFieldsEntry:
 
 @dataclass(frozen=True)
 class AllowedValuesEntry:
-    """Keys that are accepted only with values that change nothing."""
+    """Config entry for keys of config.json that have no field and are accepted only with values that change nothing."""
 
     values: Mapping[str, tuple[Any, ...]]
     covered_fields: frozenset[str] = field(default=frozenset())
@@ -200,7 +210,7 @@ class AllowedValuesEntry:
         return frozenset(self.values)
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return no fields, after checking that each key is absent or harmless."""
+        """Return no fields, after checking that each key is absent or has a harmless value; ConfigMismatchError if not."""
         wrong = [
             f"{key} = {raw[key]!r} is not supported (only {_join_values(allowed)})"
             for key, allowed in self.values.items()
@@ -211,13 +221,13 @@ class AllowedValuesEntry:
         return {}
 
     def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
-        """Return no keys."""
+        """Return no keys: the harmless values are defaults."""
         return {}
 
 
 @dataclass(frozen=True)
 class PerHeadNormEntry:
-    """A key that gives each head of queries and keys its own LayerNorm, without bias."""
+    """Config entry for a boolean key that gives each head of queries and keys its own LayerNorm, without bias."""
 
     key: str
 
@@ -232,18 +242,18 @@ class PerHeadNormEntry:
         return frozenset({"qk_norm", "qk_norm_span"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the norm fields; absent and null mean false."""
+        """Return the fields `qk_norm` and `qk_norm_span` if the key is true; no fields if it is absent, null or false."""
         return {"qk_norm": True, "qk_norm_span": "each"} if raw.get(self.key) else {}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key; ConfigMismatchError for norms over another span."""
+        """Return the boolean key from `qk_norm`; ConfigMismatchError for norms with another `qk_norm_span`."""
         if model.qk_norm and model.qk_norm_span != "each":
             raise ConfigMismatchError(f"qk_norm_span must be 'each', not {model.qk_norm_span!r}")
         return {self.key: model.qk_norm}
 
 
 def check_head_dim(raw: HfConfigDict) -> None:
-    """Check that a head dimension, if given, is hidden_size / num_attention_heads.
+    """Check that `head_dim`, if given, is hidden_size / num_attention_heads; ConfigMismatchError if not.
 
     Raises:
         ConfigMismatchError: when it is not.
@@ -254,7 +264,7 @@ def check_head_dim(raw: HfConfigDict) -> None:
 
 
 def check_head_size(model: ModelConfig) -> None:
-    """Check that all heads together are as wide as the model.
+    """Check that head_dim * num_attention_heads is hidden_size; ConfigMismatchError if not.
 
     Raises:
         ConfigMismatchError: when they are not.
@@ -264,7 +274,8 @@ def check_head_size(model: ModelConfig) -> None:
 
 
 def layer_indices(raw: HfConfigDict, mtp_layers: int = 0) -> range:
-    """Return the indices of a model's layers, followed by those of `mtp_layers` MTP layers.
+    """Return the indices of a model's layers: `num_hidden_layers` in `raw`, followed by `mtp_layers` multi-token
+    prediction (MTP) layers.
 
     Raises:
         ConfigMismatchError: when there are more than `MOST_LAYERS`.
@@ -299,7 +310,8 @@ TIED = KeyEntry("tie_word_embeddings", "tie_embeddings", False)
 
 
 def decoder_entries(norm_eps: float = 1e-6, hidden_act: Mapping[str, str] = SILU) -> tuple[ConfigEntry, ...]:
-    """Return the entries of Llama and models of its architecture.
+    """Return the entries that convert config.json of Llama and models of its architecture; the arguments are
+    transformers' defaults for absent keys.
 
     `norm_eps` and the first key of `hidden_act` are transformers' defaults for absent keys.
     """
@@ -317,20 +329,22 @@ DECODER = decoder_entries()
 
 @dataclass(frozen=True)
 class MultiHeadEntry:
-    """Multi-head attention without grouped queries: each head has its own key and value, and all heads together are as
-    wide as the model.
+    """Config entry that requires attention without grouped queries: each head has its own key and value, and all heads
+    together are as wide as the model.
     """
 
     covered_keys: frozenset[str] = frozenset({"head_dim"})
     covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return no fields: these are the defaults; a given head dimension must match."""
+        """Return no fields: multi-head attention is `ModelConfig`'s default; ConfigMismatchError for another
+        `head_dim`.
+        """
         check_head_dim(raw)
         return {}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys, after checking that the model agrees."""
+        """Return no keys; ConfigMismatchError if the model has fewer key/value heads or another head dimension."""
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be num_attention_heads, not {model.key_value_heads}")
         check_head_size(model)

@@ -46,13 +46,17 @@ _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 
 @dataclass(frozen=True)
 class LatentAttentionEntry:
-    """The section `mla` and derived settings. The norms of its latents always have transformers' default epsilon."""
+    """Config entry for DeepSeek's multi-head latent attention (section `mla`). The norms of the latents always have
+    transformers' default epsilon.
+    """
 
     covered_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
     covered_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the widths; keys that repeat others must agree."""
+        """Return the section `mla` with the ranks and head dimensions; ConfigMismatchError if one is missing or
+        `head_dim`, `qk_head_dim` or `num_key_value_heads` conflicts.
+        """
         absent = [key for key in _LATENT if key not in raw]
         if absent:
             raise ConfigMismatchError(f"{', '.join(absent)} is missing")
@@ -64,7 +68,7 @@ class LatentAttentionEntry:
         return {"mla": {key: raw[key] for key in _LATENT}}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the widths."""
+        """Return the keys of ranks and head dimensions from the section `mla`, and `num_key_value_heads`."""
         if model.mla is None:
             raise ConfigMismatchError("mla is missing (all models of this family have latent attention)")
         if model.mla != MlaConfig(**{key: getattr(model.mla, key) for key in _LATENT}):
@@ -74,7 +78,8 @@ class LatentAttentionEntry:
 
 @dataclass(frozen=True)
 class ExpertGroupsEntry:
-    """Groups of experts, of which a token uses some. In V2 they depend on the routing method.
+    """Config entry for group-limited routing: a token uses experts of some groups only. In DeepSeek-V2 groups apply
+    only with one routing method.
 
     Attributes:
         methods: names of the routing methods without and with groups; equal if there is one method.
@@ -89,7 +94,9 @@ class ExpertGroupsEntry:
     covered_fields: frozenset[str] = frozenset({"groups", "top_groups", "group_score"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return both numbers; one group if the method has no groups."""
+        """Return the fields `groups`, `top_groups` and `group_score`; one group if `topk_method` is the method without
+        groups.
+        """
         method = raw.get("topk_method") or self.methods[0]
         if method not in self.methods:
             raise ConfigMismatchError(f"topk_method = {method!r} is not supported (only {' or '.join(self.methods)})")
@@ -99,7 +106,7 @@ class ExpertGroupsEntry:
         return {"groups": groups or 1, "top_groups": top or 1, "group_score": self.score}
 
     def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
-        """Return both numbers and the method."""
+        """Return the keys `n_group`, `topk_group` and `topk_method`."""
         assert isinstance(model, MoeConfig)
         if model.groups > 1 and model.group_score != self.score:
             raise ConfigMismatchError(f"moe.group_score must be {self.score!r}, not {model.group_score!r}")
@@ -113,7 +120,9 @@ class ExpertGroupsEntry:
 def deepseek_family(
     version: str, moe: tuple[MoeFieldEntry, ...], layers: DenseFirstEntry, *more: ConfigEntry
 ) -> ModelFamily:
-    """Return a version of DeepSeek: `moe` has the entries of its router, `layers` that of the layers with experts."""
+    """Return the model family of DeepSeek `version` ("V2" or "V3"): `moe` has its router's config entries, `layers` the
+    entry that selects layers with experts, `more` further entries.
+    """
     return ModelFamily(
         name=f"deepseek_{version.lower()}",
         architecture=f"Deepseek{version}ForCausalLM",

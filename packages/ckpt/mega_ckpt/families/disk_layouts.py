@@ -17,96 +17,108 @@ from mega_ckpt.tensor_pieces import TensorShape
 
 
 class DiskLayout(Protocol):
-    """Interface of the layout of some canonical tensors in one disk tensor."""
+    """Interface of the layout of some canonical tensors (`parts`) in one tensor on disk."""
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the shape of the disk tensor."""
+        """Return the shape of the disk tensor for canonical parts of these shapes."""
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return one view of the disk tensor per canonical part, of the part's shape."""
+        """Return one view of the disk tensor per canonical part, with the shape in `parts`."""
 
     @property
     def splits_on_first_axis(self) -> bool:
-        """True if the disk and canonical tensors share their first axis, so that they can be split along it."""
+        """True if the disk tensor and its canonical parts share their first axis (experts), so that they can be split
+        along it.
+        """
 
 
 @dataclass(frozen=True)
 class ConcatLayout:
-    """Canonical tensors concatenated on axis 0; with `transposed`, the whole is stored as (in, out)."""
+    """Layout of canonical tensors concatenated on axis 0; with `transposed`, the result is stored as (in, out)."""
 
     transposed: bool = False
     splits_on_first_axis: bool = False
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the shape with the rows added up; the other axes are equal."""
+        """Return the disk shape: the rows of all parts added up, other axes unchanged; reversed if `transposed`."""
         joined = (sum(part[0] for part in parts), *parts[0][1:])
         return joined[::-1] if self.transposed else joined
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return blocks of rows, or of columns if transposed."""
+        """Return a view of each part: a block of the disk tensor's rows, or of its columns if `transposed`."""
         rows = disk.t() if self.transposed else disk
         return list(torch.split(rows, [part[0] for part in parts]))
 
 
 @dataclass(frozen=True)
 class UnstackedLayout:
-    """One slice of stacked experts (or heads), stored without the stack axis."""
+    """Layout of one slice of a stacked canonical tensor (one expert or head), stored on disk without the stack axis."""
 
     splits_on_first_axis: bool = False
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the shape without the axis of length one."""
+        """Return the part's shape without the first axis, which has length one."""
         (slab,) = parts
         return slab[1:]
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return the tensor with the stack axis added."""
+        """Return the disk tensor with the stack axis, of length one, added in front."""
         return [disk.unsqueeze(0)]
 
 
 @dataclass(frozen=True)
 class ConvLayout:
-    """Convolution weights [channels, k] concatenated on axis 0, with an axis of length one in the middle."""
+    """Layout of depthwise convolution weights [channels, k] concatenated on axis 0, stored with an axis of length one
+    in the middle.
+    """
 
     splits_on_first_axis: bool = False
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return [all channels, 1, k]."""
+        """Return the disk shape [channels of all parts, 1, k]."""
         return (sum(part[0] for part in parts), 1, parts[0][1])
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return blocks of channels, without the middle axis."""
+        """Return a view of each part: a block of channels, without the middle axis."""
         return list(torch.split(disk.squeeze(1), [part[0] for part in parts]))
 
 
 @dataclass(frozen=True)
 class InterleavedExpertsLayout:
-    """Stacked experts [E, F, D] or [E, F] with interleaved rows, each expert's matrix stored as (in, out) (GPT-OSS)."""
+    """Layout of GPT-OSS: stacked experts [experts, rows, columns] or biases [experts, rows] with the rows of the parts
+    interleaved, each expert's matrix stored as (in, out).
+    """
 
     splits_on_first_axis: bool = True
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return [E, D, F times the number of parts]."""
+        """Return the disk shape [experts, columns, rows * number of parts] for parts [experts, rows, columns]; without
+        columns for biases.
+        """
         (experts, rows, *rest), *_ = parts
         return (experts, *rest, rows * len(parts))
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return strided columns, one part per offset."""
+        """Return a strided view of each part: part i of n is every n-th column of the disk tensor from i on, moved to
+        axis 1.
+        """
         return [disk[..., index :: len(parts)].movedim(-1, 1) for index in range(len(parts))]
 
 
 @dataclass(frozen=True)
 class ConcatExpertsLayout:
-    """Stacked experts [E, F, D] concatenated on axis 1, each matrix stored as (out, in) (Granite)."""
+    """Layout of Granite: stacked experts [experts, rows, columns] concatenated on axis 1, each matrix stored as (out,
+    in).
+    """
 
     splits_on_first_axis: bool = True
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return [E, rows of all parts, D]."""
+        """Return the disk shape [experts, rows of all parts, columns] for parts [experts, rows, columns]."""
         return (parts[0][0], sum(part[1] for part in parts), parts[0][2])
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return blocks of each matrix's rows."""
+        """Return a view of each part: a block of the rows of each expert's matrix."""
         return list(torch.split(disk, [part[1] for part in parts], dim=1))
 
 
@@ -118,8 +130,8 @@ QKV = tuple(f"{LAYER}.self_attn.{name}_proj" for name in "qkv")
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Names and layout of canonical tensors on disk. `{i}` in the names runs over layers, `{e}` in `disk` over the
-    first axis of a stack, usually of experts.
+    """Rule for the disk name and layout of some canonical tensors. `{i}` in the names runs over layer numbers, `{e}` in
+    `disk` over the first axis of a stack, usually of experts.
 
     A rule applies only to models that have all of its canonical tensors (some models lack biases).
 
@@ -141,7 +153,7 @@ class TensorRule:
     unless: str = ""
 
     def applies_to_layer(self, index: int, tensors: Mapping[str, TensorShape]) -> bool:
-        """Return whether the rule applies to layer `index` of a model with these tensors."""
+        """Return whether the rule applies to layer `index` of a model with these canonical `tensors`, {name: shape}."""
         required = [*self.parts, self.requires] if self.requires else self.parts
         return self.unless.replace("{i}", str(index)) not in tensors and all(
             name.replace("{i}", str(index)) in tensors for name in required
@@ -151,7 +163,8 @@ class TensorRule:
 def weight_bias_rules(
     disk: str, *modules: str, layout: DiskLayout = PLAIN, per_head: str = "", requires: str = "", unless: str = ""
 ) -> tuple[TensorRule, TensorRule]:
-    """Return the rules of the weights and the biases of canonical `modules`, stored as one module `disk`.
+    """Return two tensor rules, for the weights and the biases of canonical `modules`, which are stored as one module
+    `disk`.
 
     `requires` and `unless` are modules, which a model has if it has their weights.
     """
@@ -165,7 +178,7 @@ def weight_bias_rules(
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A rectangle of a canonical tensor."""
+    """A rectangle [offset, offset + shape) of the canonical tensor `name`."""
 
     name: str
     offset: TensorShape
@@ -174,7 +187,7 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class DiskTensor:
-    """One tensor of a file: its name and shape there, and the slices of canonical tensors in it."""
+    """One tensor in a model's file: its name and shape on disk, and the slices of canonical tensors in it."""
 
     name: str
     shape: TensorShape
@@ -182,13 +195,15 @@ class DiskTensor:
     layout: DiskLayout
 
     def slice_views(self, disk: Tensor) -> list[tuple[TensorSlice, Tensor]]:
-        """Return each canonical slice with its view of the disk tensor."""
+        """Return each canonical slice with its view of `disk`, the content of the disk tensor."""
         return list(
             zip(self.slabs, self.layout.canonical_views(disk, [slab.shape for slab in self.slabs]), strict=True)
         )
 
     def split_portions(self) -> Iterator[DiskTensor]:
-        """Yield the tensor in contiguous parts that need little memory: one per expert, or the whole."""
+        """Yield the disk tensor in contiguous portions that need little memory: one per expert if the layout allows it,
+        else the whole.
+        """
         if not self.layout.splits_on_first_axis:
             yield self
             return
@@ -200,7 +215,8 @@ class DiskTensor:
 def expand_rules(
     rules: Sequence[TensorRule], tensors: Mapping[str, TensorShape], layers: int, heads: Mapping[str, int] | None = None
 ) -> dict[str, DiskTensor]:
-    """Expand `rules` for a model with these canonical `tensors`; a tensor without a rule keeps its own name.
+    """Apply `rules` to a model with these canonical `tensors` and return {disk name: DiskTensor}; a tensor without a
+    rule keeps its canonical name.
 
     `heads` is the number of heads of each kind that rules refer to (`TensorRule.per_head`). The result is in the order
     of `tensors`, which is the order of the forward pass.

@@ -60,7 +60,8 @@ _COMMON = AllowedValuesEntry(
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Declaration of a model family, from which reading and writing follow.
+    """Declaration of a HuggingFace model family: the mappings of config.json and of tensor names and layouts, used both
+    to read and to write.
 
     Attributes:
         name: `model_type` in config.json.
@@ -129,8 +130,8 @@ class ModelFamily:
             raise CheckpointError(error.message, hint=error.hint) from None
 
     def unread_keys(self, raw: HfConfigDict) -> list[str]:
-        """Return the keys of a config.json that neither the family's published class nor its code reads, null ones left
-        out.
+        """Return the keys of a config.json that neither the family's published transformers class nor its modelling
+        code reads, keys with null left out.
 
         They do not affect what the family's model computes; they are carried, and reported.
         """
@@ -139,8 +140,8 @@ class ModelFamily:
         return unread + unread_rope_keys(raw)
 
     def select_text_config(self, raw: HfConfigDict) -> HfConfigDict:
-        """Return the part of a config.json that describes a model of this family; a larger model has it in
-        `text_config`.
+        """Return the part of a config.json that describes a model of this family: `text_config` if the config.json is a
+        vision-language model's, else the whole.
         """
         inner = raw.get("text_config") if raw.get("model_type") == self.outer_model_type else None
         if not isinstance(inner, Mapping):
@@ -149,11 +150,15 @@ class ModelFamily:
 
     @property
     def known_keys(self) -> frozenset[str]:
-        """Keys of config.json that are translated or harmless: all that the family's class or code reads."""
+        """Keys of config.json that are translated or change nothing: all that transformers' class or code of the family
+        reads.
+        """
         return CARRIED.union(self.carried, _COMMON.covered_keys, *(entry.covered_keys for entry in self.entries))
 
     def unsupported_settings(self, model: ModelConfig) -> list[str]:
-        """Return the settings of `model` that this family's config.json cannot express; empty if it fits."""
+        """Return descriptions of the settings of `model` that this family's config.json cannot express; empty if it can
+        express the model.
+        """
         found, model = [], self.normalize_model(model)
         for entry in self.entries:
             try:
@@ -169,7 +174,9 @@ class ModelFamily:
         return found
 
     def write_config_json(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json of `model`, which must fit (`unsupported_settings` is empty)."""
+        """Return the content of config.json for `model`, which the family must be able to express
+        (`unsupported_settings` is empty).
+        """
         out: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
         if model.score:
             scores = self.architecture.replace("ForCausalLM", SCORES)
@@ -179,8 +186,8 @@ class ModelFamily:
         return out
 
     def normalize_model(self, model: ModelConfig) -> ModelConfig:
-        """Return the normalized form of `model`; one without attention gets the family's own values for attention
-        settings.
+        """Return `model` without redundant settings; attention settings of a model without attention get the family's
+        fixed values.
         """
         model = normalize_config(model)
         if any(kind.mixer == "attention" for kind in model.layer_kinds):
@@ -195,7 +202,7 @@ class ModelFamily:
         return model.model_copy(update={name: value for name, value in fixed.items() if name in unused})
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {disk name: DiskTensor} of the tensors of `model`.
+        """Return {disk name: DiskTensor} of the tensors of `model` in the family's files.
 
         `names` are the disk tensors of a folder. They decide the form of its names: with or without the prefix, stacked
         experts, tied embeddings stored once or twice. Without them, it is the form that is written.
@@ -225,7 +232,7 @@ class ModelFamily:
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
         """Return {disk name: canonical name} of disk tensors that repeat another one: a stored tied head, and embedding
-        and head of MTP layers.
+        and head of multi-token prediction (MTP) layers.
         """
         head = EMBEDDING if model.tie_embeddings else HEAD
         found = {self.head: EMBEDDING} if model.tie_embeddings else {}
@@ -235,7 +242,9 @@ class ModelFamily:
         return found
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """Return `model` without its multi-token prediction (MTP) layers if the folder has none of their tensors."""
+        """Return `model` without its multi-token prediction (MTP) layers if none of their tensors is in `names`, the
+        tensor names of a folder.
+        """
         first = f"{self.prefix}layers.{model.num_layers}."
         if not model.mtp_layers or any(name.startswith(first) for name in names):
             return model
@@ -245,11 +254,11 @@ class ModelFamily:
 
     @property
     def has_per_expert_tensors(self) -> bool:
-        """True if every expert has its own disk tensors."""
+        """True if every expert has its own disk tensors; False if experts are stacked."""
         return any("{e}" in rule.disk for rule in self.rules)
 
     def is_buffer_tensor(self, name: str) -> bool:
-        """Return whether a disk tensor is a buffer and not a weight of the model."""
+        """Return whether a disk tensor is a buffer (a mask or rotary frequencies), not a weight of the model."""
         return re.fullmatch(self.buffers, name) is not None
 
 

@@ -48,14 +48,16 @@ GEMMA = ModelFamily(
 
 @dataclass(frozen=True)
 class QueryScaleEntry:
-    """Gemma's integer `query_pre_attn_scalar`: attention scores are divided by its square root."""
+    """Config entry for Gemma's integer `query_pre_attn_scalar`: attention scores are divided by its square root."""
 
     default: int
     covered_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})
     covered_fields: frozenset[str] = frozenset({"attention_scale"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the attention scale if it is not the default."""
+        """Return the field `attention_scale`: None if `query_pre_attn_scalar` equals the head dimension, else its
+        inverse square root.
+        """
         scalar = raw.get("query_pre_attn_scalar", self.default)
         if not scalar > 0:
             raise ConfigMismatchError(f"query_pre_attn_scalar = {scalar} must be more than 0")
@@ -63,7 +65,9 @@ class QueryScaleEntry:
         return {"attention_scale": None if usual else scalar**-0.5}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the integer whose square root divides the scores."""
+        """Return the key `query_pre_attn_scalar`, an integer; ConfigMismatchError if `attention_scale` is not 1 /
+        sqrt(an integer).
+        """
         if model.attention_scale is None:
             return {"query_pre_attn_scalar": model.query_key_head_dim}
         scalar = round(model.attention_scale**-2)
@@ -75,7 +79,7 @@ class QueryScaleEntry:
 
 
 def gemma_entries() -> tuple[ConfigEntry, ...]:
-    """Return the entries that Gemma 2 and 3 share."""
+    """Return the config entries that Gemma 2 and Gemma 3 share."""
     return (
         *SIZES,
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),

@@ -28,24 +28,30 @@ _H = "transformer.h.{i}"
 
 @dataclass(frozen=True)
 class Gpt2SizesEntry:
-    """Width of the MLP, four times the model's by default, and a second key for the maximum sequence length."""
+    """Config entry for GPT-2's MLP width `n_inner`, four times the model's by default, and for `n_ctx`, a second key
+    for the maximum sequence length.
+    """
 
     covered_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
     covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the MLP width; `n_ctx` is an older name of `n_positions`, so they must agree."""
+        """Return the field `ffn_hidden_size`; ConfigMismatchError if `n_ctx`, an older name of `n_positions`, differs
+        from it.
+        """
         if raw.get("n_ctx", raw.get("n_positions")) != raw.get("n_positions"):
             raise ConfigMismatchError(f"n_ctx = {raw['n_ctx']!r} differs from n_positions = {raw.get('n_positions')!r}")
         return {"ffn_hidden_size": raw.get("n_inner") or 4 * raw.get("n_embd", 0)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return `n_inner` only, null for the default width."""
+        """Return the key `n_inner` (null for the default width), without `n_ctx`."""
         return {"n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size}
 
 
 def gpt2_config_entries(activation: str) -> tuple[ConfigEntry, ...]:
-    """Return the entries that GPT-2 and GPT-BigCode share; `activation` is transformers' default."""
+    """Return the config entries that GPT-2 and GPT-BigCode share; `activation` is transformers' default activation
+    function.
+    """
     return (
         KeyEntry("vocab_size", "vocab_size"),
         KeyEntry("n_embd hidden_size", "hidden_size"),
@@ -80,8 +86,8 @@ def gpt2_config_entries(activation: str) -> tuple[ConfigEntry, ...]:
 
 
 def gpt2_tensor_rules(layout: DiskLayout, *, per_head: str = "") -> tuple[TensorRule, ...]:
-    """Return the rules that GPT-2 and GPT-BigCode share: `layout` is the layout of linear layers, `per_head` the
-    heads by which queries, keys and values are interleaved.
+    """Return the tensor rules that GPT-2 and GPT-BigCode share: `layout` is the layout of linear layers, `per_head` the
+    kind of heads by which queries, keys and values are interleaved.
     """
     return (
         TensorRule("transformer.wte.weight", ("model.embed_tokens.weight",)),
@@ -117,18 +123,18 @@ GPT2 = ModelFamily(
 
 @dataclass(frozen=True)
 class MultiQueryEntry:
-    """Switch between multi-query attention and multi-head attention (GPT-BigCode)."""
+    """Config entry for GPT-BigCode's key `multi_query`, which selects multi-query or multi-head attention."""
 
     covered_keys: frozenset[str] = frozenset({"multi_query", "head_dim"})
     covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return one key/value head, or the default."""
+        """Return the field `num_kv_heads`: 1 for multi-query attention, else None (as many as query heads)."""
         check_head_dim(raw)
         return {"num_kv_heads": 1 if raw.get("multi_query", True) else None}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the switch."""
+        """Return the key `multi_query`; ConfigMismatchError for grouped-query attention."""
         if model.key_value_heads not in (1, model.num_attention_heads):
             raise ConfigMismatchError(f"num_kv_heads must be 1 or num_attention_heads, not {model.key_value_heads}")
         check_head_size(model)

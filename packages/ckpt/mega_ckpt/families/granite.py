@@ -29,20 +29,20 @@ _EXPERTS = "model.layers.{i}.mlp.experts"
 
 @dataclass(frozen=True)
 class LogitsScalingEntry:
-    """`logits_scaling`, which divides the logits."""
+    """Config entry for Granite's `logits_scaling`, which divides the logits."""
 
     covered_keys: frozenset[str] = frozenset({"logits_scaling"})
     covered_fields: frozenset[str] = frozenset({"logit_scale"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return its inverse as the logit scale."""
+        """Return the field `logit_scale`, the inverse of `logits_scaling`."""
         divisor = raw.get("logits_scaling", 1.0)
         if not divisor > 0:
             raise ConfigMismatchError(f"logits_scaling = {divisor!r} must be more than 0")
         return {"logit_scale": 1 / divisor}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the inverse of the logit scale, rounded if that is exact."""
+        """Return the key `logits_scaling`, the inverse of `logit_scale`, rounded if rounding loses nothing."""
         near = 1 / model.logit_scale
         return {
             "logits_scaling": next((n for n in (round(near), round(near, 6)) if n and 1 / n == model.logit_scale), near)
@@ -51,17 +51,17 @@ class LogitsScalingEntry:
 
 @dataclass(frozen=True)
 class AttentionMultiplierEntry:
-    """`attention_multiplier`, the factor on attention scores, 1 by default."""
+    """Config entry for Granite's `attention_multiplier`, the factor on attention scores, 1 by default."""
 
     covered_keys: frozenset[str] = frozenset({"attention_multiplier"})
     covered_fields: frozenset[str] = frozenset({"attention_scale"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the factor."""
+        """Return the field `attention_scale` from `attention_multiplier`."""
         return {"attention_scale": raw.get("attention_multiplier", 1.0)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the factor, even at the default."""
+        """Return the key `attention_multiplier`; mega's default scale, head_dim^-0.5, is written as a number."""
         return {"attention_multiplier": model.attention_scale or model.query_key_head_dim**-0.5}
 
 

@@ -34,8 +34,7 @@ NO_WINDOW: tuple[ConfigEntry, ...] = (
 
 
 def parse_mixer_names(kinds: Any, recurrent: str, layers: Sequence[int]) -> list[str]:
-    """Return the mixers that a list of layer types names, one per layer; `recurrent` is the mixer of layers that are
-    not attention.
+    """Return the mixer of each layer, "attention" or `recurrent`, from `kinds`, a config.json's list of layer types.
 
     Raises:
         ConfigMismatchError: for another type, or another number of layers.
@@ -51,7 +50,8 @@ def parse_mixer_names(kinds: Any, recurrent: str, layers: Sequence[int]) -> list
 
 
 def check_layer_mixers(model: ModelConfig, recurrent: str) -> list[str]:
-    """Return the mixer of each layer of `model`, after checking that each has one and a feed-forward block.
+    """Return the mixer of each layer of `model`; ConfigMismatchError unless each layer has attention or `recurrent` and
+    a feed-forward block.
 
     Raises:
         ConfigMismatchError: for a layer without either, or with another mixer than attention or `recurrent`.
@@ -63,13 +63,17 @@ def check_layer_mixers(model: ModelConfig, recurrent: str) -> list[str]:
 
 
 def mixer_names(mixers: Sequence[str], attention: str = "full_attention", other: str = RECURRENT[0]) -> list[str]:
-    """Return transformers' names of the mixers."""
+    """Return transformers' layer types for mega's mixer names: `attention` for attention layers, `other` for all
+    others.
+    """
     return [attention if mixer == "attention" else other for mixer in mixers]
 
 
 @dataclass(frozen=True)
 class UnusedFieldsEntry:
-    """Fields that no layer of the family uses but that need a value: a number, or the value of a key."""
+    """Config entry for fields of `ModelConfig` that no layer of the family uses but that need a value: a number, or the
+    value of a key.
+    """
 
     values: Mapping[str, int | str]
     covered_keys: frozenset[str] = field(default=frozenset())
@@ -80,17 +84,17 @@ class UnusedFieldsEntry:
         return frozenset(self.values)
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the values."""
+        """Return {field: value} for the unused fields."""
         return {name: raw.get(value, 1) if isinstance(value, str) else value for name, value in self.values.items()}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys."""
+        """Return no keys: the fields have no effect."""
         return {}
 
 
 @dataclass(frozen=True)
 class OptionalRopeEntry:
-    """Rotary positions or no positions, selected by a key (Granite 4)."""
+    """Config entry for rotary positions or no positions, selected by `position_embedding_type` (Granite 4)."""
 
     rope: RopeEntry
 
@@ -105,13 +109,15 @@ class OptionalRopeEntry:
         return frozenset({"position", "rope"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the rotary settings only if they apply."""
+        """Return the fields `position` and, if it is "rope", `rope`."""
         if raw.get("position_embedding_type") != "rope":
             return {"position": "none"}
         return {"position": "rope", **self.rope.read_config_keys(raw)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys; `nope` stands for no positions, as in published folders."""
+        """Return the key `position_embedding_type`, `nope` for no positions as in published folders, and the rotary
+        keys if they apply.
+        """
         if model.position == "learned":
             raise ConfigMismatchError("position must be rope or none, not learned")
         kind = "rope" if model.position == "rope" else "nope"
@@ -120,7 +126,8 @@ class OptionalRopeEntry:
 
 @dataclass(frozen=True)
 class MambaSectionEntry:
-    """The section `mamba`; a model without Mamba layers may lack it.
+    """Config entry for the section `mamba` of `ModelConfig`, the sizes of Mamba-2 layers; a model without Mamba layers
+    may lack it.
 
     Attributes:
         entries: mapping between the keys and the section's fields.
@@ -142,7 +149,9 @@ class MambaSectionEntry:
         return frozenset([self.expand] if self.expand else []).union(*(entry.covered_keys for entry in self.entries))
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the section."""
+        """Return the section `mamba`; ConfigMismatchError if heads times head width is not the width that `expand`
+        implies.
+        """
         raw, section = dict(raw), dict[str, Any]()
         width = raw.get("hidden_size", 0) * raw.get(self.expand, self.expand_default) if self.expand else None
         if self.auto and raw.get(self.auto, "auto") == "auto":
@@ -160,7 +169,9 @@ class MambaSectionEntry:
         return {"mamba": section}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of the section; unused sizes must still be valid: one head, twice as wide as the model."""
+        """Return the keys of Mamba-2 sizes; without a section `mamba`, the keys of a valid placeholder: one head, twice
+        as wide as the model.
+        """
         section = model.mamba or MambaConfig(num_heads=1, head_dim=2 * model.hidden_size)
         out: dict[str, Any] = {}
         if self.expand:
@@ -178,7 +189,9 @@ class MambaSectionEntry:
 
 @dataclass(frozen=True)
 class TimeStepLimitEntry:
-    """Limits of the time step. The upper limit may be infinite, which config.json spells in one of three ways."""
+    """Config entry for the limits of Mamba-2's time step. The upper limit may be infinite, which config.json spells in
+    one of three ways.
+    """
 
     key: str = "time_step_limit"
     covered_fields: frozenset[str] = frozenset({"dt_limit"})
@@ -189,7 +202,9 @@ class TimeStepLimitEntry:
         return frozenset(self.key.split())
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return both limits; None for an infinite upper limit."""
+        """Return the field `dt_limit`, (lower, upper), with None for an infinite upper limit; no field if the key is
+        absent.
+        """
         given = next((raw[key] for key in self.key.split() if raw.get(key) is not None), None)
         if given is None:
             return {}
@@ -199,7 +214,9 @@ class TimeStepLimitEntry:
         return {"dt_limit": (low, None if math.isinf(high) else high)}
 
     def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
-        """Return no key without limits, the default, so that no reader needs to parse infinity."""
+        """Return the key of the time step limits; no key for the default (0, infinite), so that no reader needs to
+        parse infinity.
+        """
         assert isinstance(model, MambaConfig)
         low, high = model.dt_limit
         if (low, high) == (0.0, None):
@@ -236,8 +253,8 @@ MAMBA = MambaSectionEntry(
 
 
 def mamba_tensor_rules(module: str) -> tuple[TensorRule, ...]:
-    """Return the rules of one projection z|x|B|C|dt and one convolution over x|B|C; `module` is the layer's name with
-    `{i}` for its number.
+    """Return the tensor rules of Mamba-2 layers with one projection z|x|B|C|dt and one convolution over x|B|C; `module`
+    is the Mamba module's disk name, with `{i}` for the layer number.
     """
     mamba = f"{LAYER}.mamba"
     channels = [f"{mamba}.conv1d.{part}" for part in ("x", "B", "C")]

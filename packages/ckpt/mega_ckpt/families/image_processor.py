@@ -19,15 +19,15 @@ _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
 def image_processor_section(read: Callable[[str], HfConfigDict]) -> HfConfigDict:
-    """Return the image processor settings of a folder; `read` returns the keys of a file by name, empty if the file is
-    missing.
+    """Return the image processor settings of a HuggingFace folder; `read` returns the mapping in a JSON file by name,
+    empty if the file is missing.
     """
     section = read(PROCESSOR_FILE).get(SECTION)
     return section if isinstance(section, Mapping) else read(FILE)
 
 
 def apply_image_processor(vision: VisionConfig, raw: HfConfigDict) -> VisionConfig:
-    """Return the section `vision` updated with the preprocessing settings of `raw`.
+    """Return the section `vision` updated with the preprocessing settings of `raw`, an image processor's configuration.
 
     Raises:
         CheckpointError: for invalid values.
@@ -49,7 +49,9 @@ def apply_image_processor(vision: VisionConfig, raw: HfConfigDict) -> VisionConf
 
 
 def unsupported_image_settings(vision: VisionConfig, raw: HfConfigDict) -> Iterator[str]:
-    """Yield the settings of `raw` that are not supported, key by key."""
+    """Yield the settings of `raw`, an image processor's configuration, that mega does not support, each as "key =
+    value".
+    """
     supported: dict[str, tuple[Any, ...]] = {
         "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_pan_and_scan": (False,),
         "do_pad": (True, False) if vision.pinpoints else (False,), "resample": tuple(_FILTERS),
@@ -72,7 +74,7 @@ def unsupported_image_settings(vision: VisionConfig, raw: HfConfigDict) -> Itera
 
 
 def build_preprocessor_config(vision: VisionConfig) -> dict[str, Any]:
-    """Return the `preprocessor_config.json` of a model."""
+    """Return the content of `preprocessor_config.json` for a model's section `vision`."""
     side = vision.image_size
     square = {"height": side, "width": side}
     kind = "SiglipImageProcessor" if vision.resize == "stretch" else "CLIPImageProcessor"

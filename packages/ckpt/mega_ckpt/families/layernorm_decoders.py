@@ -215,7 +215,7 @@ _MLP_NORM = f"{LAYER}.post_attention_layernorm"
 
 @dataclass(frozen=True)
 class FalconArchitectureEntry:
-    """Heads and norms, from the switches of Falcon's two architectures."""
+    """Config entry for key/value heads and norms of Falcon, from the keys of its old (7B) and new (40B) architecture."""
 
     covered_keys: frozenset[str] = frozenset(
         {
@@ -230,7 +230,7 @@ class FalconArchitectureEntry:
     covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim", "parallel_residual", "shared_norm"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the number of key/value heads and whether there is one shared norm."""
+        """Return the fields `num_kv_heads`, `parallel_residual` and `shared_norm` (one norm before attention and MLP)."""
         new, norms = bool(raw.get("new_decoder_architecture")), raw.get("num_ln_in_parallel_attn")
         if not raw.get("parallel_attn", True):
             raise ConfigMismatchError("parallel_attn = False is not supported (only True)")
@@ -245,7 +245,7 @@ class FalconArchitectureEntry:
         }
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the switches of the old architecture if it can express the model, else of the new one."""
+        """Return the keys of Falcon's old architecture if it can express the model, else of the new one."""
         if not model.parallel_residual:
             raise ConfigMismatchError("parallel_residual must be True")
         check_head_size(model)
@@ -262,17 +262,17 @@ class FalconArchitectureEntry:
 
 @dataclass(frozen=True)
 class FalconWidthEntry:
-    """Width of the MLP, four times the model's by default."""
+    """Config entry for Falcon's MLP width, four times the model's by default."""
 
     covered_keys: frozenset[str] = frozenset({"ffn_hidden_size"})
     covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the width."""
+        """Return the field `ffn_hidden_size`, the MLP width."""
         return {"ffn_hidden_size": raw.get("ffn_hidden_size") or 4 * raw.get("hidden_size", 0)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the width."""
+        """Return the key `ffn_hidden_size`, the MLP width."""
         return {"ffn_hidden_size": model.ffn_hidden_size}
 
 

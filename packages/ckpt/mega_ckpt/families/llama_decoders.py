@@ -249,8 +249,8 @@ SEED_OSS = ModelFamily(
 
 @dataclass(frozen=True)
 class NoRopeLayersEntry:
-    """Flags of the layers with (1) and without (0) rotary positions (SmolLM 3); if windows are switched on, the latter
-    have them.
+    """Config entry for SmolLM 3's `no_rope_layers`: a flag per layer, 1 with and 0 without rotary positions; if windows
+    are switched on, the layers without rotary positions have one.
     """
 
     every: int = 4
@@ -260,7 +260,7 @@ class NoRopeLayersEntry:
     covered_fields: frozenset[str] = frozenset({"no_rope_layers", "sliding_window", "full_attention_layers"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the layers without rotary positions, and the windows."""
+        """Return the fields `no_rope_layers`, `sliding_window` and `full_attention_layers`."""
         layers, every = layer_indices(raw), raw.get("no_rope_layer_interval", self.every)
         rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
         if not isinstance(rotated, list) or len(rotated) < len(layers):
@@ -273,7 +273,7 @@ class NoRopeLayersEntry:
         return {"no_rope_layers": unrotated or None, **window_fields(kinds, size, layers)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return a flag and a type for each layer."""
+        """Return the keys `no_rope_layers` (a flag per layer), `layer_types` and the window settings."""
         return {
             "no_rope_layers": [int(model.has_rotary_positions(layer)) for layer in range(model.num_layers)],
             "no_rope_layer_interval": self.every,

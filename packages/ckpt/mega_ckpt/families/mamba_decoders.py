@@ -53,13 +53,15 @@ _EXPERTS = MoeSectionEntry(
 
 @dataclass(frozen=True)
 class GraniteLayersEntry:
-    """Mixers from a list of layer types, Mamba-2 if it is absent; experts in all layers or in none."""
+    """Config entry for Granite 4's layers: mixers from a list of layer types (Mamba-2 in all if it is absent), and
+    experts in all layers or in none.
+    """
 
     covered_keys: frozenset[str] = _EXPERTS.covered_keys | {"layer_types", "layers_block_type"}
     covered_fields: frozenset[str] = frozenset({"layers", "moe", "ffn_hidden_size"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the layer kinds and the widths of their feed-forward blocks."""
+        """Return the fields `layers`, `ffn_hidden_size` and, with experts, `moe`."""
         layers = layer_indices(raw)
         kinds = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * len(layers)
         mixers = parse_mixer_names(kinds, "mamba", layers)
@@ -70,7 +72,9 @@ class GraniteLayersEntry:
         return {"layers": [f"{mixer}+moe" for mixer in mixers], **width, **_EXPERTS.read_config_keys(raw)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the list and the widths; without experts, the experts' width is a placeholder that nothing reads."""
+        """Return the keys of layer types, experts and widths; without experts, `intermediate_size` is a placeholder
+        that nothing reads.
+        """
         out: dict[str, Any] = {"layer_types": mixer_names(check_layer_mixers(model, "mamba"))}
         feeds = {kind.feed_forward for kind in model.layer_kinds}
         if feeds == {"mlp"}:
@@ -113,13 +117,13 @@ GRANITE_MOE_HYBRID = ModelFamily(
 
 @dataclass(frozen=True)
 class AttentionLayersEntry:
-    """Indices of the layers with attention; the others are Mamba-2 (Bamba)."""
+    """Config entry for Bamba's `attn_layer_indices`: the layers with attention; all others are Mamba-2."""
 
     covered_keys: frozenset[str] = frozenset({"attn_layer_indices", "layers_block_type", "layer_types"})
     covered_fields: frozenset[str] = frozenset({"layers"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the layer kinds; a list of layer types, if given, must agree."""
+        """Return the field `layers`, the kind of each layer; ConfigMismatchError if a list of layer types disagrees."""
         layers, at = layer_indices(raw), raw.get("attn_layer_indices") or ()
         mixers = ["attention" if layer in at else "mamba" for layer in layers]
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
@@ -128,7 +132,7 @@ class AttentionLayersEntry:
         return {"layers": [f"{mixer}+mlp" for mixer in mixers]}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the indices of the attention layers."""
+        """Return the key `attn_layer_indices`; ConfigMismatchError for a model with experts."""
         mixers = check_layer_mixers(model, "mamba")
         if model.moe is not None:
             raise ConfigMismatchError("moe must be null")
@@ -168,18 +172,18 @@ _BACKBONE = "backbone.layers.{i}"
 
 @dataclass(frozen=True)
 class MambaLayersEntry:
-    """Mamba-2 in every layer, without a key."""
+    """Config entry for Mamba-2 in every layer, which no key of config.json selects."""
 
     covered_keys: frozenset[str] = frozenset({"num_hidden_layers", "layer_types"})
     covered_fields: frozenset[str] = frozenset({"num_layers", "layers"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the layers."""
+        """Return the fields `num_layers` and `layers`, with Mamba-2 in every layer."""
         layers = layer_indices({"num_hidden_layers": 64, **raw})
         return {"num_layers": len(layers), "layers": ["mamba"] * len(layers)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the number of layers, after checking that all are Mamba-2."""
+        """Return the key `num_hidden_layers`; ConfigMismatchError unless every layer is Mamba-2."""
         if any(kind != ("mamba", None) for kind in model.layer_kinds):
             raise ConfigMismatchError("layers must all be 'mamba'")
         return {"num_hidden_layers": model.num_layers}

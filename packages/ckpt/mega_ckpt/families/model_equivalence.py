@@ -25,12 +25,14 @@ MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "cap
 
 
 def is_same_model(one: ModelConfig, other: ModelConfig) -> bool:
-    """Return whether two configurations compute the same from the same weights; training settings are ignored."""
+    """Return whether two model configurations compute the same function from the same weights; training settings are
+    ignored.
+    """
     return one.num_layers == other.num_layers and resolve_config(one) == resolve_config(other)
 
 
 def normalize_config(model: ModelConfig) -> ModelConfig:
-    """Return the same model without redundant layer lists and settings of absent parts."""
+    """Return an equivalent configuration of `model` without redundant layer lists and settings of absent parts."""
     unused: dict[str, Any] = {} if model.norm == "layernorm" else {"norm_bias": True}
     if model.attention_scale and math.isclose(model.attention_scale, model.query_key_head_dim**-0.5, rel_tol=1e-12):
         unused["attention_scale"] = None
@@ -50,7 +52,9 @@ def normalize_config(model: ModelConfig) -> ModelConfig:
 
 
 def resolve_config(model: ModelConfig) -> ModelConfig:
-    """Return the settings that affect what the model computes from its weights, defaults filled in."""
+    """Return `model` with defaults filled in, and with settings reset that do not affect its output for given weights,
+    so that equivalent models compare equal.
+    """
     training = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
     kinds = model.layer_kinds
     attends = any(kind.mixer == "attention" for kind in kinds)

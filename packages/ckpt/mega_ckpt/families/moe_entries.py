@@ -21,7 +21,9 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class MoeFieldEntry(Protocol):
-    """Interface of a mapping between some keys of config.json and fields of `MoeConfig`."""
+    """Interface of a mapping between some keys of config.json and fields of `MoeConfig` (the section `moe`), in both
+    directions.
+    """
 
     @property
     def covered_keys(self) -> frozenset[str]:
@@ -29,32 +31,40 @@ class MoeFieldEntry(Protocol):
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Fields of `MoeConfig` that the entry covers."""
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return fields from keys; ConfigMismatchError if a value has no counterpart."""
+        """Return {field: value} of `MoeConfig` from the keys in `raw`; ConfigMismatchError if a value has no
+        counterpart.
+        """
 
     def write_config_keys(self, model: Any) -> dict[str, Any]:
-        """Return keys from the fields of the section; ConfigMismatchError if a value has no counterpart."""
+        """Return {key: value} of config.json from the fields of `model`, a `MoeConfig`; ConfigMismatchError if a value
+        has no counterpart.
+        """
 
 
 class MoeLayersEntry(Protocol):
-    """Interface of the keys that select the layers with experts."""
+    """Interface of a mapping between the keys of config.json that select the layers with experts and
+    `MoeConfig.layers`.
+    """
 
     @property
     def covered_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
 
     def read_config_keys(self, raw: HfConfigDict) -> list[int] | None:
-        """Return `MoeConfig.layers`."""
+        """Return `MoeConfig.layers`: the indices of the layers with experts, or None for all layers."""
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return keys from the layers of `model`; ConfigMismatchError if the keys cannot express them."""
+        """Return the keys that select the layers of `model` with experts; ConfigMismatchError if the keys cannot
+        express that selection.
+        """
 
 
 @dataclass(frozen=True)
 class MoeSectionEntry:
-    """The section `moe`, which a model of the family must have.
+    """Config entry for the section `moe` of `ModelConfig`, which a model of the family must have.
 
     Attributes:
         entries: mapping between the keys and the section's fields.
@@ -71,7 +81,7 @@ class MoeSectionEntry:
         return self.layers.covered_keys.union(*(entry.covered_keys for entry in self.entries))
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the section."""
+        """Return the section `moe`."""
         section: dict[str, Any] = {"layers": self.layers.read_config_keys(raw)}
         found = []
         for entry in self.entries:
@@ -84,7 +94,7 @@ class MoeSectionEntry:
         return {"moe": section}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of the section."""
+        """Return the keys of the section `moe`; ConfigMismatchError without experts."""
         if model.moe is None:
             raise ConfigMismatchError("moe is missing (all models of this family have experts)")
         out = self.layers.write_config_keys(model)
@@ -99,7 +109,7 @@ class MoeSectionEntry:
 
 @dataclass(frozen=True)
 class MoeInAllLayersEntry:
-    """Experts in every layer, without a key."""
+    """`MoeLayersEntry` for experts in every layer, without a key in config.json."""
 
     covered_keys: frozenset[str] = frozenset()
 
@@ -115,7 +125,7 @@ class MoeInAllLayersEntry:
 
 @dataclass(frozen=True)
 class MoeInLayerPatternEntry:
-    """Experts in the layers of a pattern of layer kinds, which another entry reads and writes."""
+    """`MoeLayersEntry` for experts in the layers of a pattern of layer kinds, which another entry reads and writes."""
 
     covered_keys: frozenset[str] = frozenset()
 
@@ -129,12 +139,14 @@ class MoeInLayerPatternEntry:
 
 @dataclass(frozen=True)
 class SparseStepEntry:
-    """Experts in every n-th layer except those in a list (Qwen)."""
+    """`MoeLayersEntry` of Qwen: experts in every n-th layer (`decoder_sparse_step`) except the layers in
+    `mlp_only_layers`.
+    """
 
     covered_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 
     def read_config_keys(self, raw: HfConfigDict) -> list[int] | None:
-        """Return the layers that both keys select."""
+        """Return the indices of the layers with experts; None if all layers have them."""
         step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
         if step < 1:
             raise ConfigMismatchError(f"decoder_sparse_step = {step} must be at least 1")
@@ -143,14 +155,15 @@ class SparseStepEntry:
         return [layer for layer in layer_indices(raw) if (layer + 1) % step == 0 and layer not in dense]
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys, with all dense layers in the list."""
+        """Return both keys: step 1, and all dense layers in `mlp_only_layers`."""
         sparse = set(moe_layer_indices(model))
         return {"decoder_sparse_step": 1, "mlp_only_layers": [n for n in range(model.num_layers) if n not in sparse]}
 
 
 @dataclass(frozen=True)
 class DenseFirstEntry:
-    """Dense first layers; experts in all others, MTP layers included (DeepSeek).
+    """`MoeLayersEntry` of DeepSeek: the first `first_k_dense_replace` layers are dense; all others have experts, multi-
+    token prediction (MTP) layers included.
 
     Attributes:
         default: number of dense layers if the key is absent.
@@ -162,7 +175,7 @@ class DenseFirstEntry:
     covered_keys: frozenset[str] = frozenset({"first_k_dense_replace", "moe_layer_freq"})
 
     def read_config_keys(self, raw: HfConfigDict) -> list[int] | None:
-        """Return all layers except the first ones."""
+        """Return the indices of the layers with experts: all except the first dense ones; None if no layer is dense."""
         if raw.get("moe_layer_freq", 1) != 1:
             raise ConfigMismatchError(f"moe_layer_freq = {raw['moe_layer_freq']!r} is not supported (only 1)")
         dense = raw.get("first_k_dense_replace", self.default)
@@ -170,7 +183,9 @@ class DenseFirstEntry:
         return list(layer_indices(raw, mtp_layers)[dense:]) if dense else None
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the number of dense layers."""
+        """Return the key `first_k_dense_replace`, the number of dense layers; ConfigMismatchError if a later layer is
+        dense.
+        """
         layers = model.num_layers + model.mtp_layers
         dense = next((layer for layer in range(layers) if model.is_moe_layer(layer)), layers)
         if not all(model.is_moe_layer(layer) for layer in range(dense, layers)):
@@ -179,14 +194,14 @@ class DenseFirstEntry:
 
 
 def moe_layer_indices(model: ModelConfig) -> list[int]:
-    """Return the indices of the layers of `model` that have experts, MTP layers left out."""
+    """Return the indices of the layers of `model` that have experts, multi-token prediction (MTP) layers left out."""
     return [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
 
 
 def router_entries(
     name: str, *, top_k: int, normalize: bool, experts: Any = ..., aux_loss: float = 0.001
 ) -> tuple[MoeFieldEntry, ...]:
-    """Return the entries that Mixtral, Qwen and GPT-OSS share.
+    """Return the router's config entries that Mixtral, Qwen and GPT-OSS share.
 
     `name` is the key of the number of experts; `top_k`, `experts` and `aux_loss` are transformers' defaults for absent
     keys. With `normalize`, the weights of a token's experts always sum to one; else the key `norm_topk_prob` decides.
@@ -200,7 +215,9 @@ def router_entries(
 
 
 def per_expert_rules(module: str, names: tuple[str, str, str] = _PROJECTIONS) -> tuple[TensorRule, ...]:
-    """Return the rules of one tensor per expert: `module`.{e}.`name`.weight for each of the three projections."""
+    """Return the tensor rules for experts with separate tensors on disk, `module`.{e}.`name`.weight for expert e and
+    each of the three projection `names`.
+    """
     return tuple(
         TensorRule(
             f"{module}.{{e}}.{name}.weight", (f"model.layers.{{i}}.mlp.experts.{part}.weight",), UnstackedLayout()
@@ -211,19 +228,21 @@ def per_expert_rules(module: str, names: tuple[str, str, str] = _PROJECTIONS) ->
 
 @dataclass(frozen=True)
 class SharedExpertsEntry:
-    """DeepSeek's number of shared experts, stored as one expert of that multiple of the width."""
+    """Config entry for DeepSeek's number of shared experts, which mega stores as one expert of their total width."""
 
     default: int
     covered_keys: frozenset[str] = frozenset({"n_shared_experts"})
     covered_fields: frozenset[str] = frozenset({"shared_ffn_hidden_size"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the total width of the shared experts."""
+        """Return the field `shared_ffn_hidden_size`, the total width of the shared experts."""
         count = raw.get("n_shared_experts", self.default) or 0
         return {"shared_ffn_hidden_size": count * raw.get("moe_intermediate_size", 0)}
 
     def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the number of shared experts."""
+        """Return the key `n_shared_experts`; ConfigMismatchError if the shared width is not a multiple of an expert's,
+        or 0.
+        """
         assert isinstance(model, MoeConfig)
         count, rest = divmod(model.shared_ffn_hidden_size, model.ffn_hidden_size)
         if rest or not count:

@@ -43,7 +43,9 @@ _DISK_KINDS = {"attention": "full_attention", "mamba": "linear_attention", "mlp"
 
 @dataclass(frozen=True)
 class NemotronLayersEntry:
-    """Layer kinds, as a list of names or as Megatron's letters; their number follows."""
+    """Config entry for the kind of each layer, as a list of names or a string of Megatron's letters; the number of
+    layers follows from it.
+    """
 
     covered_keys: frozenset[str] = frozenset(
         {"layers_block_type", "layer_types", "hybrid_override_pattern", "num_hidden_layers"}
@@ -51,7 +53,7 @@ class NemotronLayersEntry:
     covered_fields: frozenset[str] = frozenset({"num_layers", "layers"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the layer kinds; `num_hidden_layers` is ignored."""
+        """Return the fields `layers` and `num_layers`; the key `num_hidden_layers` is ignored."""
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
         pattern = raw.get("hybrid_override_pattern")
         if kinds is None and pattern is not None:
@@ -67,7 +69,9 @@ class NemotronLayersEntry:
         return {"num_layers": len(layers), "layers": layers}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both the names and the letters, for old and new software."""
+        """Return the keys of layer kinds both as names (for new software) and as letters (for old), and
+        `num_hidden_layers`.
+        """
         halves = [[half for half in kind if half] for kind in model.layer_kinds]
         if not all(len(half) == 1 and half[0] in _DISK_KINDS for half in halves):
             raise ConfigMismatchError("layers must each be one of mamba, attention, mlp and moe")
@@ -81,7 +85,9 @@ class NemotronLayersEntry:
 
 @dataclass(frozen=True)
 class OptionalMoeEntry:
-    """The section `moe`, if some layer has experts. Biases exist only in models without experts."""
+    """Config entry for the section `moe`, if some layer has experts, and for `mlp_bias`, which must be false with
+    experts.
+    """
 
     experts: MoeSectionEntry
     covered_fields: frozenset[str] = frozenset({"moe", "mlp_bias"})
@@ -92,7 +98,7 @@ class OptionalMoeEntry:
         return self.experts.covered_keys | {"mlp_bias"}
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the section if a layer needs it."""
+        """Return the fields `moe`, None if no layer has experts, and `mlp_bias`."""
         biased = bool(raw.get("mlp_bias", False))
         if "moe" not in NemotronLayersEntry().read_config_keys(raw)["layers"]:
             return {"moe": None, "mlp_bias": biased}
@@ -101,7 +107,7 @@ class OptionalMoeEntry:
         return {**self.experts.read_config_keys(raw), "mlp_bias": False}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of the section."""
+        """Return the key `mlp_bias` and, with experts, the keys of the section `moe`."""
         if model.moe is None:
             return {"mlp_bias": model.mlp_bias}
         if model.mlp_bias:

@@ -56,17 +56,19 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class DeltaSectionEntry:
-    """The section `delta`, whose norm has the model's epsilon; a model without delta nets may lack it."""
+    """Config entry for the section `delta`, the sizes of gated delta nets, whose norm has the model's epsilon; a model
+    without delta nets may lack it.
+    """
 
     covered_keys: frozenset[str] = frozenset().union(*(entry.covered_keys for entry in _SIZES))
     covered_fields: frozenset[str] = frozenset({"delta"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the section."""
+        """Return the section `delta`."""
         return {"delta": {name: value for entry in _SIZES for name, value in entry.read_config_keys(raw).items()}}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the sizes."""
+        """Return the keys of the delta nets' sizes; placeholders of 1 for a model without delta nets."""
         delta = model.delta or GatedDeltaConfig(num_key_heads=1, num_value_heads=1, key_head_dim=1, value_head_dim=1)
         if delta.norm_eps not in (None, model.norm_eps):
             raise ConfigMismatchError(f"delta.norm_eps must be norm_eps = {model.norm_eps}, not {delta.norm_eps}")
@@ -75,7 +77,8 @@ class DeltaSectionEntry:
 
 @dataclass(frozen=True)
 class QwenLayersEntry:
-    """Layer kinds: a list of mixers (attention in every n-th layer by default) and the keys about experts.
+    """Config entry for the kind of each layer: a list of mixers (by default attention in every n-th layer, else gated
+    delta nets) and the keys that select layers with experts.
 
     `feed` is the feed-forward block of every layer; empty: keys of config.json select it.
     """
@@ -91,7 +94,7 @@ class QwenLayersEntry:
         )
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the kind of each layer."""
+        """Return the field `layers`: "mixer+feed-forward block" of each layer."""
         layers, every = layer_indices(raw), raw.get("full_attention_interval", 4)
         default = ["full_attention" if every and (layer + 1) % every == 0 else "linear_attention" for layer in layers]
         mixers = parse_mixer_names(raw.get("layer_types") or default, "delta", layers)
@@ -105,7 +108,7 @@ class QwenLayersEntry:
         return ["moe" if sparse is None or layer in sparse else "mlp" for layer in layers]
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the list, and the dense layers."""
+        """Return the key `layer_types` and, unless `feed` is set, the keys that select the layers with experts."""
         out = {"layer_types": mixer_names(check_layer_mixers(model, "delta"))}
         if not self.feed:
             return {**out, **SparseStepEntry().write_config_keys(model)}
@@ -115,7 +118,9 @@ class QwenLayersEntry:
 
 
 def qwen_hybrid_entries(kv_heads: int) -> tuple[ConfigEntry, ...]:
-    """Return the entries that Qwen3-Next and Qwen3.5 share; `kv_heads` is transformers' default."""
+    """Return the config entries that Qwen3-Next and Qwen3.5 share; `kv_heads` is transformers' default number of
+    key/value heads.
+    """
     return (
         HeadsEntry(kv_default=kv_heads, dim_default=256),
         RopeEntry(fraction=0.25, partial=True),
@@ -128,7 +133,9 @@ def qwen_hybrid_entries(kv_heads: int) -> tuple[ConfigEntry, ...]:
 
 
 def qwen_hybrid_experts(top_k: int, experts: int, normalize: MoeFieldEntry) -> MoeSectionEntry:
-    """Return the expert entries of Qwen3-Next and Qwen3.5; `top_k` and `experts` are transformers' defaults."""
+    """Return the config entry for the experts of Qwen3-Next and Qwen3.5; `top_k` and `experts` are transformers'
+    defaults for absent keys.
+    """
     return MoeSectionEntry(
         (
             KeyEntry("num_experts num_local_experts", "num_experts", experts),

@@ -33,7 +33,7 @@ _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 @dataclass(frozen=True)
 class RopeEntry:
-    """All keys about rotary position embeddings.
+    """Config entry for all keys about rotary position embeddings (RoPE).
 
     Attributes:
         theta, fraction: transformers' defaults for absent keys.
@@ -66,7 +66,9 @@ class RopeEntry:
         return frozenset({*usual, self.theta_key, self.fraction_key})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return `rope` from either form; from the older one if both are there, like transformers."""
+        """Return the field `rope` from the newer key `rope_parameters` or the older `rope_scaling`; from the older one
+        if both are given, like transformers.
+        """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.absent
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
             raise ConfigMismatchError(f"rope_parameters = {given!r} must be one set of parameters for all layers")
@@ -91,7 +93,9 @@ class RopeEntry:
         return {"rope": out}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of both the new and the old form, for new and old versions of transformers."""
+        """Return both `rope_parameters`, for new versions of transformers, and `rope_scaling` and `rope_theta`, for old
+        ones.
+        """
         rope = model.rope
         self._check_fraction(rope.fraction)
         if rope.interleaved != self.interleaved:
@@ -153,7 +157,8 @@ def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GlobalLocalRopeEntry:
-    """One set of rotary parameters for full-attention layers and one for sliding-window layers, as in Gemma 3.
+    """Config entry for two sets of rotary parameters, one for full-attention and one for sliding-window layers, as in
+    Gemma 3.
 
     Attributes:
         rope, local: entries of the two sets.
@@ -172,7 +177,9 @@ class GlobalLocalRopeEntry:
         return self.rope.covered_keys | ({self.local_key} if self.local_key else set())
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return both sets; `rope_scaling` applies to full-attention layers only."""
+        """Return the fields `rope` (full-attention layers) and `local_rope` (sliding-window layers); the key
+        `rope_scaling` applies to the former only.
+        """
         given = raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping) or not given.keys() <= set(_SETS):
             raise ConfigMismatchError(f"rope_parameters = {given!r} must be one set of parameters for each of {_SETS}")
@@ -184,7 +191,7 @@ class GlobalLocalRopeEntry:
         return {**rope, "local_rope": windowed["rope"]}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both forms, like `RopeEntry.write_config_keys`."""
+        """Return the rotary keys of both sets in the new and the old form, like `RopeEntry.write_config_keys`."""
         full = self.rope.write_config_keys(model)
         local = self.local.write_config_keys(model.model_copy(update={"rope": model.local_rope or model.rope}))
         sets = zip(_SETS, (full["rope_parameters"], local["rope_parameters"]), strict=True)

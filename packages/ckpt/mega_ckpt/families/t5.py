@@ -31,7 +31,7 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class StackLayersEntry:
-    """Number of layers of encoder and decoder (equal by default), and the decoder start token."""
+    """Config entry for the numbers of T5's encoder and decoder layers (equal by default), and the decoder start token."""
 
     covered_keys: frozenset[str] = frozenset(
         {"num_layers", "num_hidden_layers", "num_decoder_layers", "decoder_start_token_id", "is_encoder_decoder"}
@@ -39,7 +39,9 @@ class StackLayersEntry:
     covered_fields: frozenset[str] = frozenset({"num_layers", "encoder"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return both numbers, as one list of layers."""
+        """Return the fields `num_layers`, the sum over encoder and decoder, and `encoder`, with the encoder's layers
+        and the start token.
+        """
         if not raw.get("is_encoder_decoder", True):
             raise ConfigMismatchError("is_encoder_decoder = False is not supported")
         encoder = KeyEntry("num_layers num_hidden_layers", "num_layers").read_config_keys(raw)["num_layers"]
@@ -48,7 +50,9 @@ class StackLayersEntry:
         return {"num_layers": encoder + (encoder if decoder is None else decoder), "encoder": section}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the numbers and the start token."""
+        """Return the keys `num_layers` (encoder), `num_decoder_layers`, `decoder_start_token_id` and
+        `is_encoder_decoder`.
+        """
         if model.encoder is None:
             raise ConfigMismatchError("encoder is missing")
         if model.encoder.head_bias:
@@ -62,20 +66,22 @@ class StackLayersEntry:
 
 @dataclass(frozen=True)
 class RelativePositionsEntry:
-    """Buckets of relative positions, in one table per stack or, with `every_layer`, per layer."""
+    """Config entry for T5's buckets of relative positions, with one bias table per stack or, with `every_layer`, per
+    layer.
+    """
 
     every_layer: bool
     covered_keys: frozenset[str] = frozenset({"relative_attention_num_buckets", "relative_attention_max_distance"})
     covered_fields: frozenset[str] = frozenset({"position", "relative"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the section."""
+        """Return the field `position` and the section `relative`."""
         most, buckets = raw.get("relative_attention_max_distance", 128), raw.get("relative_attention_num_buckets", 32)
         section = {"buckets": buckets, "max_distance": most, "every_layer": self.every_layer}
         return {"position": "relative", "relative": section}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return number of buckets and maximum distance."""
+        """Return the keys of the number of buckets and the maximum distance."""
         if model.position != "relative" or model.relative.every_layer != self.every_layer:
             raise ConfigMismatchError(f"position must be relative, with relative.every_layer = {self.every_layer}")
         return {
@@ -86,8 +92,8 @@ class RelativePositionsEntry:
 
 @dataclass(frozen=True)
 class OutputScaleEntry:
-    """Output projection, and the scale hidden_size^-0.5 of its input: used by T5 1.0, which ties it to the embedding,
-    but not by 1.1.
+    """Config entry for T5's output projection, and the scale hidden_size^-0.5 of its input: T5 1.0 uses it and ties the
+    projection to the embedding, 1.1 does neither.
 
     Older versions of transformers derive both from `tie_word_embeddings`. Version 5 always writes true there, and adds
     `scale_decoder_outputs`; whether the matrices are tied follows from the tensors (`T5Family.restrict_to_stored`). mT5
@@ -105,14 +111,14 @@ class OutputScaleEntry:
     covered_fields: frozenset[str] = frozenset({"tie_embeddings", "logit_scale"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return tied embeddings and logit scale."""
+        """Return the fields `tie_embeddings` and `logit_scale`."""
         tied = raw.get("tie_word_embeddings") is not False
         scaled = self.scaled and raw.get("scale_decoder_outputs", tied)
         width = raw.get("d_model") or raw.get("hidden_size") or 1  # another entry reports its absence
         return {"tie_embeddings": tied, "logit_scale": width**-0.5 if scaled else 1.0}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both keys."""
+        """Return the keys `tie_word_embeddings` and `scale_decoder_outputs`, or the former alone with `by_tie`."""
         factors = {1.0: False, model.hidden_size**-0.5: True}
         if model.logit_scale not in factors or (factors[model.logit_scale] and not self.scaled):
             allowed = "1 or hidden_size^-0.5" if self.scaled else "1"
@@ -126,17 +132,17 @@ class OutputScaleEntry:
 
 @dataclass(frozen=True)
 class HeadSizeEntry:
-    """Head dimension, which is independent of the model width."""
+    """Config entry for T5's head dimension, which is independent of the model width."""
 
     covered_keys: frozenset[str] = frozenset({"d_kv", "head_dim"})
     covered_fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the head dimension; every head has its own key and value."""
+        """Return the fields `head_dim` and `num_kv_heads`, which is None: every head has its own key and value."""
         return {"head_dim": raw.get("d_kv", raw.get("head_dim", 64)), "num_kv_heads": None}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the head dimension, even if it equals the default."""
+        """Return the key `d_kv`, the head dimension, even if it is the default."""
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be {model.num_attention_heads}, not {model.key_value_heads}")
         return {"d_kv": model.query_key_head_dim}
@@ -144,28 +150,28 @@ class HeadSizeEntry:
 
 @dataclass(frozen=True)
 class DropoutRateEntry:
-    """One dropout rate for embeddings, attention and residuals."""
+    """Config entry for T5's single dropout rate of embeddings, attention and residuals."""
 
     covered_keys: frozenset[str] = frozenset({"dropout_rate"})
     covered_fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the rate for each field."""
+        """Return the three dropout fields, each with `dropout_rate`."""
         return dict.fromkeys(sorted(self.covered_fields), raw.get("dropout_rate", 0.1))
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the rate of the residual stream."""
+        """Return the key `dropout_rate` from `residual_dropout`; the other two rates are not written."""
         return {"dropout_rate": model.residual_dropout}
 
 
 class T5Family(ModelFamily):
-    """A family whose layers, `block.{i}` in its rules, belong to the encoder or the decoder, each counted from 0; the
-    feed-forward block is the last part of a layer.
+    """A family of T5 models: layers, `block.{i}` in its tensor rules, belong to the encoder or the decoder, each
+    counted from 0; the feed-forward block is the last part of a layer.
     """
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
         """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`. The embedding is written once; older
-        versions of transformers repeat it.
+        versions of transformers repeat it per stack.
         """
         first = model.encoder.num_layers if model.encoder else 0
 
@@ -182,11 +188,15 @@ class T5Family(ModelFamily):
         return {disk.name: disk for disk in found}
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
-        """Return the disk tensors that repeat another one: the embedding, in each stack."""
+        """Return {disk name: canonical name} of the disk tensors that repeat another one, including the copy of the
+        embedding in each stack.
+        """
         return super().duplicate_tensors(model) | {f"{stack}.embed_tokens.weight": EMBEDDING for stack in _STACKS}
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """Return `model` with untied embeddings if both tensors exist, except for T5 1.0, which always ties them."""
+        """Return `model` with untied embeddings if `names` has both embedding and output projection, except for T5 1.0,
+        which always ties them.
+        """
         names = set(names)
         embedded = names & {"shared.weight", *(f"{stack}.embed_tokens.weight" for stack in _STACKS)}
         may_untie = model.logit_scale == 1 or model.relative.every_layer

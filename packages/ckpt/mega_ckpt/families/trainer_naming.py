@@ -22,18 +22,18 @@ _META_HEAD = "output.weight"
 
 @dataclass(frozen=True)
 class RotaryPairsLayout:
-    """Rows of queries or keys with adjacent rotary pairs, as in Meta's code; in canonical tensors the rows of a pair are
-    half a head apart.
+    """Layout of query or key rows with adjacent rotary pairs, as in Meta's Llama code; in canonical tensors the rows of
+    a pair are half a head apart.
     """
 
     splits_on_first_axis: bool = False
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the shape of all heads together."""
+        """Return the disk shape: the rows of all heads (`parts`) together."""
         return (sum(part[0] for part in parts), *parts[0][1:])
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return copies of each head's rows, not views: the layout is read-only."""
+        """Return each head's rows in canonical order, as copies and not views: the layout is read-only."""
         heads = torch.split(disk, [part[0] for part in parts])
         return [head.view(-1, 2, *head.shape[1:]).transpose(0, 1).reshape(head.shape) for head in heads]
 
@@ -85,7 +85,7 @@ def _titan(projections: str, experts: Sequence[str], *, pairs: bool) -> tuple[Te
 
 @dataclass(frozen=True)
 class TrainerNaming:
-    """Tensor names of one trainer.
+    """Tensor names of another trainer (LitGPT or torchtitan) for models of HuggingFace families.
 
     Attributes:
         marker_suffix: end of a tensor name that identifies the trainer's folders.
@@ -98,13 +98,13 @@ class TrainerNaming:
     families: frozenset[str] = frozenset()
 
     def matches_names(self, family: ModelFamily, names: Iterable[str]) -> bool:
-        """Return whether the tensor names of a folder of `family` are this trainer's."""
+        """Return whether `names`, the tensor names in a folder with a model of `family`, are this trainer's."""
         return (not self.families or family.name in self.families) and any(
             name.endswith(self.marker_suffix) for name in names
         )
 
     def adapt_family(self, family: ModelFamily, names: Iterable[str]) -> ModelFamily:
-        """Return the family with this trainer's tensor names."""
+        """Return `family` with this trainer's tensor names and layouts."""
         head = _META_HEAD if any(name.endswith(_META_HEAD) for name in names) else "lm_head.weight"
         return replace(
             family, prefix="", head=head, rules=(*self.rules, TensorRule(head, ("lm_head.weight",))), fused=()
@@ -127,7 +127,9 @@ TRAINER_NAMINGS = (
 
 
 def adapt_to_naming(family: ModelFamily, names: Iterable[str]) -> ModelFamily:
-    """Return the family with the tensor names that a folder uses."""
+    """Return `family` with the tensor names of another trainer (LitGPT or torchtitan) if `names`, a folder's tensor
+    names, follow its naming; else unchanged.
+    """
     names = list(names)
     naming = next((naming for naming in TRAINER_NAMINGS if naming.matches_names(family, names)), None)
     return naming.adapt_family(family, names) if naming else family

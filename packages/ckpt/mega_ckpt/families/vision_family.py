@@ -60,7 +60,9 @@ _NATIVE_SIZES = (
 
 @dataclass(frozen=True)
 class NativeResolutionEntry:
-    """The section `native`: preprocessing and windows of a vision encoder for images of any shape."""
+    """Config entry for the section `native` of `VisionConfig`: preprocessing and windows of a vision encoder for images
+    of any shape.
+    """
 
     covered_keys: frozenset[str] = frozenset({"rope_parameters"}).union(
         *(entry.covered_keys for entry in _NATIVE_SIZES)
@@ -68,7 +70,7 @@ class NativeResolutionEntry:
     covered_fields: frozenset[str] = frozenset({"native"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the section; ConfigMismatchError for another kind of rotary positions."""
+        """Return the section `native`; ConfigMismatchError for other rotary positions than axial ones of base 10000."""
         rope = raw.get("rope_parameters") or {}
         if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000) != 10_000:
             raise ConfigMismatchError(f"rope_parameters = {rope!r} must be axial with rope_theta = 10000")
@@ -77,7 +79,7 @@ class NativeResolutionEntry:
         }
 
     def write_config_keys(self, model: Any) -> dict[str, Any]:
-        """Return the keys from the fields of a `VisionConfig`."""
+        """Return the keys of the section `native` of `model`, a `VisionConfig`."""
         if model.native is None:
             raise ConfigMismatchError("vision.native is missing")
         return {key: value for entry in _NATIVE_SIZES for key, value in entry.write_config_keys(model.native).items()}
@@ -140,26 +142,26 @@ _TIED = "tie_word_embeddings"
 
 @dataclass(frozen=True)
 class PatchConvLayout:
-    """The patch embedding weight [C, 3 frames size size], stored as a convolution: [C, 3, size, size], or [C, 3,
-    frames, size, size] if patches have several frames.
+    """Layout of the patch embedding weight [width, 3 * frames * size * size], stored as a convolution: [width, 3, size,
+    size], or [width, 3, frames, size, size] if patches have several frames.
     """
 
     splits_on_first_axis: bool = False
     frames: int | None = None
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the shape of the convolution."""
+        """Return the shape of the convolution weight on disk."""
         ((width, elements),) = parts
         size = isqrt(elements // (3 * (self.frames or 1)))
         return (width, 3, *(() if self.frames is None else (self.frames,)), size, size)
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return the flattened convolution."""
+        """Return one view: the convolution weight flattened to [width, 3 * frames * size * size]."""
         return [disk.flatten(1)]
 
 
 def clip_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
-    """Return the rules of the tensors of a CLIP or SigLIP vision encoder, below its own prefix."""
+    """Return the tensor rules of a CLIP or SigLIP vision encoder; disk names are without the encoder's prefix."""
     layer = {
         "input_layernorm": "layer_norm1", "post_attention_layernorm": "layer_norm2", "mlp.up_proj": "mlp.fc1",
         "mlp.down_proj": "mlp.fc2", "self_attn.o_proj": "self_attn.out_proj",
@@ -202,7 +204,7 @@ class VisionLanguageFamily(ModelFamily):
 
     @property
     def text_family(self) -> ModelFamily:
-        """Family of the text model."""
+        """Family of the text model; an assertion fails until a config.json has selected it."""
         assert self.text is not None
         return self.text
 
@@ -212,7 +214,9 @@ class VisionLanguageFamily(ModelFamily):
         return self.text_family.has_per_expert_tensors
 
     def read_config_json(self, raw: HfConfigDict, source: str = "config.json") -> ModelConfig:
-        """Return the model configuration that a config.json describes; see `ModelFamily.read_config_json`."""
+        """Return the model configuration that a vision-language config.json describes; see
+        `ModelFamily.read_config_json`.
+        """
         text = self.text_family.read_config_json(self.text_config_of(raw), f"{source}: text_config")
         inner = raw.get("vision_config") or {}
         kind = inner.get("model_type", self.towers[0])
@@ -237,7 +241,9 @@ class VisionLanguageFamily(ModelFamily):
             raise CheckpointError(error.message, hint=error.hint) from None
 
     def text_config_of(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the `text_config`, with transformers' defaults for absent keys, and tied if the whole model is."""
+        """Return the text model's config.json: `text_config`, with transformers' defaults for absent keys and with tied
+        embeddings if the whole model has them.
+        """
         inner = dict(raw.get("text_config") or {})
         if not inner and self.flat:
             outer = frozenset({"vision_config", "model_type"}).union(*(entry.covered_keys for entry in self.entries))
@@ -247,7 +253,7 @@ class VisionLanguageFamily(ModelFamily):
         return _TEXTS.get(inner.get("model_type"), {}) | inner | tied
 
     def unread_keys(self, raw: HfConfigDict) -> list[str]:
-        """Return the keys of a config.json that nothing reads; see `ModelFamily.unread_keys`."""
+        """Return the keys of a config.json that neither transformers nor mega reads; see `ModelFamily.unread_keys`."""
         inner = raw.get("vision_config") or {}
         tower = VISION_ENCODERS.get(inner.get("model_type", self.towers[0]), ())
         vision_keys = CARRIED.union(_CARRIED, *(entry.covered_keys for entry in tower))
@@ -262,7 +268,9 @@ class VisionLanguageFamily(ModelFamily):
         return sorted(unread) + self.text_family.unread_keys(self.text_config_of(raw))
 
     def unsupported_settings(self, model: ModelConfig) -> list[str]:
-        """Return the settings of `model` that config.json cannot express; see `ModelFamily.unsupported_settings`."""
+        """Return descriptions of the settings of `model` that config.json cannot express; see
+        `ModelFamily.unsupported_settings`.
+        """
         if model.vision is None:
             return ["vision is missing"]
         try:
@@ -280,7 +288,7 @@ class VisionLanguageFamily(ModelFamily):
         return [f"the text model must be {' or '.join(self.texts)}, not {self.text.name}"]
 
     def write_config_json(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json of `model`; see `ModelFamily.write_config_json`."""
+        """Return the content of config.json for `model`; see `ModelFamily.write_config_json`."""
         assert model.vision is not None
         text = self.text_family.write_config_json(text_only_config(model))
         outer = {"architectures": [self.architecture], "model_type": self.name, _TIED: model.tie_embeddings}
@@ -299,8 +307,8 @@ class VisionLanguageFamily(ModelFamily):
         raise ConfigMismatchError("; ".join(reasons))
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`, in the name style of the folder with
-        these `names`.
+        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`, with the name prefixes of the folder
+        that has the tensors `names`.
         """
         names = None if names is None else set(names)
         style = TensorNameStyle.detect_style(names, self.styles)
@@ -316,19 +324,24 @@ class VisionLanguageFamily(ModelFamily):
         return vision | named
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
-        """Return the disk tensors that repeat another one; see `ModelFamily.duplicate_tensors`."""
+        """Return {disk name: canonical name} of disk tensors that repeat another one; see
+        `ModelFamily.duplicate_tensors`.
+        """
         text = self.text_family.duplicate_tensors(text_only_config(model))
         return {style.to_disk_name(copy): name for style in self.styles for copy, name in text.items()}
 
     def is_buffer_tensor(self, name: str) -> bool:
-        """Return whether a disk tensor is a buffer; the unused pooling head of a vision encoder counts as one."""
+        """Return whether a disk tensor is a buffer and not a weight; the unused pooling head of a vision encoder counts
+        as a buffer.
+        """
         text = next((inner for style in self.styles if (inner := style.to_text_name(name)) is not None), "")
         return super().is_buffer_tensor(name) or self.text_family.is_buffer_tensor(text)
 
 
 @dataclass(frozen=True)
 class TensorNameStyle:
-    """Name prefixes of a folder's tensors: vision encoder, projector, text model body and head.
+    """Name prefixes of the tensors in a vision-language folder: of vision encoder, projector, and the text model's body
+    and head.
 
     Attributes:
         marker: continuation of the vision encoder's prefix, which distinguishes this style from others.
@@ -342,18 +355,20 @@ class TensorNameStyle:
 
     @staticmethod
     def detect_style(names: set[str] | None, styles: Sequence[TensorNameStyle]) -> TensorNameStyle:
-        """Return the style of a folder with these names; the first one for a new folder, as most software reads it."""
+        """Return the one of `styles` that a folder with tensors `names` uses; the first style for a new folder, as most
+        software reads it.
+        """
         matches = (
             style for style in styles if any(name.startswith(style.tower + style.marker) for name in names or ())
         )
         return next(matches, styles[0])
 
     def to_disk_name(self, name: str) -> str:
-        """Return the disk name of a tensor of the text model."""
+        """Return the disk name, within the vision-language model, of the text model's tensor `name`."""
         return self.body + name.removeprefix("model.") if name.startswith("model.") else self.head + name
 
     def to_text_name(self, name: str) -> str | None:
-        """Return the name of a disk tensor in the text model, or None if it is not in the text model."""
+        """Return the text model's name of the disk tensor `name`, or None if it is not part of the text model."""
         if name.startswith(self.body):
             return "model." + name.removeprefix(self.body)
         return name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head.") else None
@@ -370,7 +385,7 @@ STYLES: tuple[TensorNameStyle, ...] = (
 
 
 def text_only_config(model: ModelConfig) -> ModelConfig:
-    """Return the model configuration without the vision encoder."""
+    """Return the configuration of a vision-language model's text model: `model` without the section `vision`."""
     return model.model_copy(update={"vision": None})
 
 

@@ -33,7 +33,8 @@ TOWER_BUFFERS = r"(.*\.)?(rotary_emb\.inv_freq|embeddings\.position_ids|vision_t
 
 @dataclass(frozen=True)
 class FeatureSelectEntry:
-    """Selection of the vision encoder's outputs: `default` drops the first one, the class token of CLIP.
+    """Config entry for LLaVA's selection of the vision encoder's outputs: `default` drops the first one, the class
+    token of CLIP.
 
     Without a class token it would drop a patch, which is not supported.
     """
@@ -42,7 +43,9 @@ class FeatureSelectEntry:
     covered_fields: frozenset[str] = frozenset({"feature_class"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the setting; ConfigMismatchError if a patch would be dropped."""
+        """Return the field `feature_class`, true if the class token is kept; ConfigMismatchError if a patch would be
+        dropped.
+        """
         siglip = (raw.get("vision_config") or {}).get("model_type") == "siglip_vision_model"
         strategy = raw.get("vision_feature_select_strategy", "default")
         if strategy not in ("default", "full") or (strategy == "default" and siglip):
@@ -52,7 +55,7 @@ class FeatureSelectEntry:
         return {"feature_class": strategy == "full" and not siglip}
 
     def write_config_keys(self, model: Any) -> dict[str, Any]:
-        """Return the key from the fields of a `VisionConfig`."""
+        """Return the keys `vision_feature_select_strategy` and `image_seq_length` from the fields of a `VisionConfig`."""
         full = model.feature_class or not model.class_token
         return {
             "vision_feature_select_strategy": "full" if full else "default",
@@ -95,17 +98,17 @@ _DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 100
 
 @dataclass(frozen=True)
 class GridPinpointsEntry:
-    """Resolutions that an image may be resized to (LLaVA-NeXT)."""
+    """Config entry for LLaVA-NeXT's `image_grid_pinpoints`, the resolutions that an image may be resized to."""
 
     covered_keys: frozenset[str] = frozenset({"image_grid_pinpoints"})
     covered_fields: frozenset[str] = frozenset({"pinpoints"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return heights and widths."""
+        """Return the field `pinpoints`, a list of [height, width]."""
         return {"pinpoints": raw.get("image_grid_pinpoints") or _DEFAULT_PINPOINTS}
 
     def write_config_keys(self, model: Any) -> dict[str, Any]:
-        """Return the key from the fields of a `VisionConfig`."""
+        """Return the key `image_grid_pinpoints` from the fields of a `VisionConfig`."""
         return {"image_grid_pinpoints": [list(size) for size in model.pinpoints or ()]}
 
 
@@ -129,13 +132,17 @@ LLAVA_NEXT = replace(
 
 @dataclass(frozen=True)
 class TokensPerImageEntry:
-    """`mm_tokens_per_image`: number of tokens that the patches of an image are average-pooled to."""
+    """Config entry for Gemma 3's `mm_tokens_per_image`: the number of tokens that the patches of an image are average-
+    pooled to.
+    """
 
     covered_keys: frozenset[str] = frozenset({"mm_tokens_per_image"})
     covered_fields: frozenset[str] = frozenset({"pool"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the pooling factor per side; ConfigMismatchError if squares do not give that number of tokens."""
+        """Return the field `pool`, the pooling factor per side; ConfigMismatchError if square pools of patches do not
+        give that number of tokens.
+        """
         tokens, tower = raw.get("mm_tokens_per_image", 256), raw.get("vision_config") or {}
         patches, side = tower.get("image_size", 224) // tower.get("patch_size", 16), isqrt(tokens)
         if side * side != tokens or not side or patches % side:
@@ -145,19 +152,21 @@ class TokensPerImageEntry:
         return {"pool": patches // side}
 
     def write_config_keys(self, model: Any) -> dict[str, Any]:
-        """Return the key from the fields of a `VisionConfig`."""
+        """Return the key `mm_tokens_per_image` from the fields of a `VisionConfig`."""
         return {"mm_tokens_per_image": model.tokens_per_image}
 
 
 @dataclass(frozen=True)
 class NoLogitCapEntry:
-    """Check of the text model's logit soft cap, which transformers ignores in a vision-language model."""
+    """Config entry that rejects a logit soft cap of the text model, which transformers ignores in a vision-language
+    model.
+    """
 
     covered_keys: frozenset[str] = frozenset()
     covered_fields: frozenset[str] = frozenset()
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return no fields; ConfigMismatchError if there is a cap."""
+        """Return no fields; ConfigMismatchError if `text_config` has `final_logit_softcapping`."""
         cap = (raw.get("text_config") or {}).get("final_logit_softcapping")
         if cap is not None:
             raise ConfigMismatchError(
@@ -166,7 +175,7 @@ class NoLogitCapEntry:
         return {}
 
     def write_config_keys(self, model: Any) -> dict[str, Any]:
-        """Return no keys."""
+        """Return no keys: the entry only checks."""
         return {}
 
 
@@ -207,16 +216,20 @@ _SECTIONS = "mrope_section"
 
 @dataclass(frozen=True)
 class MultimodalRopeEntry(RopeEntry):
-    """A `RopeEntry` with `mrope_section` in its parameters; rope_type mrope before transformers 5."""
+    """A `RopeEntry` for Qwen2.5-VL, with `mrope_section` in the rotary parameters; before transformers 5 rope_type is
+    mrope.
+    """
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return `rope` with its sections."""
+        """Return the field `rope` with `sections` from `mrope_section`."""
         out = super().read_config_keys(raw)
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         return {"rope": out["rope"] | {"sections": given.get(_SECTIONS, [16, 24, 24])}}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both forms, like `RopeEntry.write_config_keys`."""
+        """Return the rotary keys in the new and the old form, each with `mrope_section`; ConfigMismatchError without
+        sections.
+        """
         if model.rope.sections is None:
             raise ConfigMismatchError("rope.sections is missing")
         sections = {_SECTIONS: list(model.rope.sections)}
@@ -243,7 +256,7 @@ QWEN2_5_VL_TEXT = replace(
 
 
 def qwen_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
-    """Return the rules of the vision encoder's tensors, below its prefix."""
+    """Return the tensor rules of Qwen2.5-VL's vision encoder; disk names are without the encoder's prefix."""
     assert vision.native is not None
     layer = {
         "input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn.o_proj": "attn.proj",
@@ -264,13 +277,13 @@ def qwen_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
 
 @dataclass(frozen=True)
 class OutHiddenSizeEntry:
-    """`out_hidden_size` of the vision encoder, which must equal the text model's width."""
+    """Config entry for `out_hidden_size` of the vision encoder, which must equal the text model's width."""
 
     covered_keys: frozenset[str] = frozenset()
     covered_fields: frozenset[str] = frozenset()
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return no fields; ConfigMismatchError if the two differ."""
+        """Return no fields; ConfigMismatchError if `out_hidden_size` differs from the text model's `hidden_size`."""
         out, text = (raw.get("vision_config") or {}).get("out_hidden_size"), raw.get("text_config") or raw
         if out is not None and out != text.get("hidden_size", out):
             raise ConfigMismatchError(
@@ -279,7 +292,7 @@ class OutHiddenSizeEntry:
         return {}
 
     def write_config_keys(self, model: Any) -> dict[str, Any]:
-        """Return no keys."""
+        """Return no keys: the entry only checks."""
         return {}
 
 

@@ -14,7 +14,8 @@ _FULL, _LOCAL = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class UniformWindowEntry:
-    """One sliding window in every layer, or none. A list of layer types, which transformers' caches use, must agree.
+    """Config entry for one sliding window in every layer, or none. A list of layer types, which transformers' caches
+    use, must agree.
 
     Attributes:
         size: the window if the key is absent.
@@ -27,7 +28,9 @@ class UniformWindowEntry:
     covered_fields: frozenset[str] = frozenset({"sliding_window"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the window."""
+        """Return the field `sliding_window`; ConfigMismatchError if the family does not support windows or a list of
+        layer types disagrees.
+        """
         size = raw.get("sliding_window", self.size)
         if size is not None and not self.supports_windows:
             if raw.get("use_sliding_window", True):
@@ -37,7 +40,7 @@ class UniformWindowEntry:
         return {"sliding_window": size}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the window size if the family has the key."""
+        """Return the key `sliding_window`, or no key if the family does not support windows."""
         if self.supports_windows:
             return {"sliding_window": model.sliding_window}
         if model.sliding_window is not None:
@@ -47,7 +50,7 @@ class UniformWindowEntry:
 
 @dataclass(frozen=True)
 class LayerTypesEntry:
-    """A window size and a list of layer types; without the list, every n-th layer has full attention.
+    """Config entry for a window size and a list of layer types; without the list, every n-th layer has full attention.
 
     Attributes:
         size: the window if the key is absent.
@@ -66,20 +69,23 @@ class LayerTypesEntry:
         return frozenset({"sliding_window", "layer_types", *self.every_keys})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the window and the full-attention layers."""
+        """Return the fields `sliding_window` and `full_attention_layers`."""
         layers, size = layer_indices(raw), raw.get("sliding_window", self.size)
         every = next((raw[key] for key in self.every_keys if raw.get(key)), self.every)
         full = [(layer + 1) % every == 0 if every else not size for layer in layers]
         return window_fields(raw.get("layer_types") or window_layer_types(full), size, layers)
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the types of all layers, and a size even if no layer uses it, since some classes require one."""
+        """Return the keys `layer_types` and `sliding_window`, a size even if no layer uses it, since some transformers
+        classes require one.
+        """
         return {"sliding_window": model.sliding_window or self.size, "layer_types": model_layer_types(model)}
 
 
 @dataclass(frozen=True)
 class QwenWindowEntry:
-    """Qwen's sliding window: a switch, a size, the first layer that has it, and the redundant list of layer types.
+    """Config entry for Qwen's sliding window: a switch, a size, the first layer that has it, and the redundant list of
+    layer types.
 
     Attributes:
         size, first: transformers' defaults for absent keys.
@@ -95,7 +101,7 @@ class QwenWindowEntry:
     covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the window and the full-attention layers."""
+        """Return the fields `sliding_window` and `full_attention_layers`."""
         layers, first = layer_indices(raw), raw.get("max_window_layers", self.first)
         size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
         full = [layer % 2 == 1 or layer >= first if self.alternating else layer < first for layer in layers]
@@ -104,7 +110,9 @@ class QwenWindowEntry:
         )
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the types of all layers, and the first layer with a window."""
+        """Return the keys `use_sliding_window`, `sliding_window`, `max_window_layers` (the first layer with a window)
+        and `layer_types`.
+        """
         kinds = model_layer_types(model)
         used = _LOCAL in kinds
         return {
@@ -117,7 +125,7 @@ class QwenWindowEntry:
 
 @dataclass(frozen=True)
 class SwitchedWindowEntry:
-    """One sliding window in every layer or none, with Qwen's switch."""
+    """Config entry for one sliding window in every layer or none, selected by `use_sliding_window`."""
 
     size: int = 4096
     covered_keys: frozenset[str] = frozenset(
@@ -126,20 +134,22 @@ class SwitchedWindowEntry:
     covered_fields: frozenset[str] = frozenset({"sliding_window"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the window if it is switched on; transformers ignores `max_window_layers`."""
+        """Return the field `sliding_window`, None unless switched on; `max_window_layers` is ignored as in
+        transformers.
+        """
         size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
         check_layer_types(raw, size)
         return {"sliding_window": size}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return switch and size."""
+        """Return the keys `use_sliding_window` and `sliding_window`."""
         return {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window}
 
 
 @dataclass(frozen=True)
 class RopeInWindowsEntry:
-    """Sliding windows with rotary positions in most layers; every n-th layer has full attention without positions
-    (Command R7B).
+    """Config entry for sliding windows with rotary positions in most layers; every n-th layer has full attention
+    without positions (Command R7B).
 
     Attributes:
         every_key: the key of `every`, read without a list of layer types.
@@ -158,7 +168,9 @@ class RopeInWindowsEntry:
         return frozenset({"sliding_window", "layer_types", self.every_key})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the window, and the layers without window and rotary positions."""
+        """Return the fields `sliding_window`, `full_attention_layers` and `no_rope_layers`; the latter two list the
+        same layers.
+        """
         layers, size = layer_indices(raw), raw.get("sliding_window", self.size)
         if size is None and self.none_rotates_all:
             check_layer_types(raw, size)
@@ -171,7 +183,9 @@ class RopeInWindowsEntry:
         return {**fields, "no_rope_layers": [layer for layer, kind in enumerate(kinds) if kind == _FULL] or None}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the types of all layers, and a size even if no layer uses it."""
+        """Return the keys `layer_types` and `sliding_window`; ConfigMismatchError unless exactly the full-attention
+        layers lack rotary positions.
+        """
         layers = range(model.num_layers)
         full = [layer for layer in layers if model.get_attention_window(layer) is None]
         unrotated = [layer for layer in layers if not model.has_rotary_positions(layer)]
@@ -183,7 +197,8 @@ class RopeInWindowsEntry:
 
 
 def check_layer_types(raw: HfConfigDict, size: int | None) -> None:
-    """Check that a list of layer types, which the family ignores, agrees with the family's window in each layer.
+    """Check that the list `layer_types` in `raw`, if given, agrees with a family that has a window of `size`, or none,
+    in every layer.
 
     Raises:
         ConfigMismatchError: when it does not.
@@ -194,17 +209,19 @@ def check_layer_types(raw: HfConfigDict, size: int | None) -> None:
 
 
 def model_layer_types(model: ModelConfig) -> list[str]:
-    """Return transformers' type of each layer of `model`."""
+    """Return transformers' `layer_types` for `model`: "full_attention" or "sliding_attention" per layer."""
     return window_layer_types([model.get_attention_window(layer) is None for layer in range(model.num_layers)])
 
 
 def window_layer_types(full: Sequence[bool]) -> list[str]:
-    """Return transformers' types of layers without (True) and with a window."""
+    """Return transformers' `layer_types`: "full_attention" for each True in `full`, "sliding_attention" for each False."""
     return [_FULL if each else _LOCAL for each in full]
 
 
 def window_fields(kinds: Any, size: int | None, layers: Sequence[int]) -> dict[str, Any]:
-    """Return `ModelConfig`'s window fields for layers of these types."""
+    """Return the fields `sliding_window` and `full_attention_layers` of `ModelConfig` for `kinds`, a list of
+    transformers' layer types.
+    """
     if not isinstance(kinds, list) or not set(kinds) <= {_FULL, _LOCAL}:
         unsupported = sorted(set(map(str, kinds)) - {_FULL, _LOCAL}) if isinstance(kinds, list) else kinds
         raise ConfigMismatchError(f"layer_types: {unsupported} is not supported (only {_FULL} and {_LOCAL})")

@@ -37,7 +37,7 @@ from mega_common.errors import CheckpointError
 
 @dataclass(frozen=True)
 class NamedAdamState:
-    """Weights and Adam moments in another trainer's folder, by the names of the weights.
+    """Weights and Adam moments read from another trainer's folder, keyed by the names of the weights.
 
     Attributes:
         weights: weights by name.
@@ -55,19 +55,21 @@ class NamedAdamState:
     missing_reason: str = "Adam moments with the names of the weights are missing"
 
     def rename_weights(self, name: Callable[[str], str]) -> NamedAdamState:
-        """Return the state with renamed weights."""
+        """Return the state with each weight and its moments renamed by `name`."""
         moments = {kind: {name(key): one for key, one in tensors.items()} for kind, tensors in self.moments.items()}
         weights = {name(key): one for key, one in self.weights.items()}
         return replace(self, weights=weights, moments=moments)
 
 
 def to_lazy_tensor(path: Path, one: StoredTensor) -> LazyTensor:
-    """Return a tensor that is stored unsharded in a file."""
+    """Return a `LazyTensor` of a tensor that `torch.save` stored unsharded in the file `path`."""
     return LazyTensor(path, one.dtype, one.shape, one.read)
 
 
 def parse_integer(value: Any) -> int | None:
-    """Return an integer, which may be stored as a tensor with one element, or as the value of an enumeration."""
+    """Return an integer that may be stored as a tensor with one element, or as the value of an enumeration; None for
+    anything else.
+    """
     if isinstance(value, InertObject) and len(value.args) == 1:
         (value,) = value.args
     if isinstance(value, StoredTensor | LazyTensor):
@@ -81,7 +83,9 @@ BY_NUMBER = "the moments are stored by parameter number"
 
 
 def attach_moments(path: Path, weights: Mapping[str, StoredTensor], optimizer: Mapping[Any, Any]) -> NamedAdamState:
-    """Return the weights with the moments of an optimizer whose parameters are in the order of `weights`."""
+    """Return `weights` with the Adam moments of `optimizer`, a state dict whose numbered parameters are in the order of
+    `weights`.
+    """
     held = {name: to_lazy_tensor(one.path, one) for name, one in weights.items()}
     return name_moments(path, held, optimizer, [[_distinct_names(weights)]])
 
@@ -89,8 +93,8 @@ def attach_moments(path: Path, weights: Mapping[str, StoredTensor], optimizer: M
 def name_moments(
     path: Path, held: Mapping[str, LazyTensor], optimizer: Mapping[Any, Any], orders: Sequence[Sequence[Sequence[str]]]
 ) -> NamedAdamState:
-    """Return the weights with the moments by name; the weights alone, and the reason, if the order of the parameters is
-    unknown.
+    """Return the weights `held` with the Adam moments of `optimizer` by weight name; without moments, and with the
+    reason, if the order of its numbered parameters is unknown.
 
     Args:
         path: the file of the moments, for messages.
@@ -130,8 +134,8 @@ def name_moments(
 
 
 def read_colossalai_state(folder: Path, files: Mapping[str, Mapping[str, StoredTensor]]) -> NamedAdamState | None:
-    """Return weights that Colossal-AI saved in `folder`, file by file in order, with the moments next to them; None
-    without moments.
+    """Return the weights that Colossal-AI saved in `folder`, file by file in order, with the Adam moments in the
+    sibling folder `optimizer`; None without moments.
 
     Raises:
         CheckpointError: when files are missing or damaged.
@@ -166,8 +170,8 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm(\.|$)")
 
 
 def read_trainer_state(folder: Path, weights: Mapping[str, LazyTensor]) -> NamedAdamState | None:
-    """Return the weights of a folder with the moments in it, or the reason why they cannot be read; None without an
-    optimizer file.
+    """Return `weights` with the Adam moments in optimizer.pt (transformers) or optimizer.bin (Accelerate) in `folder`,
+    or with the reason why they cannot be read; None without either file.
 
     An unreadable optimizer file is not an error, since the weights are in other files.
     """

@@ -32,7 +32,9 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A rectangle of a tensor in some file: its position in the tensor, and a reader."""
+    """A rectangle of a tensor stored in some file: its offset and shape within the tensor, and a function that reads
+    it.
+    """
 
     offset: TensorShape
     shape: TensorShape
@@ -41,14 +43,18 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a folder: its dtype and global shape, and the rectangles that it is stored as."""
+    """A tensor in a folder of torch.distributed.checkpoint: its dtype and global shape, and the rectangles that it is
+    stored as.
+    """
 
     dtype: torch.dtype
     shape: TensorShape
     chunks: Sequence[StoredBox]
 
     def read(self) -> Tensor:
-        """Read the whole tensor: mapped if it is one rectangle."""
+        """Read the whole tensor: memory-mapped if it is stored as one rectangle, else assembled; CheckpointError if
+        elements are missing.
+        """
         held = sum(math.prod(chunk.shape) for chunk in self.chunks)
         if held < math.prod(self.shape):
             raise CheckpointError(
@@ -68,7 +74,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class ArchiveRange:
-    """Bytes [begin, end) of a file: an archive that holds one tensor or object."""
+    """Bytes [begin, end) of a file, which are a `torch.save` archive of one tensor or object."""
 
     path: Path
     begin: int
@@ -76,7 +82,7 @@ class ArchiveRange:
 
     @cached_property
     def archived_value(self) -> Any:
-        """Content of the archive; tensors are not read."""
+        """Content of the archive: an object, or a `StoredTensor` whose data is not read."""
         return load_torch_archive(self.path, self.begin, self.end)
 
 
@@ -85,7 +91,7 @@ DcpEntries = Mapping[tuple[str, TensorShape | None], ArchiveRange]  # by name, a
 
 @dataclass(frozen=True)
 class DcpFolder:
-    """Contents of a folder of torch.distributed.checkpoint.
+    """Contents of a checkpoint folder of torch.distributed.checkpoint (DCP).
 
     Attributes:
         keys: names of all tensors and objects.
@@ -99,7 +105,7 @@ class DcpFolder:
 
 
 def read_dcp_folder(folder: Path) -> DcpFolder:
-    """Open a folder without reading its tensors.
+    """Open a checkpoint folder of torch.distributed.checkpoint (DCP) without reading its tensors.
 
     Raises:
         CheckpointError: when it is damaged, or has a function or class that is not allowed.
@@ -120,7 +126,8 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
 
 @contextmanager
 def malformed_as_error(message: str) -> Iterator[None]:
-    """Convert the exceptions of code that parses untrusted data into a CheckpointError with `message`.
+    """Context manager that converts the exceptions of code that parses untrusted data into a CheckpointError with
+    `message`.
 
     Raises:
         CheckpointError: with the message and the exception.
@@ -132,7 +139,9 @@ def malformed_as_error(message: str) -> Iterator[None]:
 
 
 def bad_metadata_as_error(folder: Path) -> AbstractContextManager[None]:
-    """Convert the exceptions of code that parses DCP metadata into a CheckpointError."""
+    """Context manager that converts the exceptions of code that parses DCP's `.metadata` in `folder` into a
+    CheckpointError.
+    """
     return malformed_as_error(f"{folder / METADATA}: not the metadata of a checkpoint of torch.distributed")
 
 

@@ -37,7 +37,8 @@ class LazyTensor:
 
 
 class DiskSource:
-    """Weights in files with their own names and layouts. At most one costly tensor is kept in memory.
+    """A `WeightSource` of weights in files with a family's own tensor names and layouts. At most one tensor that is
+    costly to read is kept in memory.
 
     `quantization` describes the stored weights if they are dequantized when read; else it is None.
 
@@ -63,19 +64,19 @@ class DiskSource:
         self._check_dtypes()
 
     def weight_files(self) -> Sequence[Location]:
-        """Return the files that hold the tensors."""
+        """Return the paths of the files with the tensors."""
         return sorted({stored.path for stored in self._disk.values()}, key=str)
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of the forward pass."""
+        """Return the canonical tensor names, in the order of the forward pass."""
         return list(self._shapes)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global shape of a canonical tensor."""
         return self._shapes[name]
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor; for a quantized one the dtype it is read in."""
+        """Return the stored dtype of a tensor; for a quantized one, the dtype after dequantization."""
         disk, _ = self._locations[name][0]
         return self._disk[disk.name].dtype
 
@@ -85,7 +86,7 @@ class DiskSource:
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read a rectangle of a tensor: a view of the file, unless it is assembled from several disk tensors."""
+        """Read `tensor[offset : offset + shape]`: a view of the file, unless it is assembled from several disk tensors."""
         locations = self._locations[name]
         if len(locations) == 1:
             return crop_tensor(self._view(*locations[0]), offset, shape)
@@ -96,11 +97,11 @@ class DiskSource:
         return out
 
     def buffer_names(self) -> Sequence[str]:
-        """Return the names of the tensors on disk that are not weights."""
+        """Return the names of the tensors on disk that are not weights of the model."""
         return self._buffers
 
     def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer."""
+        """Read one buffer, by its name on disk."""
         return self._disk[name].read()
 
     def _view(self, disk: DiskTensor, slab: TensorSlice) -> Tensor:

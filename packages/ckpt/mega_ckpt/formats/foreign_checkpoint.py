@@ -30,7 +30,8 @@ _MOMENT = re.compile(_OPTIMIZER.pattern + r"(?:state\.)?(?P<weight>.+)\.(?P<kind
 
 
 def read_foreign_checkpoint(folder: Path) -> NamedAdamState | None:
-    """Read a folder in one of these formats, by names without wrappers; return None for any other folder.
+    """Read the weights and Adam moments that another trainer saved in `folder` (torch.distributed.checkpoint,
+    DeepSpeed, a .ckpt or .pth file), by names without module wrappers; return None for any other folder.
 
     Raises:
         CheckpointError: when files are missing, damaged or ambiguous.
@@ -50,12 +51,12 @@ def read_foreign_checkpoint(folder: Path) -> NamedAdamState | None:
 
 
 def strip_wrappers(name: str) -> str:
-    """Return a tensor's name without the parts that wrappers of modules insert (`WRAPPERS`)."""
+    """Return a tensor's name without the parts that module wrappers such as DDP insert (`WRAPPERS`)."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def strip_common_prefix(tensors: Mapping[str, LazyTensor], expected: Collection[str]) -> Mapping[str, LazyTensor]:
-    """Remove the prefix from all names for which most of them match the `expected` names."""
+    """Remove from all tensor names the prefix whose removal makes most of them match the `expected` names."""
     counts = Counter(name[:at] for name in tensors for at in _part_offsets(name) if name[at:] in expected)
     best = max(["", *counts], key=lambda prefix: (counts[prefix], -len(prefix)))
     return {name.removeprefix(best): stored for name, stored in tensors.items()}

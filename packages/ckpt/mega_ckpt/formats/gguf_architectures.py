@@ -79,7 +79,7 @@ _FUSED = (
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """One of GGUF's architectures.
+    """Mapping of one architecture of GGUF files to a HuggingFace family: metadata keys and tensor names.
 
     Attributes:
         family: `model_type` of these models in HuggingFace.
@@ -104,7 +104,7 @@ class GgufArchitecture:
     stores_norm_plus_one: bool = False
 
     def tensor_rules(self) -> tuple[TensorRule, ...]:
-        """Return the rules that map canonical tensors to GGUF tensors."""
+        """Return the rules that map canonical tensors to the tensors in a GGUF file of the architecture."""
         layer = {f"blk.{{i}}.{disk}": f"{LAYER}.{name}" for disk, name in {**_LAYER, **self.norms}.items()}
         plain = [rule for disk, name in {**_ENDS, **layer}.items() for rule in weight_bias_rules(disk, name)]
         replaced = {part for rule in self.fused for part in rule.parts}
@@ -217,7 +217,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 
 
 def gguf_architecture_of(file: GgufModel) -> GgufArchitecture:
-    """Return the architecture of a file.
+    """Return the supported architecture of a GGUF file, by its metadata; CheckpointError if it is not supported.
 
     Raises:
         CheckpointError: when it is missing or not supported.
@@ -234,7 +234,7 @@ def gguf_architecture_of(file: GgufModel) -> GgufArchitecture:
 
 
 def gguf_config_json(file: GgufModel, architecture: GgufArchitecture) -> GgufMetadata:
-    """Return the config.json of the model in a file.
+    """Return the content of a HuggingFace config.json for the model in a GGUF file, from its metadata.
 
     Raises:
         CheckpointError: when a key or its value is not supported.

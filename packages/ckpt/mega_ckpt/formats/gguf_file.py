@@ -38,7 +38,7 @@ _STRING, _ARRAY = 8, 9
 
 
 def check_gguf_header(path: Path) -> None:
-    """Check that the counts, lengths and dimensions of a header fit the file.
+    """Check that the counts, lengths and dimensions in a GGUF file's header fit its size.
 
     Raises:
         ValueError: naming the count that does not fit.
@@ -145,7 +145,7 @@ _CHUNK = 1 << 18  # elements that are decoded at once
 
 @dataclass(frozen=True)
 class GgufModel:
-    """Contents of a model's GGUF file or split files.
+    """Contents of the GGUF file, or the split files, of one model.
 
     Attributes:
         path: the first file.
@@ -161,12 +161,12 @@ class GgufModel:
 
 
 def is_gguf_file(path: Path) -> bool:
-    """Return whether a path is a GGUF file, by its name."""
+    """Return whether `path` is a GGUF file, judged by its name."""
     return path.suffix == SUFFIX and path.is_file()
 
 
 def open_gguf_model(path: Path) -> GgufModel:
-    """Open the model in a file, or in the split files that the file is one of.
+    """Open the model in the GGUF file `path`, or in all split files if `path` is one of them.
 
     Raises:
         CheckpointError: when a file is missing, damaged or not of this format, or has a type that cannot be decoded.

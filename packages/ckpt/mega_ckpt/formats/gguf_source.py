@@ -30,7 +30,7 @@ _DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 
 
 class GgufSource(DiskSource):
-    """The model in a GGUF file; quantized weights are dequantized.
+    """A `WeightSource` of the model in a GGUF file; quantized weights are dequantized when read.
 
     Raises:
         CheckpointError: from the constructor, for a damaged file or an unsupported model.
@@ -55,7 +55,7 @@ class GgufSource(DiskSource):
         super().__init__(path, model, table, disk, file.quantization)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return config.json, generation_config.json and the tokenizer files, built from the metadata."""
+        """Return config.json, generation_config.json and the tokenizer files, built from the GGUF metadata."""
         sizes: Counter[torch.dtype] = Counter()
         for name in self.tensor_names():
             sizes[self.tensor_dtype(name)] += torch.Size(self.tensor_shape(name)).numel()

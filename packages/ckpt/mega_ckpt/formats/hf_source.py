@@ -67,7 +67,8 @@ _TEMPLATES = "additional_chat_templates"
 
 
 class HfSource(DiskSource):
-    """The weights in a HuggingFace folder, dequantized. `unread` are the keys of config.json that nothing reads.
+    """A `WeightSource` of a HuggingFace folder, dequantized. `unread` are the keys of config.json that neither
+    transformers nor mega reads.
 
     Raises:
         CheckpointError: from the constructor, naming file, key or tensor, for a folder that cannot be used.
@@ -95,7 +96,9 @@ class HfSource(DiskSource):
         self._check_duplicates(table)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return all files other than weights, and the headers of the weight files if the weights are unchanged."""
+        """Return all files other than weights, and, if the weights are read unchanged, `hf_layout.json` with the
+        headers of the weight files.
+        """
         paths = _sorted(self.folder.iterdir())
         check_settings_files(paths)
         found = {path.name: read_if_remote(path) for path in paths if _is_asset(path)}
@@ -112,7 +115,8 @@ class HfSource(DiskSource):
         return {**found, LAYOUT: encode_hf_layout({name: header.text for name, header in self._headers.items()})}
 
     def read_training_state(self, dtype: torch.dtype) -> ConvertedTraining | None:
-        """Return the optimizer state for a run with weights of type `dtype`; None if only a model was saved.
+        """Return the optimizer state that another trainer saved in the folder, for a run with weights of type `dtype`;
+        None if only a model was saved.
 
         Raises:
             OptimizerNotConverted: with the reason, if another trainer's state cannot be converted.
@@ -163,8 +167,8 @@ class HfSource(DiskSource):
 def checked_tensor_table(
     family: ModelFamily, model: ModelConfig, held: Mapping[str, TensorShape], source: object
 ) -> Mapping[str, DiskTensor]:
-    """Return the family's disk tensors for `model`, after checking that `held` (disk names with shapes) are these and
-    buffers.
+    """Return {disk name: DiskTensor} of `model` in the family's files, after checking that `held` (disk names with
+    shapes) are exactly these and buffers.
 
     Raises:
         CheckpointError: naming a tensor that is missing, unknown or of another shape.
@@ -177,7 +181,8 @@ def checked_tensor_table(
 
 
 def check_tensor_counts(family: ModelFamily, model: ModelConfig, held: int, source: object) -> None:
-    """Check that there are at least as many tensors, `held`, as layers and experts, before a table is built.
+    """Check that a folder's number of tensors, `held`, is at least the model's number of layers and of experts, before
+    a tensor table is built.
 
     Raises:
         CheckpointError: with the counts.
@@ -194,7 +199,8 @@ def check_tensor_counts(family: ModelFamily, model: ModelConfig, held: int, sour
 def check_tensor_table(
     table: Mapping[str, DiskTensor], held: Mapping[str, TensorShape], source: object, kind: str, config: str = CONFIG
 ) -> None:
-    """Check that `held` (disk names with shapes) are the tensors of `table`, for a `kind` model by `config`.
+    """Check that `held` (disk names with shapes) are exactly the tensors of `table`; `kind` and `config` name the model
+    family and its settings file in errors.
 
     Raises:
         CheckpointError: naming a tensor that is missing, unknown or of another shape.
@@ -222,7 +228,8 @@ def check_tensor_table(
 
 
 def load_hf_config(path: Location, raw: Mapping[str, Any] | None = None) -> tuple[ModelFamily, ModelConfig, list[str]]:
-    """Return the family, the model and the unread keys of the config.json at `path`, which holds `raw`.
+    """Return the family, the model configuration and the unread keys of the config.json at `path`; `raw` is its
+    content, if already read.
 
     Raises:
         CheckpointError: when it is no JSON mapping, or describes an unsupported model.
@@ -234,7 +241,7 @@ def load_hf_config(path: Location, raw: Mapping[str, Any] | None = None) -> tupl
 
 
 def with_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, Any]]) -> ModelConfig:
-    """Return the model with the image preprocessing settings of its folder; see `image_processor_section`.
+    """Return `model` with the image preprocessing settings of its folder; `read` is as in `image_processor_section`.
 
     Raises:
         CheckpointError: when a settings file is damaged.
@@ -246,7 +253,9 @@ def with_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, A
 
 
 def warn_of_unread_keys(path: Location, keys: Sequence[str], model: ModelConfig) -> None:
-    """Warn of keys of a config.json that nothing reads, and of image preprocessing settings that are not applied."""
+    """Log warnings of `keys` of a config.json that nothing reads, and of image preprocessing settings that mega does
+    not apply.
+    """
     if keys:
         logger.warning("%s: neither transformers nor mega reads %s; kept unchanged", path, ", ".join(keys))
     if model.vision is not None:
@@ -264,12 +273,12 @@ def _read_sibling(folder: Location, name: str) -> dict[str, Any]:
 
 
 def has_weight_files(folder: Location) -> bool:
-    """Return whether a folder has weight files of any format, readable or not."""
+    """Return whether a folder has weight files of any format, even one that mega cannot read."""
     return any(path.name.endswith((*_WEIGHTS, INDEX)) for path in folder.iterdir())
 
 
 def read_hf_config(folder: Location) -> dict[str, Any]:
-    """Return the mapping in a folder's config.json, or one derived from LitGPT's model_config.yaml.
+    """Return the mapping in a HuggingFace folder's config.json, or one derived from LitGPT's model_config.yaml.
 
     Raises:
         CheckpointError: when it is missing or no JSON mapping, with a hint about what the folder looks like.
@@ -288,13 +297,13 @@ def read_hf_config(folder: Location) -> dict[str, Any]:
 
 
 def encode_hf_layout(headers: Mapping[str, bytes]) -> bytes:
-    """Return `hf_layout.json`: the header of each safetensors file, byte for byte."""
+    """Return the content of `hf_layout.json`: the header of each safetensors file, byte for byte."""
     files = {name: text.decode() for name, text in headers.items()}
     return json.dumps({"files": files}, indent=1, ensure_ascii=False).encode()
 
 
 def decode_hf_layout(content: bytes) -> dict[str, SafetensorsHeader]:
-    """Return the headers in a `hf_layout.json`, {file name: SafetensorsHeader}.
+    """Return {file name: SafetensorsHeader} from the content of a `hf_layout.json`.
 
     Raises:
         CheckpointError: when it is damaged, or names a file outside its folder.
@@ -313,7 +322,8 @@ def _sorted(paths: Iterable[Location]) -> list[Location]:
 
 
 def check_settings_files(paths: Iterable[Location]) -> None:
-    """Check that settings and templates of a folder are files, so that an unreadable one is not ignored like a missing one.
+    """Check that the .json and .jinja paths of a folder are readable files; CheckpointError for a dangling link, a
+    folder or a FIFO, which is not the same as an absent file.
 
     Raises:
         CheckpointError: naming a dangling link, or a folder or FIFO of such a name.

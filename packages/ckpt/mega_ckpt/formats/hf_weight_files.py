@@ -27,7 +27,7 @@ TORCH_INDEX, TORCH_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Contents of the weight files of a folder.
+    """Contents of the weight files of a HuggingFace folder or another trainer's checkpoint.
 
     Attributes:
         tensors: {name: tensor}.
@@ -43,12 +43,15 @@ class WeightFiles:
 
 
 def has_readable_weights(folder: Location) -> bool:
-    """Return whether a folder has weight files that can be read: safetensors or torch pickles."""
+    """Return whether a folder has weight files in a HuggingFace format that mega reads: safetensors or torch pickles
+    (pytorch_model.bin).
+    """
     return any((folder / name).is_file() for name in (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX))
 
 
 def open_weight_files(folder: Location) -> WeightFiles:
-    """Open the weights of a folder, by names without wrappers; safetensors are preferred.
+    """Open the weights of a folder, by tensor names without module wrappers; safetensors are preferred to torch pickles
+    and other formats.
 
     Raises:
         CheckpointError: when files are missing, damaged, or disagree with the index, or when two names differ only by
@@ -147,7 +150,8 @@ def _weight_map(index: Location) -> Mapping[str, str]:
 
 
 def check_file_name(name: object, source: str, suffix: str = ".safetensors") -> None:
-    """Reject anything but the plain name of a file with that suffix.
+    """Check that `name` is the plain name of a file that ends with `suffix`, not a path; CheckpointError naming
+    `source` if not.
 
     Raises:
         CheckpointError: naming `source`.
@@ -158,7 +162,7 @@ def check_file_name(name: object, source: str, suffix: str = ".safetensors") -> 
 
 
 def read_json_mapping(path: Location) -> dict[str, Any]:
-    """Read a JSON mapping from a file.
+    """Read a JSON object from a file; CheckpointError for anything else.
 
     Raises:
         CheckpointError: when the file is anything else.
@@ -171,7 +175,7 @@ def read_json_mapping(path: Location) -> dict[str, Any]:
 
 
 def decode_json_mapping(content: bytes, source: object) -> dict[str, Any]:
-    """Parse the content of a file as a JSON mapping.
+    """Parse the content of a file as a JSON object; CheckpointError naming `source` for anything else.
 
     Raises:
         CheckpointError: when it is anything else, naming `source`.
@@ -186,5 +190,5 @@ def decode_json_mapping(content: bytes, source: object) -> dict[str, Any]:
 
 
 def encode_json_mapping(value: Mapping[str, Any]) -> bytes:
-    """Return a mapping as JSON in transformers' style."""
+    """Return the bytes of a mapping as JSON, formatted as transformers writes it."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -49,7 +49,9 @@ _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torc
 
 @dataclass(frozen=True)
 class HfOrigin:
-    """Files of the HuggingFace folder that a source was converted from, from its assets; empty for other sources."""
+    """Settings and weight-file headers of the HuggingFace folder that a weight source was converted from, taken from
+    its asset files; empty for other sources.
+    """
 
     config: bytes | None
     index: bytes | None
@@ -58,13 +60,13 @@ class HfOrigin:
 
     @classmethod
     def from_source(cls, source: WeightSource) -> HfOrigin:
-        """Return the origin of a source, from its asset files."""
+        """Return the origin of a weight source, from its asset files."""
         others = dict(source.asset_files())
         config, index, layout = (_read_content(others.pop(name, None)) for name in (CONFIG, INDEX, LAYOUT))
         return cls(config, index, decode_hf_layout(layout) if layout else {}, others)
 
     def read_other_json(self, name: str) -> dict[str, Any]:
-        """Return the mapping in one of the other files; empty if there is none.
+        """Return the JSON mapping in the origin's file `name`; empty if the file is missing.
 
         Raises:
             CheckpointError: when the file is no mapping.
@@ -74,7 +76,7 @@ class HfOrigin:
 
     @property
     def config_json(self) -> dict[str, Any]:
-        """The mapping in config.json; empty if there is none."""
+        """The mapping in the origin's config.json; empty if there is none."""
         try:
             raw = json.loads(self.config or b"{}")
         except (ValueError, RecursionError):
@@ -82,12 +84,15 @@ class HfOrigin:
         return raw if isinstance(raw, dict) else {}
 
     def without_vision(self, family: ModelFamily) -> HfOrigin:
-        """Return the origin reduced to the language model: its part of config.json, without weight and image files."""
+        """Return the origin reduced to the language model: config.json cut to the text model's part, weight-file
+        headers and image files dropped.
+        """
         others = {name: content for name, content in self.others.items() if name not in _IMAGE_FILES}
         return HfOrigin(encode_json_mapping(family.select_text_config(self.config_json)), None, {}, others)
 
     def describe_model(self, model: ModelConfig) -> tuple[ModelFamily, ModelConfig] | None:
-        """Return the family and the model that config.json describes; None if it describes no supported one.
+        """Return the family and the model configuration of the origin's config.json; None if it describes no supported
+        model.
 
         An unsupported one is not an error: the file may have come with a tokenizer. MTP layers are kept if the files or
         `model` have them.
@@ -103,7 +108,7 @@ class HfOrigin:
 
 @dataclass(frozen=True)
 class HfFolderPlan:
-    """Contents of a HuggingFace folder except the bytes of the tensors.
+    """Contents of a HuggingFace folder to write, except the bytes of the tensors.
 
     Attributes:
         table: {disk name: canonical tensors in it}; disk tensors that are not in it are buffers.
@@ -117,14 +122,14 @@ class HfFolderPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size in bytes of the folder's tensors."""
         return sum(header.total_bytes for header in self.files.values())
 
 
 def plan_hf_folder(
     source: WeightSource, *, family: str | None = None, dtype: torch.dtype | None = None, max_shard: int | None = None
 ) -> HfFolderPlan:
-    """Plan a folder before anything is written.
+    """Plan the HuggingFace folder to write for `source`: family, tensor names, files and dtypes; nothing is written.
 
     Args:
         source: the weights.
@@ -176,7 +181,7 @@ def write_hf_folder(
     advance: Callable[[int], object],
     once: RunOnce = write_always,
 ) -> None:
-    """Write the files of `plan` into an existing folder, one tensor in memory at a time; durable on return.
+    """Write the files of `plan` into an existing HuggingFace folder, one tensor in memory at a time; durable on return.
 
     `once` skips safetensors files that are already complete; all other files are written.
     """
@@ -203,7 +208,8 @@ def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsH
 def tensor_fillers(
     plan: HfFolderPlan, copy: Callable[[TensorSlice, Tensor], None]
 ) -> Iterator[tuple[str, torch.dtype, TensorShape, Callable[[Tensor], None]]]:
-    """Yield the name, dtype and shape of each tensor of a folder's files, in file order, and a function that fills it.
+    """Yield the name, dtype and shape of each tensor of a planned HuggingFace folder, in file order, and a function
+    that fills a tensor of that shape.
 
     `copy` copies a slice of a canonical tensor into a tensor of its shape, which may have another dtype.
     """

@@ -38,7 +38,7 @@ _DEFAULTS = {"routed_scaling_factor": 1.0}
 
 
 def read_litgpt_config(path: Location) -> ModelConfig:
-    """Return the model that a `model_config.yaml` describes.
+    """Return the model configuration that LitGPT's `model_config.yaml` describes.
 
     Raises:
         CheckpointError: when it is damaged, or has settings that only the model's config.json describes fully.

@@ -41,13 +41,15 @@ from mega_common.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class BertEntry(MultiKeyEntry):
-    """BERT, from `is_encoder`."""
+    """Mapping of Megatron's `is_encoder` and `bert_binary_head`, which make a model a BERT."""
 
     covered_keys: frozenset[str] = frozenset({"is_encoder", "bert_binary_head"})
     covered_fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the fields; the sentence-order head implies two segment types."""
+        """Return the fields of a BERT (`causal`, `token_types`, `masked_lm`, `pooler`, `sentence_pairs`), none for
+        other models; the sentence-order head implies two segment types.
+        """
         if not raw.get("is_encoder"):
             return {}
         pairs = bool(raw.get("bert_binary_head", True))
@@ -55,14 +57,15 @@ class BertEntry(MultiKeyEntry):
         return {"causal": False, "token_types": types, "masked_lm": {}, "pooler": pairs, "sentence_pairs": pairs}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the switch."""
+        """Return `is_encoder` and `bert_binary_head` for a bidirectional model, else no arguments."""
         return {} if model.causal else {"is_encoder": True, "bert_binary_head": model.sentence_pairs}
 
 
 @dataclass(frozen=True)
 class T5Entry(MultiKeyEntry):
-    """T5: `is_encoder_decoder`, and the layers of both stacks; the output layer has a bias per token if it is tied to
-    the embedding. Megatron has no setting for the decoder start token; files written by mega store it.
+    """Mapping of Megatron's T5: `is_encoder_decoder`, and the layers of both stacks; the output layer has a bias per
+    token if it is tied to the embedding. Megatron has no setting for the decoder start token; files written by mega
+    store it.
     """
 
     covered_keys: frozenset[str] = split_words(
@@ -72,7 +75,9 @@ class T5Entry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"num_layers", "encoder", "relative"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return no fields for a model with one stack."""
+        """Return the fields `num_layers`, `encoder` and, for relative positions, `position` and `relative`; no fields
+        for a model with one stack.
+        """
         if not raw.get("is_encoder_decoder"):
             return {}
         encoder, decoder = raw["encoder_num_layers"], raw["decoder_num_layers"]
@@ -87,7 +92,7 @@ class T5Entry(MultiKeyEntry):
         return {**out, "position": "relative", "relative": {"buckets": buckets, "max_distance": most}}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the numbers; the decoder's layers are Megatron's `num_layers`."""
+        """Return Megatron's arguments of a T5, none for other models; `num_layers` counts the decoder's layers only."""
         encoder = model.encoder
         if encoder is None:
             return {}
@@ -112,7 +117,7 @@ _LETTER = {kind: letter for letter, kind in LETTERS.items()}
 
 @dataclass(frozen=True)
 class HybridLayersEntry(MultiKeyEntry):
-    """Layer kinds of a hybrid model, and sizes of its Mamba-2 layers."""
+    """Mapping of Megatron's pattern of layer kinds in a hybrid model, and the sizes of its Mamba-2 layers."""
 
     covered_keys: frozenset[str] = split_words(
         """is_hybrid_model hybrid_layer_pattern hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio
@@ -121,7 +126,7 @@ class HybridLayersEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"layers", "mamba"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return no fields for a model of transformer layers."""
+        """Return the fields `num_layers`, `layers` and `mamba`; no fields for a model of transformer layers."""
         try:
             pattern = build_hybrid_pattern(raw)
         except ValueError as error:
@@ -138,7 +143,9 @@ class HybridLayersEntry(MultiKeyEntry):
         return {**out, "mamba": build_mamba_section(raw)} if "M" in pattern.letters else out
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the pattern, under the name that all versions read, and the sizes."""
+        """Return `hybrid_override_pattern`, the name of the pattern that all versions of Megatron read, and the Mamba-2
+        sizes.
+        """
         if model.layers is None:
             return {"is_hybrid_model": False}
         halves = [[half for half in kind if half] for kind in model.layer_kinds[: model.num_layers]]
@@ -209,7 +216,7 @@ SETTINGS: tuple[ConfigEntry, ...] = (
 
 
 def read_megatron_args(args: HfConfigDict, source: object, extra: HfConfigDict | None = None) -> ModelConfig:
-    """Return the model that `args` describe, with the fields of `ModelConfig` in `extra` overriding theirs.
+    """Return the model configuration that Megatron's `args` describe; fields of `ModelConfig` in `extra` override them.
 
     Raises:
         CheckpointError: naming what is missing, and what `ModelConfig` cannot express.
@@ -253,7 +260,7 @@ def _read_fields(args: HfConfigDict, given: Set[str] = frozenset()) -> tuple[dic
 
 
 def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
-    """Return the `args` of `model`, as in a run with these parallel sizes.
+    """Return Megatron's `args` for `model`, as in a run with tensor parallel size `tp` and pipeline parallel size `pp`.
 
     Raises:
         CheckpointError: naming every setting that Megatron cannot express.
@@ -305,5 +312,7 @@ def _list_differences(one: HfConfigDict, other: HfConfigDict) -> list[str]:
 
 
 def padded_vocab_size(size: int, tp: int) -> int:
-    """Return the rows of the embedding that Megatron allocates for a vocabulary."""
+    """Return the rows of the embedding that Megatron allocates for a vocabulary of `size`: the next multiple of 128
+    times `tp`.
+    """
     return -(-size // (DIVISOR * tp)) * DIVISOR * tp

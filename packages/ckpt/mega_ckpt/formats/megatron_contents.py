@@ -33,7 +33,7 @@ from mega_common.model_config import ModelConfig
 
 @dataclass
 class MegatronTensor:
-    """A tensor of Megatron's (a `MegatronPart`), with the boxes stored in the folder."""
+    """A tensor by Megatron's name (see `MegatronPart`), with the boxes that are stored in the folder."""
 
     dtype: torch.dtype
     shape: TensorShape
@@ -42,7 +42,7 @@ class MegatronTensor:
 
 @dataclass(frozen=True)
 class MegatronOptimizer:
-    """Optimizer state in a Megatron folder.
+    """Optimizer state in a Megatron checkpoint folder.
 
     Attributes:
         kinds: its tensors by kind (`exp_avg` and so on) and name of the weight.
@@ -57,7 +57,7 @@ class MegatronOptimizer:
 
 @dataclass(frozen=True)
 class MegatronContents:
-    """Contents of a Megatron folder of either format.
+    """Contents of a Megatron checkpoint folder of either format (`torch_dist` or `torch`).
 
     Attributes:
         kind: `torch_dist` or `torch`.
@@ -79,7 +79,7 @@ class MegatronContents:
 
 
 class MegatronTensorReader:
-    """Reader of canonical tensors in `tensors`, which must be exactly those of `parts`.
+    """Reader of canonical tensors from Megatron's `tensors`, whose names must be exactly the names of `parts`.
 
     Raises:
         CheckpointError: naming a missing, unknown or incomplete tensor, and the folder.
@@ -89,21 +89,21 @@ class MegatronTensorReader:
         self._locations = _locate_tensors(parts, tensors, folder)
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of `parts`."""
+        """Return the canonical tensor names, in the order of `parts`."""
         return list(self._locations)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global shape of a canonical tensor."""
         _, piece = self._locations[name][0]
         return piece.global_shape
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor."""
+        """Return the stored dtype of a canonical tensor."""
         stored, _ = self._locations[name][0]
         return stored.dtype
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read a rectangle of a tensor: a view of the file if it is stored in one piece, else assembled."""
+        """Read `tensor[offset : offset + shape]`: a view of the file if it is stored in one piece, else assembled."""
         found = [
             (target, stored, local)
             for tensor, piece in self._locations[name]
@@ -167,7 +167,7 @@ _MAIN = ("fp32_param", "param")
 def read_optimizer_state(
     contents: MegatronContents, parts: Sequence[MegatronPart], folder: Path, model: ModelConfig, dtype: torch.dtype
 ) -> ConvertedTraining:
-    """Return the optimizer state of `contents` for weights of type `dtype`.
+    """Return the optimizer state in a Megatron checkpoint's `contents`, for weights of type `dtype`.
 
     Raises:
         OptimizerNotConverted: when there is no optimizer state, or it cannot be converted.

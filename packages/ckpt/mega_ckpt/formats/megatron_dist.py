@@ -38,7 +38,8 @@ _EXPERT = re.compile(r"(.*mlp\.experts\.experts\.)(\d+)\.(linear_fc[12]\.(?:weig
 
 
 def join_local_shards(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    """Return the tensors saved with `singleton_local_shards` with halves and experts joined; others unchanged.
+    """Return the tensors of a `torch_dist` checkpoint with separately saved halves of gated MLPs and single experts
+    (`singleton_local_shards`) joined; other tensors are unchanged.
 
     Raises:
         CheckpointError: naming a tensor whose counterpart is missing or has another shape or dtype.
@@ -104,7 +105,7 @@ _CONV1D = re.compile(r"mixer\.conv1d\.weight\.\w+")  # stored as [channels, 1, k
 
 
 def read_dist_checkpoint(folder: Path) -> MegatronContents:
-    """Open a folder without reading its tensors.
+    """Open a Megatron checkpoint folder of the format `torch_dist` without reading its tensors.
 
     Raises:
         CheckpointError: when it is damaged, or has a function or class that is not allowed.

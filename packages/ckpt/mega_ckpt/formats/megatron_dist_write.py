@@ -52,7 +52,9 @@ ALIGNMENT = 64  # of storages in an archive
 def write_dist_checkpoint(
     writing: MegatronWriter, folder: Path, advance: Callable[[int], object], once: RunOnce
 ) -> None:
-    """Write tensors, settings and metadata into an existing folder; durable when this returns."""
+    """Write a Megatron checkpoint of the format `torch_dist` (tensors, settings and metadata) into an existing folder;
+    durable when this returns.
+    """
     slabs = [
         slab for part in writing.parts for slab in slabs_of_tensor(part.name, writing.part_dtype(part), part.shape)
     ]

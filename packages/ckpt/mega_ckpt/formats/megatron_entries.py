@@ -14,7 +14,7 @@ from mega_common.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class MultiKeyEntry:
-    """Base of config entries that map several keys to several fields."""
+    """Base of config entries that map several of Megatron's arguments to several fields of `ModelConfig`."""
 
     covered_keys: frozenset[str]
     covered_fields: frozenset[str]
@@ -22,7 +22,9 @@ class MultiKeyEntry:
 
 @dataclass(frozen=True)
 class MegatronSizesEntry(MultiKeyEntry):
-    """Sizes for which Megatron computes defaults at startup: MLP width, heads, vocabulary."""
+    """Mapping of Megatron's sizes that have defaults computed at startup: MLP width, key/value heads, head dimension,
+    vocabulary.
+    """
 
     covered_keys: frozenset[str] = split_words(
         "ffn_hidden_size group_query_attention num_query_groups kv_channels vocab_size padded_vocab_size"
@@ -30,14 +32,14 @@ class MegatronSizesEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"ffn_hidden_size", "num_kv_heads", "head_dim", "vocab_size"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the sizes; the vocabulary is the padded one if only that is given."""
+        """Return the size fields; `vocab_size` is the padded one if only that is given."""
         vocab = raw.get("vocab_size") or raw.get("padded_vocab_size")
         grouped = raw.get("num_query_groups") if raw.get("group_query_attention") else None
         found = {"ffn_hidden_size": feed_forward_size(raw), "head_dim": raw.get("kv_channels"), "vocab_size": vocab}
         return {"num_kv_heads": grouped} | {field: value for field, value in found.items() if value is not None}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return all sizes, filled in."""
+        """Return Megatron's arguments of all sizes as numbers, defaults filled in."""
         return {
             "ffn_hidden_size": model.ffn_hidden_size,
             "group_query_attention": model.key_value_heads != model.num_attention_heads,
@@ -48,8 +50,8 @@ class MegatronSizesEntry(MultiKeyEntry):
 
 
 def feed_forward_size(raw: HfConfigDict) -> int | None:
-    """Return Megatron's feed-forward width: by default 4 times the hidden size, for SwiGLU two thirds of that in
-    multiples of 64.
+    """Return the feed-forward width of Megatron's arguments: by default 4 times the hidden size, for SwiGLU two thirds
+    of that in multiples of 64; None if neither size is given.
     """
     given, hidden = raw.get("ffn_hidden_size"), raw.get("hidden_size")
     if given or not hidden:
@@ -59,7 +61,7 @@ def feed_forward_size(raw: HfConfigDict) -> int | None:
 
 @dataclass(frozen=True)
 class ActivationEntry(MultiKeyEntry):
-    """Switches that together select the activation function."""
+    """Mapping of Megatron's arguments that together select the activation function."""
 
     covered_keys: frozenset[str] = split_words(
         """swiglu squared_relu quick_geglu openai_gelu bias_gelu_fusion activation_func_clamp_value glu_linear_offset"""
@@ -67,7 +69,9 @@ class ActivationEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"activation", "activation_limit"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the activation: GELU has the tanh form if fused with a bias, and the sigmoid form as a gate (GPT-OSS)."""
+        """Return the fields `activation` and `activation_limit`: GELU has the tanh form if fused with a bias, and the
+        sigmoid form as a gate (GPT-OSS).
+        """
         limit, offset = raw.get("activation_func_clamp_value"), raw.get("glu_linear_offset") or 0.0
         quick = raw.get("quick_geglu") and not (raw.get("swiglu") or raw.get("squared_relu"))
         if quick and not (limit and offset == 1.0):
@@ -84,7 +88,7 @@ class ActivationEntry(MultiKeyEntry):
         return {"activation": kind, "activation_limit": limit if quick else None}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the switches."""
+        """Return Megatron's arguments for the model's activation function."""
         limit = model.activation_limit
         return {
             "swiglu": model.activation == "swiglu" and limit is None,
@@ -99,30 +103,34 @@ class ActivationEntry(MultiKeyEntry):
 
 @dataclass(frozen=True)
 class BiasesEntry(MultiKeyEntry):
-    """A switch for the biases of all projections, and one for queries, keys and values only."""
+    """Mapping of Megatron's `add_bias_linear`, for the biases of all projections, and `add_qkv_bias`, for queries, keys
+    and values only.
+    """
 
     covered_keys: frozenset[str] = frozenset({"add_bias_linear", "add_qkv_bias"})
     covered_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the bias fields; Megatron's default is biases everywhere."""
+        """Return the fields `qkv_bias`, `attention_out_bias` and `mlp_bias`; Megatron's default is biases everywhere."""
         every = bool(raw.get("add_bias_linear", True))
         return {"qkv_bias": every or bool(raw.get("add_qkv_bias")), "attention_out_bias": every, "mlp_bias": every}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both switches."""
+        """Return `add_bias_linear` and `add_qkv_bias`."""
         return {"add_bias_linear": model.mlp_bias, "add_qkv_bias": model.qkv_bias}
 
 
 @dataclass(frozen=True)
 class WindowEntry(MultiKeyEntry):
-    """Attention window, (tokens before the query, tokens after it), and the layers with full attention."""
+    """Mapping of Megatron's `window_size`, (tokens before the query, tokens after it), and of the layers with full
+    attention.
+    """
 
     covered_keys: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq"})
     covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the window, None if it is unlimited, and the full-attention layers (every n-th)."""
+        """Return the fields `sliding_window`, None if unlimited, and `full_attention_layers`, by flags or every n-th."""
         given = raw.get("window_size")
         sizes = [int(number) for number in re.findall(r"-?\d+", str(given or ""))]
         if len(sizes) != 2 or sizes[0] < 0:
@@ -135,7 +143,9 @@ class WindowEntry(MultiKeyEntry):
         return {"sliding_window": sizes[0] + 1, "full_attention_layers": full or None}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the pair, and a list of zeros and ones."""
+        """Return `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window, 0 for full
+        attention.
+        """
         pattern = [
             int(model.get_attention_window(layer) is not None) for layer in range(model.num_layers + model.mtp_layers)
         ]
@@ -146,7 +156,9 @@ class WindowEntry(MultiKeyEntry):
 
 
 def count_mtp_layers(raw: HfConfigDict) -> int:
-    """Return the number of multi-token prediction (MTP) layers after the last layer."""
+    """Return the number of multi-token prediction (MTP) layers in Megatron's arguments; they follow the last decoder
+    layer.
+    """
     count: int = raw.get("mtp_num_layers") or 0
     if not 0 <= count <= MOST_LAYERS:
         raise ConfigMismatchError(f"mtp_num_layers = {count!r} must be from 0 to {MOST_LAYERS}")
@@ -168,7 +180,8 @@ SCOPES = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
 
 @dataclass(frozen=True)
 class MegatronMoeEntry(MultiKeyEntry):
-    """Mixture of experts. Scores are a softmax over the selected experts, unless `moe_router_pre_softmax` is set.
+    """Mapping of Megatron's mixture-of-experts arguments. Scores are a softmax over the selected experts, unless
+    `moe_router_pre_softmax` is set.
 
     Multi-token prediction (MTP) layers have experts if the last layer has.
     """
@@ -182,7 +195,9 @@ class MegatronMoeEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"moe"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return `moe`, or None. In a hybrid the pattern selects the layers with experts."""
+        """Return the section `moe`, None without experts. In a hybrid model the layer pattern selects the layers with
+        experts.
+        """
         if not raw.get("num_experts"):
             return {"moe": None}
         top, score = raw.get("moe_router_topk", 2), raw.get("moe_router_score_function", "softmax")
@@ -221,7 +236,7 @@ class MegatronMoeEntry(MultiKeyEntry):
         }
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the settings; `num_experts` is None without experts."""
+        """Return Megatron's mixture-of-experts arguments; only `num_experts` as None for a model without experts."""
         moe = model.moe
         if moe is None:
             return {"num_experts": None}
@@ -290,7 +305,7 @@ def _aux_loss_settings(raw: HfConfigDict) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class MtpEntry(MultiKeyEntry):
-    """Multi-token prediction (MTP) layers as in DeepSeek-V3, and the weight of their mean loss."""
+    """Mapping of Megatron's multi-token prediction (MTP) layers, as in DeepSeek-V3, and the weight of their mean loss."""
 
     covered_keys: frozenset[str] = split_words(
         """mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_hsm
@@ -299,7 +314,9 @@ class MtpEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"mtp_layers", "mtp_loss"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the fields; none without MTP layers, where the loss weight has no effect."""
+        """Return the fields `mtp_layers` and `mtp_loss`; none without MTP layers, since the loss weight then has no
+        effect.
+        """
         if not (count := count_mtp_layers(raw)):
             return {}
         others = sorted(self.covered_keys - {"mtp_num_layers", "mtp_loss_scaling_factor"})
@@ -308,7 +325,7 @@ class MtpEntry(MultiKeyEntry):
         return {"mtp_layers": count, "mtp_loss": raw.get("mtp_loss_scaling_factor", 0.1)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return number and weight."""
+        """Return `mtp_num_layers` and `mtp_loss_scaling_factor`."""
         if not model.mtp_layers:
             return {"mtp_num_layers": None}
         last, layers = model.num_layers - 1, range(model.num_layers, model.num_layers + model.mtp_layers)
@@ -321,25 +338,25 @@ class MtpEntry(MultiKeyEntry):
 
 @dataclass(frozen=True)
 class InvertedSwitchEntry:
-    """A switch that is off if the field is on."""
+    """Config entry for a boolean key that is the opposite of a boolean field."""
 
     key: str
     field: str
 
     @property
     def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+        """Key that the entry covers."""
         return frozenset({self.key})
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Field of the configuration that the entry covers."""
         return frozenset({self.field})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the opposite of the switch."""
+        """Return the field with the opposite value of the key."""
         return {self.field: not raw.get(self.key, False)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the opposite of the field."""
+        """Return the key with the opposite value of the field."""
         return {self.key: not getattr(model, self.field)}

@@ -73,7 +73,7 @@ class _LocalTensor:
 
 
 def read_legacy_checkpoint(folder: Path) -> MegatronContents:
-    """Open the files of all ranks without reading their tensors.
+    """Open a Megatron checkpoint of the legacy format `torch`, one file per rank, without reading its tensors.
 
     Raises:
         CheckpointError: when a rank is missing, or a file is damaged or has a function or class that is not allowed.

@@ -39,7 +39,7 @@ HEAD_STATES = ("output_layer._extra_state", "lm_head.output_layer._extra_state")
 
 @dataclass(frozen=True)
 class MegatronPart:
-    """One tensor of Megatron's.
+    """One tensor of a Megatron model, and the canonical tensors in it.
 
     Attributes:
         name: its name; `decoder.layers.{i}.` has the index of the layer in the whole stack, MTP layers are counted
@@ -68,12 +68,12 @@ class MegatronPart:
 
     @property
     def has_vocabulary_rows(self) -> bool:
-        """True if its rows are the vocabulary, which may be padded at the end."""
+        """True if the tensor has one row per token of the vocabulary, which may be padded at the end."""
         return self.name in (EMBEDDING, HEAD, HEAD_BIAS)
 
 
 def megatron_parts(model: ModelConfig, padded_vocab: int | None = None) -> list[MegatronPart]:
-    """Return every tensor of `model` in Megatron, in the order of the forward pass.
+    """Return every tensor that `model` has in Megatron, in the order of the forward pass.
 
     Raises:
         CheckpointError: when Megatron has no counterpart of one of the model's tensors.
@@ -287,21 +287,25 @@ def _grouped_part(name: str, sources: Sequence[str], shapes: Mapping[str, Tensor
 
 
 def layer_prefix(model: ModelConfig, index: int) -> str:
-    """Return `decoder.layers.{i}.` or `encoder.layers.{i}.`, with the index of the layer in its stack."""
+    """Return Megatron's name prefix of layer `index`: `decoder.layers.{i}.` or `encoder.layers.{i}.`, with i counted
+    within the stack.
+    """
     first = model.encoder.num_layers if model.encoder else 0
     encodes = not model.causal or index < first
     return f"{STACKS[not encodes]}{index if encodes else index - first}."
 
 
 def stack_depth(model: ModelConfig, stack: str) -> int:
-    """Return the number of layers of a stack, one of `STACKS`."""
+    """Return the number of layers of a stack: of the encoder or the decoder (`STACKS`)."""
     if model.encoder is None:
         return model.num_layers
     return model.num_layers - model.encoder.num_layers if stack == LAYER else model.encoder.num_layers
 
 
 def infer_args_from_names(names: Iterable[str]) -> dict[str, Any]:
-    """Return settings that are missing in `args` but follow from tensor names: BERT, or T5 and its numbers of layers."""
+    """Return Megatron arguments that follow from tensor names where `args` lack them: of a BERT, or of a T5 with its
+    numbers of layers.
+    """
     names = set(names)
     if "lm_head.dense.weight" in names:
         return {"is_encoder": True}
@@ -313,7 +317,9 @@ def infer_args_from_names(names: Iterable[str]) -> dict[str, Any]:
 
 
 def normalize_tensor_name(name: str) -> str:
-    """Return the name that `megatron_parts` uses for a tensor, from its name in any version and kind of layer."""
+    """Return the name that `megatron_parts` uses for a tensor, from its name in any version of Megatron and kind of
+    layer.
+    """
     head, tail = split_layer_prefix(name)
     for pattern, replacement in _ALIASES:
         tail = re.sub(rf"^{pattern}", replacement, tail)
@@ -338,18 +344,18 @@ def _local_layer_name(tail: str) -> str:
 
 
 def is_projection_weight(name: str) -> bool:
-    """Return whether a tensor is the weight of a projection, for which Transformer Engine keeps extra state."""
+    """Return whether a Megatron tensor is the weight of a projection, for which Transformer Engine keeps extra state."""
     return re.fullmatch(r"(encoder|decoder|mtp)\..*\b(linear_\w+|\w+_proj)\.weight", name) is not None
 
 
 def is_hybrid_model(model: ModelConfig) -> bool:
-    """Return whether layers are half transformer layers, as in Megatron's `MambaModel`."""
+    """Return whether some layer of `model` has a mixer or a feed-forward block only, as in Megatron's `MambaModel`."""
     return any(None in kind for kind in model.layer_kinds)
 
 
 def split_layer_prefix(name: str) -> tuple[str, str]:
-    """Split a name into its layer prefix and the rest: ('decoder.layers.3.', rest), without a number
-    ('decoder.layers.', rest), for encoders the same, or ('', name).
+    """Split a Megatron tensor name into its layer prefix and the rest: ('decoder.layers.3.', rest), without a number
+    ('decoder.layers.', rest), for encoders accordingly, or ('', name) outside layers.
 
     In the transformer layer of an MTP layer it is ('mtp.layers.0.transformer_layer.', rest), also in versions that call
     it `mtp_model_layer`.

@@ -24,7 +24,7 @@ YARN_TRUNCATE = "yarn_correction_range_round_to_int"
 
 @dataclass(frozen=True)
 class PositionsEntry(MultiKeyEntry):
-    """Kind of positions, and the rotary settings."""
+    """Mapping of Megatron's kind of position embeddings, and its rotary settings."""
 
     covered_keys: frozenset[str] = split_words(
         f"""position_embedding_type use_rotary_position_embeddings rotary_base rotary_percent use_rope_scaling
@@ -34,7 +34,9 @@ class PositionsEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"position", "rope"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return `position`, and `rope` if it is rotary; YaRN never interleaves, and rotates whole heads."""
+        """Return the fields `position` and, for rotary positions, `rope`; YaRN never interleaves, and rotates whole
+        heads.
+        """
         kind = _position_kind(raw)
         if POSITIONS[kind] != "rope":  # `T5Entry` reads relative positions
             return {"position": POSITIONS[kind]}
@@ -47,7 +49,7 @@ class PositionsEntry(MultiKeyEntry):
         return {"position": "rope", "rope": rope | _rope_theta(raw) | _scaling_without_yarn(raw)}
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return position kind and rotary settings."""
+        """Return Megatron's arguments of the kind of positions and the rotary settings."""
         rope = model.rope
         yarn = rope.scaling == "yarn" and model.position == "rope"
         names = {kind: name for name, kind in POSITIONS.items() if name != "yarn"}
@@ -115,7 +117,7 @@ def _write_yarn(rope: RopeConfig, prefix: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MegatronMlaEntry(MultiKeyEntry):
-    """Multi-head latent attention (MLA), with its own head sizes, norms and YaRN default."""
+    """Mapping of Megatron's multi-head latent attention (MLA), with its own head sizes, norms and YaRN default."""
 
     covered_keys: frozenset[str] = split_words(
         """multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
@@ -124,7 +126,7 @@ class MegatronMlaEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"mla"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return `mla`, and the settings it implies."""
+        """Return the section `mla`, and the attention and rotary fields it implies; no fields without MLA."""
         if not raw.get("multi_latent_attention"):
             return {}
         self._check_supported(raw)
@@ -152,7 +154,7 @@ class MegatronMlaEntry(MultiKeyEntry):
             raise ConfigMismatchError("mscale_all_dim is not supported without YaRN")
 
     def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the sizes."""
+        """Return Megatron's arguments of multi-head latent attention (MLA): ranks, head sizes and rotary type."""
         mla = model.mla
         if mla is None:
             return {"multi_latent_attention": False}

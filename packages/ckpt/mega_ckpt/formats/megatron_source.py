@@ -43,8 +43,8 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = {
 
 
 def read_provider_args(folder: Path) -> dict[str, Any]:
-    """Return Megatron's `args` of a model of NeMo or Megatron-Bridge in the folder of one iteration; empty without
-    their files.
+    """Return Megatron's `args` from the model settings that NeMo or Megatron-Bridge saved with the checkpoint, whose
+    iteration folder is `folder`; empty without such files.
 
     Raises:
         CheckpointError: when Megatron's arguments cannot express the activation.
@@ -81,7 +81,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def is_megatron_folder(folder: Path) -> bool:
-    """Return whether `folder` looks like a checkpoint of Megatron, or contains checkpoints."""
+    """Return whether `folder` looks like a Megatron checkpoint or a folder of them, by the names of files in it."""
     # with config.json, .metadata may be that of FSDP
     huggingface = (folder / "config.json").exists() and not (folder / megatron_dist.FORMAT).exists()
     return (
@@ -96,7 +96,8 @@ def is_megatron_folder(folder: Path) -> bool:
 
 
 def iteration_folder(folder: Path) -> Path:
-    """Return the folder of one iteration: `folder` itself, the one in its tracker file, or NeMo's weights folder.
+    """Return the folder of one iteration of a Megatron checkpoint: `folder` itself, the one that its tracker file
+    names, or NeMo's weights folder.
 
     Raises:
         CheckpointError: when the tracker is missing, empty or names a missing folder.
@@ -131,7 +132,7 @@ def _nemo_weights_folder(folder: Path) -> Path | None:
 
 
 def read_megatron_contents(folder: Path) -> MegatronContents:
-    """Open a checkpoint of Megatron without reading its tensors.
+    """Open a Megatron checkpoint of either format (`torch_dist` or `torch`) without reading its tensors.
 
     Raises:
         CheckpointError: when it is damaged or has neither format.
@@ -148,7 +149,7 @@ def read_megatron_contents(folder: Path) -> MegatronContents:
 
 
 class MegatronSource:
-    """The weights in a checkpoint of Megatron.
+    """A `WeightSource` of a Megatron checkpoint.
 
     Args:
         folder: folder of the tracker file, or of one iteration.
@@ -174,7 +175,7 @@ class MegatronSource:
         self._weights = MegatronTensorReader(self._parts, self.contents.tensors(self._parts), folder)
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of the forward pass."""
+        """Return the canonical tensor names, in the order of the forward pass."""
         return list(self._shapes)
 
     def tensor_shape(self, name: str) -> TensorShape:
@@ -191,11 +192,12 @@ class MegatronSource:
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read a rectangle of a tensor: a view of the file if it is stored in one piece, else assembled."""
+        """Read `tensor[offset : offset + shape]`: a view of the file if it is stored in one piece, else assembled."""
         return self._weights.read_tensor_slice(name, offset, shape)
 
     def read_training_state(self) -> ConvertedTraining:
-        """Return the optimizer state to resume from, besides the weights.
+        """Return the optimizer and trainer state in the Megatron checkpoint, to resume from; OptimizerNotConverted,
+        with the reason, if it cannot be converted.
 
         Raises:
             OptimizerNotConverted: with the reason, if the state cannot be converted.
@@ -205,7 +207,7 @@ class MegatronSource:
         )
 
     def buffer_names(self) -> Sequence[str]:
-        """Return no buffers: everything is a weight."""
+        """Return an empty list: all tensors of a Megatron checkpoint are weights."""
         return []
 
     def read_buffer(self, name: str) -> Tensor:
@@ -213,5 +215,5 @@ class MegatronSource:
         raise KeyError(name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return no files: Megatron keeps the tokenizer elsewhere."""
+        """Return an empty mapping: Megatron checkpoints contain no tokenizer or other files to copy."""
         return {}

@@ -29,7 +29,8 @@ RELEASE = "release"
 
 
 class MegatronWriter:
-    """Input of both formats' writers: Megatron's tensors of a source, cast, readable by rectangle.
+    """Input of the writers of Megatron's `torch_dist` and `torch` formats: the weights of a source as Megatron's
+    tensors, cast, readable by rectangle.
 
     Attributes:
         model: configuration of the model.
@@ -54,15 +55,17 @@ class MegatronWriter:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size in bytes of the tensors to write."""
         return sum(self.part_dtype(part).itemsize * torch.Size(part.shape).numel() for part in self.parts)
 
     def part_dtype(self, part: MegatronPart) -> torch.dtype:
-        """Return the dtype that a tensor is written in."""
+        """Return the dtype that the tensor `part` is written in."""
         return cast_dtype(self._source, part.pieces[0].name, self._dtype)
 
     def read_block(self, part: MegatronPart, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Return `tensor[offset : offset + shape]`; zeros outside the elements of the model."""
+        """Return `tensor[offset : offset + shape]` of the Megatron tensor `part`; padding rows of the vocabulary are
+        zeros.
+        """
         out = (
             torch.zeros(shape, dtype=self.part_dtype(part))
             if part.has_vocabulary_rows
@@ -87,7 +90,8 @@ def write_release(
     advance: Callable[[int], object] = lambda _: None,
     once: RunOnce = write_always,
 ) -> None:
-    """Write a release into an existing folder; durable when this returns.
+    """Write a Megatron checkpoint, with tracker file and subfolder `release`, into an existing folder; durable when
+    this returns.
 
     Args:
         writing: weights and settings to write.
@@ -103,7 +107,9 @@ def write_release(
 
 @contextlib.contextmanager
 def open_durable(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a new file to write, which is flushed to disk on exit."""
+    """Context manager that yields a new binary file to write, which is flushed to disk on exit; an existing file is an
+    error.
+    """
     with add_path_to_errors(path), open(path, "xb") as stream:
         yield stream
         stream.flush()
@@ -113,7 +119,7 @@ def open_durable(path: Path) -> Iterator[IO[bytes]]:
 def check_parallel_sizes(
     model: ModelConfig, parts: Sequence[MegatronPart], tp: int, pp: int, *, ranks: bool, local: bool
 ) -> None:
-    """Reject parallel sizes with which Megatron cannot load a model.
+    """Reject tensor and pipeline parallel sizes with which Megatron cannot load the model.
 
     Args:
         model: the model to write.

@@ -62,18 +62,22 @@ _STACKED = frozenset(
 
 @dataclass(frozen=True)
 class PeftModule:
-    """A module of transformers that can have an adapter: its name there, and the rows of the projections in it."""
+    """A linear module of transformers that can have a PEFT adapter: its name in transformers, and the canonical
+    projections that its rows consist of.
+    """
 
     name: str
     disk: DiskTensor
 
     @property
     def projection_names(self) -> list[str]:
-        """Names of the canonical projections, in row order."""
+        """Canonical names of the projections in the module, in row order."""
         return list(dict.fromkeys(slab.name.removesuffix(".weight") for slab in self.disk.slabs))
 
     def join_adapters(self, adapter: SavedAdapter) -> tuple[Tensor, Tensor, float]:
-        """Return A [R, D], B [N, R] and the scale of the adapters of all its projections."""
+        """Return the factors A [rank, inputs] and B [outputs, rank] and the scale of one LoRA adapter of the module,
+        joined from the adapters of its projections.
+        """
         adapted = [part for part in self.projection_names if part in adapter.modules]
         a = {part: adapter.read_tensor(part + A) for part in adapted}
         scale, start, columns = adapter.modules[adapted[0]].scale, 0, {}
@@ -88,7 +92,9 @@ class PeftModule:
         return torch.cat(list(a.values())), b, scale
 
     def join_magnitudes(self, adapter: SavedAdapter, base: WeightSource) -> Tensor:
-        """Return the magnitudes [N] of all its projections; a projection without an adapter keeps its row norms."""
+        """Return the DoRA magnitudes [outputs] of the module's rows, joined from its projections; a projection without
+        an adapter keeps its row norms.
+        """
         out = []
         for slab in self.disk.slabs:
             part, first, rows = slab.name.removesuffix(".weight"), slab.offset[0], slab.shape[0]
@@ -99,7 +105,9 @@ class PeftModule:
         return torch.cat(out)
 
     def split_adapter(self, a: Tensor, b: Tensor, magnitude: Tensor | None) -> dict[str, Tensor]:
-        """Split the module's adapter into those of its projections, by canonical name."""
+        """Split the module's adapter (A, B and DoRA magnitude) into tensors of its projections, {canonical name:
+        tensor}.
+        """
         rows = torch.split(b, [slab.shape[0] for slab in self.disk.slabs])
         out: dict[str, Tensor] = {}
         for part in self.projection_names:
@@ -112,7 +120,7 @@ class PeftModule:
 
 
 def write_peft_folder(adapter: SavedAdapter, base: WeightSource, folder: Path) -> None:
-    """Write the folder of an adapter on `base`; durable when this returns.
+    """Write `adapter`, trained on `base`, as a PEFT folder; durable when this returns.
 
     Raises:
         CheckpointError: when PEFT cannot express the adapter.
@@ -167,7 +175,7 @@ def _check_saved_modules(
 
 
 def read_peft_adapter(folder: Location, base: WeightSource) -> SavedAdapter:
-    """Return the adapter in a PEFT folder, trained on `base`.
+    """Return the adapter in a PEFT folder, which was trained on `base`.
 
     Raises:
         CheckpointError: naming an unsupported option or tensor, or one of another model.

@@ -54,7 +54,8 @@ _BIASES = ("none", "all", "lora_only", None)
 
 
 def check_peft_options(config: Mapping[str, Any], where: object) -> None:
-    """Reject an adapter whose options change its result in an unsupported way.
+    """Reject an adapter_config.json (`config`) with options that change the adapter's result in a way that mega does
+    not support.
 
     Raises:
         CheckpointError: naming the option and its value.
@@ -79,14 +80,16 @@ def check_peft_options(config: Mapping[str, Any], where: object) -> None:
 
 
 def alpha_of_module(config: Mapping[str, Any], module: str) -> float:
-    """Return the alpha of a module, by its name in transformers: from the first pattern that matches, else lora_alpha."""
+    """Return the LoRA alpha of a module, by its name in transformers: from the first pattern in `alpha_pattern` that
+    matches, else `lora_alpha`.
+    """
     patterns = config.get("alpha_pattern") or {}
     own = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
     return float(next(own, config.get("lora_alpha", 8)))
 
 
 def scale_of_module(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the scale of B A of a module."""
+    """Return the scale of the LoRA product B A of a module: alpha / rank, or alpha / sqrt(rank) with `use_rslora`."""
     return alpha_of_module(config, module) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -97,14 +100,14 @@ _BIAS = ".lora_B.bias"
 
 @dataclass(frozen=True)
 class AdapterWeightsFile:
-    """Tensors of an adapter's file: their shapes by key, and a reader."""
+    """Tensors of a PEFT adapter's weights file: their shapes by key, and a function that reads one by key."""
 
     shapes: Mapping[str, TensorShape]
     read: Callable[[str], Tensor]
 
 
 def open_adapter_weights(folder: Location) -> AdapterWeightsFile:
-    """Open adapter_model.safetensors, or adapter_model.bin if that is missing.
+    """Open the weights of a PEFT folder: adapter_model.safetensors, or adapter_model.bin if that is missing.
 
     Raises:
         CheckpointError: when both are missing, or the file is damaged.
@@ -117,7 +120,8 @@ def open_adapter_weights(folder: Location) -> AdapterWeightsFile:
 
 
 def check_factors(shapes: Mapping[str, TensorShape], folder: Location) -> None:
-    """Check that factors are matrices.
+    """Check that the LoRA factors A and B in a PEFT file are matrices; CheckpointError for one that is flattened or
+    empty.
 
     Raises:
         CheckpointError: naming one that is flattened or empty.
@@ -132,7 +136,8 @@ def check_factors(shapes: Mapping[str, TensorShape], folder: Location) -> None:
 
 @dataclass(frozen=True)
 class TensorChange:
-    """Changes to one tensor W as stored by transformers; keys are names of tensors in the adapter's file.
+    """Changes that a PEFT adapter makes to one tensor W as stored by transformers; keys are names of tensors in the
+    adapter's file.
 
     Attributes:
         saved: replacement of W.
@@ -154,7 +159,9 @@ class TensorChange:
     bias: str | None = None
 
     def apply_change(self, base: Tensor, read: ReadTensor) -> Tensor:
-        """Return the changed W, in the dtype of `base`, the original W with outputs as rows."""
+        """Return the changed tensor W; `base` is the original W with outputs as rows, whose dtype is kept, and `read`
+        reads a tensor of the adapter's file.
+        """
         out = base if self.saved is None else read(self.saved).to(base.dtype)
         if self.rows is not None:
             out = out.index_copy(0, torch.tensor(self.tokens), read(self.rows).to(base.dtype))
@@ -172,7 +179,7 @@ class TensorChange:
 
 @dataclass(frozen=True)
 class ChangedTensors:
-    """Changed tensors of a model, computed as they are read.
+    """Tensors of a model changed by a PEFT adapter, computed as they are read.
 
     Attributes:
         base: the original weights, with untied embeddings.
@@ -190,12 +197,12 @@ class ChangedTensors:
 
     @property
     def tensor_shapes(self) -> dict[str, TensorShape]:
-        """Canonical tensors that change, with their shapes."""
+        """{canonical name: shape} of the tensors that change."""
         names = dict.fromkeys(slab.name for name in self.changes for slab in self.table[name].slabs)
         return {name: self.base.tensor_shape(name) for name in names}
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read a rectangle of a canonical tensor."""
+        """Read `tensor[offset : offset + shape]` of the changed canonical tensor `name`, in fp32 or wider."""
         original = self.base.read_tensor(name)
         out = original.to(torch.promote_types(original.dtype, torch.float32), copy=True)
         for key, change in self.changes.items():
@@ -220,7 +227,7 @@ def take_tensor_changes(
     config: Mapping[str, Any], left: MutableMapping[str, str], shapes: Mapping[str, TensorShape], read: ReadTensor,
     base: WeightSource, family: ModelFamily, where: str,
 ) -> ChangedTensors:  # fmt: skip
-    """Take the tensors out of `left` that replace or change tensors of `base`.
+    """Remove from `left` the tensors of a PEFT file that replace or change tensors of `base`, and return these changes.
 
     Args:
         config: adapter_config.json.

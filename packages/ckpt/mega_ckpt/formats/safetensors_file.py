@@ -31,7 +31,7 @@ _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
 
 @dataclass(frozen=True)
 class SafetensorsEntry:
-    """One tensor of a file: dtype, shape, and its bytes [start, stop) counted from the end of the header."""
+    """One tensor of a safetensors file: dtype, shape, and its bytes [start, stop) counted from the end of the header."""
 
     dtype: torch.dtype
     shape: TensorShape
@@ -55,7 +55,7 @@ class SafetensorsHeader:
 
     @classmethod
     def parse_header(cls, text: bytes, path: Location) -> Self:
-        """Parse and check a header.
+        """Parse and check the JSON text of a safetensors header; `path` is for error messages.
 
         Raises:
             CheckpointError: when it is no JSON of this format, or the tensors overlap, leave gaps or have a size that
@@ -81,7 +81,9 @@ class SafetensorsHeader:
 
     @classmethod
     def make_header(cls, tensors: Mapping[str, tuple[torch.dtype, TensorShape]], metadata: Mapping[str, str]) -> Self:
-        """Return the header of a file that holds `tensors`, in the library's order: wide dtypes first, then by name."""
+        """Return the header of a file with `tensors`, in the order of the safetensors library: wide dtypes first, then
+        by name.
+        """
         entries: dict[str, SafetensorsEntry] = {}
         position = 0
         for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
@@ -99,12 +101,12 @@ class SafetensorsHeader:
 
     @property
     def file_prefix(self) -> bytes:
-        """First bytes of a file: the length and the text of the header."""
+        """First bytes of the safetensors file: length (8 bytes) and text of the header."""
         return struct.pack("<Q", len(self.text)) + self.text
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size in bytes of the file's tensors, without the header."""
         return max((entry.stop for entry in self.entries.values()), default=0)
 
 
@@ -126,7 +128,7 @@ class SafetensorsFile:
 
     @classmethod
     def open_file(cls, path: Location) -> Self:
-        """Open a file: read and check the header.
+        """Open a safetensors file: read and check the header and the file's length.
 
         Raises:
             CheckpointError: when the file is missing, truncated, too long or not of this format.
@@ -149,7 +151,9 @@ class SafetensorsFile:
         return cls(path, header)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a tensor: from a local file as a private mapping, read when used and released with the tensor."""
+        """Read a tensor: from a local file as a private memory map, whose bytes are read when used and released with
+        the tensor.
+        """
         entry = self.header.entries[name]
         begin = 8 + len(self.header.text)
         data = (
@@ -168,7 +172,7 @@ def write_safetensors(
     tensors: Iterable[Tensor],
     advance: Callable[[int], object] = lambda _: None,
 ) -> FinishedFile:
-    """Write a file from an iterable of tensors in the order of `header.entries`; durable when this returns.
+    """Write a safetensors file from an iterable of tensors in the order of `header.entries`; durable when this returns.
 
     A thread reads the next tensor while one is written. `advance` is called with the bytes of each.
     """

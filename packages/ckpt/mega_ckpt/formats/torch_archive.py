@@ -39,7 +39,9 @@ _LOCAL_HEADER = 30  # bytes before the name
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: `path[begin:end]` is its storage; the tensor starts at element `start`, with strides."""
+    """A tensor in a `torch.save` archive: `path[begin:end]` is its storage; the tensor starts at element `start`, with
+    strides.
+    """
 
     path: Path
     dtype: torch.dtype
@@ -50,7 +52,7 @@ class StoredTensor:
     end: int
 
     def read(self) -> Tensor:
-        """Read the tensor as a private mapping of the file: bytes are read when they are used."""
+        """Read the tensor as a private memory map of the file: bytes are read when they are used."""
         size = self.dtype.itemsize
         last = self.start + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) + 1
         if not math.prod(self.shape):
@@ -63,7 +65,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StorageRange:
-    """Bytes [begin, end) of a file as elements of one dtype."""
+    """Bytes [begin, end) of a file, the storage of tensors of one dtype."""
 
     dtype: torch.dtype
     begin: int
@@ -110,13 +112,13 @@ class _BoundedReader(io.BufferedReader):
 
 
 def open_file_range(file: IO[bytes], begin: int, end: int) -> IO[bytes]:
-    """Return bytes [begin, end) of a file as a file."""
+    """Return bytes [begin, end) of `file` as a read-only file object."""
     return _BoundedReader(_FileRange(file, begin, end), end - begin)
 
 
 def load_torch_archive(path: Path, begin: int = 0, end: int | None = None) -> Any:
-    """Load the content of `path[begin:end]` written by `torch.save`: containers, `InertObject` placeholders, and
-    `StoredTensor`s for tensors.
+    """Load the content of `path[begin:end]` written by `torch.save` without running code in it: containers,
+    `InertObject` placeholders, and `StoredTensor`s for tensors.
 
     Raises:
         CheckpointError: when it is no such archive, is damaged, has a function or class that is not allowed, or a tensor
@@ -156,7 +158,9 @@ def _load_zip(path: Path, file: IO[bytes], begin: int, end: int) -> Any:
 
 
 def tensor_rebuilders(path: Path) -> dict[str, Any]:
-    """Return the `replace` functions of `load_untrusted_pickle` that rebuild tensors as `StoredTensor`s in `path`."""
+    """Return the functions for the argument `replace` of `load_untrusted_pickle` that rebuild tensors as
+    `StoredTensor`s in `path`.
+    """
 
     def rebuild_tensor(
         storage: StorageRange, start: int, shape: TensorShape, stride: TensorShape, *others: Any
@@ -190,7 +194,7 @@ def _stored_tensor(
 
 
 def storage_dtype(marker: InertObject) -> torch.dtype:
-    """Return the element dtype of a storage class that a pickle names.
+    """Return the element dtype of the torch storage class that a pickle names, such as FloatStorage.
 
     Raises:
         KeyError: when it is no storage class.
@@ -231,8 +235,8 @@ _COUNT = 8  # bytes before a storage's elements
 
 
 def load_state_tensors(path: Path) -> Mapping[str, StoredTensor]:
-    """Return the tensors of a model's `torch.save`d state dict ({name: tensor}, such as `pytorch_model.bin`), in file
-    order.
+    """Return the tensors of a `torch.save`d state dict ({name: tensor}, such as `pytorch_model.bin`), in file order,
+    without reading their data.
 
     Raises:
         CheckpointError: when the file is damaged, is no state dict, or has a function or class that is not allowed.

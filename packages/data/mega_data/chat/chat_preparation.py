@@ -35,12 +35,16 @@ Offsets = list[tuple[int, int]]
 
 
 def masked_token_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Return the dtype of a token, stored as `dtype`, with its mask byte."""
+    """Return the structured numpy dtype of a token id, stored as `dtype`, and its loss mask byte: fields `token` and
+    `mask`.
+    """
     return np.dtype([("token", dtype), ("mask", np.uint8)])
 
 
 class EncodedText(NamedTuple):
-    """Tokens of a text, the character offsets of each, and a note about the boundaries of its answers, if any."""
+    """Token ids of a rendered conversation, the character offsets of each token, and a note if an answer merges with
+    the end of its prompt.
+    """
 
     ids: list[int]
     offsets: Offsets
@@ -48,7 +52,9 @@ class EncodedText(NamedTuple):
 
 
 class EncodedChats(NamedTuple):
-    """Tokens of the texts of each chat, number of answers cut by the length limit, and number of chats per note."""
+    """Result of encoding chats: token arrays of each chat's texts, number of answers cut by the length limit, and
+    number of chats per note for the log.
+    """
 
     texts: list[list[npt.NDArray[Any]]]
     cut: int
@@ -56,7 +62,7 @@ class EncodedChats(NamedTuple):
 
 
 class ChatEncoder:
-    """Encoder of conversations to arrays of `masked_token_dtype`.
+    """Encoder of rendered conversations to arrays of token ids and loss mask bytes (`masked_token_dtype`).
 
     A token counts in the loss if one of its characters does. The tokens before an answer are those of its prompt alone,
     as a server encodes it: if the tokenizer merges the end of a prompt with the beginning of an answer, both are
@@ -73,7 +79,8 @@ class ChatEncoder:
         self._leads = (*LEADS, *UNMERGED, *(token.content for token in added if token.special))
 
     def encode_chats(self, chats: Sequence[tuple[RenderedChat, ...]], dtype: npt.DTypeLike) -> EncodedChats:
-        """Encode the texts of each chat.
+        """Encode each chat (one text, or the chosen and rejected texts of a pair) to token arrays with loss mask bytes;
+        ids are stored as `dtype`.
 
         If one text of a chat has no token left that counts in the loss, the chat is empty.
         """
@@ -155,14 +162,14 @@ class ChatEncoder:
 
 
 def log_chat_notes(notes: Mapping[str, int]) -> None:
-    """Log the notes about conversations as warnings, with the number of each."""
+    """Log each note about conversations as a warning, with the number of conversations that it concerns."""
     for note, count in sorted(notes.items()):
         logger.warning("%d conversations %s", count, note)
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options of the conversion of conversations to tokens.
+    """Options for tokenizing conversations: kind of record, loss, length limit and chat template.
 
     Attributes:
         kind: a record is one conversation, or a pair of a chosen and a rejected one.
@@ -182,7 +189,7 @@ class ChatOptions:
 
 
 class ChatPreparation:
-    """Conversion of records to rendered conversations.
+    """Conversion of JSON records to conversations rendered by the chat template.
 
     Attributes:
         info: entry of the data set's description.
@@ -221,7 +228,9 @@ class ChatPreparation:
             )
 
     def prepare_record(self, item: Document | RejectedItem) -> Document | RejectedItem:
-        """Return the rendered conversations of a record as a document, for `build_text_batches`."""
+        """Return a record as a document with its rendered conversations in `chats`, for `build_text_batches`, or as a
+        `RejectedItem` if it has no valid conversation.
+        """
         if isinstance(item, RejectedItem):
             return item
         options = self._options

@@ -45,7 +45,8 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with the loss weight of each (0 except for answers); `options` are passed to the template.
+    """Chat messages with the loss weight of each (0 for all but answers), tool definitions, and `options` for the chat
+    template.
 
     `missing` marks a pair without this answer; the messages are then only the prompt.
     """
@@ -58,7 +59,8 @@ class Conversation:
 
 
 def parse_chat_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conversation]:
-    """Return the conversation of a record, or the chosen and the rejected one of a pair.
+    """Return the conversation of the JSON record `text`, or with `pairs` the chosen and the rejected conversation;
+    raise DataError for other forms.
 
     Raises:
         DataError: if the record has another form.

@@ -34,11 +34,11 @@ MARK = "mark answers in the template by {% generation %} ... {% endgeneration %}
 
 
 class ChatTemplateTimeout(DataError):
-    """Chat template that exceeds its time limit."""
+    """Error for a chat template whose rendering exceeds the time limit."""
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer.
+    """Jinja chat template of a tokenizer, which renders conversations as text.
 
     Attributes:
         marks: whether it marks answers.
@@ -46,7 +46,9 @@ class ChatTemplate:
     """
 
     def __init__(self, templates: Mapping[str, str], special: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Create the template from `templates` by name: `default`, and optionally `tool_use` for chats with tools."""
+        """Create the chat template from Jinja sources by name: `default`, and optionally `tool_use` for conversations
+        with tools; `special` tokens and `options` are template variables.
+        """
         library = import_optional("transformers.utils.chat_template_utils", "rendering chat templates")
         self._render = library.render_jinja_template
         self._templates, self._variables = templates, {**special, **options}
@@ -55,7 +57,8 @@ class ChatTemplate:
         self.fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
 
     def check_syntax(self, source: str) -> None:
-        """Check that the templates are valid Jinja, by rendering a conversation without messages.
+        """Check that the templates are valid Jinja, by rendering a conversation without messages; raise DataError that
+        names `source` if not.
 
         Raises:
             DataError: naming the `source` of the templates.
@@ -79,11 +82,12 @@ class ChatTemplate:
 
     @property
     def depends_on_date(self) -> bool:
-        """True if the rendered texts depend on the date."""
+        """True if the chat template writes the current date, so that rendered texts change from day to day."""
         return any("strftime_now" in template for template in self._templates.values())
 
     def render_chat(self, conversation: Conversation, loss_on: LossOn) -> RenderedChat:
-        """Return the text of a conversation with its answer spans.
+        """Return the text of a conversation with the spans that count in the loss, chosen by `loss_on`: all answers,
+        the last one or the whole text.
 
         Raises:
             DataError: if the template fails, answers cannot be separated from the rest, or no token or every token
@@ -105,11 +109,11 @@ class ChatTemplate:
 
     @property
     def renders_tools(self) -> bool:
-        """True if the template renders tools."""
+        """True if the chat template renders tool definitions."""
         return "tool_use" in self._templates or re.search(r"\btools\b", self._templates["default"]) is not None
 
     def find_unused_options(self, options: Mapping[str, Any]) -> list[str]:
-        """Return the names of options that no template mentions."""
+        """Return the names in `options` that no template source mentions."""
         return [
             name
             for name in options
@@ -117,7 +121,7 @@ class ChatTemplate:
         ]
 
     def get_template_config(self) -> dict[str, str]:
-        """Return the default template and the special tokens, by the names of tokenizer_config.json."""
+        """Return the default template and the special tokens, under their keys in tokenizer_config.json."""
         return {
             **{name: str(token) for name, token in self._variables.items()},
             "chat_template": self._templates["default"],
@@ -130,7 +134,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool | None = None,
     ) -> str:
-        """Return the text of a conversation up to the start of the next answer, or within its last message.
+        """Return the text of a conversation up to the start of the next answer, or ending inside its last message with
+        `continue_final_message`.
 
         Args:
             conversation: the conversation; its weights are not used.
@@ -233,7 +238,8 @@ class ChatTemplate:
 def read_chat_template(
     tokenizer: Path, file: Path | None = None, options: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
-    """Return the chat template in the folder of a `tokenizer.json`, or of `file`; `options` are template variables.
+    """Return the chat template of `file`, by default the one in the folder of the `tokenizer.json` at `tokenizer`;
+    `options` are passed to each rendering.
 
     Raises:
         DataError: if there is none, or it cannot be read.
@@ -259,7 +265,8 @@ def read_chat_template(
 
 @contextlib.contextmanager
 def limit_time(seconds: float) -> Iterator[None]:
-    """End the block after a number of seconds, in the main thread only, because other threads get no signals.
+    """Raise `ChatTemplateTimeout` in the block after `seconds` seconds, in the main thread only, because other threads
+    get no signals.
 
     Raises:
         ChatTemplateTimeout: if the block exceeds the limit.

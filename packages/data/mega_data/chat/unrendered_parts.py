@@ -24,7 +24,8 @@ SHORT = 16  # characters; a shorter content may occur in a text by chance
 
 
 def find_unrendered_parts(conversation: Conversation, text: str, render: RenderTemplate) -> tuple[str, ...]:
-    """Return notes about the parts of a conversation that are not in its `text`.
+    """Return notes about lesser parts of a conversation that the chat template left out of `text`; raise DataError if
+    message content, tool calls or tools are missing.
 
     Raises:
         DataError: if the content of a message, a tool call or the tools are not in it.

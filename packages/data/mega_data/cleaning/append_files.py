@@ -15,7 +15,8 @@ from mega_data.reading.decompression import import_optional
 
 
 class AppendJournal:
-    """Append-only files of a folder. Everything up to the last `commit_state` survives a crash; the rest is truncated.
+    """Append-only files in a folder. Everything appended before the last `commit_state` survives a crash; the rest is
+    truncated at a resume.
 
     Attributes:
         sizes: bytes of each file, by its path in the folder.
@@ -27,14 +28,14 @@ class AppendJournal:
         self._open: dict[str, IO[bytes]] = {}
 
     def resume_from_sizes(self, sizes: dict[str, int]) -> None:
-        """Truncate files to their sizes at a commit."""
+        """Truncate each named file to its size in bytes at the last commit, to resume from there."""
         for name, size in sizes.items():
             with add_path_to_errors(self.folder / name):
                 os.truncate(self.folder / name, size)
         self.sizes = dict(sizes)
 
     def append_bytes(self, name: str, data: bytes) -> None:
-        """Append to a file, which is created (or replaced) if no commit contains it."""
+        """Append `data` to the file `name`, which is created (or replaced) if no commit contains it."""
         if not data:
             return
         path = self.folder / name
@@ -47,13 +48,13 @@ class AppendJournal:
         self.sizes[name] = self.sizes.get(name, 0) + len(data)
 
     def commit_state(self, state: dict[str, Any]) -> None:
-        """Make all appended data durable, together with `state`."""
+        """Flush all appended data to disk, then write `state` and the file sizes atomically to `progress.json`."""
         for name in self._open:
             self._sync_file(name)
         write_json_atomically(self.folder / "progress.json", {**state, "sizes": self.sizes})
 
     def close_file(self, name: str) -> None:
-        """Close a file to which nothing more is appended."""
+        """Flush the file `name` to disk and close it, when nothing more will be appended to it."""
         if name in self._open:
             self._sync_file(name)
             self._open.pop(name).close()
@@ -64,13 +65,13 @@ class AppendJournal:
             os.fsync(self._open[name].fileno())
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all open files of the journal, without a commit."""
         for stream in self._open.values():
             stream.close()
         self._open.clear()
 
     def clear_folder(self) -> None:
-        """Delete the files of an earlier run."""
+        """Delete all files of an earlier run in the journal's folder, except the lock."""
         for path in self.folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -82,12 +83,14 @@ SUFFIXES = {"gz": ".jsonl.gz", "zst": ".jsonl.zst", "none": ".jsonl"}
 
 
 def encode_json_line(record: Mapping[str, Any]) -> bytes:
-    """Return a record as a JSON line; values without a JSON type, such as dates of a Parquet file, become text."""
+    """Return a record as one line of UTF-8 JSON; values without a JSON type, such as dates of a Parquet file, become
+    text.
+    """
     return json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n"
 
 
 def compress_lines(lines: Iterable[bytes], compression: str) -> bytes:
-    """Return lines compressed, or nothing for no lines.
+    """Return the lines joined and compressed by `compression` (gz, zst or none); empty bytes for no lines.
 
     Raises:
         MissingPackageError: if zstd is chosen and pyarrow is not installed.

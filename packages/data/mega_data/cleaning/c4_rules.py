@@ -24,7 +24,9 @@ SENTENCE = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s|$)|[。！？]")
 
 
 def apply_c4_rule(text: AnalyzedText, limits: C4Rule) -> DropDocument | ChangeDocument | None:
-    """Return the remaining lines of a document, or the reason to drop it."""
+    """Apply the C4 line and document filter: return the text of the remaining lines, the reason to drop the document,
+    or None if nothing changes.
+    """
     lower = text.text.lower()
     if limits.lorem_ipsum and "lorem ipsum" in lower:
         return DropDocument("lorem ipsum")
@@ -63,7 +65,7 @@ def _filter_line(line: str, limits: C4Rule) -> tuple[str, str | None]:
 
 @cache
 def load_bad_words(path: Path) -> frozenset[str]:
-    """Return the words of a file with one per line, in lower case.
+    """Return the bad words listed one per line in a UTF-8 file, in lower case.
 
     Raises:
         DataError: if it cannot be read.

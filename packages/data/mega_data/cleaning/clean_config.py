@@ -23,7 +23,9 @@ Shares = dict[PositiveInt, Share]
 
 
 class RuleSection(StrictConfig):
-    """Base of rule sections: `rule:` and `rule: true` enable the defaults, `rule: {key: value}` changes some."""
+    """Base of the cleaning rules' configuration sections: `rule:` and `rule: true` enable the defaults, `rule: {key:
+    value}` changes some.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -32,7 +34,7 @@ class RuleSection(StrictConfig):
 
 
 class LengthRule(RuleSection):
-    """Limits on characters and words (by `text_words.WORD`) of a document."""
+    """Cleaning rule: limits on the number of characters and words of a document."""
 
     min_chars: NonNegativeInt = 1
     max_chars: PositiveInt | None = None
@@ -41,7 +43,7 @@ class LengthRule(RuleSection):
 
 
 class LanguageRule(RuleSection):
-    """Languages to keep, by ISO 639-1 code, and the language detector."""
+    """Cleaning rule: languages to keep, by ISO 639-1 code, and the language detector."""
 
     keep: Strings = Field(description="codes such as en, de, zh", min_length=1)
     detector: Literal["lingua", "fasttext"] = "lingua"
@@ -49,7 +51,9 @@ class LanguageRule(RuleSection):
     min_confidence: Share = Field(0.65, description="drop documents with a lower confidence; 0.65 as in FineWeb")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Check that only fasttext has a model file, and that codes are ISO 639."""
+        """Yield a problem if a model file is given for a detector other than fasttext, and for codes that are not ISO
+        639.
+        """
         if (self.detector == "fasttext") != (self.model is not None):
             if self.model is None:
                 yield ConfigProblem("model", "is required with detector: fasttext", hint="set it to lid.176.ftz")
@@ -61,7 +65,9 @@ class LanguageRule(RuleSection):
 
 
 class GopherQualityRule(RuleSection):
-    """Quality filter for English of Rae et al. 2021 (arXiv:2112.11446), A1.1, with the numbers of the paper."""
+    """Cleaning rule: quality filter for English of Gopher (Rae et al. 2021, arXiv:2112.11446, A1.1), with the paper's
+    limits as defaults.
+    """
 
     min_words: NonNegativeInt = 50
     max_words: PositiveInt = 100_000
@@ -76,7 +82,9 @@ class GopherQualityRule(RuleSection):
 
 
 class GopherRepetitionRule(RuleSection):
-    """Repetition filter of Rae et al. 2021, table A1: limits on the repeated shares of a document."""
+    """Cleaning rule: repetition filter of Gopher (Rae et al. 2021, arXiv:2112.11446, table A1), with limits on the
+    shares of a document that repeat earlier text.
+    """
 
     max_duplicate_lines: Share = 0.30
     max_duplicate_paragraphs: Share = 0.30
@@ -87,7 +95,8 @@ class GopherRepetitionRule(RuleSection):
 
 
 class C4Rule(RuleSection):
-    """Line and document filter of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2), with its numbers.
+    """Cleaning rule: line and document filter of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2), with the
+    paper's limits as defaults.
 
     `bad_words` is a file with one word per line; documents with one of them are dropped. The list of the paper is not
     part of mega.
@@ -106,7 +115,9 @@ class C4Rule(RuleSection):
 
 
 class PiiRule(RuleSection):
-    """Personal data found by patterns: replaced by its kind in angle brackets, or a reason to drop the document."""
+    """Cleaning rule for personal data found by patterns: replace it by its kind in angle brackets (`<EMAIL>`), or drop
+    the document.
+    """
 
     kinds: Annotated[list[Literal["email", "ip", "phone", "card", "iban"]], AsList] = Field(
         ["email", "ip"], min_length=1
@@ -115,7 +126,7 @@ class PiiRule(RuleSection):
     action: Literal["mask", "drop"] = "mask"
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Check that patterns are regular expressions."""
+        """Yield a problem for each pattern that is not a regular expression."""
         for name, pattern in self.patterns.items():
             try:
                 re.compile(pattern)
@@ -124,7 +135,9 @@ class PiiRule(RuleSection):
 
 
 class DecontaminationRule(RuleSection):
-    """Filter of documents that share `ngram` words in a row with an evaluation set, as in GPT-3 (arXiv:2005.14165, C)."""
+    """Cleaning rule that drops documents which share `ngram` words in a row with an evaluation set, as in GPT-3
+    (arXiv:2005.14165, appendix C).
+    """
 
     against: Strings = Field(description="evaluation sets: files, globs, folders, hf:NAME", min_length=1)
     json_keys: Strings = Field(["text"], description="keys or columns of the evaluation sets with text", min_length=1)
@@ -151,7 +164,7 @@ def _false_to_none(raw: Any) -> Any:
 
 
 class DuplicatesRule(RuleSection):
-    """Deduplication: the first of documents with equal or nearly equal texts is kept. Similarity is transitive."""
+    """Deduplication rule: of documents with equal or nearly equal texts the first is kept. Similarity is transitive."""
 
     exact: bool = True
     minhash: Annotated[MinHashConfig | None, BeforeValidator(_false_to_none)] = None
@@ -166,7 +179,9 @@ class DuplicatesRule(RuleSection):
         return _enable_bare_keys(raw, ("minhash",))
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Check that at least one method is enabled, and that `against` is compared across inputs."""
+        """Yield a problem if neither exact nor near duplicates are searched, or if `against` is set without comparison
+        between inputs.
+        """
         if not self.exact and self.minhash is None:
             yield ConfigProblem("", "requires exact or minhash", hint="exact: true")
         if self.against and not self.between_inputs:
@@ -194,7 +209,9 @@ RULES = (
 
 
 class CleanConfig(StrictConfig):
-    """Rules of a cleaning run, applied in this order; the first rule that drops a document counts."""
+    """Configuration of `mega data clean`: rules applied in this order; a document is counted under the first rule that
+    drops it.
+    """
 
     length: Annotated[LengthRule | None, BeforeValidator(_false_to_none)] = None
     language: Annotated[LanguageRule | None, BeforeValidator(_false_to_none)] = None
@@ -217,7 +234,7 @@ class CleanConfig(StrictConfig):
         return _enable_bare_keys(raw, tuple(name for name in RULES if name != "filter"))
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Check that at least one rule is enabled, and that `filter` names a function."""
+        """Yield a problem if no rule is enabled, or if `filter` is not of the form `module:function`."""
         if not any(getattr(self, name) is not None for name in RULES):
             yield ConfigProblem("", "at least one rule is required", hint=f"use one of {', '.join(RULES)}")
         if self.filter is not None and not re.fullmatch(r"[\w.]+:\w+", self.filter):

@@ -45,7 +45,8 @@ RECORD_INTERVAL = 5.0  # seconds between two progress records of the first pass
 
 @dataclass
 class CleanState:
-    """State of the first pass: `items` of source number `source`, after all earlier sources, and the resulting counts.
+    """Saved state of a cleaning run's first pass: position (`items` items of source number `source`, after all earlier
+    sources) and the resulting counts.
 
     Attributes:
         starts: number of the first document of each part; kept documents are numbered in order.
@@ -74,7 +75,8 @@ def clean_corpus(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Clean `inputs` (see `find_corpus_sources`) into the folder `output`, and return its `summary.json`.
+    """Clean the corpus files `inputs` (as for `find_corpus_sources`) by the rules of `config` into the folder `output`,
+    and return its `summary.json`.
 
     As JSON lines, `kept/` has the kept documents, `dropped/` the dropped ones with rule and reason, and `changed/` the
     originals of changed ones; `fingerprints/` is read by later runs (`duplicates.against`). `folder` may have the
@@ -136,7 +138,9 @@ def _compute_run_identity(config: CleanConfig, key: str, folder: Path, sources: 
 
 
 class CleanRun:
-    """One cleaning run, in the folder `work`."""
+    """One cleaning run in the temporary folder `work`: a first pass that applies the rules and a second one that
+    removes duplicates.
+    """
 
     def __init__(
         self,
@@ -156,7 +160,8 @@ class CleanRun:
         self.journal = AppendJournal(work)
 
     def resume_or_start(self) -> None:
-        """Resume an interrupted run with equal inputs and settings, or start a new one.
+        """Resume an interrupted cleaning run with equal inputs and settings from its recorded state, or start a new
+        one.
 
         Raises:
             MegaError: if a rule cannot be built; raised here, before any work.
@@ -181,7 +186,7 @@ class CleanRun:
         DocumentJudge(self.settings)
 
     def run_first_pass(self, left_out: SkippedFiles, on_bad_line: str) -> None:
-        """Apply the rules to every document."""
+        """Apply every rule except deduplication to every document, or only to the remaining documents of a resumed run."""
         if self.state.finished:
             return
         sources = [source for _, source in self.sources]
@@ -251,7 +256,7 @@ class CleanRun:
         return f"{folder}/{len(self.state.starts) - 1:05}{suffix}"
 
     def run_second_pass(self) -> None:
-        """Remove duplicates, part by part."""
+        """Remove duplicate documents from the first pass's output files, one file at a time."""
         state, rule = self.state, self.config.duplicates
         if rule is None:
             return
@@ -274,7 +279,9 @@ class CleanRun:
                 bar.advance(part.end - part.start)
 
     def write_summary(self) -> dict[str, Any]:
-        """Return the results of the run, which are also written to `summary.json`."""
+        """Write the results of the cleaning run to `summary.json`, and the fingerprints of the kept documents; return
+        the results.
+        """
         tally, rule = self.state.tally, self.config.duplicates
         dropped = [rule.dropped for rule in tally.rules.values()]
         summary = {

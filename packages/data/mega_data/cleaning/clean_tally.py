@@ -18,13 +18,13 @@ class DocumentAmount:
     bytes: int = 0
 
     def add_amount(self, other: DocumentAmount) -> None:
-        """Add another amount."""
+        """Add the documents and bytes of another amount to this one, in place."""
         self.documents += other.documents
         self.bytes += other.bytes
 
 
 def sum_amounts(amounts: Iterable[DocumentAmount]) -> DocumentAmount:
-    """Return the sum of amounts."""
+    """Return the total documents and bytes of several amounts."""
     result = DocumentAmount()
     for amount in amounts:
         result.add_amount(amount)
@@ -33,7 +33,7 @@ def sum_amounts(amounts: Iterable[DocumentAmount]) -> DocumentAmount:
 
 @dataclass
 class RuleSample:
-    """Beginning of a document that a rule dropped or changed.
+    """Example for the cleaning summary: beginning of a document that a rule dropped or changed.
 
     `rank` is a hash of its source position; the samples of the lowest ranks are kept.
     """
@@ -47,13 +47,13 @@ class RuleSample:
 
     @classmethod
     def from_document(cls, file: str, line: int, why: str, detail: str, text: str) -> RuleSample:
-        """Return the sample of a document."""
+        """Return the example of a document at line `line` of `file`, with the text cut to 300 characters."""
         return cls(xxhash.xxh32_intdigest(f"{file}:{line}".encode()), file, line, why, detail, text[:SHOWN])
 
 
 @dataclass
 class RuleTally:
-    """Counts of a rule: dropped documents by reason, and changed documents by finding."""
+    """Counts of one cleaning rule: dropped documents by reason, changed documents by finding, and examples."""
 
     dropped: DocumentAmount = field(default_factory=DocumentAmount)
     changed: DocumentAmount = field(default_factory=DocumentAmount)
@@ -62,13 +62,15 @@ class RuleTally:
     samples: list[RuleSample] = field(default_factory=list)
 
     def add_sample(self, sample: RuleSample, count: int) -> None:
-        """Keep a sample if it is among the `count` of the lowest rank, which is a uniform draw."""
+        """Keep an example if its rank is among the `count` lowest, which makes the kept ones a uniform draw."""
         self.samples = sorted([*self.samples, sample], key=lambda s: (s.rank, s.file, s.line))[:count]
 
 
 @dataclass
 class CleanTally:
-    """Counts of a cleaning run. `read` and `kept` are by input as named by the user; `languages` counts documents."""
+    """Counts of a cleaning run: documents `read` and `kept` per input as named by the user, per rule, and per detected
+    language.
+    """
 
     read: dict[str, DocumentAmount] = field(default_factory=dict)
     kept: dict[str, DocumentAmount] = field(default_factory=dict)
@@ -76,11 +78,11 @@ class CleanTally:
     languages: dict[str, int] = field(default_factory=dict)
 
     def get_rule_tally(self, name: str) -> RuleTally:
-        """Return the counts of a rule, created if missing."""
+        """Return the counts of the rule `name`, created if missing."""
         return self.rules.setdefault(name, RuleTally())
 
     def add_tally(self, other: CleanTally, samples: int) -> None:
-        """Add the counts of another tally."""
+        """Add the counts of another tally to this one, and keep at most `samples` examples per rule."""
         for amounts, more in ((self.read, other.read), (self.kept, other.kept)):
             for name, amount in more.items():
                 amounts.setdefault(name, DocumentAmount()).add_amount(amount)
@@ -96,6 +98,6 @@ class CleanTally:
 
 
 def add_counts(counts: dict[str, int], more: dict[str, int]) -> None:
-    """Add numbers by name to `counts`."""
+    """Add the counts `more` to `counts` in place, key by key."""
     for name, count in more.items():
         counts[name] = counts.get(name, 0) + count

@@ -23,7 +23,9 @@ from mega_data.reading.documents import Document, RejectedItem
 
 
 class JudgeSettings(NamedTuple):
-    """Settings of a worker process: configuration as JSON, key of the text, paths, and identity of the run."""
+    """Settings of a cleaning worker process: the configuration as JSON, the text's key in a record, folders, and the
+    digest of the run's inputs.
+    """
 
     config: str
     json_key: str
@@ -34,7 +36,9 @@ class JudgeSettings(NamedTuple):
 
 @dataclass
 class JudgeBatch:
-    """Items of one input, and the input position that they reach: (source, items)."""
+    """Documents and rejected items of one input to clean together, and the input position after them: (source number,
+    items).
+    """
 
     input: str
     items: list[Document | RejectedItem] = field(default_factory=list)
@@ -45,7 +49,9 @@ class JudgeBatch:
 
 @dataclass
 class JudgedBatch:
-    """Result of a batch: compressed lines per folder, fingerprints and positions of the kept documents, counts."""
+    """Result of cleaning a batch: compressed JSON lines per output folder, fingerprints and source positions of the
+    kept documents, and counts.
+    """
 
     lines: dict[str, bytes]
     exact: bytes
@@ -55,7 +61,7 @@ class JudgedBatch:
 
 
 def judge_batch(batch: JudgeBatch, settings: JudgeSettings) -> JudgedBatch:
-    """Apply every rule to every document of a batch.
+    """Apply every rule of the configuration, except deduplication, to every document of a batch.
 
     Raises:
         MegaError: if a rule cannot be built or a user-defined filter fails.
@@ -70,7 +76,7 @@ def _get_judge(settings: JudgeSettings) -> DocumentJudge:
 
 
 class DocumentJudge:
-    """Applies the rules of a configuration to documents."""
+    """Applies the cleaning rules of a configuration, except deduplication, to documents."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.config = CleanConfig.model_validate_json(settings.config)
@@ -80,7 +86,7 @@ class DocumentJudge:
         )
 
     def judge_documents(self, batch: JudgeBatch) -> JudgedBatch:
-        """Apply the rules to each document, in order."""
+        """Apply the rules to each document of a batch, in order; a document stops at the first rule that drops it."""
         tally, kept, positions = CleanTally(), [], []
         lines: dict[str, list[bytes]] = {"kept": [], "dropped": [], "changed": []}
         for item in batch.items:
@@ -157,7 +163,7 @@ class DocumentJudge:
 
 
 def replace_record_text(record: TextRecord, key: str, text: str) -> TextRecord:
-    """Return a copy of a record with another text under a key, or under `a.b` in the object `a`."""
+    """Return a copy of a record with `text` under `key`, or for a key `a.b` under `b` in the object `a`."""
     if key in record or "." not in key:
         return {**record, key: text}
     first, _, rest = key.partition(".")

@@ -23,7 +23,7 @@ NONE = np.uint32(0xFFFFFFFF)  # every hash of the signature of a text without wo
 
 
 def hash_texts(texts: Sequence[AnalyzedText]) -> Hashes:
-    """Return the 128 bits of XXH3 of each text, uint64 [documents, 2]."""
+    """Return the 128-bit XXH3 hash of each text as two halves, uint64 [texts, 2]."""
     digests = b"".join(xxhash.xxh3_128_digest(text.text.encode()) for text in texts)
     return np.frombuffer(digests, np.uint64).reshape(-1, 2)
 
@@ -41,12 +41,14 @@ def compute_text_signatures(texts: Sequence[AnalyzedText], settings: MinHashConf
 
 
 def hash_shingles(hashes: Hashes, settings: MinHashConfig) -> Hashes:
-    """Return the hashes of runs of `ngram` item hashes (words, tokens); one hash of all items if there are fewer."""
+    """Return the hash of each run of `settings.ngram` items (words or tokens) of a document, given the hash of each
+    item; one hash of all items if there are fewer.
+    """
     return hash_ngrams(hashes, min(settings.ngram, max(1, len(hashes))))
 
 
 def compute_signatures(sets: Sequence[Hashes], settings: MinHashConfig) -> Signatures:
-    """Return the MinHash signatures of sets of shingles by rensa, uint32 [sets, bands * rows].
+    """Return the MinHash signature of each set of shingle hashes, by the package rensa, uint32 [sets, bands * rows].
 
     Raises:
         MissingPackageError: if rensa is not installed.
@@ -60,7 +62,7 @@ def compute_signatures(sets: Sequence[Hashes], settings: MinHashConfig) -> Signa
 
 
 def get_rensa_version() -> int:
-    """Return the version of rensa's algorithm; signatures of different versions are not comparable.
+    """Return the version of rensa's MinHash algorithm; signatures of different versions are not comparable.
 
     Raises:
         MissingPackageError: if rensa is not installed.
@@ -74,7 +76,7 @@ CHUNK = 1 << 15  # documents whose signatures are in memory at once
 
 
 def find_exact_leaders(hashes: Hashes, dataset_numbers: Numbers | None = None) -> Numbers:
-    """Return for each document the first with an equal text, itself included: int64 [N].
+    """Return for each of N documents the index of the first document with equal text, possibly itself: int64 [N].
 
     Args:
         hashes: uint64 [N, 2], the two halves of each text's hash.
@@ -90,7 +92,8 @@ def find_exact_leaders(hashes: Hashes, dataset_numbers: Numbers | None = None) -
 def find_near_leaders(
     signatures: Signatures, settings: MinHashConfig, leaders: Numbers, dataset_numbers: Numbers | None = None
 ) -> Numbers:
-    """Return for each document the first of its near-duplicate cluster, int64 [N]; `leaders` are the initial clusters.
+    """Return for each of N documents the index of the first document of its near-duplicate cluster, int64 [N];
+    `leaders` gives the initial clusters.
 
     A document joins the first one that shares a band with it, if the share of equal hashes is at least `threshold`.
 
@@ -114,7 +117,8 @@ def find_near_leaders(
 
 
 def estimate_similarity(signatures: Signatures, a: Numbers, b: Numbers) -> npt.NDArray[np.float64]:
-    """Return the share of equal hashes of documents `a` and `b`, [n] each, an estimate of their Jaccard similarity.
+    """Return the share of equal MinHash values of each document pair (`a[i]`, `b[i]`), an estimate of their Jaccard
+    similarity.
 
     It is 0 for documents without words.
     """

@@ -30,7 +30,7 @@ BLOCK = 1 << 20  # bytes of lines that are compressed at once
 
 
 class FirstPassPart(NamedTuple):
-    """Part of the first pass, by its number and its document numbers, `end` excluded."""
+    """Output file of a cleaning run's first pass: its number, and its range of document numbers [start, end)."""
 
     number: int
     start: int
@@ -38,7 +38,9 @@ class FirstPassPart(NamedTuple):
 
 
 class SourceNames(NamedTuple):
-    """Names of sources, inputs and folders of earlier runs by number, and the key of the text."""
+    """Names of sources, inputs and earlier cleaning runs' folders, by the numbers in document positions, and the text's
+    key in a record.
+    """
 
     sources: list[str]
     inputs: list[str]
@@ -47,7 +49,8 @@ class SourceNames(NamedTuple):
 
 
 def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
-    """Find the duplicates; write `leaders.npy` and `rules.npy`.
+    """Find duplicate documents of the cleaning run's first pass in folder `work`; write them to `leaders.npy` and
+    `rules.npy` there.
 
     leaders: the original of each document, int64 [N]. rules: 0 for a kept document, else `EXACT` or `NEAR`, uint8 [N].
     """
@@ -71,7 +74,8 @@ def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
 
 
 def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConfig, names: SourceNames) -> CleanTally:
-    """Write a part without its duplicates to the result, and the duplicates beside it; return the counts.
+    """Write the kept documents of a first-pass file to `result/kept` and its duplicates to `result/dropped`; return the
+    counts.
 
     What an interrupted run has done is not done again.
     """
@@ -84,7 +88,7 @@ def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConf
 
 
 class PartDeduplication:
-    """Deduplication of one part: its documents, and the findings about them."""
+    """Deduplication of one first-pass file: its documents, and which of them are duplicates."""
 
     def __init__(self, part: FirstPassPart, work: Path, config: CleanConfig, names: SourceNames) -> None:
         assert config.duplicates is not None
@@ -101,7 +105,7 @@ class PartDeduplication:
         self.tally = CleanTally()
 
     def write_files(self) -> CleanTally:
-        """Write the kept and the dropped documents of the part."""
+        """Write the kept and the dropped documents of the first-pass file to the result folder; return the counts."""
         positions = self.positions[self.part.start : self.part.end]
         for number, name in enumerate(self.names.inputs):
             sizes = positions["size"][(positions["input"] == number) & (self.rules == 0)]

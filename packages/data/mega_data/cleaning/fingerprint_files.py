@@ -28,7 +28,8 @@ CHUNK = 1 << 16  # documents read at once
 
 
 def describe_fingerprints(rule: DuplicatesRule) -> dict[str, Any]:
-    """Return the parameters of fingerprints, which must be equal in two runs that are compared.
+    """Return the parameters of the document fingerprints; fingerprints of two cleaning runs are comparable if these are
+    equal.
 
     Raises:
         MissingPackageError: if rensa is required and not installed.
@@ -38,18 +39,20 @@ def describe_fingerprints(rule: DuplicatesRule) -> dict[str, Any]:
 
 
 def load_text_hashes(folder: Path) -> Hashes:
-    """Return the hashes of texts, uint64 [N, 2], memory-mapped."""
+    """Return the text hashes in `folder/exact.bin`, one per document, uint64 [N, 2], memory-mapped."""
     return _map_file(folder / "exact.bin", np.dtype("<u8"), 2)
 
 
 def load_signatures(folder: Path, rule: DuplicatesRule) -> Signatures:
-    """Return the MinHash signatures, uint32 [N, bands * rows], memory-mapped."""
+    """Return the MinHash signatures in `folder/minhash.bin`, one per document, uint32 [N, bands * rows], memory-mapped."""
     assert rule.minhash is not None
     return _map_file(folder / "minhash.bin", np.dtype("<u4"), rule.minhash.bands * rule.minhash.rows)
 
 
 def load_document_positions(folder: Path) -> DocumentPositions:
-    """Return the source positions of documents, `POSITION` [N], memory-mapped."""
+    """Return the source position of each document from `folder/places.bin`, structured dtype `POSITION` [N], memory-
+    mapped.
+    """
     return _map_file(folder / "places.bin", POSITION, 1)[:, 0]
 
 
@@ -60,7 +63,8 @@ def _map_file(path: Path, dtype: np.dtype[Any], width: int) -> npt.NDArray[Any]:
 
 
 def import_fingerprints(rule: DuplicatesRule, journal: AppendJournal) -> int:
-    """Add the fingerprints of the folders `rule.against` to those of this run; return the number of their documents.
+    """Append the fingerprints of the earlier cleaning runs in `rule.against` to this run's files; return the number of
+    their documents.
 
     Raises:
         DataError: if a folder has no fingerprints, or their parameters differ.
@@ -103,7 +107,9 @@ def _read_fingerprint_kinds(folder: Path) -> dict[str, Any]:
 
 
 def write_kept_fingerprints(work: Path, rule: DuplicatesRule, first: int) -> dict[str, Any]:
-    """Write the fingerprints of the kept documents, from number `first` on, to the result; return their parameters."""
+    """Write the fingerprints of the kept documents, from document number `first` on, to `work/result/fingerprints`;
+    return the fingerprint parameters.
+    """
     kept = first + np.flatnonzero(np.load(work / "rules.npy", mmap_mode="r")[first:] == 0)
     folder = work / "result" / "fingerprints"
     for name, array in _load_fingerprints(work, rule):

@@ -22,12 +22,16 @@ PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
 def apply_quality_rule(text: AnalyzedText, limits: GopherQualityRule) -> DropDocument | None:
-    """Check the words, symbols, lines and stop words of a document."""
+    """Apply the Gopher quality filter to a document's words, symbols, lines and stop words: return the reason to drop
+    it, or None to keep it.
+    """
     return check_measures(_measure_quality(text, limits))
 
 
 def apply_repetition_rule(text: AnalyzedText, limits: GopherRepetitionRule) -> DropDocument | None:
-    """Check the shares of a document that repeat its earlier text."""
+    """Apply the Gopher repetition filter to the shares of a document that repeat its earlier text: return the reason to
+    drop it, or None to keep it.
+    """
     return check_measures(_measure_repetition(text, limits))
 
 

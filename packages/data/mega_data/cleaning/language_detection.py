@@ -17,7 +17,7 @@ Detector = Callable[[str], tuple[str, float]]
 
 
 def build_language_rule(limits: LanguageRule) -> CleaningRule:
-    """Return the rule for documents in other languages, or in no detectable language.
+    """Return the rule that drops documents in languages other than `limits.keep`, or in no detectable language.
 
     Raises:
         MissingPackageError: if the detector is not installed.
@@ -38,7 +38,7 @@ def build_language_rule(limits: LanguageRule) -> CleaningRule:
 
 
 def load_lingua_detector() -> Detector:
-    """Return lingua's detector for all of its languages: ISO 639-1 code (`und` for none) and confidence.
+    """Return a function that detects a text's language by the package lingua: (ISO 639-1 code or `und`, confidence).
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -59,7 +59,8 @@ def load_lingua_detector() -> Detector:
 
 
 def load_fasttext_detector(model: Path) -> Detector:
-    """Return the detector of a fastText model whose labels are `__label__CODE`.
+    """Return a function that detects a text's language by a fastText model file, whose labels must be `__label__CODE`:
+    (code, confidence).
 
     Raises:
         MissingPackageError: if fasttext is not installed.

@@ -23,7 +23,8 @@ Result = TypeVar("Result")
 def map_in_order(
     call: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Yield each item and the result of `call` on it, by `workers` processes, or by this process for one worker.
+    """Yield each item with the result of `call` on it, in input order, computed by `workers` processes, or by this
+    process for one worker.
 
     Raises:
         DataError: if a process was killed; and any error of `call`.

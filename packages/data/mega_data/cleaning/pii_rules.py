@@ -52,7 +52,9 @@ KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
 
 
 def apply_pii_rule(text: AnalyzedText, limits: PiiRule) -> DropDocument | ChangeDocument | None:
-    """Return the text with each finding replaced by its kind (`<EMAIL>`), or the reason to drop the document."""
+    """Return the text with each personal data item replaced by its kind (`<EMAIL>`), the reason to drop the document,
+    or None if there is none.
+    """
     found: Counter[str] = Counter()
     result = text.text
     for kind, (pattern, is_valid) in _select_patterns(limits):

@@ -25,7 +25,8 @@ from mega_data.reading.source_readers import iterate_texts
 
 
 def build_custom_rule(name: str, folder: Path) -> CleaningRule:
-    """Return the rule that calls `module:function`, with the module in `folder` or installed.
+    """Return the rule that calls the user's function `name`, given as `module:function`, with the module in `folder` or
+    installed.
 
     Raises:
         ConfigError: if the function cannot be imported.
@@ -70,7 +71,7 @@ def _import_from_path(path: Path, name: str) -> ModuleType | None:
 
 
 def hash_evaluation_ngrams(limits: DecontaminationRule) -> Hashes:
-    """Return the hashes of all runs of words in the evaluation sets, sorted, uint64.
+    """Return the hashes of all runs of `limits.ngram` words in the evaluation sets, sorted and unique, uint64.
 
     Raises:
         DataError: if a set cannot be read, or all texts are shorter than `ngram` words.
@@ -97,7 +98,9 @@ def _iterate_evaluation_texts(limits: DecontaminationRule) -> Iterator[AnalyzedT
 
 
 def build_decontamination_rule(limits: DecontaminationRule, file: Path) -> CleaningRule:
-    """Return the rule for documents with a run of words whose hash is in `file`, an `.npy` shared by processes."""
+    """Return the rule that drops documents with a run of words whose hash is in the `.npy` file `file`, which processes
+    share by memory map.
+    """
     evaluated = np.load(file, mmap_mode="r")
 
     def judge(text: AnalyzedText, _: TextRecord) -> DropDocument | None:
@@ -113,7 +116,7 @@ def build_decontamination_rule(limits: DecontaminationRule, file: Path) -> Clean
 
 
 def build_clean_rules(config: CleanConfig, folder: Path, ngrams: Path) -> dict[str, CleaningRule]:
-    """Return every enabled rule except duplicates, by name.
+    """Return {name: rule} of every enabled cleaning rule except deduplication.
 
     `folder` may have the module of `filter`; `ngrams` is the file with the hashes of the evaluation sets.
 

@@ -11,14 +11,16 @@ TextRecord = dict[str, Any]
 
 
 class DropDocument(NamedTuple):
-    """Verdict to drop the document: `why` is one of a rule's few reasons, `detail` the finding in this document."""
+    """Verdict of a cleaning rule to drop the document: `why` is one of the rule's few reasons, `detail` the finding in
+    this document.
+    """
 
     why: str
     detail: str = ""
 
 
 class ChangeDocument(NamedTuple):
-    """Verdict to keep the document with another text; `counts` are the numbers of changes by kind."""
+    """Verdict of a cleaning rule to keep the document with another text; `counts` are the numbers of changes by kind."""
 
     text: str
     counts: dict[str, int]
@@ -28,7 +30,7 @@ CleaningRule = Callable[[AnalyzedText, TextRecord], DropDocument | ChangeDocumen
 
 
 class BoundedMeasure(NamedTuple):
-    """Measured value of a document and its limits, both inclusive."""
+    """Measured value of a document and its lower and upper limits, both inclusive."""
 
     name: str
     value: float
@@ -37,7 +39,9 @@ class BoundedMeasure(NamedTuple):
 
 
 def check_measures(measures: Iterable[BoundedMeasure]) -> DropDocument | None:
-    """Return the first measure outside its limits as a reason to drop; later ones are not evaluated."""
+    """Return a verdict to drop the document for the first measure outside its limits, or None; later measures are not
+    evaluated.
+    """
     for name, value, low, high in measures:
         if value < low:
             return DropDocument(f"{name} below {low:g}", f"{value:.4g}")

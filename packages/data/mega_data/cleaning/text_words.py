@@ -21,7 +21,7 @@ FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that the multiplication is inv
 
 
 class AnalyzedText:
-    """Text with its words and their hashes, computed on demand.
+    """Text of a document with its words and their hashes, computed on demand.
 
     Attributes:
         language: ISO 639-1 code, once a rule has found it.
@@ -33,26 +33,28 @@ class AnalyzedText:
 
     @cached_property
     def words(self) -> list[str]:
-        """Words of the text, W of them, in lower case, without punctuation."""
+        """Words of the text in order, in lower case and without punctuation."""
         return WORD.findall(self.text.lower())
 
     @cached_property
     def word_hashes(self) -> Hashes:
-        """64-bit hash of each word, [W], equal in every process."""
+        """64-bit hash of each word, uint64 [words], equal in every process."""
         return np.fromiter(map(xxhash.xxh3_64_intdigest, map(str.encode, self.words)), np.uint64, len(self.words))
 
     @cached_property
     def word_lengths(self) -> npt.NDArray[np.int64]:
-        """Number of characters of each word, [W]."""
+        """Number of characters of each word, int64 [words]."""
         return np.fromiter(map(len, self.words), np.int64, count=len(self.words))
 
     def hash_word_ngrams(self, n: int) -> Hashes:
-        """Return a 64-bit hash of each run of `n` words, [max(0, W - n + 1)]."""
+        """Return a 64-bit hash of each run of `n` words, [max(0, words - n + 1)]."""
         return hash_ngrams(self.word_hashes, n)
 
 
 def hash_ngrams(hashes: Hashes, n: int) -> Hashes:
-    """Return a 64-bit hash of each run of `n` of W item hashes, [max(0, W - n + 1)]."""
+    """Return a 64-bit hash of each run of `n` consecutive items, given the item `hashes`: [max(0, len(hashes) - n +
+    1)].
+    """
     count = max(0, len(hashes) - n + 1)
     result = np.zeros(count, np.uint64)
     for k in range(n):

@@ -23,7 +23,8 @@ MAX_ASPECT_RATIO = 200
 
 
 def compute_native_size(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) to which an image [H, W] is resized at native resolution.
+    """Return the (height, width) in pixels to which an image of `height` x `width` pixels is resized at native
+    resolution.
 
     Both are whole features within the pixel limits, with about the aspect ratio of the image.
 
@@ -53,7 +54,8 @@ def compute_mrope_positions(
     features: npt.NDArray[np.int64],
     grids: Sequence[tuple[int, int]],
 ) -> npt.NDArray[np.int64]:
-    """Return the time, row and column positions of tokens for multimodal RoPE: int64 [3, S].
+    """Return the time, row and column positions of the S tokens of a sample for multimodal RoPE (Qwen2.5-VL): int64 [3,
+    S].
 
     For text, all three are the token's position. In an image, the row and column of the feature are added to the
     position of the image's first feature. The text after an image continues after the longer side of its grid, not
@@ -83,7 +85,9 @@ def _find_document_end(positions: npt.NDArray[np.int64], token: int) -> int:
 
 
 def select_tile_resolution(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) that keeps the most of an image [H, W], on ties the one with the least padding."""
+    """Return the (height, width) in `vision.pinpoints` that keeps the most pixels of an image of `height` x `width`; on
+    ties the one with the least padding.
+    """
     assert vision.pinpoints is not None
 
     def rate(resolution: tuple[int, int]) -> tuple[int, int]:
@@ -95,7 +99,9 @@ def select_tile_resolution(vision: VisionConfig, height: int, width: int) -> tup
 
 
 def fit_to_resolution(resolution: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of an image [H, W] scaled to fit into a resolution with its aspect ratio."""
+    """Return the (height, width) of an image of `height` x `width` scaled with its aspect ratio to fit into
+    `resolution` (height, width).
+    """
     max_height, max_width = resolution
     x_scale, y_scale = max_width / width, max_height / height
     if x_scale < y_scale:
@@ -104,7 +110,8 @@ def fit_to_resolution(resolution: tuple[int, int], height: int, width: int) -> t
 
 
 def list_placeholder_features(vision: VisionConfig, height: int, width: int) -> npt.NDArray[np.int64]:
-    """Return the feature index of each placeholder of an image [H, W], into the features of its squares: int64 [k].
+    """Return which feature of the vision projector replaces each placeholder token of an image of `height` x `width`
+    pixels, as row indices over all its squares: int64 [placeholders].
 
     A square has `vision.features_per_square` features: P, and with tiles the end-of-row feature.
     """

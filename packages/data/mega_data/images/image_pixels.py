@@ -40,7 +40,7 @@ UNREADABLE = (
 
 @dataclass(frozen=True)
 class PreparedImage:
-    """Image as input of a vision encoder.
+    """Decoded, resized and normalized image as input of a vision encoder, with its placeholders' feature indices.
 
     Attributes:
         pixels: fp32 [n, 3, H, W], of the whole image, followed by its tiles with `vision.pinpoints`.
@@ -54,7 +54,8 @@ class PreparedImage:
 
 
 def prepare_image(content: bytes, vision: VisionConfig) -> PreparedImage:
-    """Decode an image to RGB, resize it and normalize it to (x / 255 - mean) / std.
+    """Decode the image file bytes `content` to RGB, resize the image and normalize it to (x / 255 - mean) / std, with
+    tiles if `vision` has them.
 
     Raises:
         DataError: if Pillow cannot read it, or it has more than `MAX_PIXELS`.
@@ -75,7 +76,8 @@ def prepare_image(content: bytes, vision: VisionConfig) -> PreparedImage:
 
 
 def count_placeholders(content: bytes, vision: VisionConfig) -> int:
-    """Return the number of placeholders of an image in a text, from the size in its file header.
+    """Return the number of placeholder tokens that an image takes in a text, from the size in the header of its file
+    bytes `content`.
 
     Raises:
         DataError: if Pillow cannot read it.

@@ -51,7 +51,8 @@ BATCH = 256  # conversations that are encoded at once
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """Folder and placeholder text of images.
+    """Options for tokenizing images in conversations: the base folder of image paths, and the placeholder text and
+    count per image.
 
     Attributes:
         folder: base folder of image paths.
@@ -79,7 +80,8 @@ def preprocess_image_chats(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
 ) -> DatasetInfo:
-    """Tokenize conversations with images into the files of `preprocess_corpus` for conversations, and `PREFIX.images`.
+    """Tokenize conversations with images into the files of `preprocess_corpus` for conversations, and `PREFIX.images`
+    with the image references.
 
     Each placeholder of a text is repeated for each feature of its image. A missing image, and a text with another
     number of placeholders than images, are bad lines. Truncation to `max_length` may cut an image.

@@ -27,7 +27,7 @@ CAPTION = "Describe the image."
 
 @dataclass(frozen=True)
 class ImageChatRecord:
-    """Conversation record: JSON, its images, and its source position."""
+    """Conversation record with images: JSON object, image references or bytes, and source position."""
 
     raw: dict[str, Any]
     images: list[ImageReference | bytes]
@@ -38,7 +38,9 @@ class ImageChatRecord:
 def iterate_image_records(
     inputs: Sequence[str | Path], left_out: SkippedFiles
 ) -> Iterator[ImageChatRecord | RejectedItem]:
-    """Yield the records of all inputs, in order."""
+    """Yield the conversation records with images of all inputs, in order: webdataset shards (.tar) and the formats of
+    `find_corpus_sources`.
+    """
     for name in inputs:
         if str(name).endswith(".tar"):
             yield from _read_shard_records(Path(name))
@@ -107,7 +109,7 @@ def _encode_png(image: Any) -> bytes:
 
 
 def insert_placeholders(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a record whose image parts are replaced by LLaVA's placeholder text."""
+    """Return a chat record in which each image part of a message is replaced by LLaVA's placeholder text `<image>`."""
     messages = raw.get("messages")
     if not isinstance(messages, list):
         return raw

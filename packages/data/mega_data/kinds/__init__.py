@@ -14,7 +14,7 @@ from mega_data.kinds.t5_samples import build_t5_samples
 
 
 def get_dataset_builders() -> dict[str, DatasetFactory]:
-    """Return the sample builder of each dataset kind, by the names of `mega_data.data_config.KindName`."""
+    """Return {dataset kind: function that builds its samples}, by the names of `mega_data.data_config.KindName`."""
     return {
         "text": build_text_samples,
         "documents": build_packed_samples,

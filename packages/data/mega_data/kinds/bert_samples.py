@@ -20,7 +20,8 @@ MAX_NGRAM = 3  # maximum number of consecutive masked words
 
 @dataclass(frozen=True, kw_only=True)
 class BertSample(TrainingSample):
-    """One sequence of S tokens: [CLS] A [SEP] B [SEP] and padding with token 0; without pairs [CLS] A [SEP].
+    """BERT training sequence of S tokens: [CLS] A [SEP] B [SEP] and padding with token 0; without sentence pairs [CLS]
+    A [SEP].
 
     Labels are the original ids of tokens to predict, -1 elsewhere, with loss weight 1 at labels; token types are 1 in B
     and its [SEP], else 0. Padding is a separate document.
@@ -37,7 +38,7 @@ class BertSample(TrainingSample):
 
 
 class BertSamples:
-    """BERT samples of one data set of sentences.
+    """BERT samples (masked words, two segments) of one data set whose sequences are sentences.
 
     Raises:
         DataError: if the tokenizer lacks one of BERT's special tokens; on the first sample, if no document can be used.
@@ -65,17 +66,17 @@ class BertSamples:
 
     @cached_property
     def identity(self) -> str:
-        """Description of everything that the samples depend on."""
+        """Text that names everything the BERT samples depend on; equal texts mean equal samples."""
         share, tokenizer = self._config.bert.mask_probability, self._tokenizer.fingerprint
         return f"bert share={share} tokenizer={tokenizer} {self._cuts.identity}"
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of samples in one pass over the data set."""
+        """Number of BERT samples in one pass over the data set; approximate in order `megatron`."""
         return self._cuts.samples_per_epoch
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return S squared for each sample, int64 [n]."""
+        """Return the squared sequence length for each sample in `numbers`, int64 [len(numbers)]."""
         return np.full(numbers.size, self._config.seq_length**2)
 
     def __getitem__(self, k: int, /) -> BertSample:
@@ -121,7 +122,8 @@ class BertSamples:
 
 
 def trim_segments(a: Tokens, b: Tokens, length: int, random: Random) -> tuple[Tokens, Tokens]:
-    """Trim both segments to at most `length` tokens in total.
+    """Trim both segments to at most `length` tokens in total: the longer one repeatedly loses its first or last token,
+    drawn at random.
 
     The longer one (`b` on a tie) repeatedly loses its first or last token, drawn at random.
     """
@@ -136,5 +138,7 @@ def trim_segments(a: Tokens, b: Tokens, length: int, random: Random) -> tuple[To
 
 
 def build_bert_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> BertSamples:
-    """Return samples of dataset kind `bert`, in the sample order of the run."""
+    """Return the BERT samples of a data set part (dataset kind `bert`), in the run's sample order; `num_samples`
+    matters only for order `megatron`.
+    """
     return BertSamples(part, setting, num_samples)

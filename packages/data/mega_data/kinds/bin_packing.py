@@ -12,7 +12,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def pack_best_fit(sizes: npt.NDArray[np.integer[Any]], capacity: int) -> Ints:
-    """Assign each item to the bin with the least free space that fits it, the largest items first.
+    """Assign each item, the largest first, to the bin with the least free space that fits it: bin numbers, int64 [n].
 
     Items of one size are assigned together: the bin with the least space remains the best fit while it takes another
     one, so it is filled with as many as fit. Ties between bins go to the one opened or filled last, between items to

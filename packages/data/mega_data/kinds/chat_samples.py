@@ -22,7 +22,8 @@ from mega_data.token_files.loss_mask import LossWeights
 
 
 def build_conversation_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> PackedSamples:
-    """Return samples of dataset kind `conversations`.
+    """Return the packed samples of a data set part of conversations (dataset kind `conversations`), with images if the
+    data set has them.
 
     Raises:
         ConfigError: in order `megatron`, which does not support packing.
@@ -36,7 +37,9 @@ def build_conversation_samples(part: DatasetPart, setting: DatasetContext, num_s
 
 
 class PreferencePairSamples(PackedSamples):
-    """Samples of whole preference pairs. Pairs that do not fit a sample are skipped and counted."""
+    """Packed samples of whole preference pairs (chosen and rejected answer). Pairs that do not fit a sample are skipped
+    and counted.
+    """
 
     @property
     def _packing_rule(self) -> str:
@@ -71,7 +74,7 @@ class PreferencePairSamples(PackedSamples):
 
 
 def build_preference_pairs(part: DatasetPart, setting: DatasetContext, _: int) -> PreferencePairSamples:
-    """Return samples of dataset kind `pairs`.
+    """Return the packed samples of a data set part of preference pairs (dataset kind `pairs`).
 
     Raises:
         ConfigError: as `reject_megatron_order`.

@@ -22,7 +22,7 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 
 @dataclass(frozen=True)
 class SampleImages:
-    """Images of a sample, and the positions of their placeholder tokens.
+    """Images of a training sample, the positions of their placeholder tokens, and the feature that replaces each.
 
     Attributes:
         pixels: fp32 [3, H, W] per image, or per tile of each image, normalised.
@@ -37,7 +37,7 @@ class SampleImages:
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One training sequence of S inputs with its labels.
+    """One training sequence of S input tokens with labels, loss weights, positions and document ids.
 
     Attributes:
         tokens: int64 [S].
@@ -64,18 +64,21 @@ class TrainingSample:
 
 
 class DatasetSamples(Protocol[Sample_co]):
-    """Samples of one data set: `TrainingSample`, or the sample type of its kind. Files are read lazily."""
+    """Interface of the samples of one data set: `TrainingSample`, or the sample type of its dataset kind. Files are
+    read lazily.
+    """
 
     @property
     def identity(self) -> str:
-        """Description of everything that sample k depends on; a resumed run compares its digest."""
+        """Text that names everything the samples depend on; a resumed run compares its digest to detect changed data."""
 
     @property
     def samples_per_epoch(self) -> float:
         """Number of samples in one pass over the data set."""
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended token pairs of each sample, int64 [n], without reading tokens.
+        """Return the approximate number of attended (query, key) token pairs of each sample in `numbers`, int64
+        [len(numbers)], without reading tokens.
 
         S squared, unless attention is limited to documents. Used to balance the samples of a step over the data ranks.
         """
@@ -85,7 +88,7 @@ class DatasetSamples(Protocol[Sample_co]):
 
 @dataclass(frozen=True)
 class DatasetContext:
-    """Settings shared by the data sets of a split.
+    """Settings shared by all data sets of one split of a run, passed to the builders of samples.
 
     Attributes:
         eod: end-of-document token, or None.
@@ -103,7 +106,8 @@ class DatasetContext:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the data, for kinds that need one: the known tokenizer, else the one named by the run.
+        """Tokenizer of the data, for dataset kinds that need one: `known_tokenizer`, else the one at the
+        configuration's `tokenizer` path.
 
         Raises:
             ConfigError: if there is neither.
@@ -119,7 +123,7 @@ class DatasetContext:
 
     @cached_property
     def text_tokenizer(self) -> Tokenizer:
-        """Tokenizer of the data that encodes special tokens spelled in a text as text."""
+        """Tokenizer of the data that encodes special tokens spelled in a text as ordinary text."""
         return Tokenizer(self.tokenizer.path, specials_as_text=True)
 
 

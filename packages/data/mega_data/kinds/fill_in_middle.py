@@ -49,7 +49,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoded from a part of a character
 
 
 class FillInTheMiddle:
-    """Fill-in-the-middle transformation of documents.
+    """Fill-in-the-middle transformation of documents: prefix, middle and suffix are reordered between marker tokens.
 
     Attributes:
         tokens: ids of the tokens before prefix, middle and suffix.
@@ -75,12 +75,14 @@ class FillInTheMiddle:
 
     @property
     def identity(self) -> str:
-        """Description of everything that the transformation depends on."""
+        """Text that names everything the fill-in-the-middle transformation depends on; equal texts mean equal results."""
         config = self._config
         return f"fim rate={config.rate} spm={config.spm_rate} cut={config.cut} tokens={self.tokens} tokenizer={self._tokenizer.fingerprint}"
 
     def rearrange_document(self, ids: Ints, random: Random) -> Ints:
-        """Return a document, or its part in a window, rearranged or unchanged."""
+        """Return the token ids of a document, or of its part in a window, reordered as prefix, suffix, middle (or
+        suffix first) with probability `rate`, else unchanged.
+        """
         if not random.binomial(1, self._config.rate):
             return ids
         prefix, middle, suffix = self._split_document(ids, random)
@@ -103,7 +105,9 @@ class FillInTheMiddle:
 
 
 class FimContextSamples(TextSamples):
-    """Fill-in-the-middle samples at context level, of one data set."""
+    """Fill-in-the-middle samples of one data set at context level: the parts of documents within each window of running
+    text are rearranged.
+    """
 
     def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
         seq_length = setting.config.seq_length
@@ -114,7 +118,7 @@ class FimContextSamples(TextSamples):
 
     @cached_property
     def identity(self) -> str:
-        """Description of everything that the samples depend on."""
+        """Text that names everything the fill-in-the-middle samples depend on; equal texts mean equal samples."""
         return f"{self._fim.identity} {self._windows.identity}"
 
     def __getitem__(self, k: int, /) -> TrainingSample:
@@ -137,7 +141,7 @@ class FimContextSamples(TextSamples):
 
 
 class FimDocumentSamples(PackedSamples):
-    """Fill-in-the-middle samples of packed whole documents, each rearranged or unchanged.
+    """Fill-in-the-middle samples at document level: whole documents, each rearranged or unchanged, packed into samples.
 
     The end-of-document token stays last.
     """
@@ -170,7 +174,8 @@ class FimDocumentSamples(PackedSamples):
 def build_fim_samples(
     part: DatasetPart, setting: DatasetContext, num_samples: int
 ) -> FimContextSamples | FimDocumentSamples:
-    """Return samples of dataset kind `fim`, in the sample order of the run.
+    """Return the fill-in-the-middle samples of a data set part (dataset kind `fim`), at context or document level as
+    configured.
 
     Raises:
         ConfigError: if the tokenizer lacks the required tokens; at document level as `reject_megatron_order`.

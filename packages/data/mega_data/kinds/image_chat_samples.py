@@ -23,7 +23,7 @@ Pixels = npt.NDArray[np.float32]
 
 
 class ImageChatSamples(PackedSamples):
-    """Packed samples of conversations with images, as a function of the sample number and the image files.
+    """Packed training samples of conversations with images, as a function of the sample number and the image files.
 
     Raises:
         DataError: if the images were prepared for another vision encoder; for a sample with an image that cannot be

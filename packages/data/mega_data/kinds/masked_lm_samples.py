@@ -18,7 +18,7 @@ SPECIALS = ("[CLS]", "[SEP]", "[PAD]", "<s>", "</s>", "<pad>")  # never masked
 
 
 def find_mask_token(tokenizer: Tokenizer) -> int:
-    """Return the id of the mask token.
+    """Return the id of the tokenizer's mask token; raise DataError if it has none.
 
     Raises:
         DataError: if the tokenizer has none.
@@ -27,7 +27,7 @@ def find_mask_token(tokenizer: Tokenizer) -> int:
 
 
 def find_unmaskable_tokens(tokenizer: Tokenizer, eod: int | None, size: int) -> npt.NDArray[np.bool_]:
-    """Return which of `size` token ids are never masked (special tokens and `eod`): bool [size]."""
+    """Return for each of `size` token ids whether it is never masked (special tokens and `eod`): bool [size]."""
     vocab, unmaskable = tokenizer.backend.get_vocab(with_added_tokens=True), np.zeros(size, np.bool_)
     unmaskable[[vocab[name] for name in SPECIALS if name in vocab]] = True
     if eod is not None:
@@ -36,7 +36,8 @@ def find_unmaskable_tokens(tokenizer: Tokenizer, eod: int | None, size: int) -> 
 
 
 class MaskedLmSamples(TextSamples):
-    """Windows of S tokens, each selected for prediction with probability `data.bert.mask_probability`.
+    """Masked-LM samples of running text: each token of a window is selected for prediction with probability
+    `data.bert.mask_probability`.
 
     80 % of the selected tokens become the mask token, 10 % a random token, 10 % stay unchanged. Labels are the original
     tokens.
@@ -59,7 +60,7 @@ class MaskedLmSamples(TextSamples):
 
     @cached_property
     def identity(self) -> str:
-        """Description of everything that the samples depend on."""
+        """Text that names everything the masked-LM samples depend on; equal texts mean equal samples."""
         return f"masked share={self._share} tokenizer={self._tokenizer} {self._windows.identity}"
 
     def __getitem__(self, k: int, /) -> TrainingSample:
@@ -74,5 +75,5 @@ class MaskedLmSamples(TextSamples):
 
 
 def build_masked_lm_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> MaskedLmSamples:
-    """Return samples of dataset kind `masked`, in the sample order of the run."""
+    """Return the masked-LM samples of a data set part (dataset kind `masked`), in the run's sample order."""
     return MaskedLmSamples(part, setting, num_samples)

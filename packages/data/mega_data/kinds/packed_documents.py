@@ -32,7 +32,7 @@ GROUP = 1 << 20  # documents that are packed together: enough for a close fit
 
 @dataclass(frozen=True)
 class DocumentPieces:
-    """Units that are packed into samples: one document, or w sequences that belong together, per row.
+    """Units to pack into samples, in n rows: a document or a piece of one (w = 1), or w sequences that belong together.
 
     Attributes:
         starts: int64 [n, w], position of the first token of each sequence in the data set.
@@ -46,7 +46,8 @@ class DocumentPieces:
 
 
 def split_documents(reader: IndexedReader, begins: Ints, ends: Ints, seq_length: int, *, split: bool) -> DocumentPieces:
-    """Return the pieces of documents with the tokens [begins, ends), int64 [documents] each.
+    """Return the pieces of documents with the token ranges [begins, ends) that fit samples of `seq_length`: longer
+    documents are split, or left out without `split`.
 
     Raises:
         DataError: if no document fits.
@@ -71,7 +72,8 @@ def split_documents(reader: IndexedReader, begins: Ints, ends: Ints, seq_length:
 
 
 def pack_pieces(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
-    """Pack pieces into samples of `seq_length` positions, in groups of `GROUP` drawn by the 64-bit `key`.
+    """Pack pieces into samples of `seq_length` positions by best fit, in groups of `GROUP` (1 Mi) pieces drawn by the
+    64-bit `key`.
 
     Returns:
         starts: int64 [n w], sizes: int32 [n w], of the pieces in the order of their samples. Within a sample small rows
@@ -96,7 +98,8 @@ def pack_pieces(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
 
 
 class PackedSamples:
-    """Samples of whole documents of a data set part; the seed draws which documents share a sample.
+    """Samples of whole documents of a data set part, packed without attention across documents; the seed draws which
+    documents share a sample.
 
     An epoch reads every sample once, in an order drawn for it: a pure function of (seed, content, k), independent of
     the total. The index is built when the first sample is read, and kept in the run's cache: 12 bytes per document and
@@ -116,7 +119,7 @@ class PackedSamples:
 
     @cached_property
     def identity(self) -> str:
-        """Description of everything that the samples depend on."""
+        """Text that names everything the packed samples depend on; equal texts mean equal samples."""
         part, setting = self._part, self._setting
         return (
             f"{self._packing_rule} seed={setting.seed} seq={self._seq_length} long={setting.config.long_documents}"
@@ -150,7 +153,7 @@ class PackedSamples:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of samples in one pass over the data set."""
+        """Number of packed samples in one pass over the data set part; builds the index on first use."""
         return self._index["bins"].size - 1
 
     @cached_property
@@ -159,7 +162,9 @@ class PackedSamples:
         return np.add.reduceat(index["sizes"].astype(np.int64) ** 2, index["bins"][:-1])
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the number of attended token pairs in each of some samples, int64 [n]."""
+        """Return the number of attended (query, key) token pairs of each sample in `numbers`, int64 [len(numbers)]:
+        squared document lengths, added up.
+        """
         count = self._index["bins"].size - 1
         epochs, positions = np.divmod(numbers, count)
         for epoch in np.unique(epochs).tolist():
@@ -223,7 +228,9 @@ class PackedSamples:
 
 
 def find_document_bounds(reader: IndexedReader, first: int, last: int) -> tuple[Ints, Ints]:
-    """Return the token positions [begin, end) of documents that begin in sequences [first, last): int64 [documents]."""
+    """Return the token positions (begins, ends) of the documents that begin in the sequences [first, last) of a data
+    set: int64 [documents] each.
+    """
     bounds = reader.document_index
     documents = np.searchsorted(bounds[:-1], [first, last])
     edges = np.append(reader.pointers // reader.dtype.itemsize, reader.num_tokens)[
@@ -235,7 +242,8 @@ def find_document_bounds(reader: IndexedReader, first: int, last: int) -> tuple[
 def build_packed_samples(
     part: DatasetPart, setting: DatasetContext, _: int, *, weights: LossWeights | None = None
 ) -> PackedSamples:
-    """Return samples of dataset kind `documents`, or with loss weights of `conversations`.
+    """Return the packed samples of whole documents of a data set part (dataset kind `documents`), or with loss
+    `weights` of conversations.
 
     Raises:
         ConfigError: as `reject_megatron_order`.
@@ -245,7 +253,7 @@ def build_packed_samples(
 
 
 def reject_megatron_order(part: DatasetPart, setting: DatasetContext) -> None:
-    """Reject order `megatron`, which does not support packing.
+    """Raise ConfigError for sample order `megatron`, which does not support packing.
 
     Raises:
         ConfigError: if the run has that order.

@@ -22,7 +22,8 @@ from mega_data.sampling.token_windows import compute_window_start
 
 
 class RetroSamples:
-    """Samples of whole chunks, laid out as in `ShuffledTokenWindows` and `StableTokenWindows`.
+    """Samples for retrieval models (Retro): windows of whole chunks with the neighbors of each, in order `shuffled` or
+    `stable`.
 
     A label is the next token of the document: every token except the first of each document is a label once per epoch,
     apart from the last chunks of an epoch if S / m does not divide their number.
@@ -66,7 +67,7 @@ class RetroSamples:
 
     @cached_property
     def identity(self) -> str:
-        """Description of everything that the samples depend on."""
+        """Text that names everything the Retro samples depend on; equal texts mean equal samples."""
         part = self._part
         return (
             f"retro order={'shuffled' if self._drawn else 'stable'} seed={self._seed} seq={self._seq_length}"
@@ -75,11 +76,11 @@ class RetroSamples:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of samples in one pass over the data set."""
+        """Number of Retro samples in one pass over the data set part."""
         return max(1, self._count // self.shape[0])
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return S squared for each sample, int64 [n]."""
+        """Return the squared sequence length for each sample in `numbers`, int64 [len(numbers)]."""
         return np.full(numbers.size, self._seq_length**2)
 
     def __getitem__(self, k: int, /) -> TrainingSample:
@@ -124,5 +125,5 @@ class RetroSamples:
 
 
 def build_retro_samples(part: DatasetPart, setting: DatasetContext, _: int) -> RetroSamples:
-    """Return samples of dataset kind `retro`, in the sample order of the run."""
+    """Return the samples with retrieved neighbors of a data set part (dataset kind `retro`), in the run's sample order."""
     return RetroSamples(part, setting)

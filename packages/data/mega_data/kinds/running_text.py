@@ -14,22 +14,24 @@ from mega_data.sampling.token_windows import MegatronTokenWindows, ShuffledToken
 
 
 class TokenWindows(Protocol):
-    """Token windows of one data set, int64 [S + 1] each."""
+    """Interface of token windows of one data set: window k has sequence length + 1 tokens, int64."""
 
     @property
     def identity(self) -> str:
-        """Description of everything that the windows depend on."""
+        """Text that names everything the token windows depend on; equal texts mean equal windows."""
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of windows in one pass over the data set."""
+        """Number of token windows in one pass over the data set."""
 
     def __getitem__(self, k: int, /) -> npt.NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """Effects of the end-of-document token `eod` on a sample; the flags are those of `DataConfig`."""
+    """Effects of the end-of-document token `eod` on a sample's positions, attention and loss; the flags are named as in
+    `DataConfig`.
+    """
 
     eod: int | None = None
     reset_position_ids: bool = False
@@ -38,12 +40,14 @@ class DocumentRules:
 
     @classmethod
     def from_context(cls, setting: DatasetContext) -> DocumentRules:
-        """Return the document rules of a run."""
+        """Return the document rules that the data configuration of a run sets."""
         config = setting.config
         return cls(setting.eod, config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss)
 
     def build_sample(self, window: npt.NDArray[np.int64]) -> TrainingSample:
-        """Build a sample from a window of S + 1 tokens."""
+        """Build a training sample from a window of sequence length + 1 tokens: inputs are all but the last token,
+        labels all but the first.
+        """
         tokens, labels = window[:-1], window[1:]
         ends = np.zeros(tokens.size, np.bool_) if self.eod is None else tokens == self.eod
         positions = np.arange(tokens.size)
@@ -57,14 +61,14 @@ class DocumentRules:
 
 
 class TextSamples:
-    """Samples of running text, with the document rules of the run."""
+    """Samples of running text: token windows that cross document boundaries, with the run's document rules applied."""
 
     def __init__(self, windows: TokenWindows, rules: DocumentRules, seq_length: int) -> None:
         self._windows, self._rules, self._seq_length = windows, rules, seq_length
 
     @property
     def identity(self) -> str:
-        """Description of everything that the samples depend on."""
+        """Text that names everything the text samples depend on; equal texts mean equal samples."""
         return self._windows.identity
 
     @property
@@ -73,7 +77,9 @@ class TextSamples:
         return self._windows.samples_per_epoch
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return S squared for each sample, int64 [n]: document boundaries are unknown without reading tokens."""
+        """Return the squared sequence length for each sample in `numbers`, int64 [len(numbers)]: document boundaries
+        are unknown without reading tokens.
+        """
         return np.full(numbers.size, self._seq_length**2)
 
     def __getitem__(self, k: int, /) -> TrainingSample:
@@ -92,7 +98,7 @@ def build_token_windows(part: DatasetPart, setting: DatasetContext, num_samples:
 
 
 def build_text_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> TextSamples:
-    """Return samples of dataset kind `text`, in the sample order of the run."""
+    """Return the running-text samples of a data set part (dataset kind `text`), in the run's sample order."""
     seq_length = setting.config.seq_length
     return TextSamples(
         build_token_windows(part, setting, num_samples, seq_length), DocumentRules.from_context(setting), seq_length

@@ -33,7 +33,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class SentenceDocuments:
-    """Documents of a data set part with at least `least` sentences, from which samples are cut.
+    """Documents of a data set part whose sequences are sentences, with at least `least` sentences each, from which
+    samples are cut.
 
     With `longest`, documents of several sentences with a sentence of more tokens than that are left out as well.
 
@@ -64,7 +65,8 @@ class SentenceDocuments:
         self.sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def find_sample_ends(self, tokens: int) -> Ints:
-        """Return the end (one past the last sentence) of a sample that begins at each sentence: int64 [sentences].
+        """Return, for a sample of about `tokens` tokens that begins at each sentence, its end (one past its last
+        sentence): int64 [sentences].
 
         A sample ends when it has `tokens` tokens and enough sentences, if it leaves at least two sentences; else with
         its document. Entries of sentences outside of the documents are undefined.
@@ -78,7 +80,9 @@ class SentenceDocuments:
         return np.where(closes > ends - 2, ends, closes)
 
     def cut_full_samples(self, tokens: int) -> Ints:
-        """Return the first sentence, and one past the last, of each sample of one epoch: int64 [N, 2], in file order."""
+        """Cut all documents into samples of about `tokens` tokens: (first sentence, one past the last) of each sample
+        of one epoch, int64 [samples, 2], in file order.
+        """
         closes, rows = self.find_sample_ends(tokens), []
         begins, ends = self.starts, self.ends
         while begins.size:  # the next sample of every document that has one
@@ -89,7 +93,8 @@ class SentenceDocuments:
         return samples[np.argsort(samples[:, 0])]
 
     def cut_megatron_samples(self, tokens: int, short_probability: float, seed: int, num_samples: int) -> Ints:
-        """Return the samples of Megatron's `build_mapping`: whole epochs, at least `num_samples`, in reading order.
+        """Return the samples that Megatron's `build_mapping` cuts: whole epochs, at least `num_samples`, in reading
+        order.
 
         Returns:
             int64 [N, 3]: first sentence, one past the last, and the number of tokens to reach, `tokens` or fewer.
@@ -136,7 +141,9 @@ def _draw_lengths(tokens: int, short_probability: float, seed: int) -> Iterator[
 
 
 class SentenceRange(NamedTuple):
-    """Sentences [first, last) of a data set, the number of tokens to trim them to, and the sample's random stream."""
+    """Sentences [first, last) of a data set that make a sample, the number of tokens to trim them to, and the sample's
+    random stream.
+    """
 
     first: int
     last: int
@@ -145,22 +152,23 @@ class SentenceRange(NamedTuple):
 
 
 class SentenceRanges(Protocol):
-    """Sentence ranges of the samples of one data set, read lazily."""
+    """Interface of sentence ranges: range k gives the sentences of sample k of one data set, read lazily."""
 
     @property
     def identity(self) -> str:
-        """Description of everything that range k depends on."""
+        """Text that names everything the sentence ranges depend on; equal texts mean equal ranges."""
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of ranges in one pass over the data set."""
+        """Number of sentence ranges in one pass over the data set."""
 
     def __getitem__(self, k: int, /) -> SentenceRange: ...
 
 
 @dataclass(frozen=True)
 class MegatronSentenceRanges:
-    """Sentence ranges bit-identical to Megatron's masked-word data sets; the order depends on the number of samples.
+    """Sentence ranges bit-identical to Megatron's masked-word data sets (BERT, T5); the order depends on the number of
+    samples.
 
     `tokens` is the length of a sample without special tokens, `least` its minimum number of sentences.
 
@@ -177,7 +185,7 @@ class MegatronSentenceRanges:
 
     @cached_property
     def identity(self) -> str:
-        """Description of everything that range k depends on."""
+        """Text that names everything the sentence ranges depend on; equal texts mean equal ranges."""
         return (
             f"megatron sentences={self.least} seed={self.setting.seed} tokens={self.tokens}"
             f" short={self.short_probability} samples={self.num_samples} {_describe_part(self.part)}"
@@ -185,7 +193,9 @@ class MegatronSentenceRanges:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Approximate number of ranges in one pass over the data set, because samples end with sentences."""
+        """Approximate number of sentence ranges in one pass over the data set; approximate because samples end with
+        sentences.
+        """
         return self.part.num_tokens / self.tokens
 
     @cached_property
@@ -210,7 +220,8 @@ class MegatronSentenceRanges:
 
 @dataclass(frozen=True)
 class SeededSentenceRanges:
-    """Sentence ranges as a pure function of seed, content and k. Every epoch has each range once, in a drawn order.
+    """Sentence ranges as a pure function of seed, content and sample number, unlike Megatron's. Every epoch has each
+    range once, in a drawn order.
 
     The cuts of a document are equal in all epochs, for samples of the full length; whether a sample is then trimmed to
     a shorter length is drawn for each sample.
@@ -227,7 +238,7 @@ class SeededSentenceRanges:
 
     @cached_property
     def identity(self) -> str:
-        """Description of everything that range k depends on."""
+        """Text that names everything the sentence ranges depend on; equal texts mean equal ranges."""
         return f"drawn short={self.short_probability} seed={self.setting.seed} {self._content_identity}"
 
     @property
@@ -236,7 +247,7 @@ class SeededSentenceRanges:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of ranges in one pass over the data set."""
+        """Number of sentence ranges in one pass over the data set."""
         return len(self._rows)
 
     @cached_property

@@ -35,7 +35,8 @@ SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 @dataclass(frozen=True)
 class T5Sample:
-    """Encoder-decoder sample of S encoder and D decoder tokens, both padded with token 0.
+    """T5 training sample: S encoder tokens and D decoder tokens, both padded with token 0, with labels, loss weights
+    and masks.
 
     Attributes:
         encoder_tokens: int64 [S], the text with a sentinel for each masked span.
@@ -57,7 +58,8 @@ class T5Sample:
 
 
 class SentinelReplacement:
-    """Replacement of spans by sentinel tokens, with padding; the last step of T5 samples in every order.
+    """Replacement of masked spans by sentinel tokens, with padding; the last step of building T5 samples in every
+    sample order.
 
     Raises:
         DataError: if the tokenizer has no sentinels; if a sample needs more sentinels or decoder tokens than available.
@@ -78,7 +80,8 @@ class SentinelReplacement:
         self._path, self._start, self._eos, self._sizes = tokenizer.path, start, eos, sizes
 
     def build_sample(self, tokens: Ints, runs: Iterable[Ints], *, end: bool, truncated: bool = False) -> T5Sample:
-        """Build a sample from the text `tokens`.
+        """Build a T5 sample from the text `tokens`: each span of positions in `runs` is replaced by a sentinel in the
+        encoder and predicted by the decoder.
 
         `runs` are the positions of each span; `end` appends the end token to the encoder's text.
         """
@@ -120,7 +123,7 @@ def _pad_tokens(tokens: list[int], size: int, fill: int) -> Ints:
 
 
 class MegatronT5Samples:
-    """T5 samples of one data set of sentences, bit-identical to Megatron's.
+    """T5 samples of one data set whose sequences are sentences, bit-identical to Megatron's.
 
     Raises:
         DataError: if the tokenizer lacks a special token; on the first sample, if no document can be used.
@@ -144,17 +147,17 @@ class MegatronT5Samples:
 
     @cached_property
     def identity(self) -> str:
-        """Description of everything that the samples depend on."""
+        """Text that names everything the T5 samples depend on; equal texts mean equal samples."""
         share, size = self._config.t5.mask_probability, self._config.t5.decoder_seq_length
         return f"t5 share={share} decoder={size} tokenizer={self._tokenizer.fingerprint} {self._cuts.identity}"
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of samples in one pass over the data set."""
+        """Approximate number of T5 samples in one pass over the data set."""
         return self._cuts.samples_per_epoch
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return S squared for each sample, int64 [n]."""
+        """Return the squared encoder length for each sample in `numbers`, int64 [len(numbers)]."""
         return np.full(numbers.size, self._config.seq_length**2)
 
     def __getitem__(self, k: int, /) -> T5Sample:
@@ -169,7 +172,8 @@ class MegatronT5Samples:
 
 
 class T5Samples:
-    """T5 samples of running text with random masked spans; each window fits the encoder exactly after corruption.
+    """T5 samples of running text with random masked spans; each text window fits the encoder length exactly after
+    corruption.
 
     Raises:
         DataError: if the tokenizer lacks a special token, or the part is empty.
@@ -189,17 +193,17 @@ class T5Samples:
 
     @cached_property
     def identity(self) -> str:
-        """Description of everything that the samples depend on."""
+        """Text that names everything the T5 samples depend on; equal texts mean equal samples."""
         spans, tokenizer = self._spans, self._tokenizer.fingerprint
         return f"t5 hidden={spans.hidden} spans={spans.count} tokenizer={tokenizer} {self._windows.identity}"
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of samples in one pass over the data set."""
+        """Number of T5 samples in one pass over the data set."""
         return self._windows.samples_per_epoch
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return S squared for each sample, int64 [n]."""
+        """Return the squared encoder length for each sample in `numbers`, int64 [len(numbers)]."""
         return np.full(numbers.size, self._config.seq_length**2)
 
     def __getitem__(self, k: int, /) -> T5Sample:
@@ -208,6 +212,8 @@ class T5Samples:
 
 
 def build_t5_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> MegatronT5Samples | T5Samples:
-    """Return samples of dataset kind `t5`, in the sample order of the run."""
+    """Return the T5 samples of a data set part (dataset kind `t5`): Megatron's in order `megatron`, else of running
+    text.
+    """
     samples = MegatronT5Samples if setting.config.sample_order == "megatron" else T5Samples
     return samples(part, setting, num_samples)

@@ -20,17 +20,19 @@ Ints = npt.NDArray[np.int64]
 
 
 def create_megatron_stream(seed: int, k: int) -> Random:
-    """Return the random stream with which Megatron draws sample `k`."""
+    """Return the numpy random generator with which Megatron masks sample `k`, seeded with seed + k."""
     return Random((seed + k) % (1 << 32))
 
 
 def create_sample_stream(identity: str, k: int) -> Random:
-    """Return a separate random stream for sample `k` of a data set."""
+    """Return a numpy random generator for sample `k` of the data set named by `identity`, independent of other samples."""
     return Random(np.random.PCG64(xxhash.xxh3_64_intdigest(f"{identity} sample={k}".encode())))
 
 
 def inverse_ngram_sampler(longest: int) -> Callable[[Random], int]:
-    """Return a sampler of word counts 1 to `longest`, N with a probability proportional to 1/N: Megatron's for BERT."""
+    """Return a function that draws a number of words N from 1 to `longest` with probability proportional to 1/N, as
+    Megatron does for BERT.
+    """
     weights = 1.0 / np.arange(1, longest + 1)
     sums = (weights / weights.sum()).cumsum()
     bounds: list[float] = (sums / sums[-1]).tolist()
@@ -38,12 +40,14 @@ def inverse_ngram_sampler(longest: int) -> Callable[[Random], int]:
 
 
 def geometric_ngram_sampler(longest: int) -> Callable[[Random], int]:
-    """Return a sampler of word counts for T5: geometric with p = 0.2, clipped to `longest` (SpanBERT, Joshi et al., 2020)."""
+    """Return a function that draws a number of words for T5: geometric with p = 0.2, clipped to `longest` (SpanBERT,
+    Joshi et al., 2020).
+    """
     return lambda random: min(random.geometric(0.2), longest)
 
 
 class WholeWordMasker:
-    """Sampler of runs of whole words to mask.
+    """Sampler of runs of whole words to mask, drawn as by Megatron for BERT and T5.
 
     A word is a token and the following tokens with the WordPiece prefix `##`; without such tokens, each token is a
     word. `excluded_tokens` belong to no word.
@@ -59,7 +63,8 @@ class WholeWordMasker:
         self._probability, self._ngram = probability, ngram
 
     def draw_word_runs(self, tokens: Ints, length: int, random: Random) -> Iterator[Ints]:
-        """Yield runs of positions in `tokens` in the order they are drawn: int64 [tokens of the run] each.
+        """Yield runs of positions in `tokens` to mask, in the order they are drawn, int64 each; `length` bounds the
+        number of masked tokens.
 
         `length` is the target length of the sample, which bounds the number of masked tokens. The generator draws
         lazily, so draws of the caller between two runs come between its own.
@@ -86,7 +91,7 @@ class WholeWordMasker:
 
 
 def find_special_token(tokenizer: Tokenizer, *names: str) -> int:
-    """Return the id of the first of `names` in the vocabulary.
+    """Return the id of the first of `names` that is in the tokenizer's vocabulary; raise DataError if none is.
 
     Raises:
         DataError: if none is in the vocabulary.

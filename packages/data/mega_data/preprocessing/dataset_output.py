@@ -49,7 +49,8 @@ RECORD_INTERVAL = 5.0  # seconds between two progress records
 
 
 class DatasetOutput:
-    """Writer of the documents of a run, assembled from pieces, ended and counted, in the order of the inputs.
+    """Writer of a preprocessing run's data set: documents assembled from pieces, ended with the end token and counted,
+    in the order of the inputs.
 
     As a context manager: on exit without an error the data set is committed, and `info` is its description. With
     `lasting`, the state of the last `record_progress` survives an error, and `resume_or_start` resumes from it. For a
@@ -89,7 +90,8 @@ class DatasetOutput:
         self._recorded = time.monotonic()
 
     def resume_or_start(self) -> PreprocessProgress:
-        """Resume an interrupted run with equal inputs and settings and return its progress; else start from zero.
+        """Resume an interrupted preprocessing run with equal inputs and settings and return its progress; otherwise
+        start from zero.
 
         Raises:
             DataError: if its partial files are damaged.
@@ -123,7 +125,9 @@ class DatasetOutput:
         return progress
 
     def add_batch(self, batch: TextBatch, documents: Sequence[Sequences]) -> None:
-        """Write a batch, given the token sequences of each document, and record the progress from time to time."""
+        """Write a batch of documents, given the token sequences of each, and its bad lines; record the progress every
+        few seconds.
+        """
         for item in batch.rejected:
             self._quarantine_item(item)
         if documents:
@@ -176,7 +180,7 @@ class DatasetOutput:
             self._quarantine.write(json.dumps(record).encode() + b"\n")
 
     def record_progress(self) -> None:
-        """Make everything added so far durable."""
+        """Flush everything written so far to disk and record the progress in `progress.json`, for a later resume."""
         if not self.lasting:
             return
         with translate_write_errors(self.writer.folder):

@@ -30,7 +30,8 @@ SUFFIXES = (
 
 
 def resolve_upload_target(prefix: Path, *, overwrite: bool) -> RemotePath | None:
-    """Return the object store path of a data set whose prefix is a URL; None for a local path.
+    """Return the object store path of an output data set whose prefix is a URL; None for a local path. Raise DataError
+    if it exists without `overwrite`.
 
     Raises:
         DataError: if the data set exists and `overwrite` is not set.
@@ -45,7 +46,9 @@ def resolve_upload_target(prefix: Path, *, overwrite: bool) -> RemotePath | None
 
 
 def create_local_prefix(remote: RemotePath) -> Path:
-    """Return the local prefix at which a data set is built before its upload to `remote`; its folder is created."""
+    """Return the local prefix in the cache folder at which a data set is built before its upload to `remote`; the
+    folder is created.
+    """
     key = hashlib.sha256(remote.encode()).hexdigest()[:12]
     prefix = default_cache_folder() / "made" / f"{remote.name}-{key}" / remote.name
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +56,7 @@ def create_local_prefix(remote: RemotePath) -> Path:
 
 
 def upload_dataset(prefix: Path, remote: RemotePath) -> None:
-    """Copy a data set to an object store, replacing an existing one, and remove the local files.
+    """Copy the local data set at `prefix` to `remote`, replacing an existing one, and then remove the local files.
 
     Raises:
         RemoteError: if the upload fails; the local files are kept.

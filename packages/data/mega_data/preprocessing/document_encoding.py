@@ -23,7 +23,8 @@ from mega_data.tokenizer import Tokenizer
 
 
 class SentenceEncoder:
-    """Encoder of each sentence of a document by itself. `sentencex` splits them by rules of the language.
+    """Encoder of documents that splits them by the package sentencex into sentences and encodes each sentence by
+    itself.
 
     White space between two sentences belongs to the second if both then encode to the tokens of the joined text; else
     it is dropped, for example for a tokenizer that puts a space before each text.
@@ -44,7 +45,7 @@ class SentenceEncoder:
         self._keep_space = tokenizer.encode("a. a") == tokenizer.encode("a.") + tokenizer.encode(" a")
 
     def encode_documents(self, encoder: BatchEncoder, texts: Sequence[str], dtype: npt.DTypeLike) -> list[Sequences]:
-        """Return the token ids of each sentence of each document: `dtype` [tokens].
+        """Return the token ids of each sentence of each document, as arrays of `dtype`.
 
         Raises:
             EncoderMismatch: as `encoder` raises it, with the index of the document.
@@ -58,7 +59,7 @@ class SentenceEncoder:
         return [[next(encoded) for _ in sentences] for sentences in split]
 
     def split_sentences(self, text: str) -> list[str]:
-        """Return the sentences of a text, in order."""
+        """Return the sentences of a text in order, each without trailing whitespace; empty sentences are left out."""
         sentences, gap = [], ""
         for part in self._segment(self.language, text):
             sentence = part.rstrip()
@@ -74,14 +75,16 @@ READ_AHEAD = 1 << 22  # bytes of text per worker that may be queued or in progre
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """Encoder of documents: as text, by sentences or as conversations."""
+    """Encoder of documents to token sequences: as one text, by sentences, or as conversations."""
 
     encoder: BatchEncoder
     chats: ChatPreparation | None
     by_sentence: SentenceEncoder | None
 
     def encode_documents(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> EncodedChats:
-        """Return the sequences of each document; for conversations also the number of cut ones, and notes to report."""
+        """Return the token sequences of each document; for conversations also the number of answers cut by the length
+        limit, and notes for the log.
+        """
         if self.chats:
             encoded = self.chats.encoder.encode_chats([document.chats for document in documents], dtype)
             encoded.notes.update(note for document in documents for note in document.notes)
@@ -95,7 +98,9 @@ class DocumentEncoder:
 def encode_batches(
     batches: Iterable[TextBatch], encoding: DocumentEncoder, dtype: np.dtype[Any], workers: int
 ) -> Generator[tuple[TextBatch, list[Sequences]], None, None]:
-    """Yield each batch with its tokens, in order; at most `READ_AHEAD` bytes per worker (or one batch) are pending."""
+    """Yield each batch with the token sequences of its documents, in order, encoded by `workers` threads; at most
+    `READ_AHEAD` (4 MiB) per worker, or one batch, is pending.
+    """
     if workers == 1:  # a single worker thread costs more, in memory arenas, than it saves
         yield from ((batch, _encode_batch(batch, encoding, dtype)) for batch in batches)
         return

@@ -127,7 +127,7 @@ def _build_dataset(
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """Job that builds one data set: its inputs, settings and output.
+    """Job that tokenizes a corpus into one data set: the inputs, settings and output prefix.
 
     Documents without a token are left out and counted.
 
@@ -159,7 +159,9 @@ class PreprocessJob:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Loaded tokenizer of the job."""
+        """Tokenizer of the job, loaded on first access; raises DataError if `append_eod` is set and it has no end
+        token.
+        """
         tokenizer = Tokenizer(self.tokenizer_path, specials_as_text=not self.parse_special_tokens)
         if self.append_eod and tokenizer.eos_id is None:
             raise DataError(
@@ -170,22 +172,24 @@ class PreprocessJob:
 
     @cached_property
     def chat_preparation(self) -> ChatPreparation | None:
-        """Preparation of conversations (`ChatPreparation`), or None."""
+        """Renderer of chat records (`ChatPreparation`) if the job reads conversations, else None."""
         return ChatPreparation(self.chat, self.tokenizer) if self.chat else None
 
     @cached_property
     def skipped_files(self) -> SkippedFiles:
-        """Input files that are not read."""
+        """Input files found in folders that are not read, by reason; filled while inputs are searched and read."""
         return SkippedFiles()
 
     @cached_property
     def sources(self) -> list[CorpusSource]:
-        """All sources of the input."""
+        """Files, streams and `datasets` splits to read, in order, found from the job's inputs."""
         return find_corpus_sources(self.inputs, self.json_key, self.skipped_files)
 
     @cached_property
     def made_from(self) -> str:
-        """Digest of everything that the tokens depend on, which identifies the run."""
+        """Digest of the tokenizer, settings and input files, on which all tokens depend; it identifies the run for a
+        resume.
+        """
         tokenizer = self.tokenizer
         settings: list[Any] = [
             tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key,
@@ -196,7 +200,8 @@ class PreprocessJob:
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
     def check_output(self, *, accept_finished: bool) -> DatasetInfo | None:
-        """Check that the data set may be built; return its description if it is complete after a kill during its commit.
+        """Check that the output data set may be built, else raise DataError; return its description if an earlier run
+        of this job had completed it, else None.
 
         With `accept_finished`, a complete data set of the same job is accepted as well: a shard's process is restarted
         without knowing that another one has joined all shards, or that only the upload is missing.
@@ -221,7 +226,9 @@ class PreprocessJob:
         workers: int,
         shard: DatasetShardInfo | None = None,
     ) -> DatasetInfo:
-        """Read, encode and write all of `sources`, from where an interrupted run stopped."""
+        """Read and encode all of `sources` and write the data set at `prefix`, continuing where an interrupted run
+        stopped; return its description.
+        """
         choice = self.encoder
         if self.chat_preparation:
             if choice == "fastokens":
@@ -299,11 +306,13 @@ class PreprocessJob:
 
     @cached_property
     def sentence_encoder(self) -> SentenceEncoder | None:
-        """Encoder of sentences, or None."""
+        """Encoder of documents by sentences if the job splits sentences, else None."""
         return SentenceEncoder(self.tokenizer, self.sentences) if self.sentences else None
 
     def build_shard(self, shard: InputShard, workers: int) -> DatasetInfo:
-        """Build the data set of one shard, unless it is finished."""
+        """Build the data set of one shard, unless it is finished, and return its description; a failure is recorded in
+        `PREFIX.failed`.
+        """
         if any(source.name == STDIN for source in self.sources):
             raise DataError("standard input is not supported with --shard", hint="give files, globs or folders")
         prefix = shard.get_output_prefix(self.whole)
@@ -315,7 +324,7 @@ class PreprocessJob:
             return self.build_dataset(prefix, sources, f"{self.made_from} {shard}", workers, about)
 
     def try_build_shard(self, shard: InputShard) -> str | None:
-        """Build one shard in this thread; return the reason of a failure, else None."""
+        """Build one shard's data set in this thread; return the error message of a failure, else None."""
         try:
             self.build_shard(shard, workers=1)
         except MegaError as error:
@@ -323,7 +332,9 @@ class PreprocessJob:
         return None
 
     def join_shards(self, shard: InputShard) -> DatasetInfo | None:
-        """Join the shards to the whole, if all are finished; else return None."""
+        """Join the data sets of all shards to the whole data set and return its description, or None while a shard is
+        unfinished.
+        """
         return join_shards(self.whole, self.sources, shard, self.json_key, self.made_from)
 
 
@@ -360,7 +371,7 @@ def _build_by_engine(job: PreprocessJob, engine: EngineName, count: int | None, 
 
 
 def count_usable_cores() -> int:
-    """Return the number of cores that this process may run on; in a container it can be smaller than the machine's."""
+    """Return the number of CPU cores that this process may run on; in a container it can be smaller than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

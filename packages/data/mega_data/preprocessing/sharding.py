@@ -40,14 +40,15 @@ from mega_data.token_files.partial_folder import translate_write_errors
 
 @dataclass(frozen=True)
 class InputShard:
-    """Shard `number` (from 1) of `of` shards of the input."""
+    """Shard `number` (from 1) of `of` shards of a preprocessing run's input, divided by bytes."""
 
     number: int
     of: int
 
     @classmethod
     def parse(cls, text: str) -> InputShard:
-        """Parse a shard such as `3/8`.
+        """Parse a shard given as NUMBER/COUNT, such as `3/8`; raise ConfigError for another form or a number out of
+        range.
 
         Raises:
             ConfigError: if it has another form, or its number is out of range.
@@ -64,17 +65,17 @@ class InputShard:
         return f"{self.number}/{self.of}"
 
     def get_output_prefix(self, whole: Path) -> Path:
-        """Return the prefix of the shard's data set, `PREFIX.shard-00003-of-00008`."""
+        """Return the prefix of this shard's data set, such as `PREFIX.shard-00003-of-00008`, where `whole` is PREFIX."""
         return whole.with_name(f"{whole.name}.shard-{self.number:05}-of-{self.of:05}")
 
     @property
     def all_shards(self) -> list[InputShard]:
-        """All shards of the input, in order."""
+        """All shards of the same division of the input, in order."""
         return [InputShard(number, self.of) for number in range(1, self.of + 1)]
 
 
 def select_shard_sources(sources: Sequence[CorpusSource], shard: InputShard, key: str) -> list[CorpusSource]:
-    """Return the sources, and ranges of sources, that begin in a shard's byte range of the input.
+    """Return the sources, or byte ranges of divisible ones, that begin in a shard's byte range of the whole input.
 
     Uncompressed JSON lines are divided at lines, Parquet between row groups; other formats are not divided.
     """
@@ -121,7 +122,9 @@ def _find_line_start(stream: io.BufferedReader, at: int) -> int:
 
 @contextlib.contextmanager
 def record_failure(prefix: Path) -> Iterator[None]:
-    """Write the error of a failing shard to `PREFIX.failed`, and remove that file after success."""
+    """Write an error in the block that builds a shard to `PREFIX.failed` and raise it again; remove that file after
+    success.
+    """
     try:
         yield
     except MegaError as error:
@@ -136,7 +139,9 @@ def _get_failure_path(prefix: Path) -> Path:
 
 
 def read_finished_shard(prefix: Path, made_from: str) -> DatasetInfo | None:
-    """Return the description of a shard that was built from these inputs and settings; None if it is not finished."""
+    """Return the description of the shard's data set at `prefix` if it is complete and was built from the inputs and
+    settings with digest `made_from`, else None.
+    """
     info = read_dataset_info(prefix) if finish_commit(prefix) or get_idx_path(prefix).exists() else None
     return info if info and info.shard and info.shard.made_from == made_from else None
 
@@ -144,7 +149,8 @@ def read_finished_shard(prefix: Path, made_from: str) -> DatasetInfo | None:
 def join_shards(
     whole: Path, sources: Sequence[CorpusSource], shard: InputShard, key: str, made_from: str
 ) -> DatasetInfo | None:
-    """Join all shards to the whole and remove them; None while one is missing.
+    """Join the data sets of all shards, in order, to the data set `whole` and remove them; return its description, or
+    None while one is missing.
 
     Raises:
         DataError: if a shard is damaged, or no document has text.
@@ -209,7 +215,9 @@ ShardResults = Generator[tuple[InputShard, str | None], None, None]
 
 
 def build_in_processes(build: ShardFunction, shards: Sequence[InputShard], workers: int) -> ShardResults:
-    """Build shards on this machine, with one process per worker."""
+    """Build shards on this machine in `workers` processes; yield each shard with the error message of a failure, else
+    None.
+    """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_initialize_worker)
     try:
@@ -235,7 +243,8 @@ def _initialize_worker() -> None:
 
 
 def build_on_ray(build: ShardFunction, shards: Sequence[InputShard], workers: int | None) -> ShardResults:
-    """Build shards on the Ray cluster of RAY_ADDRESS or of this machine, else on a new local one; one CPU per shard.
+    """Build shards on the Ray cluster of RAY_ADDRESS or of this machine, else on a new local one, with one CPU per
+    shard; yield each shard with its error message or None.
 
     All machines of the cluster need `mega_data`, and the inputs, tokenizer and output under the same paths.
 

@@ -25,7 +25,8 @@ SourcePosition = tuple[int, int]  # index of a source, and number of its items t
 
 @dataclass
 class TextBatch:
-    """Documents encoded in one call, or one piece of a long document; `has_more` if more pieces of it follow.
+    """Documents to encode in one call, or one piece of a long document; `has_more` if more pieces of that document
+    follow.
 
     Attributes:
         rejected: bad lines and skipped files before or between the documents.
@@ -52,7 +53,8 @@ class TextBatch:
 
 @dataclass
 class PreprocessProgress:
-    """Progress of a run: `items` of source number `source`, after all earlier sources, and the resulting counts.
+    """Progress of a preprocessing run: `items` items of source number `source` are done, after all earlier sources,
+    with the resulting counts.
 
     `made_from` is a digest of inputs and settings; `quarantined` counts bytes, and `encoder` is the chosen one, or
     `tokenizers` after a mismatch.
@@ -74,7 +76,9 @@ class PreprocessProgress:
 
 
 class ResumableReader:
-    """Reader of all sources in order, starting where an interrupted run stopped, with progress in bytes."""
+    """Reader of the documents of all sources in order, starting where an interrupted run stopped, with a progress bar
+    in bytes.
+    """
 
     def __init__(
         self,
@@ -96,7 +100,9 @@ class ResumableReader:
         self._shown = 0.0
 
     def read_items(self) -> Iterator[tuple[SourcePosition, Document | RejectedItem]]:
-        """Yield the documents and rejected items, each with the input position after it."""
+        """Yield each document or rejected item after the resume point, with the input position after it: (source
+        number, item count).
+        """
         for number, source in enumerate(self.sources[self.start[0] :], self.start[0]):
             for count, item in enumerate(self._read_source(source), 1):
                 if isinstance(item, RejectedItem) and item.left_out:
@@ -107,12 +113,12 @@ class ResumableReader:
                     self.advance_progress(self.read)
 
     def advance_progress(self, upto: float) -> None:
-        """Advance the progress bar to the bytes that are processed."""
+        """Advance the progress bar to `upto` bytes processed in all."""
         self.bar.advance(upto - self._shown)
         self._shown = upto
 
     def log_summary(self) -> None:
-        """Log the formats that were read, and the files that were skipped."""
+        """Log the number of files read per format, and the files that were skipped by reason."""
         log_formats(self.kinds)
         self.left_out.log_reasons()
 
@@ -144,7 +150,8 @@ def build_text_batches(
     prepare: PrepareDocument | None = None,
     leads: Sequence[str] = LEADS,
 ) -> Iterator[TextBatch]:
-    """Yield documents in batches of about `BATCH` bytes; a long document comes alone, in pieces.
+    """Yield the documents of `reading` in batches of about `BATCH` (256 KiB) bytes; a long document comes in batches of
+    its own, one per piece.
 
     Args:
         refuse: None to accept bad lines; else they end the run, and this path of the quarantine file is part of the

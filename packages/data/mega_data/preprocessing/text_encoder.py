@@ -38,16 +38,18 @@ WORTHWHILE = 1 << 24  # bytes of input from which the load time of about a secon
 
 
 class BatchEncoder(Protocol):
-    """Encoder of texts by the tokenizer.json at `path`: a `Tokenizer`, or a faster one that is compared with it."""
+    """Interface of batch encoders by the tokenizer.json at `path`: a `Tokenizer`, or a faster one whose results are
+    compared with it.
+    """
 
     path: Path
 
     def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
-        """Return the token ids of many texts, one array `dtype` [tokens] each."""
+        """Return the token ids of each text, as arrays of `dtype`."""
 
 
 class EncoderMismatch(Exception):
-    """Failure of the faster encoder on text number `index` of a batch, or tokens that differ from those of
+    """Raised when the faster encoder fails on text number `index` of a batch, or returns other tokens than the library
     `tokenizers`.
 
     The caller sets `where`, the file and line of the text.
@@ -59,7 +61,8 @@ class EncoderMismatch(Exception):
 
 
 def choose_text_encoder(choice: EncoderChoice, tokenizer: Tokenizer, size: int, *, rereadable: bool) -> BatchEncoder:
-    """Choose the encoder for `size` bytes of input.
+    """Return the batch encoder for an input of `size` bytes: `tokenizer` itself, or fastokens if chosen, or if `auto`
+    finds it installed, suitable and worthwhile.
 
     `auto` selects fastokens if it is installed and supports this tokenizer, and if the input is `rereadable`, so that
     a mismatch can fall back to `tokenizers`.
@@ -126,14 +129,17 @@ def _compare_spellings(encoder: ComparedFastEncoder, tokenizer: Tokenizer) -> No
 
 
 class ComparedFastEncoder:
-    """Encoder by `fast` (a `fastokens.Tokenizer`), compared with `tokenizer`. Thread-safe."""
+    """Batch encoder by `fast` (a `fastokens.Tokenizer`), with a sample of results compared with `tokenizer`. Thread-
+    safe.
+    """
 
     def __init__(self, tokenizer: Tokenizer, fast: Any) -> None:
         self.tokenizer, self.fast, self.path = tokenizer, fast, tokenizer.path
         self.encoded = self.compared = 0  # characters; a race of two threads changes which texts are compared, no more
 
     def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
-        """Return the token ids of many texts, one array `dtype` [tokens] each.
+        """Return the token ids of each text, as arrays of `dtype`; raise EncoderMismatch if a compared text has other
+        tokens by `tokenizers`.
 
         Raises:
             EncoderMismatch: at a text that fails, or that `tokenizers` encodes differently.
@@ -148,7 +154,7 @@ class ComparedFastEncoder:
         return arrays
 
     def encode_unchecked(self, texts: Sequence[str], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
-        """Return the token ids of many texts without a comparison.
+        """Return the token ids of each text by fastokens, as arrays of `dtype`, without comparison with `tokenizers`.
 
         Raises:
             EncoderMismatch: if fastokens fails.

@@ -49,7 +49,8 @@ CONFIGS = re.compile(rb"\A---\n(?:(?!---\n).*\n)*?configs:")
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """One file, one stream, or one `datasets` split.
+    """Input of a corpus: one file or byte range of a file, one stream, or one split of a HuggingFace `datasets` data
+    set.
 
     Attributes:
         kind: file format; None if it is detected from the content on opening.
@@ -70,33 +71,35 @@ class CorpusSource:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes to read, 0 if unknown."""
+        """Number of bytes of this source to read, 0 if unknown."""
         return (self.size if self.end is None else self.end) - self.begin
 
     @property
     def display_name(self) -> str:
-        """Name for messages about lines, which are counted from `begin`."""
+        """Name of this source for messages with line numbers; with `[begin:]` for a byte range, in which lines are
+        counted from `begin`.
+        """
         return f"{self.name}[{self.begin}:]" if self.begin else self.name
 
     @property
     def is_rereadable(self) -> bool:
-        """True if the source can be read again and a change detected; false for streams and the Hub."""
+        """True if this source can be read again and a change detected; false for streams and the HuggingFace Hub."""
         return bool(self.changed)
 
 
 @dataclass
 class SkippedFiles:
-    """Files skipped in folders, by reason."""
+    """Names of input files skipped in folders, by reason."""
 
     names: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def add_files(self, reason: str, paths: Iterable[Path | str]) -> None:
-        """Record skipped files with their reason."""
+        """Record skipped files under the reason for skipping them."""
         for path in paths:
             self.names.setdefault(reason, {})[str(path)] = None  # once, even if it is read again
 
     def log_reasons(self) -> None:
-        """Log each reason with its first files."""
+        """Log each reason for skipping files, with the first files that it concerns."""
         for reason, names in self.names.items():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             logger.warning("skipped (%s): %s%s", reason, ", ".join(list(names)[:3]), more)
@@ -105,7 +108,8 @@ class SkippedFiles:
 def find_corpus_sources(
     inputs: Sequence[str | Path], json_key: str = "text", left_out: SkippedFiles | None = None
 ) -> list[CorpusSource]:
-    """Return the sources to read, in order: inputs as given, the files of a glob or folder sorted by name.
+    """Return the sources of a corpus to read, in order: inputs as given, and the files of a glob or folder sorted by
+    name; skipped files are added to `left_out`.
 
     A file of a folder or glob is read once, even if several links lead to it. All files of a folder are read except
     hidden ones, those in hidden folders, and those recorded in `left_out`. `hf:NAME[:CONFIG][@SPLIT]` is a data set of
@@ -289,7 +293,8 @@ def _read_start(path: Path | str) -> bytes:
 
 
 def detect_format(begin: bytes, key: str, path: Path, *, named: bool = False) -> FileFormat:
-    """Return the format of a file that begins with `begin`; with `named` its name marks it as JSON.
+    """Return the format (Parquet, JSON lines, JSON or text) of a file whose first bytes are `begin`; with `named` the
+    file's name marks it as JSON.
 
     JSON lines are detected by a first line that is an object with `key`, or, for a name without a known suffix, by two
     lines that are objects. A JSON array, or objects over many lines, are detected by a first object with `key`.
@@ -332,7 +337,9 @@ def _has_text(record: Any, key: str) -> bool:
 
 
 def lookup_key(record: dict[str, Any], key: str) -> Any:
-    """Return the value under a key, or for `a.b` the value of `b` in the object under `a`; ABSENT if missing."""
+    """Return the value of a record under `key`, or for `a.b` the value of `b` in the object under `a`; the marker
+    ABSENT if missing.
+    """
     if key == WHOLE:
         return json.dumps(record, ensure_ascii=False, default=str)
     if key in record:
@@ -346,7 +353,7 @@ def lookup_key(record: dict[str, Any], key: str) -> Any:
 
 
 def log_formats(kinds: Counter[FileFormat], log: Callable[..., None] = logger.info) -> None:
-    """Log the number of files per format, because a wrongly detected format is a silent mistake."""
+    """Log the number of input files per detected format, because a wrongly detected format is a silent mistake."""
     words = {
         "jsonl": "JSON lines", "json": "JSON", "csv": "CSV", "tsv": "TSV", "parquet": "Parquet",
         "text": "plain text (one document per file)", "datasets": "data sets of `datasets`",

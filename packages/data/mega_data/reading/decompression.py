@@ -28,7 +28,8 @@ DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def open_decompressed(name: str, advance: ReportBytes) -> io.BufferedReader[Any]:
-    """Open a file or URL, or standard input for `-`, and decompress it; `advance` is called with the bytes read of it.
+    """Open a file or URL, or standard input for `-`, and decompress it (gzip, bzip2, xz, zstd by content); `advance` is
+    called with the number of compressed bytes read.
 
     Raises:
         DataError: if it cannot be opened.
@@ -45,7 +46,7 @@ def open_decompressed(name: str, advance: ReportBytes) -> io.BufferedReader[Any]
 
 
 def peek_start(stream: io.BufferedReader[Any]) -> bytes:
-    """Return the first decompressed bytes of a file, at most `HEAD`, without moving the stream.
+    """Return the first decompressed bytes of an opened file, at most `HEAD` (64 KiB), without moving the read position.
 
     Raises:
         one of DAMAGE: if these cannot be decompressed.
@@ -54,7 +55,7 @@ def peek_start(stream: io.BufferedReader[Any]) -> bytes:
 
 
 def is_uncompressed(stream: io.BufferedReader[Any]) -> bool:
-    """Return whether an opened file is not compressed, and so supports random access."""
+    """Return whether a stream from `open_decompressed` is of an uncompressed file, and so supports random access."""
     return isinstance(stream.raw, (_CountedFile, _CountedObject))
 
 
@@ -89,7 +90,8 @@ class _DecompressedStream(io.RawIOBase):
 
 
 def import_optional(module: str, purpose: str) -> Any:
-    """Import an optional package; `purpose` is the subject of the error: "reading Parquet files".
+    """Import and return an optional package; if it is missing, raise MissingPackageError with the subject `purpose`:
+    "reading Parquet files".
 
     Raises:
         MissingPackageError: naming the package.

@@ -16,7 +16,7 @@ MAX_TEXT_BYTES = 1 << 28  # of a text in CSV or Parquet
 
 
 class AnswerSpan(NamedTuple):
-    """Characters [begin, end) of a text and their weight in the loss."""
+    """Characters [begin, end) of a conversation's text that count in the loss, and their weight in the loss."""
 
     begin: int
     end: int
@@ -24,7 +24,9 @@ class AnswerSpan(NamedTuple):
 
 
 class RenderedChat(NamedTuple):
-    """Text of a conversation, its spans that count in the loss, and notes about parts that are not rendered."""
+    """Text of a conversation by the chat template, the spans that count in the loss, and notes about parts that the
+    template left out.
+    """
 
     text: str
     spans: tuple[AnswerSpan, ...]
@@ -32,7 +34,7 @@ class RenderedChat(NamedTuple):
 
 
 class Document(NamedTuple):
-    """Text of `size` UTF-8 bytes with its source position.
+    """Text of a corpus document, `size` bytes in UTF-8, with its source position.
 
     Attributes:
         line: number of the line, row, record or JSON value, from 1.
@@ -53,12 +55,12 @@ class Document(NamedTuple):
 
     @property
     def location(self) -> str:
-        """Position as `file:line`, in the form that editors accept."""
+        """Source position as `file:line`, in the form that editors accept."""
         return f"{self.file}:{self.line}"
 
 
 class RejectedItem(NamedTuple):
-    """Source position without a usable document, with the reason and its content.
+    """Source position without a usable document, with the reason for rejection and the content found there.
 
     `left_out` marks a file of a folder that does not belong to the corpus, such as an image, and is not an error.
     """
@@ -74,12 +76,14 @@ DocumentStream = Iterator[Document | RejectedItem]
 
 
 def explain_too_large(limit: int) -> str:
-    """Return the reason why a record or text is rejected: it is larger than `limit` bytes."""
+    """Return the reason why a record or text is rejected as larger than `limit` bytes, as text for a user."""
     return f"larger than {limit >> 20} MiB, the limit for one record"
 
 
 def document_from_text(value: object, key: str, file: str, line: int) -> Document | RejectedItem:
-    """Return the document of a value that must be a string; lone surrogates, which JSON can encode, are rejected."""
+    """Return the document of a record's text `value`, or a rejected item if it is not a string, is too large or has
+    lone surrogates, which JSON can encode.
+    """
     if isinstance(value, LongText):
         return _document_from_long_text(value, key, file, line)
     if not isinstance(value, str):
@@ -110,7 +114,7 @@ def _describe_type(value: object) -> str:
 
 
 def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
-    """Return the rejected item for everything after a damaged position."""
+    """Return the rejected item for the unread rest of a damaged file, from line `line` on."""
     reason = f"cannot be read to its end ({explain_read_error(error)}); the file is damaged or truncated"
     return RejectedItem(reason, "", file, line)
 
@@ -118,7 +122,9 @@ def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
 def document_from_record(
     record: object, key: str, file: str, line: int, whole: bool, strings: dict[str, LongText]
 ) -> Document | RejectedItem:
-    """Return the document of a record, in which long strings are replaced by their names in `strings`."""
+    """Return the document of a record's text under `key`, or a rejected item; `strings` maps placeholder names in the
+    record to long strings.
+    """
     if not isinstance(record, dict):
         return RejectedItem(f"the record is {_describe_type(record)}, not an object", "", file, line)
     value = lookup_key(record, key)
@@ -138,12 +144,12 @@ def _close_unused(strings: dict[str, LongText], record: str) -> None:
 
 
 def attach_record(item: Document | RejectedItem, record: dict[str, Any] | None) -> Document | RejectedItem:
-    """Return a document with its record, if that is requested."""
+    """Return a document with `record` attached, if that is not None; rejected items are returned unchanged."""
     return item._replace(record=record) if record is not None and isinstance(item, Document) else item
 
 
 def format_key_names(record: dict[str, Any]) -> str:
-    """Return the keys of a record as text, with those of nested objects as `a.b`."""
+    """Return the keys of a record as comma-separated text, with keys of nested objects as `a.b`."""
     names = (
         [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key] for key, value in record.items()
     )
@@ -151,5 +157,5 @@ def format_key_names(record: dict[str, Any]) -> str:
 
 
 def escape_bytes(raw: bytes) -> str:
-    """Return a line as text, with invalid UTF-8 bytes escaped."""
+    """Return a raw line as text, with invalid UTF-8 bytes escaped as hexadecimal."""
     return raw.decode("utf-8", "backslashreplace").rstrip("\n")

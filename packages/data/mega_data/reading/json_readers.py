@@ -37,7 +37,9 @@ def read_json_lines(
     whole: bool,
     folder: Path | None,
 ) -> DocumentStream:
-    """Yield one document per line, except blank lines; `on_lines` is called at the end with the number of lines."""
+    """Yield one document per non-blank line of a JSON lines file, with the text under `key`; `on_lines` is called at
+    the end with the number of lines.
+    """
     line, longest = 0, LONG if folder else MAX_RECORD_BYTES
     try:
         for line, (raw, rest) in enumerate(_iterate_lines(stream, source.begin, source.end, longest), 1):
@@ -149,7 +151,9 @@ def _join_blocks(parts: Iterator[str]) -> str:
 def read_json_values(
     stream: io.BufferedReader, source: CorpusSource, key: str, whole: bool, folder: Path | None
 ) -> DocumentStream:
-    """Yield the documents of objects, one after another or in an array, in any layout; `line` counts them."""
+    """Yield one document per JSON object of a file, with the text under `key`: objects one after another or in an
+    array, in any layout; `line` counts the objects.
+    """
     line, strings = 0, dict[str, LongText]()
     blocks = decode_blocks(iterate_blocks(stream))
     try:

@@ -36,7 +36,7 @@ LONGEST_ESCAPE = 12  # characters: a pair of surrogates
 
 
 class LongText:
-    """Text in an unnamed temporary file, which disappears with the process.
+    """Text too long for memory, in an unnamed temporary file that disappears with the process.
 
     Attributes:
         size: number of UTF-8 bytes.
@@ -55,14 +55,14 @@ class LongText:
 
     @classmethod
     def from_blocks(cls, blocks: Iterable[str], folder: Path) -> LongText:
-        """Store blocks of text as a long text."""
+        """Store consecutive blocks of a text as a long text in a temporary file in `folder`."""
         text = cls(folder)
         for block in blocks:
             text.append_text(block)
         return text
 
     def append_text(self, text: str) -> None:
-        """Append text."""
+        """Append `text` to the stored text."""
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
@@ -75,7 +75,8 @@ class LongText:
         self._characters += len(text)
 
     def append_json_string(self, text: str, blocks: Iterator[str]) -> str:
-        """Append a JSON string that begins with `text` (after the quotation mark) and continues in `blocks`.
+        """Append the value of a JSON string that begins with `text` (after the quotation mark) and continues in
+        `blocks`.
 
         Returns:
             The text after the end of the string.
@@ -95,7 +96,7 @@ class LongText:
             text += more
 
     def read_blocks(self) -> Iterator[str]:
-        """Yield the text from its beginning, in blocks."""
+        """Yield the stored text from its beginning, in blocks."""
         with translate_write_errors(self._folder):
             self._file.seek(0)  # also flushes
         return decode_blocks(iterate_blocks(self._file))
@@ -118,7 +119,8 @@ class LongText:
 
 
 def extract_long_strings(blocks: Iterator[str], folder: Path, strings: dict[str, LongText]) -> Iterator[str]:
-    """Yield JSON text, in blocks, with each long string moved to `strings` and replaced by its name there.
+    """Yield JSON text, in blocks, with each long string moved to `strings` as a `LongText` and replaced in the JSON by
+    its key in that dictionary.
 
     Raises:
         ValueError: at an invalid long string.
@@ -138,7 +140,7 @@ def extract_long_strings(blocks: Iterator[str], folder: Path, strings: dict[str,
 
 
 def decode_blocks(blocks: Iterable[bytes]) -> Iterator[str]:
-    """Yield the text of blocks of UTF-8.
+    """Yield the text of consecutive blocks of UTF-8 bytes; characters may be split between blocks.
 
     Raises:
         UnicodeDecodeError: if they are not UTF-8; its `start` counts from the first block.
@@ -155,5 +157,5 @@ def decode_blocks(blocks: Iterable[bytes]) -> Iterator[str]:
 
 
 def iterate_blocks(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the rest of a stream in blocks."""
+    """Yield the rest of a stream in blocks of bytes."""
     return iter(lambda: stream.read(BLOCK), b"")

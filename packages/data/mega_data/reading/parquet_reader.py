@@ -26,7 +26,8 @@ MAX_GROUP_BYTES = 1 << 30  # decompressed size of a row group with a higher comp
 
 
 def read_parquet(source: CorpusSource, key: str, advance: ReportBytes, whole: bool) -> DocumentStream:
-    """Yield the documents of a Parquet file; `whole` attaches all columns of the row.
+    """Yield the documents of a Parquet file, with the text in column `key`; `whole` attaches all columns of the row as
+    the document's record.
 
     Raises:
         DataError: if the file cannot be opened, or the column is missing.

@@ -56,7 +56,8 @@ def read_documents(
     whole: bool = False,
     folder: Path | None = None,
 ) -> DocumentStream:
-    """Yield the documents of a source.
+    """Yield the documents and rejected items of a corpus source in any supported format, with the text under
+    `json_key`.
 
     A damaged file is read up to the damage, which is a `RejectedItem`.
 
@@ -99,7 +100,7 @@ def read_documents(
 
 
 def iterate_texts(inputs: Sequence[str | Path], json_key: str = "text") -> Iterator[str]:
-    """Yield the text of every document, for training a tokenizer; binary files of folders are skipped.
+    """Yield the text of every document of the inputs, for training a tokenizer; binary files in folders are skipped.
 
     Raises:
         DataError: at the first rejected item.

@@ -37,7 +37,9 @@ SHINGLE = 8  # tokens
 
 @dataclass(frozen=True)
 class DuplicateCounts:
-    """Sequences, out of `of`, that repeat an earlier one: exactly, and nearly among `sampled` ones (None: not measured)."""
+    """Numbers of sequences, out of `of`, that repeat an earlier one: exactly, and nearly (None if not measured) among
+    the `sampled` ones.
+    """
 
     of: int
     exact: int
@@ -48,7 +50,9 @@ class DuplicateCounts:
 
 @dataclass(frozen=True)
 class FrequentNgram:
-    """Run of tokens, its number of occurrences in the sample, and its text if a tokenizer is available."""
+    """Frequent run of tokens in a sample of a data set: ids, number of occurrences, and text if a tokenizer is
+    available.
+    """
 
     ids: list[int]
     count: int
@@ -56,7 +60,9 @@ class FrequentNgram:
 
 
 def sample_sequences(reader: IndexedReader) -> list[Tokens]:
-    """Return the beginnings of sequences spread over a data set, about `SAMPLE` tokens in all, or all of a smaller one."""
+    """Return the beginnings of sequences spread evenly over a data set, about `SAMPLE` (4 Mi) tokens in all, or of all
+    sequences of a smaller data set.
+    """
     count = len(reader)
     if reader.num_tokens > SAMPLE:
         count = max(1, int(SAMPLE / np.minimum(reader.lengths, LONGEST).mean()))
@@ -67,7 +73,9 @@ def sample_sequences(reader: IndexedReader) -> list[Tokens]:
 
 
 def count_duplicates(reader: IndexedReader, sampled: Sequence[Tokens]) -> DuplicateCounts:
-    """Count sequences that repeat an earlier one: exactly, and nearly by MinHash if rensa is installed."""
+    """Count the sequences of a data set that exactly repeat an earlier one, and the sequences in `sampled` that nearly
+    repeat one, by MinHash if rensa is installed.
+    """
     hashes = np.zeros((len(reader), 2), np.uint64)
     with ProgressBar("searching duplicates", total=len(reader) or None, unit="sequences") as bar:
         for i in range(len(reader)):
@@ -82,7 +90,9 @@ def count_duplicates(reader: IndexedReader, sampled: Sequence[Tokens]) -> Duplic
 
 
 def count_near_duplicates(sequences: Sequence[Tokens]) -> int | None:
-    """Return the number of sequences similar or equal to an earlier one; None without rensa."""
+    """Return the number of sequences similar or equal to an earlier one by MinHash; None if the package rensa is not
+    installed.
+    """
     settings = MinHashConfig(ngram=SHINGLE)
     sets = [hash_shingles(hash_numbers(tokens), settings) for tokens in sequences]
     try:
@@ -95,7 +105,8 @@ def count_near_duplicates(sequences: Sequence[Tokens]) -> int | None:
 
 
 def find_frequent_ngrams(sequences: Sequence[Tokens], n: int, count: int) -> list[tuple[list[int], int]]:
-    """Return the `count` most frequent runs of `n` tokens that occur at least twice, with their numbers of occurrences.
+    """Return the `count` most frequent runs of `n` tokens within sequences, as (ids, number of occurrences); runs that
+    occur only once are left out.
 
     Of runs that overlap at their first occurrence only the most frequent is returned, so that a phrase is shown once.
     """
@@ -117,7 +128,9 @@ def find_frequent_ngrams(sequences: Sequence[Tokens], n: int, count: int) -> lis
 
 
 def count_languages(texts: Iterable[str]) -> dict[str, int] | None:
-    """Return the number of texts per language, by ISO 639-1 code, the most frequent first; None without lingua."""
+    """Return the number of texts per language, by ISO 639-1 code, the most frequent first; None if the package lingua
+    is not installed.
+    """
     try:
         detect = load_lingua_detector()
     except MissingPackageError as error:

@@ -36,7 +36,7 @@ HEAD = 160  # tokens of a sample
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """Report on a token data set.
+    """Report on a token data set: inspection, length percentiles, duplicates, frequent n-grams and languages.
 
     Attributes:
         text_bytes: UTF-8 bytes of its documents, None without a description.
@@ -58,7 +58,8 @@ class DatasetReport:
 def write_html_report(
     paths: Sequence[Path], output: Path, *, tokenizer: Tokenizer | None = None, samples: int = 4
 ) -> dict[str, Any]:
-    """Write the page `output` and its data as JSON in the same folder; return the data.
+    """Write an HTML report on data sets (or `mega data clean` folders) to `output`, and its data as JSON to a file with
+    the suffix `.json`; return the data.
 
     A path is the prefix of a data set, or an output folder of `mega data clean`.
 
@@ -84,7 +85,8 @@ def write_html_report(
 
 
 def describe_dataset(prefix: Path, tokenizer: Tokenizer | None, samples: int) -> DatasetReport:
-    """Measure one token data set.
+    """Measure one token data set for a report: lengths, duplicates, frequent n-grams and languages; `samples` sequences
+    are shown.
 
     Raises:
         DataError: if it is damaged, or the tokenizer differs.

@@ -17,7 +17,7 @@ from mega_data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class FrequentToken:
-    """Token, its number of occurrences, and its text if a tokenizer is available."""
+    """Frequent token of a data set: id, number of occurrences, and text if a tokenizer is available."""
 
     id: int
     count: int
@@ -26,7 +26,7 @@ class FrequentToken:
 
 @dataclass(frozen=True)
 class SequenceSample:
-    """Beginning of one sequence."""
+    """Beginning of one sequence of a data set: number, length, first token ids, and text if a tokenizer is available."""
 
     sequence: int
     length: int
@@ -36,7 +36,7 @@ class SequenceSample:
 
 @dataclass(frozen=True)
 class DatasetInspection:
-    """Result of `inspect_dataset`.
+    """Result of `inspect_dataset`: size, sequence lengths, frequent tokens and sample sequences of a data set.
 
     Attributes:
         lengths: `min`, `median`, `mean` and `max` number of tokens of a sequence.
@@ -60,7 +60,8 @@ class DatasetInspection:
 def inspect_dataset(
     prefix: Path, tokenizer: Tokenizer | None = None, *, samples: int = 3, frequent: int = 10, head: int = 64
 ) -> DatasetInspection:
-    """Inspect a data set; texts are decoded by `tokenizer`, or by the original one if it still exists.
+    """Return counts, lengths, frequent tokens and sample sequences of a data set; texts are decoded by `tokenizer`, or
+    by the original one if it still exists.
 
     `samples` evenly spaced sequences are shown by their first `head` tokens.
 
@@ -96,7 +97,9 @@ def inspect_dataset(
 
 
 def load_original_tokenizer(info: DatasetInfo | None) -> Tokenizer | None:
-    """Return the tokenizer of a data set, if it still exists and is unchanged."""
+    """Return the tokenizer that made a data set, by the path in its description, if that file still exists and is
+    unchanged, else None.
+    """
     if info is None or info.tokenizer is None or not Path(info.tokenizer.path).is_file():
         return None
     tokenizer = Tokenizer(Path(info.tokenizer.path))

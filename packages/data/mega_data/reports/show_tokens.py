@@ -23,7 +23,9 @@ BEFORE = 4  # preceding tokens that are decoded together with a token, for conte
 
 @dataclass(frozen=True)
 class ShownToken:
-    """Token, its text (its name if it is not a whole character; None without a tokenizer), and its weight as a label."""
+    """Token of a displayed sample: id, text (the token's name if it is not a whole character; None without a
+    tokenizer), loss weight as a label, and position.
+    """
 
     id: int
     text: str | None
@@ -33,14 +35,15 @@ class ShownToken:
 
 @dataclass(frozen=True)
 class ShownPart:
-    """Tokens that are shown together: a document, its part in a sample, or padding."""
+    """Named part of a displayed sample: a document, a piece of a document, or padding."""
 
     name: str
     tokens: list[ShownToken]
 
 
 def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[ShownPart]:
-    """Return the sequences of a document of a data set: one, or a pair's chosen and rejected one.
+    """Return the sequences of document `number` of a data set for display: usually one, for a preference pair the
+    chosen and the rejected one.
 
     Raises:
         DataError: if there is no such document, or the data set cannot be used.
@@ -64,7 +67,8 @@ def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> lis
 def show_training_sample(
     sample: TrainingSample | BertSample | T5Sample, tokenizer: Tokenizer | None
 ) -> list[ShownPart]:
-    """Return a sample as parts, document by document, each with its last label, which is not an input.
+    """Return a training sample for display as parts, one per document, each followed by its last label, which is not an
+    input.
 
     Neighbors of chunks follow as parts. For BERT the parts are the segments and the labels, for T5 the inputs of encoder
     and decoder and the labels.
@@ -149,7 +153,7 @@ def _build_part(
 
 
 def decode_each_token(ids: Sequence[int], tokenizer: Tokenizer) -> list[str | None]:
-    """Return the text that each token adds to the previous ones.
+    """Return the text that each token adds to the decoded previous tokens.
 
     For an incomplete character, or a token without text, it is the token's name.
     """

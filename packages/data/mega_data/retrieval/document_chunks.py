@@ -18,7 +18,7 @@ Hashes = npt.NDArray[np.uint64]
 
 
 class DocumentChunks:
-    """Chunks of m tokens of a data set, in file order.
+    """Division of a data set's documents into chunks of m tokens (`length`) for retrieval, numbered in file order.
 
     The first chunk of a document begins with it, and the last one may be short.
 
@@ -37,7 +37,7 @@ class DocumentChunks:
 
     @cached_property
     def starts(self) -> Ints:
-        """First chunk of each document, then the number of chunks: int64 [documents + 1]."""
+        """Number of the first chunk of each document, then the number of all chunks: int64 [documents + 1]."""
         if self._cache is None:
             return self._count_chunks()["starts"]
         key = f"chunks length={self.length} data={self.reader.fingerprint}"
@@ -52,16 +52,17 @@ class DocumentChunks:
         return {"starts": starts}
 
     def find_sequence_chunks(self, first: int, last: int) -> range:
-        """Return the chunks of the documents that begin in the sequences [first, last)."""
+        """Return the range of chunk numbers of the documents that begin in the sequences [first, last) of the data set."""
         begin, end = np.searchsorted(self.reader.document_index, [first, last])
         return range(int(self.starts[begin]), int(self.starts[end]))
 
     def find_documents(self, numbers: Ints) -> Ints:
-        """Return the document of each chunk, int64 of the same shape; -1 for the chunk -1."""
+        """Return the document number of each chunk number, int64 of equal shape; -1 for chunk -1."""
         return np.searchsorted(self.starts, numbers, "right") - 1
 
     def read_tokens(self, numbers: Ints, width: int) -> Ints:
-        """Return `width` tokens from the start of each chunk on, -1 past the end of its document and for the chunk -1.
+        """Return the `width` tokens from the start of each chunk on, int64 [..., width]; -1 past the end of the
+        document and for chunk -1.
 
         Args:
             numbers: int64 [...].
@@ -81,7 +82,9 @@ class DocumentChunks:
         return tokens
 
     def compute_hashes(self, first: int, last: int) -> Hashes:
-        """Return content hashes of the chunks [first, last), uint64 [last - first]; 0 for fewer than m / 4 tokens."""
+        """Return a content hash of each chunk in [first, last), uint64 [last - first]; 0 for chunks shorter than a
+        quarter of the chunk length.
+        """
         rows = self.read_tokens(np.arange(first, last), self.length)
         hashes = np.array([xxhash.xxh3_64_intdigest(row.data) for row in rows], np.uint64)
         return np.where((rows >= 0).sum(1) * 4 < self.length, np.uint64(0), hashes)

@@ -27,7 +27,8 @@ BLOCK = 1 << 16  # chunks that are hashed at a time
 
 
 class LabelLeakFilter:
-    """Filter of the database chunks that a data chunk may have as neighbors.
+    """Filter of retrieval candidates that would leak labels: it rejects database chunks from a data chunk's own
+    document, copies of that document's chunks, and copies of the chunk's continuation.
 
     Memory: 16 bytes per chunk.
 
@@ -43,7 +44,8 @@ class LabelLeakFilter:
         self._keys = np.sort(_document_content_keys(documents, hashes)[hashes > 0])
 
     def select_allowed(self, numbers: Ints, candidates: Ints) -> Bools:
-        """Return which candidates may be neighbors of the chunks `numbers`: bool [n, c].
+        """Return which candidates in the database may be neighbors of the data chunks `numbers` without leaking labels:
+        bool [n, c].
 
         Args:
             numbers: chunks, int64 [n].
@@ -78,7 +80,8 @@ class LabelLeakFilter:
 
 
 def contains_continuation(chunks: Ints, neighbors: Ints) -> Bools:
-    """Return whether neighbors contain a part of the continuation of chunks.
+    """Return for each row whether the tokens `neighbors` contain a part of the second half (the continuation) of the
+    tokens `chunks`: bool [n].
 
     Args:
         chunks: int64 [n, 2m], the tokens of a chunk and of its continuation, -1 past the end of the document.

@@ -28,7 +28,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class ChunksInfo(StrictConfig):
-    """Chunks of a data set. `path` is its path at that time; `fingerprint` identifies it.
+    """Description of the chunks of a data set in `info.json`: the data set's path at that time, the fingerprint that
+    identifies it, and the chunk range.
 
     Attributes:
         first, last: range [first, last) of the chunks.
@@ -41,7 +42,7 @@ class ChunksInfo(StrictConfig):
 
 
 class NeighborsInfo(StrictConfig):
-    """Origin of neighbors, and the settings of their search.
+    """Description of a folder of retrieved neighbors (`info.json`): data set, database, and the settings of the search.
 
     Attributes:
         chunk_length: m.
@@ -64,13 +65,13 @@ class NeighborsInfo(StrictConfig):
 
 
 def get_neighbors_path(prefix: Path) -> Path:
-    """Return `PREFIX.neighbors`, the default folder of the neighbors of a data set."""
+    """Return `PREFIX.neighbors`, the default folder of the retrieved neighbors of a data set."""
     prefix = strip_data_suffix(prefix)
     return prefix.with_name(prefix.name + ".neighbors")
 
 
 def read_neighbors_info(folder: Path) -> NeighborsInfo:
-    """Return the description of a folder of neighbors.
+    """Return the description of a folder of retrieved neighbors, from its `info.json`.
 
     Raises:
         DataError: if it is missing or has another format.
@@ -88,7 +89,7 @@ def read_neighbors_info(folder: Path) -> NeighborsInfo:
 
 
 class DatasetNeighbors:
-    """Neighbors of a data set's chunks.
+    """Retrieved neighbors of each chunk of a data set, read from a folder that `retrieve_neighbors` wrote.
 
     Args:
         cache: see `DocumentChunks`.
@@ -113,18 +114,19 @@ class DatasetNeighbors:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint (32 hex digits) of everything that is read."""
+        """Fingerprint (32 hex digits) of the data set, the database and the neighbor numbers."""
         info = self.info
         content = (info.chunk_length, info.data.fingerprint, info.database.fingerprint, info.content)
         return xxhash.xxh3_128_hexdigest(repr(content).encode())
 
     @property
     def is_self_retrieval(self) -> bool:
-        """True if data set and database are the same."""
+        """True if neighbors were searched in the data set itself."""
         return self.info.database.fingerprint == self.info.data.fingerprint
 
     def check_split_disjoint(self, split: range) -> None:
-        """Reject a split of the data set, given by its chunks, if retrieval would leak text between splits.
+        """Raise DataError if the range `split` of chunks overlaps the searched chunks of this data set only partly, so
+        that retrieval would leak text between splits.
 
         Raises:
             DataError: if the database is this data set, and only partly in the split.
@@ -141,7 +143,9 @@ class DatasetNeighbors:
         )
 
     def read_neighbor_tokens(self, numbers: Ints) -> Ints:
-        """Return the neighbors of chunks `numbers`, int64 [n], as tokens: int64 [n, K, 2m], -1 for missing tokens."""
+        """Return the tokens of the neighbors of the chunks `numbers`, int64 [n, neighbors, 2 x chunk length], -1 for
+        missing tokens.
+        """
         return self._database.read_tokens(self._neighbor_numbers[numbers], 2 * self.info.chunk_length)
 
     @cached_property
@@ -177,7 +181,8 @@ class DatasetNeighbors:
 
 
 def open_dataset_neighbors(path: Path | None, reader: IndexedReader, cache: Path | None = None) -> DatasetNeighbors:
-    """Return the neighbors of a data set, from the folder `path` or the default folder.
+    """Return the retrieved neighbors of the data set of `reader`, from the folder `path`, by default
+    `PREFIX.neighbors`.
 
     Raises:
         DataError: as `DatasetNeighbors`.

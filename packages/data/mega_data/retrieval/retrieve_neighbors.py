@@ -38,7 +38,7 @@ EmbedTexts: TypeAlias = Callable[[list[str], Callable[[int], None]], npt.NDArray
 
 @dataclass(frozen=True)
 class ChunkEncoder:
-    """Encoder that embeds chunks: its name, its identity with version, and its function."""
+    """Encoder that embeds the texts of chunks as vectors: name, identity with version, and the function."""
 
     name: str
     identity: str
@@ -47,7 +47,7 @@ class ChunkEncoder:
 
 @dataclass(frozen=True)
 class RetrievalSettings:
-    """Settings of the neighbor search.
+    """Settings of a nearest-neighbor search for retrieval: chunk length, number of neighbors, faiss index and split.
 
     Attributes:
         index: faiss index factory string; None selects it by the number of vectors.
@@ -72,7 +72,8 @@ def retrieve_neighbors(
     *,
     overwrite: bool,
 ) -> NeighborsInfo:
-    """Find the neighbors of each chunk of `data` in `database`, by default itself, and write them to `output`.
+    """Find the nearest neighbors of each chunk of `data` in `database`, by default in `data` itself, and write their
+    chunk numbers to the folder `output`.
 
     Vectors and results are stored in `.OUTPUT.partial` until all are complete.
 

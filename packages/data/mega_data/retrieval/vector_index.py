@@ -18,7 +18,7 @@ SHARD = 1 << 14  # rows of a file
 
 
 class VectorShards:
-    """Array of `rows` rows in the files FOLDER/NAME-00000.npy and so on, some of which may be missing.
+    """Array of `rows` rows stored in the files FOLDER/NAME-00000.npy and so on, some of which may be missing.
 
     Args:
         shard: rows of a file; the last file may have fewer.
@@ -31,24 +31,24 @@ class VectorShards:
         return self.rows
 
     def iterate_missing(self) -> Iterator[range]:
-        """Yield the rows of each file that does not exist yet."""
+        """Yield the row range of each `.npy` file that does not exist yet."""
         for first in range(0, self.rows, self._shard):
             if not self._get_path(first).exists():
                 yield range(first, min(first + self._shard, self.rows))
 
     def write_shard(self, first: int, values: npt.NDArray[Any]) -> None:
-        """Write the file that begins with row `first`."""
+        """Write `values` as the `.npy` file whose first row is `first`, atomically."""
         with open_atomic_file(self._get_path(first)) as stream:
             np.save(stream, values)
 
     def iterate_blocks(self, first: int, last: int) -> Iterator[npt.NDArray[Any]]:
-        """Yield the rows [first, last), one file at a time, through memory maps; the files must exist."""
+        """Yield the rows [first, last), one file at a time, as memory maps; all these files must exist."""
         for begin in range(first - first % self._shard, last, self._shard):
             found = np.load(self._get_path(begin), mmap_mode="r")
             yield found[max(0, first - begin) : last - begin]
 
     def sample_rows(self, first: int, last: int, step: int) -> npt.NDArray[Any]:
-        """Return about every `step`-th of the rows [first, last) as one array."""
+        """Return about every `step`-th row of [first, last) as one array."""
         return np.concatenate([block[::step] for block in self.iterate_blocks(first, last)])
 
     def _get_path(self, first: int) -> Path:
@@ -65,7 +65,9 @@ PAIRS = 1 << 18  # candidate distances in memory at a time
 
 
 def select_index_type(vectors: int, width: int) -> str:
-    """Return the faiss index type for a number of vectors: flat, IVF, or IVF with at most 64 bytes per vector (PQ)."""
+    """Return the faiss `index_factory` string for `vectors` vectors of `width` values: Flat (exact), IVF lists, or for
+    many vectors IVF lists with at most 64 bytes per vector.
+    """
     if vectors <= MAX_FLAT:
         return "Flat"
     lists = min(MAX_LISTS, 1 << round(math.log2(math.sqrt(vectors))))
@@ -73,7 +75,7 @@ def select_index_type(vectors: int, width: int) -> str:
 
 
 class NearestVectors:
-    """Nearest-neighbor index of the first `count` rows of vectors, by Euclidean distance.
+    """Faiss index of the first `count` rows of `vectors` that finds nearest neighbors by Euclidean distance.
 
     Args:
         factory: faiss index factory string.
@@ -114,7 +116,8 @@ class NearestVectors:
     def search_nearest(
         self, vectors: Floats, count: int, allowed: Callable[[Ints, Ints], npt.NDArray[np.bool_]]
     ) -> Ints:
-        """Return the `count` nearest allowed rows, the nearest first: int64 [n, count], -1 if there are fewer.
+        """Return the row numbers of the `count` nearest allowed rows for each of n query vectors, the nearest first:
+        int64 [n, count], -1 if there are fewer.
 
         Args:
             vectors: fp32 [n, D].

@@ -36,7 +36,8 @@ SplitBounds = tuple[float, float]
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """Sequences [first, last) of a data set, with the weight in the blend and the dataset kind.
+    """Sequences [first, last) of a data set that belong to one split, with the weight in the blend and the dataset
+    kind.
 
     Attributes:
         source: its entry in the configuration.
@@ -55,29 +56,31 @@ class DatasetPart:
 
     @property
     def name(self) -> str:
-        """Name of the data set in the run."""
+        """Path of the data set as named in the configuration, else the prefix of its files."""
         return str(self.path or self.reader.prefix)
 
     @property
     def weights_by_tokens(self) -> dict[int, float]:
-        """Weight in the blend from each number of training tokens on, beginning with 0."""
+        """Weight of this part in the blend from each number of training tokens on, beginning with 0."""
         weights = {0: self.weight or 1.0} if self.source is None else self.source.weights_by_tokens
         return {tokens: weight * self.share for tokens, weight in weights.items()}
 
     def get_sample_limit(self, samples_per_epoch: Callable[[], float]) -> int | None:
-        """Return the number of samples that a run may read of the part (`max_epochs`), or None for no limit."""
+        """Return the maximum number of samples that a run may read of this part (`max_epochs` times the samples per
+        epoch), or None for no limit.
+        """
         epochs = None if self.source is None else self.source.max_epochs
         return None if epochs is None else max(1, int(epochs * samples_per_epoch()))
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens."""
+        """Number of tokens in the sequences of this part."""
         begin, end = find_token_range(self.reader, self.first, self.last)
         return end - begin
 
 
 class DatasetPartitioner:
-    """Partitioner of the data sets of one configuration into splits; opens each file once.
+    """Partitioner of the data sets of one configuration into train, valid and test; opens each file once.
 
     `eod` is the end-of-document token.
 
@@ -99,7 +102,8 @@ class DatasetPartitioner:
         self._files = OpenReaders(raise_open_files_limit(2 * MAX_OPEN_DATASETS) // 2)
 
     def build_split_parts(self, name: str) -> list[DatasetPart]:
-        """Return the parts of split `name`; an empty list if its share is zero.
+        """Return the data set parts of the split `name` (train, valid or test); an empty list if the split's share is
+        zero.
 
         Raises:
             DataError: naming every data set that cannot be used; or if no data set has a sequence in this split.
@@ -184,7 +188,7 @@ class DatasetPartitioner:
 
 
 def find_matching_prefixes(source: DatasetSource) -> list[Path]:
-    """Return the sorted prefixes of the data sets of a source, which may be a glob.
+    """Return the sorted prefixes of the data sets that a configured source names, by path or by glob.
 
     Raises:
         DataError: if no data set matches the glob.
@@ -210,7 +214,8 @@ def _find_split_sequence(bound: float, reader: IndexedReader, kind: str) -> int:
 
 
 def validate_dataset_kind(reader: IndexedReader, kind: str) -> None:
-    """Reject conversations used as text, which would count their questions in the loss, and text used as conversations.
+    """Raise DataError if conversations are used as text, which would count their questions in the loss, or text as
+    conversations.
 
     Raises:
         DataError: if the kinds differ.
@@ -224,7 +229,9 @@ def validate_dataset_kind(reader: IndexedReader, kind: str) -> None:
 
 
 def compute_split_bounds(shares: Sequence[float]) -> list[SplitBounds | None]:
-    """Return Megatron's cut of [0, 1] by `shares`; None for a share of zero."""
+    """Return the interval of [0, 1] that each split takes, by normalized `shares` as in Megatron; None for a share of
+    zero.
+    """
     values = np.array(shares, np.float64)
     edges = [0.0]
     for share in (values / values.sum()).tolist():
@@ -233,7 +240,8 @@ def compute_split_bounds(shares: Sequence[float]) -> list[SplitBounds | None]:
 
 
 def check_document_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
-    """Check that documents are separated by the token `eod`, if `rules` depend on that.
+    """Raise DataError if documents are not separated by the token `eod` and `rules` (names of configuration flags that
+    need it) is not empty.
 
     Checks a sample of the documents, or only the data set's description if it has `append_eod`. A document that begins
     with the token counts as separated.

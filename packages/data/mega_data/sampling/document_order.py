@@ -22,7 +22,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class DocumentOrder:
-    """Tokens of the sequences [first, last) with their documents in an order drawn by (seed, content, range).
+    """Order of the documents in the sequences [first, last) of a data set, drawn by (seed, content, range), and the
+    tokens in that order.
 
     A document that these bounds cut contributes the part within. See `ShuffledTokenWindows` for memory and reads.
 
@@ -57,19 +58,22 @@ class DocumentOrder:
         return {"starts": np.concatenate(parts)}
 
     def list_document_numbers(self, first: int, last: int) -> Ints:
-        """Return the numbers in the file of the documents at positions [first, last) of the order."""
+        """Return the document numbers in the file at the positions [first, last) of the order, int64 [last - first]."""
         positions = np.arange(first, last)
         return self._from + (permute_indices(positions, self.count, self._key) if self._drawn else positions)
 
     def find_token_bounds(self, first: int, last: int) -> tuple[Ints, Ints]:
-        """Return the token positions [begin, end) in the file of the documents at positions [first, last) of the order."""
+        """Return the token positions in the file (begins, ends) of the documents at the positions [first, last) of the
+        order, int64 [last - first] each.
+        """
         documents, index = self.list_document_numbers(first, last), self._reader.document_index
         sequences = np.clip(np.stack([index[documents], index[documents + 1]]), self._first, self._last)
         begins, ends = find_token_positions(self._reader, sequences)
         return begins, ends
 
     def find_documents(self, start: int, count: int) -> Iterator[tuple[int, range, range]]:
-        """Yield the documents that contain the units [start, start + count) of the order, all of which must exist.
+        """Yield the documents that contain the units [start, start + count) of the order, which must exist: (document
+        number, token range, unit range).
 
         Yields:
             For each document in order: its number in the file, its token range, and the range of its units.
@@ -90,20 +94,25 @@ class DocumentOrder:
             block += 1
 
     def read_tokens(self, start: int, count: int) -> Iterator[Tokens]:
-        """Yield the tokens [start, start + count) of the order in parts, for `unit` 1; all of them must exist."""
+        """Yield the tokens [start, start + count) in the order of the documents, in parts; requires `unit` 1, and all
+        of them must exist.
+        """
         for _, tokens, own in self.find_documents(start, count):
             yield self._reader.tokens[tokens.start + own.start : tokens.start + own.stop]
 
 
 def find_token_positions(reader: IndexedReader, sequences: Ints) -> Ints:
-    """Return the first token position of each sequence; the number after the last one gives the end."""
+    """Return the position in the data set of each sequence's first token; for the number after the last sequence, the
+    number of tokens.
+    """
     inside = sequences < len(reader)
     begins = reader.pointers[np.where(inside, sequences, 0)] // reader.dtype.itemsize
     return np.where(inside, begins, reader.num_tokens)
 
 
 def find_token_range(reader: IndexedReader, first: int, last: int) -> tuple[int, int]:
-    """Return the first and last token position of the sequences [first, last).
+    """Return the token positions (begin, end) of the sequences [first, last) of a data set, end excluded; raise
+    DataError if they have no tokens.
 
     Raises:
         DataError: if they have no tokens.

@@ -10,7 +10,8 @@ ROUNDS = 6
 
 
 def permute_index(i: int, n: int, key: int) -> int:
-    """Return the image of `i` under a permutation of range(n) drawn by the 64-bit `key`.
+    """Return the image of `i` under a pseudorandom permutation of range(n) drawn by the 64-bit `key`, without storing
+    the permutation.
 
     A Feistel network permutes the smallest power of four that is at least n; a value of n or more is permuted again
     (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), less than four times on average.
@@ -27,7 +28,7 @@ def permute_index(i: int, n: int, key: int) -> int:
 
 
 def permute_indices(positions: npt.NDArray[np.int64], n: int, key: int) -> npt.NDArray[np.int64]:
-    """Return the images of many positions, int64 [m], under the permutation of `permute_index`."""
+    """Return the images of many positions under the permutation of range(n) of `permute_index`, int64 [len(positions)]."""
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     low, width, keep = np.uint64((1 << half) - 1), np.uint64(half), np.uint64(64 - half)
     keys = [np.uint64(splitmix64(key + step)) for step in range(ROUNDS)]
@@ -44,7 +45,7 @@ def permute_indices(positions: npt.NDArray[np.int64], n: int, key: int) -> npt.N
 
 
 def splitmix64(x: int) -> int:
-    """Return the output function of splitmix64 (Steele, Lea, Flood 2014)."""
+    """Return the splitmix64 hash of the 64-bit state `x` (Steele, Lea, Flood 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & MASK
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK

@@ -28,7 +28,7 @@ from mega_data.sampling.weighted_blend import StableBlend
 
 @dataclass(frozen=True)
 class BlendStage:
-    """Part of a run with one fixed blend.
+    """Stage of a run's blend with fixed data sets and weights.
 
     Attributes:
         first: number of its first sample.
@@ -42,7 +42,9 @@ class BlendStage:
     read: Sequence[int]
 
     def count_samples(self, k: int) -> list[int]:
-        """Return the number of samples before `k` from each data set; `k` is in this stage."""
+        """Return, for each data set of the run, the number of its samples among the blend's samples 0 to `k` - 1; `k`
+        is in this stage.
+        """
         counts = list(self.read)
         for source, count in zip(self.chosen, self.blend.count_samples(k - self.first), strict=True):
             counts[source] += count
@@ -50,7 +52,8 @@ class BlendStage:
 
 
 class StagedBlend:
-    """Blend of several stages as a pure function of its arguments and k.
+    """Blend whose weights change between stages and whose data sets may have limits, as a pure function of its
+    arguments and sample number.
 
     Each data set continues with its next sample from stage to stage.
 
@@ -72,7 +75,7 @@ class StagedBlend:
         self._end: float = weights[0][0]  # end of the last stage in `_stages`
 
     def locate_sample(self, k: int) -> tuple[int, int]:
-        """Return the index of the data set of sample `k`, and the sample's number there.
+        """Return (index of the data set that blend sample `k` comes from, number of the sample within that data set).
 
         Raises:
             DataError: if all data sets have reached their limits.
@@ -82,7 +85,9 @@ class StagedBlend:
         return stage.chosen[source], stage.read[stage.chosen[source]] + number
 
     def count_samples(self, k: int) -> list[int]:
-        """Return the number of samples before `k` from each data set; `k` may be the end."""
+        """Return, for each data set, the number of its samples among the blend's samples 0 to `k` - 1; `k` may be the
+        end of the blend.
+        """
         if k <= self._weights[0][0]:
             return list(self._read)
         return self._get_stage(k - 1).count_samples(k)
@@ -138,7 +143,9 @@ class StagedBlend:
 def build_training_blend(
     parts: Sequence[DatasetPart], config: DataConfig, limits: Sequence[int | None]
 ) -> StableBlend | StagedBlend:
-    """Return the blend of the training split, except for order `megatron`; `limits` as in `StagedBlend`."""
+    """Return the blend of the training split for orders other than `megatron`; `limits` are maximum numbers of samples
+    per data set, None for no limit.
+    """
     begun = config.begun or BlendStart(samples=0, read={})
     weights = compute_stage_weights([part.weights_by_tokens for part in parts], config.seq_length, begun.samples)
     read = [begun.read.get(name, 0) for name in number_repeated_paths(part.name for part in parts)]
@@ -148,13 +155,13 @@ def build_training_blend(
 
 
 def build_fixed_blend(parts: Sequence[DatasetPart]) -> StableBlend | StagedBlend:
-    """Return the blend of a validation or test split, constant over the run, by the initial weights."""
+    """Return the blend of a validation or test split, with the data sets' initial weights over the whole run."""
     weights = [part.weights_by_tokens[0] for part in parts]
     return StableBlend(weights) if all(weights) else StagedBlend([(0, weights)], [None] * len(parts), [0] * len(parts))
 
 
 def number_repeated_paths(paths: Iterable[Path | str]) -> list[str]:
-    """Return the paths of data sets, with a number appended to repeated ones."""
+    """Return the paths as text, with `#2`, `#3` and so on appended to repetitions, so that each is unique."""
     counts: Counter[str] = Counter()
     names = []
     for path in map(str, paths):
@@ -166,7 +173,8 @@ def number_repeated_paths(paths: Iterable[Path | str]) -> list[str]:
 def compute_stage_weights(
     curricula: Sequence[Mapping[int, float]], seq_length: int, first: int
 ) -> list[tuple[int, list[float]]]:
-    """Return the first sample of each stage and its weights, for weights given by training tokens.
+    """Return (first sample, weight of each data set) of each stage of a blend, for `curricula` that map training tokens
+    to weights; the first stage begins at sample `first`.
 
     The first stage begins at `first`. A change at n tokens takes effect at the first sample with at least n tokens
     before it.
@@ -179,7 +187,8 @@ def compute_stage_weights(
 def resume_data_config(
     config: DataConfig, saved: Mapping[str, Any], consumed: int, read: Mapping[str, int] | None
 ) -> DataConfig:
-    """Return the data configuration of a run that resumes from a checkpoint.
+    """Return the data configuration with which a run resumes after `consumed` samples: with the saved sample order
+    unless one is set, and the blend restarted there if data sets or weights changed.
 
     Args:
         config: configuration of the resumed run.

@@ -25,7 +25,8 @@ from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 
 
 class StableTokenWindows:
-    """Token windows of the sequences [first, last) of a data set, which have T tokens, in file order.
+    """Token windows of S + 1 tokens (sequence length S) over the T tokens of the sequences [first, last) of a data set,
+    in file order, cut anew in each epoch.
 
     The tokens form a circle. An epoch draws a starting point, lays T // S windows of S + 1 tokens end to end from there
     (neighbours share one token, the label of one and the first input of the next), and visits them in a drawn order. So
@@ -50,21 +51,21 @@ class StableTokenWindows:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of windows in an epoch."""
+        """Number of token windows in an epoch, at least 1."""
         return self._per_epoch
 
     @cached_property
     def identity(self) -> str:
-        """Description of everything that the windows depend on."""
+        """Text that names everything the token windows depend on; equal texts mean equal windows."""
         content = f"data={self._reader.fingerprint} range={self._first}:{self._last}"
         return f"{self.order} seed={self._seed} seq={self._seq_length} {content}"
 
     def locate_window(self, k: int) -> int:
-        """Return the position of the first token of sample `k` in the circular order."""
+        """Return the position of the first token of window `k` in the circle of the part's tokens."""
         return compute_window_start(k, self._count, self._seq_length, self.identity)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        """Return the tokens of window `k`, int64 [S + 1]."""
+        """Return the tokens of window `k`, int64 [sequence length + 1]."""
         at, left, parts = self.locate_window(k), self._seq_length + 1, []
         while left:
             parts += self._read_tokens(at, min(left, self._count - at))
@@ -78,7 +79,7 @@ class StableTokenWindows:
 
 
 class ShuffledTokenWindows(StableTokenWindows):
-    """Token windows as in `StableTokenWindows`, over documents in an order drawn by (seed, content, range).
+    """Token windows as in `StableTokenWindows`, but over documents in an order drawn by (seed, content, range).
 
     The order is a permutation by `permute_index`, equal in all epochs, whose windows and their order differ. The
     positions of documents follow from the permutation and their lengths. The index stores the start of every 16th
@@ -105,7 +106,8 @@ class ShuffledTokenWindows(StableTokenWindows):
 
 
 class MegatronTokenWindows:
-    """Token windows of the sequences [first, last) in the order that Megatron draws for `num_samples` samples.
+    """Token windows of the sequences [first, last) of a data set in the order that Megatron draws for `num_samples`
+    samples.
 
     Raises:
         DataError: if the range has no token; if a sample past the end is read.
@@ -128,11 +130,11 @@ class MegatronTokenWindows:
         self._documents, self._samples, self._shuffle = (arrays[name] for name in ("document", "sample", "shuffle"))
 
     def __len__(self) -> int:
-        """Return the number of samples: whole epochs, so at least the requested number."""
+        """Return the number of token windows: whole epochs, so at least `num_samples`."""
         return int(self._shuffle.size)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        """Return the tokens of window `k`, int64 [S + 1]."""
+        """Return the tokens of window `k`, int64 [sequence length + 1]."""
         if k >= len(self):
             raise DataError(
                 f"{self._reader.prefix}: data.order = megatron is fixed for {len(self)} samples, and sample {k} was read",
@@ -149,7 +151,8 @@ class MegatronTokenWindows:
 
 
 def compute_window_start(k: int, count: int, width: int, identity: str) -> int:
-    """Return the start of window k of `width` positions in a circle of `count` positions, as in `StableTokenWindows`.
+    """Return the start of window `k` of `width` positions in a circle of `count` positions, with the draws of
+    `StableTokenWindows` keyed by `identity`.
 
     `identity` is the key of the draws.
     """
@@ -162,7 +165,8 @@ def compute_window_start(k: int, count: int, width: int, identity: str) -> int:
 def build_megatron_indices(
     lengths: npt.NDArray[np.int32], first: int, last: int, seq_length: int, num_samples: int, seed: int
 ) -> Arrays:
-    """Return Megatron's three indices over the sequences [first, last) of a data set with these `lengths`.
+    """Return Megatron's document, sample and shuffle indices over the sequences [first, last) of a data set with these
+    sequence `lengths`.
 
     Returns:
         document: int32 [E * (last - first)], sequence numbers of E epochs.

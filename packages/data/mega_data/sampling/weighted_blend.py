@@ -18,7 +18,8 @@ BlendTree: TypeAlias = "int | tuple[int, BlendTree, BlendTree]"
 
 
 class StableBlend:
-    """Weighted blend as a pure function of (weights, k), without a total and without an index to build.
+    """Weighted blend of data sets as a pure function of weights and sample number, without a fixed total and without an
+    index to build.
 
     The data sets are the leaves of a binary tree. At a node with a share r of its weight on the left, the first k
     samples contain floor(r k + 1/2) samples of the left branch, in integers. Sample k goes left if that number rises at
@@ -34,7 +35,7 @@ class StableBlend:
         self.identity = f"stable {list(weights)}"
 
     def locate_sample(self, k: int) -> tuple[int, int]:
-        """Return the index of the data set of sample `k`, and the sample's number there."""
+        """Return (index of the data set that blend sample `k` comes from, number of the sample within that data set)."""
         node = self._tree
         while not isinstance(node, int):
             share, left, right = node
@@ -43,7 +44,7 @@ class StableBlend:
         return node, k
 
     def count_samples(self, k: int) -> list[int]:
-        """Return the number of the first `k` samples from each data set."""
+        """Return, for each data set, the number of its samples among the first `k` samples of the blend."""
         return list(_count_leaves(self._tree, k))
 
 
@@ -66,7 +67,8 @@ def _build_tree(weights: Sequence[float], first: int) -> BlendTree:
 
 
 class MegatronBlend:
-    """Weighted blend of the first `num_samples` samples (or a few more) in Megatron's greedy order, bit-identical.
+    """Weighted blend of `num_samples` samples (or a few more) of data sets in Megatron's greedy order, bit-identical to
+    Megatron's.
 
     Attributes:
         sizes: number of samples to draw per data set: Megatron requests 0.5 % more than it reads.
@@ -86,7 +88,7 @@ class MegatronBlend:
         return int(self._dataset.size)
 
     def locate_sample(self, k: int) -> tuple[int, int]:
-        """Return the index of the data set of sample `k`, and the sample's number there.
+        """Return (index of the data set that blend sample `k` comes from, number of the sample within that data set).
 
         Raises:
             DataError: if `k` is past the end.
@@ -99,13 +101,14 @@ class MegatronBlend:
         return int(self._dataset[k]), int(self._sample[k])
 
     def count_samples(self, k: int) -> list[int]:
-        """Return the number of the first `k` samples from each data set."""
+        """Return, for each data set, the number of its samples among the first `k` samples of the blend."""
         counts: list[int] = np.bincount(self._dataset[:k], minlength=len(self.sizes)).tolist()
         return counts
 
 
 def build_megatron_blend(shares: npt.NDArray[np.float64], size: int) -> Arrays:
-    """Return Megatron's blending indices: sample i comes from the d with the largest shares[d] * max(i, 1) - count[d].
+    """Return Megatron's blending indices for `size` samples: sample i comes from the data set d with the largest
+    shares[d] * max(i, 1) - (samples of d so far).
 
     Returns:
         dataset: int16 [size]; ties go to the lowest.

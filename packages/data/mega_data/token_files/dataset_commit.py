@@ -30,7 +30,8 @@ READY = "ready.json"
 
 
 def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Path] = ()) -> None:
-    """Rename all durable files in a writer's folder to their final names, and end the writer.
+    """Rename all durable files in the partial folder of `writer` to their final names, and release the writer; after a
+    kill, `finish_commit` completes this.
 
     After a kill, `finish_commit` returns `made_from`. `obsolete` files are removed after the renames.
 
@@ -48,7 +49,8 @@ def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Pat
 
 
 def finish_commit(prefix: Path) -> str | None:
-    """Finish the renames of a run that was killed during a commit; return the `made_from` of that data set, or None.
+    """Finish the renames of a run that was killed during `commit_dataset`; return the `made_from` digest given to it,
+    or None if there was none to finish.
 
     Raises:
         DataError: if a file cannot be renamed.

@@ -22,7 +22,9 @@ MAX_INFO_BYTES = 1 << 16  # of a description; avoids reading a whole corpus of t
 
 
 class TokenizerInfo(StrictConfig):
-    """Tokenizer of a data set. `path` is its path at that time; `fingerprint` identifies it."""
+    """Tokenizer that made a data set, in its description: `path` at that time, and the `fingerprint` that identifies
+    it.
+    """
 
     path: str
     fingerprint: str
@@ -31,7 +33,7 @@ class TokenizerInfo(StrictConfig):
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> TokenizerInfo:
-        """Return the description of a loaded tokenizer."""
+        """Return the description of a loaded tokenizer for a data set's `PREFIX.info`."""
         return cls(
             path=str(tokenizer.path.resolve()),
             fingerprint=tokenizer.fingerprint,
@@ -41,7 +43,7 @@ class TokenizerInfo(StrictConfig):
 
 
 class SkippedCounts(StrictConfig):
-    """Counts of inputs without tokens: bad lines, empty documents, files of folders that are not text."""
+    """Counts of inputs that yielded no tokens: bad lines, empty documents, files in folders that are not text."""
 
     bad: int = 0
     empty: int = 0
@@ -49,7 +51,8 @@ class SkippedCounts(StrictConfig):
 
 
 class ChatInfo(StrictConfig):
-    """Conversion of conversations to tokens and to the bytes of `PREFIX.mask`, the weights of tokens in the loss.
+    """Description of how a data set's conversations became tokens and `PREFIX.mask`, the bytes that weight tokens in
+    the loss.
 
     Attributes:
         kind: conversations are a sequence each; pairs are two in a document, the chosen one first.
@@ -75,7 +78,7 @@ class ChatInfo(StrictConfig):
 
 
 class ImagesInfo(StrictConfig):
-    """Conversion of images to placeholder tokens.
+    """Description of how a data set's images became placeholder tokens.
 
     Attributes:
         folder: base of image paths.
@@ -93,7 +96,7 @@ class ImagesInfo(StrictConfig):
 
 
 class DatasetShardInfo(StrictConfig):
-    """Number of a data set among the shards of a whole (`mega_data.preprocessing.sharding`).
+    """Shard number of a data set that is one shard of a larger one (`mega_data.preprocessing.sharding`).
 
     Attributes:
         made_from: digest of all inputs and settings, equal in all shards.
@@ -107,7 +110,8 @@ class DatasetShardInfo(StrictConfig):
 
 
 class DatasetInfo(StrictConfig):
-    """Description of a data set. `tokenizer` and `append_eod` are None if differing data sets were merged.
+    """Description of a token data set (`PREFIX.info`). `tokenizer` and `append_eod` are None if differing data sets
+    were merged.
 
     `text_bytes` counts the UTF-8 bytes of all documents kept; checksums are SHA-256, hex. `made_from` is a digest of
     all inputs and settings of preprocessing; a restarted shard uses it to find that the whole exists. `license` is
@@ -132,7 +136,8 @@ class DatasetInfo(StrictConfig):
 
 
 def get_info_path(prefix: Path) -> Path:
-    """Return the path of the description: `PREFIX.info`, or `PREFIX.json` of earlier versions if that exists.
+    """Return the path of a data set's description: `PREFIX.info`, or `PREFIX.json` of earlier versions if only that
+    exists.
 
     The suffix differs from those of corpora, so that `wiki.json` can become the data set `wiki`.
     """
@@ -146,7 +151,7 @@ def _info_paths(prefix: Path) -> tuple[Path, Path]:
 
 
 def is_dataset_info(path: Path) -> bool:
-    """Return whether a file, by its content, is the description of a data set."""
+    """Return whether a file is, by its content, the description of a token data set."""
     try:
         raw = parse_json_text(path.read_bytes()) if path.stat().st_size <= MAX_INFO_BYTES else None
     except (OSError, ValueError):
@@ -155,7 +160,7 @@ def is_dataset_info(path: Path) -> bool:
 
 
 def get_quarantine_path(prefix: Path) -> Path:
-    """Return `PREFIX.quarantine.jsonl`."""
+    """Return `PREFIX.quarantine.jsonl`, the file of bad input lines of a data set."""
     prefix = strip_data_suffix(prefix)
     return prefix.with_name(prefix.name + ".quarantine.jsonl")
 
@@ -176,7 +181,8 @@ def read_dataset_info(prefix: Path) -> DatasetInfo | None:
 
 
 def write_dataset_info(prefix: Path, *, folder: Path | None = None, **fields: Any) -> DatasetInfo:
-    """Write and return the description of a finished `.bin` and `.idx`; the checksum of the index is computed here.
+    """Write the description of a data set whose `.bin` and `.idx` are finished, with `fields` and the computed checksum
+    of the index, and return it.
 
     Before a commit, `folder` is the partial folder with the file `idx`, and the description becomes its file `info`.
 
@@ -194,7 +200,8 @@ def write_dataset_info(prefix: Path, *, folder: Path | None = None, **fields: An
 
 
 def check_output_prefix(prefix: Path, overwrite: bool) -> None:
-    """Reject an output that exists (unless `overwrite` is set), or whose description file is not from mega.
+    """Raise DataError if the data set at `prefix` exists (unless `overwrite` is set), or if a description file there is
+    not from mega.
 
     A description without a data set is accepted.
 
@@ -221,13 +228,13 @@ def check_output_prefix(prefix: Path, overwrite: bool) -> None:
 
 
 def list_dataset_files(prefix: Path) -> list[Path]:
-    """Return all files that a data set may have."""
+    """Return the paths of all files that a data set may have, existing or not."""
     tokens = [get_bin_path(prefix), get_idx_path(prefix)]
     return [*tokens, get_info_path(prefix), get_quarantine_path(prefix), *list_companion_files(prefix).values()]
 
 
 def reject_input_as_output(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
-    """Reject outputs with any file that is also an input, under any name or link.
+    """Raise DataError if a file of `outputs` is also one of `inputs`, under any name or link.
 
     Raises:
         DataError: naming the file.
@@ -241,13 +248,13 @@ def reject_input_as_output(outputs: Iterable[Path], inputs: Iterable[Path]) -> N
 
 
 def get_file_identity(path: Path) -> tuple[int, int]:
-    """Return device and inode of a file, which are equal for all links to it."""
+    """Return (device, inode) of a file, which are equal for all links to it."""
     stat = path.stat()
     return stat.st_dev, stat.st_ino
 
 
 def remove_dataset_info(prefix: Path) -> None:
-    """Remove the description files of an earlier data set of this name, before its files are replaced."""
+    """Remove the description files of an earlier data set at `prefix`, before its files are replaced."""
     path, earlier = _info_paths(prefix)
     path.unlink(missing_ok=True)
     if is_dataset_info(earlier):
@@ -256,11 +263,13 @@ def remove_dataset_info(prefix: Path) -> None:
 
 
 def get_dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype as in the description: `uint16`, `int32`."""
+    """Return the name of a token dtype as in a data set's description: `uint16`, `int32`."""
     return dtype.newbyteorder("=").name
 
 
 def count_unpaired_answers(prefix: Path) -> int:
-    """Return the number of pairs of a data set with only one rated answer, from its description."""
+    """Return the number of preference pairs of a data set with only one rated answer, from its description; 0 without
+    one.
+    """
     info = read_dataset_info(prefix)
     return info.chat.notes.get(UNPAIRED, 0) if info and info.chat else 0

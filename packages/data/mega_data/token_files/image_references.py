@@ -24,12 +24,12 @@ ImageReference = str | tuple[str, int, int]
 
 
 def has_images(prefix: Path) -> bool:
-    """Return whether a data set has images."""
+    """Return whether the data set at `prefix` has images, which means a file `PREFIX.images.idx`."""
     return get_idx_path(get_images_prefix(prefix)).exists()
 
 
 def reject_images(readers: Iterable[IndexedReader], verb: str, hint: str) -> None:
-    """Reject data sets with images for an operation that would lose them.
+    """Raise DataError if one of the data sets has images, which the operation named by `verb` would lose.
 
     `verb` completes the message "has images, and cannot be ...".
 
@@ -42,13 +42,16 @@ def reject_images(readers: Iterable[IndexedReader], verb: str, hint: str) -> Non
 
 
 def encode_references(references: Sequence[ImageReference], tokens: Sequence[int] | None = None) -> np.ndarray:
-    """Return a document of `PREFIX.images`: uint8 [bytes]."""
+    """Return the image references of one document as an entry of `PREFIX.images`: JSON bytes, uint8 [bytes]; `tokens`
+    are placeholder counts if they differ.
+    """
     whole = list(references) if tokens is None else {"images": list(references), "tokens": list(tokens)}
     return np.frombuffer(json.dumps(whole).encode(), np.uint8)
 
 
 class ImageReferences:
-    """Image references of a data set's documents, opened on first access.
+    """References (file path, or path, offset and size in a shard) to the images of a data set's documents, from
+    `PREFIX.images`, opened on first access.
 
     Raises:
         DataError: on opening, if they belong to another data set.
@@ -69,17 +72,19 @@ class ImageReferences:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the references, without the image contents."""
+        """Fingerprint of the image references, without the contents of the image files."""
         return self._open_reader.fingerprint
 
     def get_references(self, document: int) -> tuple[list[ImageReference], list[int] | None]:
-        """Return the references of a document's images, and the number of placeholders of each if they differ."""
+        """Return the image references of document number `document`, and the number of placeholders of each image if
+        they differ, else None.
+        """
         value = json.loads(self._open_reader.read_sequence(document).tobytes())
         entries, tokens = (value["images"], value["tokens"]) if isinstance(value, dict) else (value, None)
         return [entry if isinstance(entry, str) else tuple(entry) for entry in entries], tokens
 
     def read_image_file(self, reference: ImageReference) -> bytes:
-        """Return the bytes of an image's file.
+        """Return the file bytes of the referenced image; raise DataError if it cannot be read.
 
         Raises:
             DataError: if it cannot be read.
@@ -88,7 +93,7 @@ class ImageReferences:
 
 
 def read_image_bytes(reference: ImageReference, folder: Path) -> bytes:
-    """Return the bytes of an image's file.
+    """Return the file bytes of a referenced image below `folder`; raise DataError if it cannot be read.
 
     Raises:
         DataError: if it cannot be read.
@@ -103,7 +108,8 @@ def read_image_bytes(reference: ImageReference, folder: Path) -> bytes:
 
 
 def iterate_shard_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, ImageReference]]]:
-    """Yield the samples of a webdataset shard: adjacent files that share a name up to its first dot.
+    """Yield the samples of a webdataset shard (adjacent tar members that share a name up to its first dot): name,
+    content of json and txt members by ending, and references to the other members.
 
     Yields for each: its name, the content of its text files (json, txt) and the positions of the others, by extension.
 
@@ -134,7 +140,7 @@ def iterate_shard_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], d
 
 
 def write_shard_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Add a file to a tar archive that is being written."""
+    """Add a file `name` with `content` to a tar archive that is being written."""
     member = tarfile.TarInfo(name)
     member.size = len(content)
     shard.addfile(member, io.BytesIO(content))

@@ -43,39 +43,45 @@ def select_token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def strip_data_suffix(path: Path) -> Path:
-    """Return the prefix for the path of one of a data set's two files: `wiki` for `wiki.bin`, unless `wiki.bin.idx`
-    exists.
+    """Return a data set's prefix for the path of its `.bin` or `.idx`: `wiki` for `wiki.bin`, unless `wiki.bin.idx`
+    exists; other paths unchanged.
     """
     meant = path.suffix in (".bin", ".idx") and not path.with_name(path.name + ".idx").exists()
     return path.with_suffix("") if meant else path
 
 
 def get_bin_path(prefix: Path) -> Path:
-    """Return `PREFIX.bin`."""
+    """Return `PREFIX.bin`, the token file of a data set."""
     prefix = strip_data_suffix(prefix)
     return prefix.with_name(prefix.name + ".bin")
 
 
 def get_idx_path(prefix: Path) -> Path:
-    """Return `PREFIX.idx`."""
+    """Return `PREFIX.idx`, the index file of a data set."""
     prefix = strip_data_suffix(prefix)
     return prefix.with_name(prefix.name + ".idx")
 
 
 def get_mask_prefix(prefix: Path) -> Path:
-    """Return `PREFIX.mask`, the data set with one byte per token of another: its weight in the loss."""
+    """Return `PREFIX.mask`, the prefix of the data set that stores one byte per token of the data set at `prefix`: the
+    token's weight in the loss.
+    """
     prefix = strip_data_suffix(prefix)
     return prefix.with_name(prefix.name + ".mask")
 
 
 def get_images_prefix(prefix: Path) -> Path:
-    """Return `PREFIX.images`, the data set with the image positions of each document of another."""
+    """Return `PREFIX.images`, the prefix of the data set that stores the image references of each document of the data
+    set at `prefix`.
+    """
     prefix = strip_data_suffix(prefix)
     return prefix.with_name(prefix.name + ".images")
 
 
 def list_companion_files(prefix: Path) -> dict[str, Path]:
-    """Return the mask and image files of a data set, as `rename_files` takes them."""
+    """Return {name in the partial folder: final path} of the mask and image files of a data set, as `rename_files`
+    takes them.
+    """
     mask, images = get_mask_prefix(prefix), get_images_prefix(prefix)
     return {
         "mask.bin": get_bin_path(mask), "mask.idx": get_idx_path(mask), "images.bin": get_bin_path(images), "images.idx": get_idx_path(images),
@@ -93,14 +99,16 @@ def _translate_read_errors(prefix: Path) -> Iterator[None]:
 
 
 class OpenReaders:
-    """Pool that keeps the files of the `limit` most recently opened data sets open."""
+    """Pool that keeps the files of the `limit` most recently opened data sets open and closes others."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._readers: deque[IndexedReader] = deque()
 
     def register_reader(self, reader: IndexedReader) -> None:
-        """Register an opened reader, and close the oldest one if there are too many."""
+        """Register a data set reader that was just opened, and close the one opened first if there are more than
+        `limit`.
+        """
         self._readers.append(reader)
         while len(self._readers) > self._limit:
             self._readers.popleft().close()
@@ -116,7 +124,8 @@ class _MappedArrays(NamedTuple):
 
 
 class IndexedReader:
-    """Memory-mapped data set of S sequences; the whole index is checked against the files on opening.
+    """Memory-mapped reader of a token data set of S sequences (Megatron's `.bin` and `.idx`); the whole index is
+    checked against the files on opening.
 
     With `files`, opening reads only the header, the sizes and the ends of the index, in a few small reads; the files
     are mapped, and checked once, on the first access, and closed again when `files` opens others. A URL is downloaded
@@ -150,31 +159,31 @@ class IndexedReader:
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Number of tokens of each sequence, int32 [S]."""
+        """Number of tokens of each sequence, int32 [sequences]."""
         return self._get_arrays().lengths
 
     @property
     def pointers(self) -> npt.NDArray[np.int64]:
-        """Byte position of each sequence in the `.bin`, int64 [S]."""
+        """Byte position of each sequence in the `.bin`, int64 [sequences]."""
         return self._get_arrays().pointers
 
     @property
     def document_index(self) -> npt.NDArray[np.int64]:
-        """First sequence of each document, then S: int64 [documents + 1]."""
+        """Number of the first sequence of each document, then the number of sequences: int64 [documents + 1]."""
         return self._get_arrays().document_index
 
     @property
     def tokens(self) -> Tokens:
-        """All tokens, one sequence after another: [num_tokens] in `dtype`."""
+        """All tokens of the data set, one sequence after another: [num_tokens] in `dtype`, memory-mapped."""
         return self._get_arrays().tokens
 
     @property
     def index_bytes(self) -> int:
-        """Size of the `.idx`, which a check reads."""
+        """Size in bytes of the `.idx`, which `check_index` reads."""
         return HEADER.size + 12 * self._sequences + 8 * (self.documents + 1)
 
     def check_index(self) -> None:
-        """Check the whole index against the files, once.
+        """Check the whole index against the files, at most once; raise DataError if they do not fit together.
 
         Raises:
             DataError: see the class.
@@ -182,7 +191,9 @@ class IndexedReader:
         self._get_arrays()
 
     def find_token_position(self, i: int) -> int:
-        """Return the number of tokens before sequence `i` (all for i = S); one small read if files are not mapped."""
+        """Return the number of tokens before sequence `i` (all tokens for i = number of sequences), by one small read
+        if the files are not mapped.
+        """
         if i in (0, self._sequences):
             return self.num_tokens if i else 0
         if self._arrays is not None:
@@ -191,7 +202,7 @@ class IndexedReader:
         return int(pointer) // self.dtype.itemsize
 
     def close(self) -> None:
-        """Release the files and memory until the next access."""
+        """Release the mapped files and memory of this data set until the next access, which maps them again."""
         self._arrays = None
 
     def _get_arrays(self) -> _MappedArrays:
@@ -303,12 +314,13 @@ class IndexedReader:
             raise self._document_index_error()
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
+        """Return the number of sequences of the data set."""
         return self._sequences
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint (32 hex digits) of the content: the whole index, and 64 blocks of 4 KiB spread over the tokens.
+        """Fingerprint (32 hex digits) of the data set's content: the whole index, and 64 blocks of 4 KiB spread over
+        the tokens.
 
         It does not depend on names, folders or times. Regenerated tokens almost always change it, at the cost of
         reading the index once; an edit of a few tokens between the blocks is not detected.
@@ -324,7 +336,7 @@ class IndexedReader:
         return digest.hexdigest()
 
     def read_sequence(self, i: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Return tokens [offset, offset + length) of sequence `i`, by default to its end, as a read-only view."""
+        """Return the tokens [offset, offset + length) of sequence `i`, by default to its end, as a read-only view."""
         start = int(self.pointers[i]) // self.dtype.itemsize
         end = start + (int(self.lengths[i]) if length is None else offset + length)
         return self.tokens[start + offset : end]
@@ -334,7 +346,8 @@ RESERVED_FILES = 512  # for the rest of the process: libraries, sockets, logs
 
 
 def raise_open_files_limit(count: int) -> int:
-    """Let this process open `count` more files, as far as the system allows without extra rights.
+    """Raise this process's limit so that it can open `count` more files, as far as the system allows without extra
+    rights; return the number it may open.
 
     Returns:
         Number of files that it may open, at least 16.

@@ -38,14 +38,17 @@ from mega_data.token_files.partial_folder import (
 
 
 def remove_earlier_index(prefix: Path) -> None:
-    """Remove an earlier index, which would not match a new `.bin`, then the mask and image files."""
+    """Remove the `.idx` of an earlier data set at `prefix`, which would not match a new `.bin`, then its mask and image
+    files.
+    """
     for path in (get_idx_path(prefix), *list_companion_files(prefix).values()):
         path.unlink(missing_ok=True)
     fsync_directory(prefix.parent)
 
 
 class IndexedWriter:
-    """Writer of one data set in the folder `.NAME.partial` next to it. No file has its final name until `close`.
+    """Writer of one token data set (Megatron's `.bin` and `.idx`) in the folder `.NAME.partial` next to it. No file has
+    its final name until `close`.
 
     >>> with IndexedWriter(Path("data/wiki"), select_token_dtype(50_257)) as writer:   # doctest: +SKIP
     ...     writer.add_document(np.array([5, 7, 11]))
@@ -99,7 +102,7 @@ class IndexedWriter:
         return [self._bin] if self._mask is None else [self._bin, self._mask]
 
     def clear_partial_files(self) -> None:
-        """Delete the files of an interrupted run."""
+        """Delete the partial files of an interrupted run, to start from zero."""
         for path in self.folder.iterdir():
             if path.name not in ("bin", "mask.bin", LOCK):
                 path.unlink()
@@ -108,7 +111,7 @@ class IndexedWriter:
             stream.truncate(0)
 
     def sync_to_disk(self) -> None:
-        """Make everything added so far durable, for `resume_after` in a later writer."""
+        """Flush everything added so far to disk, so that `resume_after` of a later writer can continue from there."""
         with translate_write_errors(self.prefix):
             self._flush()
             for name, values in (("lengths", self._lengths), ("ends", self._ends)):
@@ -121,7 +124,8 @@ class IndexedWriter:
         self._durable = True
 
     def resume_after(self, documents: int) -> Tokens:
-        """Resume an interrupted run after `documents` documents; returns their tokens, [n].
+        """Continue the partial files of an interrupted run after its first `documents` documents, cutting off the rest;
+        return the tokens of these documents.
 
         Raises:
             DataError: if the partial files have fewer documents.
@@ -145,7 +149,7 @@ class IndexedWriter:
         return np.memmap(self.folder / "bin", self.dtype, "r") if size else np.empty(0, self.dtype)
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
-        """Add a document of one sequence, int[n]."""
+        """Add a document of one sequence with these tokens, int [n]."""
         values = np.asarray(tokens)
         self.add_documents(values, np.array([values.size]))
 
@@ -156,7 +160,8 @@ class IndexedWriter:
         mask: Tokens | None = None,
         sequences: npt.ArrayLike | None = None,
     ) -> None:
-        """Add many documents: the tokens of their sequences concatenated, int[sum(lengths)], and the mask bytes.
+        """Add many documents: the concatenated `tokens` of all sequences, the `lengths` of the sequences, and with a
+        mask one byte per token.
 
         `sequences` is the number of sequences of each document, by default one.
         """
@@ -167,11 +172,12 @@ class IndexedWriter:
         self.end_documents(sizes, np.ones(sizes.size, np.int64) if sequences is None else sequences)
 
     def write_tokens(self, tokens: npt.NDArray[Any], mask: Tokens | None = None) -> None:
-        """Write tokens, int[n], of unfinished documents, and their mask bytes."""
+        """Write tokens, int [n], of documents that a later `end_documents` ends, and with a mask one byte per token."""
         self._write_checked(self._cast_tokens(tokens), mask)
 
     def end_documents(self, lengths: npt.ArrayLike, sequences: npt.ArrayLike) -> None:
-        """Divide the tokens since the last call into sequences of these lengths, and these into documents.
+        """Divide the tokens written since the last call into sequences of these `lengths`, and the sequences into
+        documents with `sequences[i]` sequences each.
 
         `sequences` is the number of sequences of each document.
         """
@@ -185,7 +191,7 @@ class IndexedWriter:
         self._ends.frombytes((first + np.cumsum(np.asarray(sequences, np.int64))).tobytes())
 
     def append_dataset(self, reader: IndexedReader, bar: ProgressBar | None = None, mask: Tokens | None = None) -> None:
-        """Append all documents of another data set, byte by byte; `bar` is advanced by the bytes copied.
+        """Append all documents of another data set, byte by byte; `bar` is advanced by the number of bytes copied.
 
         Raises:
             DataError: if its dtype differs.
@@ -202,7 +208,7 @@ class IndexedWriter:
         self._ends.frombytes((reader.document_index[1:] + first).tobytes())
 
     def finish_files(self) -> None:
-        """Write the index and make all files in the folder durable; `close` renames them."""
+        """Write the index and flush all files in the partial folder to disk; only `close` renames them."""
         with translate_write_errors(self.prefix):
             self._write_index("idx", self.dtype, self._code)
             if self._mask is not None:
@@ -210,7 +216,8 @@ class IndexedWriter:
             self._flush()
 
     def close(self) -> None:
-        """Rename the files to their final names, `.idx` last, after everything is on disk.
+        """Finish the files and rename them to their final names, `.idx` last, replacing an earlier data set. No effect
+        after `release_lock`.
 
         No effect after `release_lock`.
         """
@@ -235,13 +242,15 @@ class IndexedWriter:
         self.abort()
 
     def abort(self) -> None:
-        """Discard everything written since the last `sync_to_disk`. No effect after `release_lock`."""
+        """Release the lock and discard everything written since the last `sync_to_disk` (all partial files without
+        one). No effect after `release_lock`.
+        """
         if self._lock is not None and not self._durable:
             remove_partial_folder(self.folder)
         self.release_lock()
 
     def release_lock(self) -> None:
-        """Close the files and the lock, and leave the files for the next writer."""
+        """Close the partial files and release their lock, leaving the files for a later writer or commit."""
         for stream in self._streams:
             with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
                 stream.close()

@@ -13,7 +13,8 @@ from mega_data.token_files.indexed_reader import CHUNK, IndexedReader, get_bin_p
 
 
 def open_loss_mask(reader: IndexedReader) -> IndexedReader:
-    """Open the loss mask of a data set; its `tokens` are the bytes of all tokens, uint8 [num_tokens].
+    """Open the loss mask `PREFIX.mask` of a data set; the mask's `tokens` are one byte per token of the data set, uint8
+    [num_tokens].
 
     Raises:
         DataError: if the mask is missing, or has other sequence lengths.
@@ -34,7 +35,7 @@ def open_loss_mask(reader: IndexedReader) -> IndexedReader:
 
 
 class LossWeights:
-    """Loss mask of a data set as loss weights, fp32, opened on first access.
+    """Loss weights of a data set's tokens, fp32, converted from its loss mask bytes, which are opened on first access.
 
     A mask from other tools, without `ChatInfo`, has weights 0 and 1.
 
@@ -56,7 +57,7 @@ class LossWeights:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the mask bytes and their unit."""
+        """Fingerprint of the loss mask's bytes and of the byte that means weight 1."""
         mask, one = self._mask_and_unit
         return f"{mask.fingerprint}/{one}"
 
@@ -81,7 +82,7 @@ def _check_bytes(mask: IndexedReader) -> None:
 
 
 def read_dataset_kind(reader: IndexedReader) -> str:
-    """Return the content of a data set: `text`, `conversations` or `pairs`."""
+    """Return the kind of content of a data set: `text`, `conversations` or `pairs`."""
     if not get_idx_path(get_mask_prefix(reader.prefix)).exists():
         return "text"
     info = read_dataset_info(reader.prefix)

@@ -37,7 +37,8 @@ from mega_data.token_files.loss_mask import open_loss_mask
 def merge_datasets(
     prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwrite: bool = False
 ) -> DatasetInfo:
-    """Write the documents of `prefixes`, in that order, as one data set.
+    """Write the documents of the data sets `prefixes`, in that order, as one data set `output`, and return its
+    description.
 
     Without `mixed`, all must have the same tokenizer and `append_eod`. Data sets without a `PREFIX.info` merge only
     with each other, and count as 0 text bytes.
@@ -82,7 +83,8 @@ def append_datasets(
     *,
     chat: ChatInfo | None = None,
 ) -> DatasetInfo:
-    """Append data sets with `size` bytes of tokens to a writer and commit it.
+    """Append the data sets of `readers`, with `size` bytes of tokens, to a writer, commit it and return the new
+    description with the counts of `infos` added up.
 
     The counts of `infos` are added up in the new description.
     """

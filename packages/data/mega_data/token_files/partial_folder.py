@@ -16,7 +16,7 @@ LOCK = "lock"
 
 @contextlib.contextmanager
 def translate_write_errors(path: Path) -> Iterator[None]:
-    """Convert OS errors while `path` is written to a one-sentence error."""
+    """Convert OS errors in the block, which writes `path`, to a one-sentence DataError with a hint if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -25,12 +25,13 @@ def translate_write_errors(path: Path) -> Iterator[None]:
 
 
 def get_partial_folder(prefix: Path) -> Path:
-    """Return the folder of a data set while it is written: `.NAME.partial`."""
+    """Return the folder `.NAME.partial` next to a data set, which has its files while they are written."""
     return prefix.with_name(f".{prefix.name}.partial")
 
 
 def lock_partial_folder(folder: Path, *, wait: bool) -> int | None:
-    """Create a folder and lock it for this process, which may then remove it; return the lock's file descriptor.
+    """Create a partial folder and lock it for this process, which may then remove it; return the lock's file
+    descriptor.
 
     Return None if another process has the lock and `wait` is false.
     """
@@ -50,7 +51,9 @@ def lock_partial_folder(folder: Path, *, wait: bool) -> int | None:
 
 
 def remove_partial_folder(folder: Path, last: Sequence[str] = ()) -> None:
-    """Remove a folder locked by this process, the files named in `last` after the others and the lock last."""
+    """Remove a partial folder locked by this process: first most files, then those named in `last`, finally the lock;
+    OS errors are ignored.
+    """
     with contextlib.suppress(OSError):
         names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == LOCK, name in last))
         for name in names:
@@ -59,7 +62,9 @@ def remove_partial_folder(folder: Path, last: Sequence[str] = ()) -> None:
 
 
 def rename_files(folder: Path, names: Mapping[str, Path]) -> None:
-    """Rename the existing files of `folder` in order, each durably before the next."""
+    """Move files of `folder` to their final paths in the order of `names` (name in the folder to final path), each
+    durably before the next; missing files are skipped.
+    """
     for name, final in names.items():
         with contextlib.suppress(FileNotFoundError):
             os.replace(folder / name, final)

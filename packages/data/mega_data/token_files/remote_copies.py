@@ -38,7 +38,8 @@ SUFFIXES = (
 
 
 def resolve_local_prefix(prefix: Path, cache: Path | None = None) -> Path:
-    """Return a local prefix unchanged; for a URL, the prefix of a copy in `cache`, by default `~/.cache/mega/data`.
+    """Return a local data set prefix unchanged; for a URL, download the data set if needed and return the prefix of the
+    copy in `cache`, by default `~/.cache/mega/data`.
 
     A `Path` made from a URL, which drops one of its slashes, is accepted as that URL.
 
@@ -63,12 +64,12 @@ def resolve_local_prefix(prefix: Path, cache: Path | None = None) -> Path:
 
 
 def default_cache_folder() -> Path:
-    """Return the default cache folder for copies."""
+    """Return `~/.cache/mega/data`, the default folder for local copies of remote data sets."""
     return Path.home() / ".cache" / "mega" / "data"
 
 
 def restore_url(path: Path) -> str:
-    """Return a path as text, with the second slash of a URL that `Path` has dropped."""
+    """Return a path as text; for a URL, with the second slash after the protocol that `Path` has dropped."""
     return re.sub(r"^([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])", r"\1://", str(path))
 
 

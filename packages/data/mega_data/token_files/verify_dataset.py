@@ -17,7 +17,8 @@ from mega_data.tokenizer import Tokenizer
 
 
 def verify_dataset(prefix: Path, tokenizer: Tokenizer | None = None) -> DatasetInfo | None:
-    """Check structure, checksums and token ids against `PREFIX.info`, and that `tokenizer` is the one that produced it.
+    """Check a data set's structure, checksums and token ids against `PREFIX.info`, and that `tokenizer` is the one that
+    produced it; raise DataError if not.
 
     Returns:
         The description. None without a `PREFIX.info`; only the structure was checked then, and token ids against the
@@ -46,7 +47,7 @@ def verify_dataset(prefix: Path, tokenizer: Tokenizer | None = None) -> DatasetI
 
 
 def check_dataset_tokenizer(prefix: Path, info: DatasetInfo, tokenizer: Tokenizer) -> None:
-    """Reject a tokenizer other than the one of the data set.
+    """Raise DataError if `tokenizer` is not the one that made the data set, by fingerprint.
 
     Raises:
         DataError: naming both.

@@ -29,7 +29,7 @@ FINISH: dict[str | None, FinishReason] = {"end": "stop", "stop": "stop", "length
 
 
 class EchoedPrompt(NamedTuple):
-    """Prompt that is repeated at the beginning of its answer."""
+    """Prompt (text and token ids) that a completion repeats at the beginning of its answer, by the field `echo`."""
 
     text: str
     tokens: Sequence[int]
@@ -37,7 +37,7 @@ class EchoedPrompt(NamedTuple):
 
 @dataclass
 class AnswerPart:
-    """New content of one choice.
+    """New content of one choice of an answer: text, tokens, finish reason and function calls.
 
     Attributes:
         choice: index of the choice in the answer.
@@ -58,7 +58,7 @@ class AnswerPart:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def append_part(self, more: AnswerPart) -> None:
-        """Append the next part of the same choice."""
+        """Append `more`, the next part of the same choice, to this part in place; `more.calls` are not appended."""
         self.text += more.text
         self.count += more.count
         self.finish = more.finish
@@ -68,33 +68,33 @@ class AnswerPart:
 
 @dataclass
 class TokenUsage:
-    """Token counts of an answer so far."""
+    """Counts of prompt tokens and of completion tokens of one answer so far."""
 
     prompt: int
     completion: int = 0
 
     def format_usage(self) -> dict[str, int]:
-        """Return the usage in the JSON form of the API."""
+        """Return the token counts as the JSON object `usage` of OpenAI's API."""
         total = self.prompt + self.completion
         return {"prompt_tokens": self.prompt, "completion_tokens": self.completion, "total_tokens": total}
 
 
 class AnswerFormat(Protocol):
-    """Interface of the answer formats of completions and of chat."""
+    """Interface of the JSON formats of /v1/completions and /v1/chat/completions."""
 
     prefix: str
     whole: str
     chunk: str
 
     def format_choice(self, part: AnswerPart) -> dict[str, Any]:
-        """Return a choice of a whole answer."""
+        """Return an entry of `choices` for a whole answer, as JSON fields."""
 
     def format_delta(self, part: AnswerPart) -> dict[str, Any]:
-        """Return a choice of a chunk."""
+        """Return an entry of `choices` for a streamed chunk, as JSON fields."""
 
 
 class TextOffsets:
-    """Character offsets of the tokens of one choice in its text.
+    """Counter of the character offsets of tokens in the text of one choice, for the field `text_offset`.
 
     A token inside a character has the offset of that character. Special tokens count only if the text includes them.
     """
@@ -104,7 +104,7 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next_offsets(self, tokens: Sequence[TokenText], text: str) -> list[int]:
-        """Return the offsets of the next tokens; `text` is the next part of the text."""
+        """Return the character offset of each of the next `tokens` of the choice; `text` is the next part of its text."""
         self._text += text
         found = []
         for token in tokens:
@@ -124,7 +124,7 @@ class TextOffsets:
 
 @dataclass
 class CompletionFormat:
-    """Answer format of /v1/completions."""
+    """Format of the JSON answers of /v1/completions."""
 
     vocabulary: Vocabulary
     prefix = "cmpl-"
@@ -132,7 +132,7 @@ class CompletionFormat:
     _offsets: defaultdict[int, TextOffsets] = field(default_factory=lambda: defaultdict(TextOffsets))
 
     def format_choice(self, part: AnswerPart) -> dict[str, Any]:
-        """Return a choice of a whole answer or of a chunk."""
+        """Return an entry of `choices`, for a whole answer or a streamed chunk of /v1/completions."""
         logprobs = None if part.tokens is None else self._format_logprobs(part, part.tokens)
         return {"index": part.choice, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish}
 
@@ -158,7 +158,7 @@ class CompletionFormat:
 
 @dataclass
 class ChatFormat:
-    """Answer format of /v1/chat/completions."""
+    """Format of the JSON answers of /v1/chat/completions."""
 
     vocabulary: Vocabulary
     prefix = "chatcmpl-"
@@ -166,13 +166,15 @@ class ChatFormat:
     chunk = "chat.completion.chunk"
 
     def format_choice(self, part: AnswerPart) -> dict[str, Any]:
-        """Return a choice of a whole answer."""
+        """Return an entry of `choices` with a `message`, for a whole chat answer."""
         calls = {"tool_calls": part.calls} if part.calls else {}
         message = {"role": "assistant", "content": part.text or (None if calls else ""), **calls}
         return {"index": part.choice, "message": message, **self._common_fields(part)}
 
     def format_delta(self, part: AnswerPart) -> dict[str, Any]:
-        """Return a choice of a chunk; the first one has the role."""
+        """Return an entry of `choices` with a `delta`, for a streamed chat chunk; the first delta of a choice has the
+        role.
+        """
         role = {"role": "assistant"} if part.begins else {}
         calls = {"tool_calls": [{"index": at, **call} for at, call in enumerate(part.calls)]} if part.calls else {}
         return {"index": part.choice, "delta": {**role, "content": part.text, **calls}, **self._common_fields(part)}
@@ -200,7 +202,8 @@ async def stream_answer_parts(
     *,
     echo_only: bool = False,
 ) -> AsyncIterator[AnswerPart]:
-    """Yield the new content of each choice as it is generated.
+    """Convert events of the inference engine to answer parts, yielded as they are generated; the first part of a choice
+    begins with its echoed prompt, if any.
 
     Args:
         events: events of the engine with the index of the choice.
@@ -224,7 +227,7 @@ async def stream_answer_parts(
 
 @dataclass
 class AnswerBuilder:
-    """Builder of one answer of completions or of chat.
+    """Builder of one JSON answer of /v1/completions or /v1/chat/completions.
 
     Attributes:
         form: format of completions or of chat.
@@ -245,7 +248,7 @@ class AnswerBuilder:
         return {**head, "choices": choices, **more}
 
     async def build_answer(self, parts: AsyncIterator[AnswerPart]) -> dict[str, Any]:
-        """Return the complete answer."""
+        """Collect all parts and return the complete answer as a JSON object."""
         choices: dict[int, AnswerPart] = {}
         async for part in parts:
             self.usage.completion += part.count
@@ -257,7 +260,7 @@ class AnswerBuilder:
         return self._format_body(self.form.whole, ready, usage=self.usage.format_usage())
 
     async def stream_chunks(self, parts: AsyncIterator[AnswerPart], options: StreamOptions) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events."""
+        """Yield the answer as server-sent events of JSON chunks, ended by `[DONE]`."""
         async for part in parts:
             self.usage.completion += part.count
             if part.begins or part.text or part.tokens or part.finish:
@@ -269,12 +272,14 @@ class AnswerBuilder:
 
 
 def clip_logprob(logprob: float) -> float:
-    """Return the log-probability, at least -9999: JSON has no infinity, and OpenAI's clients expect this number."""
+    """Return the log-probability, raised to -9999 if it is lower: JSON has no infinity, and OpenAI's clients expect
+    this number.
+    """
     return max(logprob, -9999.0)
 
 
 def format_sse_event(body: dict[str, Any]) -> bytes:
-    """Return a server-sent event with a JSON body."""
+    """Return the bytes of a server-sent event whose data is the JSON object `body`."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -282,7 +287,7 @@ CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 async def extract_tool_calls(parts: AsyncIterator[AnswerPart], names: frozenset[str]) -> AsyncIterator[AnswerPart]:
-    """Yield each choice as one complete part, with the calls of functions `names` separated from its text."""
+    """Yield each choice of an answer as one complete part, with the calls of functions `names` separated from its text."""
     open_parts: dict[int, AnswerPart] = {}
     async for part in parts:
         if part.choice in open_parts:

@@ -22,7 +22,7 @@ CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "server_busy", 5
 
 
 class ApiRequestError(Exception):
-    """Error response to a request.
+    """Exception that the server returns to the client as an HTTP error response.
 
     Attributes:
         status: HTTP status.
@@ -46,12 +46,12 @@ class ApiRequestError(Exception):
         self.code = code or CODES.get(status)
 
     def format_error_body(self) -> dict[str, Any]:
-        """Return the error in the JSON form of the API."""
+        """Return the error as the JSON body of OpenAI's API."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def make_response(self) -> Response:
-        """Return the HTTP response."""
+        """Return the HTTP response with this error's status and JSON body."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
@@ -60,7 +60,7 @@ class ApiRequestError(Exception):
 
 
 class ErrorDetail(BaseModel):
-    """Description of an error."""
+    """Object `error` in the JSON body of an error response, as in OpenAI's API."""
 
     message: str
     type: str
@@ -69,13 +69,15 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Body of every unsuccessful answer."""
+    """JSON body of every error response, as in OpenAI's API."""
 
     error: ErrorDetail
 
 
 def translate_error(error: Exception) -> ApiRequestError:
-    """Return any error as an error response; internal errors reveal no details."""
+    """Return any exception as an error response with an HTTP status; internal errors get status 500 and reveal no
+    details.
+    """
     if isinstance(error, ApiRequestError):
         return error
     if isinstance(error, RequestValidationError):
@@ -125,7 +127,7 @@ def _field_path(location: Sequence[Any]) -> str:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Register the error handlers of `app`."""
+    """Register handlers that turn every exception in a route of `app` into an error response of OpenAI's format."""
 
     async def send_error_response(_: Request, error: Exception) -> Response:
         return translate_error(error).make_response()

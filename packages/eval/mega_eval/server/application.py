@@ -34,7 +34,9 @@ T = TypeVar("T")
 
 
 def create_application(service: ModelService, bounds: ServerLimits) -> RequestGate:
-    """Return the application; the service's driver must be started before the first request."""
+    """Return the ASGI application of the OpenAI-compatible server, behind its request checks; start the engine driver
+    of `service` before the first request.
+    """
     app = FastAPI(
         title="mega",
         summary="OpenAI-compatible access to one language model and its adapters",

@@ -31,7 +31,7 @@ To call a function, answer with its name and arguments as a JSON object:
 
 
 class ToolFunction(StrictRequestModel):
-    """Function that the model may call."""
+    """Function that the model may call: field `function` of an entry of a chat request's `tools`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -40,20 +40,20 @@ class ToolFunction(StrictRequestModel):
 
 
 class ChatTool(StrictRequestModel):
-    """Entry of `tools`."""
+    """Entry of the field `tools` of a chat request."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
 class NamedFunction(StrictRequestModel):
-    """Name of a function."""
+    """Name of the function that a chat request's `tool_choice` requires."""
 
     name: str
 
 
 class NamedToolChoice(StrictRequestModel):
-    """Choice of one tool."""
+    """Value of a chat request's `tool_choice` that requires a call of one named function."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -67,7 +67,7 @@ ToolChoice = Annotated[
 
 
 def make_call_schema(tools: Sequence[ChatTool]) -> str:
-    """Return the JSON schema of a call of one of `tools`."""
+    """Return the JSON schema, as text, of a call {"name", "arguments"} of one of `tools`."""
     calls = [
         {
             "type": "object",
@@ -82,7 +82,9 @@ def make_call_schema(tools: Sequence[ChatTool]) -> str:
 
 
 def describe_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the tools in the system message, for templates that do not render them."""
+    """Return the chat messages with a description of `tools` appended to the system message, for chat templates that do
+    not render tools.
+    """
     text = DESCRIPTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
     if messages[0]["role"] == "system":
         first, *rest = messages
@@ -91,7 +93,7 @@ def describe_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str,
 
 
 def parse_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as objects instead of JSON text."""
+    """Return a chat message in which the arguments of each tool call are a JSON object instead of JSON text."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

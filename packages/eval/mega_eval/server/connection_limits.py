@@ -29,7 +29,7 @@ LOG_EVERY = 60.0  # seconds between log lines about the same failure of the even
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of one connection, and of all connections together.
+    """Limits of the server's HTTP connections: waiting times of one connection, and the number of all.
 
     Attributes:
         head: seconds until the headers of a request are complete.
@@ -43,7 +43,7 @@ class ConnectionLimits:
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 connection that can be closed while it waits for its client."""
+    """Server side of one HTTP/1.1 connection, which is closed if it waits too long for its client or too many are open."""
 
     bounds = ConnectionLimits()
 
@@ -61,35 +61,37 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def client_address(self) -> str:
-        """IP address of the client."""
+        """IP address of the connection's client; empty if unknown."""
         return self.client[0] if self.client else ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a new connection; close another one, or this one, if there are too many."""
+        """Accept a new connection; if there are too many, close another one that waits for its client, or else this
+        one.
+        """
         super().connection_made(transport)
         open_ones = [one for one in self.connections if isinstance(one, LimitedProtocol) and not one._closed]
         if len(open_ones) > self.bounds.count:
             select_connection_to_close(open_ones).close_connection()
 
     def on_response_complete(self) -> None:
-        """Start to wait for the next request."""
+        """Start the time limit of waiting for the client after an answer; uvicorn calls it."""
         self._since = self.loop.time()
         super().on_response_complete()
 
     def shutdown(self) -> None:
-        """Close after the current answer, or at once if the request is incomplete."""
+        """Close the connection after the current answer, or at once if the request is incomplete; uvicorn calls it."""
         if self.cycle is not None and self.cycle.more_body and not self.cycle.response_started:
             self.close_connection()
         else:
             super().shutdown()
 
     def close_connection(self) -> None:
-        """Close the connection at once, without sending the rest."""
+        """Close the connection at once, without sending the rest of the answer."""
         self._closed = True
         self.transport.abort()
 
     def close_if_timed_out(self, now: float) -> None:
-        """Close the connection if it has waited too long for its client."""
+        """Close the connection if at time `now` it has waited longer for its client than the limits allow."""
         if self.transport.is_closing() and not self._closing:
             self._since, self._closing = now, True
         if self._closed or not (self._closing or self.cycle is None or self.cycle.response_complete):
@@ -100,8 +102,8 @@ class LimitedProtocol(H11Protocol):
 
 
 def select_connection_to_close(connections: Iterable[LimitedProtocol]) -> LimitedProtocol:
-    """Return the connection to close for a new one: the oldest waiting one of the client with the most waiting
-    connections.
+    """Return the connection to close to make room for a new one: the oldest waiting connection of the client with the
+    most waiting connections.
 
     If none is waiting, return the newest.
     """
@@ -114,12 +116,13 @@ def select_connection_to_close(connections: Iterable[LimitedProtocol]) -> Limite
 
 
 def make_protocol_class(bounds: ConnectionLimits) -> type[LimitedProtocol]:
-    """Return the protocol class of a server with these limits."""
+    """Return a subclass of `LimitedProtocol` with these limits, for uvicorn's `http` option."""
     return type("BoundedProtocol", (LimitedProtocol,), {"bounds": bounds})
 
 
 def count_available_connections(requested: int) -> int:
-    """Return how many connections can be open at once, at most `requested`, with the file descriptors of this process.
+    """Return the number of connections that this process can have open at once by its limit of file descriptors, at
+    most `requested`.
 
     The soft limit of file descriptors is raised first, as far as the system allows.
     """
@@ -138,13 +141,13 @@ def count_available_connections(requested: int) -> int:
 
 
 class EventLoopErrorLogger:
-    """Exception handler of an event loop that logs each kind of failure once in `LOG_EVERY` seconds."""
+    """Exception handler for an asyncio event loop that logs each kind of failure at most once in `LOG_EVERY` seconds."""
 
     def __init__(self) -> None:
         self._logged: dict[str, float] = {}
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log a failure of the event loop, unless it was logged recently."""
+        """Log the failure that `context` describes, unless one with the same message was logged recently."""
         message, now = str(context.get("message")), loop.time()
         if now - self._logged.get(message, -LOG_EVERY) >= LOG_EVERY:
             self._logged[message] = now

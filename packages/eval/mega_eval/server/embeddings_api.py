@@ -36,7 +36,7 @@ EmbeddingInputField = Annotated[
 
 
 class EmbeddingRequest(RequestBody):
-    """Body of /v1/embeddings."""
+    """Body of a request to /v1/embeddings."""
 
     input: EmbeddingInputField
     encoding_format: Literal["float", "base64"] | None = "float"
@@ -46,7 +46,7 @@ class EmbeddingRequest(RequestBody):
     ] = None
 
     def list_input_texts(self) -> list[str | list[int]]:
-        """Return each input, as text or tokens."""
+        """Return each input to embed, as text or as token ids."""
         if isinstance(self.input, str) or isinstance(self.input[0], int):
             return [self.input]
         return list(self.input)
@@ -54,7 +54,7 @@ class EmbeddingRequest(RequestBody):
 
 @dataclass(frozen=True)
 class ServedEmbedder:
-    """Embedding model of the server, which computes the vectors of `mega embed`.
+    """Embedding model of the server; it gives the vectors that `mega embed` computes for the model.
 
     Attributes:
         texts: model, tokenizer and settings.
@@ -69,7 +69,8 @@ class ServedEmbedder:
     width: int
 
     def default_prompt(self, name: str | None = None) -> str:
-        """Default prompt of the folder, which is put in front of every text.
+        """Return the prompt called `name`, or the folder's default prompt if None, which is put in front of every text
+        to embed.
 
         Raises:
             DataError: for a name that the folder does not have.
@@ -81,14 +82,16 @@ class ServedEmbedder:
         return self.texts.settings.select_prompt(name)
 
     def encode_text(self, text: str, prompt: str) -> list[int]:
-        """Return the tokens of a text, truncated only if a sentence-transformers folder declares a maximum length."""
+        """Return the token ids of a text to embed: after `prompt` and truncated if the model's folder is of sentence-
+        transformers, else the whole text without a prompt.
+        """
         if self.declared:
             return self.texts.encode_texts([text], prompt)[0]
         return self.texts.encode_untruncated(text)
 
     def __call__(self, texts: Sequence[Sequence[int]], prompt: str = "") -> Vectors:
-        """Return the vectors, fp32 [N, P]; call it in the engine's thread, since two passes may not run at the same
-        time.
+        """Return the embedding of each text of token ids, fp32 [N, P]; call it in the engine's thread, since two
+        forward passes may not run at the same time.
         """
         self.adapters.select_adapters([], self.texts.model.device)
         return self.texts.embed_token_ids(texts, prompt=prompt, batch_tokens=BATCH_TOKENS, advance=lambda _: None)
@@ -97,7 +100,8 @@ class ServedEmbedder:
 def make_served_embedder(
     folder: str, model: Decoder, tokenizer: Tokenizer, adapters: AdapterSelection
 ) -> ServedEmbedder:
-    """Return the embedder of a served model: as its sentence-transformers folder declares, else the mean of length 1.
+    """Return the embedder of a served model, with the settings of its sentence-transformers folder; for other folders
+    it takes the mean hidden state, scaled to length 1.
 
     Raises:
         CheckpointError: when a declared module or setting is not supported.
@@ -116,7 +120,7 @@ def make_served_embedder(
 
 
 def split_into_batches(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Split texts into batches of about `BATCH_TOKENS`, in their order."""
+    """Split texts, in their order, into batches of at most `BATCH_TOKENS` tokens; a longer text is a batch of its own."""
     batch: list[Sequence[int]] = []
     for text in texts:
         if batch and sum(map(len, batch)) + len(text) > BATCH_TOKENS:
@@ -127,7 +131,9 @@ def split_into_batches(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence
 
 
 def format_embeddings(vectors: Vectors, model: str, tokens: int, encoding: str | None) -> dict[str, Any]:
-    """Return the JSON body of the answer; base64 is of fp32 in little-endian order."""
+    """Return the JSON body of an answer of /v1/embeddings; with `encoding` base64 each vector is little-endian fp32 in
+    base64.
+    """
 
     def encode_vector(vector: Vectors) -> str | list[float]:
         if encoding == "base64":

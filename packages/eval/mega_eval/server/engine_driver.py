@@ -34,7 +34,7 @@ RowEvent = tuple[int, EngineEvent]  # index of the request in its group, and its
 
 
 class RequestGroup:
-    """Requests that one client made in one call, and the queue of their events."""
+    """Engine requests that one API call made, and the queue of their events."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -44,7 +44,7 @@ class RequestGroup:
         self._events: asyncio.Queue[list[RowEvent] | Exception] = asyncio.Queue()
 
     async def iterate_events(self) -> AsyncIterator[RowEvent]:
-        """Yield the events of the engine until all requests are finished.
+        """Yield the engine's events of the group until all its requests are finished.
 
         Raises:
             ApiRequestError: when the engine has failed or the server ends.
@@ -59,11 +59,13 @@ class RequestGroup:
                 unfinished -= event[1].finish is not None
 
     def publish_events(self, events: list[RowEvent] | Exception) -> None:
-        """Queue events, or the error that ends them; callable from any thread."""
+        """Queue engine events for the group's reader, or the error that ends them; callable from any thread."""
         self._call_in_loop(lambda: self._events.put_nowait(events))
 
     def report_acceptance(self, error: Exception | None = None) -> None:
-        """Report whether the engine has accepted the requests; callable from any thread."""
+        """Resolve the future `accepted`: the engine has accepted the group's requests, or refused them with `error`;
+        callable from any thread.
+        """
         self._call_in_loop(lambda: self._set_accepted(error))
 
     def _set_accepted(self, error: Exception | None) -> None:
@@ -82,7 +84,8 @@ class RequestGroup:
 
 
 class EngineDriver:
-    """Thread that runs an inference engine.
+    """Driver that runs an inference engine in a thread of its own and passes requests and events between it and
+    asyncio.
 
     Attributes:
         engine: inference engine; other threads may only read its counts.
@@ -105,8 +108,8 @@ class EngineDriver:
         self._thread.start()
 
     def stop_thread(self, seconds: float = LAST_STEP) -> bool:
-        """Stop the thread after the current step and drop open requests; return False if the step has not ended after
-        `seconds`.
+        """Stop the engine's thread after the current step and drop open requests; return False if that step has not
+        ended after `seconds`.
         """
         self._commands.put(None)
         if self._thread.is_alive():
@@ -117,12 +120,12 @@ class EngineDriver:
         return True
 
     def busy_seconds(self) -> float:
-        """Return the duration of the current step or command of the engine; 0 while it is idle."""
+        """Return for how many seconds the current step or command of the engine has been running; 0 while it is idle."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def check_capacity(self, count: int) -> None:
-        """Refuse `count` more requests if the engine has failed or is full.
+        """Raise ApiRequestError if the engine has failed or has no room for `count` more requests.
 
         Raises:
             ApiRequestError: when the engine has failed or is full.
@@ -136,7 +139,8 @@ class EngineDriver:
             raise ApiRequestError(429, f"the server is busy with {self.open_requests} requests", retry_after=1)
 
     async def submit_requests(self, requests: Sequence[EngineRequest]) -> RequestGroup:
-        """Submit requests to the engine; the returned group must be released.
+        """Submit requests to the engine and return their group once it has accepted them; the caller must release the
+        group with `release_group`.
 
         Raises:
             ApiRequestError: when the engine has failed or is full.
@@ -169,12 +173,12 @@ class EngineDriver:
         return await asyncio.wrap_future(done)
 
     def release_group(self, group: RequestGroup) -> None:
-        """Release a group and cancel its unfinished requests; once for each group."""
+        """Release a group of requests and cancel the unfinished ones; call it exactly once for each group."""
         self.open_requests -= group.size
         self._commands.put(lambda: self._cancel_group(group))
 
     def abort_all_requests(self, reason: Exception) -> None:
-        """Cancel all open requests and report the reason to their clients."""
+        """Cancel all open requests of the engine and raise `reason` in the readers of their events."""
         self._commands.put(lambda: self._abort_groups(reason))
 
     def _run_engine(self) -> None:

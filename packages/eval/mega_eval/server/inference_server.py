@@ -35,7 +35,8 @@ STALLED = 120  # seconds after which the kernel drops a client that acknowledges
 
 
 def bind_server_socket(host: str, port: int, key: str | None) -> socket.socket:
-    """Return a bound socket for the server, which does not listen yet; port 0 is any free port.
+    """Return a socket bound to `host` and `port` for the HTTP server, which does not listen yet; port 0 is any free
+    port, and without an API `key` only loopback addresses are allowed.
 
     Raises:
         ConfigError: when the address is invalid, not on this machine, in use, or public without an API key.
@@ -106,8 +107,8 @@ class InferenceServer(uvicorn.Server):
         self.engine_ended = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on the sockets until the end while the engine runs; `engine_ended` is then True if the engine's thread
-        has ended too.
+        """Start the engine and serve HTTP on the bound `sockets` until shutdown; `engine_ended` is then True if the
+        engine's thread has ended too.
         """
         self._service.driver.start_thread()
         try:
@@ -117,7 +118,7 @@ class InferenceServer(uvicorn.Server):
             self.engine_ended = self._service.driver.stop_thread()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen."""
+        """Start to listen on the sockets; uvicorn calls it."""
         asyncio.get_running_loop().set_exception_handler(EventLoopErrorLogger())
         await super().startup(sockets)
         for listener in sockets or []:
@@ -127,7 +128,9 @@ class InferenceServer(uvicorn.Server):
         logger.info("serving %r at http://%s:%d (Ctrl-C ends)", self._service.name, shown, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start the shutdown; uvicorn calls it for both signals."""
+        """Start the shutdown of the server; uvicorn calls it for SIGTERM and SIGINT, and a second signal ends the
+        server at once.
+        """
         if self.gate.draining:
             self.should_exit = self.force_exit = True
             return
@@ -137,7 +140,9 @@ class InferenceServer(uvicorn.Server):
             logger.info(message, self.gate.active, self._drain)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to exit; uvicorn calls it ten times a second."""
+        """Close connections that timed out and return whether the server should exit; uvicorn calls it ten times a
+        second.
+        """
         now = asyncio.get_running_loop().time()
         for connection in list(self.server_state.connections):
             if isinstance(connection, LimitedProtocol):

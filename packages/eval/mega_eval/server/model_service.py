@@ -53,7 +53,8 @@ NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an 
 
 @dataclass
 class ModelService:
-    """Served model with its tokenizer, chat template and engine.
+    """Model that the HTTP server offers, with its tokenizer, chat template and inference engine; it answers the API's
+    requests.
 
     Attributes:
         name: name of the model in the API.
@@ -94,12 +95,14 @@ class ModelService:
         self._longest = find_max_token_bytes(self.tokenizer)
 
     def check_model_name(self, name: str | None) -> None:
-        """Refuse requests for a model other than this one or one of its adapters."""
+        """Raise ApiRequestError (404) if `name` is not the served model or one of its LoRA adapters; None is the served
+        model.
+        """
         if name not in (None, self.name, *self.adapters):
             raise ApiRequestError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
 
     async def encode_text(self, text: str, *, special: bool) -> list[int]:
-        """Return the tokens of a text, with the tokenizer's surrounding special tokens (`special`) or without."""
+        """Return the token ids of a text, with the special tokens that the tokenizer puts around it if `special`."""
 
         def encode_in_thread() -> list[int]:
             # `encode_batch`, unlike `encode`, releases the GIL
@@ -110,18 +113,18 @@ class ModelService:
         return await to_thread.run_sync(encode_in_thread, limiter=self._encoders)
 
     async def decode_tokens(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         largest = max(tokens, default=0)
         if largest >= self.vocab_size:
             raise ApiRequestError(400, f"token {largest} is outside the model's vocabulary of {self.vocab_size}")
         return await to_thread.run_sync(self.tokenizer.decode, tokens, limiter=self._encoders)
 
     def list_token_names(self, tokens: Sequence[int]) -> list[str | None]:
-        """Return the entries of tokens in the tokenizer's vocabulary."""
+        """Return the tokenizer's vocabulary entry of each token id, such as `Ġthe`; None for an unknown id."""
         return [self.tokenizer.backend.id_to_token(token) for token in tokens]
 
     async def encode_chat_prompt(self, messages: Sequence[ChatMessage], body: ChatTemplateFields) -> list[int]:
-        """Return the tokens of a conversation, up to the beginning of the answer."""
+        """Return the token ids of a conversation rendered by the chat template, up to the beginning of the answer."""
         if self.template is None:
             raise ApiRequestError(400, "this model has no chat template; use /v1/completions", param="messages")
         turns, tools = [message.to_template_message() for message in messages], self._template_tools(body)
@@ -136,7 +139,7 @@ class ModelService:
         return await self.encode_text(text, special=False)
 
     async def start_completion(self, body: CompletionRequest) -> RunningAnswer:
-        """Start a completion."""
+        """Start the generation for a request to /v1/completions and return the answer in progress."""
         sources, prompts = body.list_prompts(), []
         self.driver.check_capacity(len(sources) * (body.n or 1))  # before the work of encoding them
         for prompt in sources:
@@ -160,7 +163,7 @@ class ModelService:
         )
 
     async def start_chat_answer(self, body: ChatRequest) -> RunningAnswer:
-        """Start an answer in a chat."""
+        """Start the generation for a request to /v1/chat/completions and return the answer in progress."""
         self.driver.check_capacity(body.n or 1)
         prompt = self._truncate_prompt(await self.encode_chat_prompt(body.messages, body), body)
         return await self._start_answer(
@@ -168,7 +171,7 @@ class ModelService:
         )
 
     async def start_response(self, body: ResponsesRequest) -> RunningAnswer:
-        """Start an answer of the Responses API."""
+        """Start the generation for a request to /v1/responses and return the answer in progress."""
         self.driver.check_capacity(1)
         chat = body.to_chat_request()
         prompt = await self.encode_chat_prompt(chat.messages, chat)
@@ -181,7 +184,7 @@ class ModelService:
         return partial(AnswerBuilder, form, model or self.name)
 
     async def compute_embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
-        """Return the vectors of texts."""
+        """Return the JSON body of the answer to a request to /v1/embeddings."""
         embedder = self.embedder
         if not isinstance(embedder, ServedEmbedder) or body.model in self.adapters:
             message = embedder if isinstance(embedder, str) else NO_EMBEDDINGS
@@ -228,7 +231,7 @@ class ModelService:
         return text
 
     def describe_tokenizer(self) -> dict[str, str | None]:
-        """Return the special tokens and the chat template, by the names of tokenizer_config.json."""
+        """Return the special tokens and the chat template of the model, under the field names of tokenizer_config.json."""
         begin = None if self.tokenizer.bos_id is None else self.vocabulary[self.tokenizer.bos_id].text
         facts = {} if self.template is None else self.template.get_template_config()
         none = {"pad_token": None, "chat_template": None}
@@ -380,7 +383,7 @@ def _check_unicode(text: str) -> None:
 
 @dataclass
 class RunningAnswer:
-    """Answer in progress; `release_requests` must be called once."""
+    """Answer to an API request whose text is being generated; `release_requests` must be called once."""
 
     service: ModelService
     answer: AnswerBuilder | ResponsesAnswerBuilder
@@ -392,7 +395,7 @@ class RunningAnswer:
         self._start = time.monotonic()
 
     async def build_answer(self) -> dict[str, object]:
-        """Return the complete answer.
+        """Wait until the generation ends and return the complete answer as a JSON object.
 
         Raises:
             ApiRequestError: when it takes too long.
@@ -403,7 +406,7 @@ class RunningAnswer:
             self.release_requests()
 
     async def stream_chunks(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events; an error is sent as the last event."""
+        """Yield the answer as server-sent events while it is generated; an error is sent as the last event."""
         try:
             async for chunk in self.answer.stream_chunks(self._parts_until_deadline(), options):
                 yield chunk
@@ -411,7 +414,7 @@ class RunningAnswer:
             yield format_sse_event(translate_error(error).format_error_body())
 
     def release_requests(self) -> None:
-        """Cancel unfinished requests and count the tokens of the answer."""
+        """Cancel the answer's unfinished engine requests and count its tokens in the server's metrics."""
         self.service.driver.release_group(self.group)
         self.service.metrics.record_tokens(self.answer.usage.prompt, self.answer.usage.completion)
 

@@ -22,7 +22,7 @@ ANY_OBJECT = '{"type": "object"}'
 
 
 class StructuredOutputs(StrictRequestModel):
-    """Field `structured_outputs` of vLLM: exactly one constraint."""
+    """Request field `structured_outputs` of vLLM's API: exactly one constraint on the answer."""
 
     json_schema: Annotated[SchemaField | None, Field(alias="json")] = None
     regex: RegexField | None = None
@@ -43,14 +43,14 @@ class StructuredOutputs(StrictRequestModel):
         return [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
 
     def to_engine_grammar(self) -> str:
-        """Return the constraint as a grammar for the engine."""
+        """Return the constraint as the JSON schema or Lark grammar that the inference engine takes."""
         if self.json_object:
             return ANY_OBJECT
         return build_engine_grammar(self.json_schema, self.regex, self.choice, self.grammar)
 
 
 class JsonSchema(StrictRequestModel):
-    """Field `json_schema` of OpenAI; the schema is always enforced, whatever `strict` is."""
+    """Field `json_schema` of `response_format` in OpenAI's API; the schema is always enforced, whatever `strict` is."""
 
     name: str = ""
     description: str | None = None
@@ -59,7 +59,7 @@ class JsonSchema(StrictRequestModel):
 
 
 class ResponseFormat(StrictRequestModel):
-    """Field `response_format` of OpenAI; `json_object` may have llama.cpp's `schema`."""
+    """Request field `response_format` of OpenAI's API; with type `json_object` it may also have llama.cpp's `schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -76,7 +76,9 @@ class ResponseFormat(StrictRequestModel):
         return self
 
     def to_engine_grammar(self) -> str | None:
-        """Return the constraint as a grammar for the engine; None for free text."""
+        """Return the response format as the JSON schema or Lark grammar that the inference engine takes; None for free
+        text.
+        """
         if self.json_schema is not None:
             return json.dumps(self.json_schema.json_schema)
         if self.object_schema is not None:
@@ -85,7 +87,9 @@ class ResponseFormat(StrictRequestModel):
 
 
 class ConstrainedRequest(StrictRequestModel):
-    """Request fields that constrain the answer; at most one of them may be given."""
+    """Request fields that constrain the text of the answer (JSON schema, regex, choice, grammar); at most one may be
+    given.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -105,7 +109,7 @@ class ConstrainedRequest(StrictRequestModel):
         return self
 
     def resolve_constraint(self) -> str | None:
-        """Return the JSON schema or Lark grammar that the answer must follow, if any."""
+        """Return the JSON schema or Lark grammar that the answer must follow, or None if the request has no constraint."""
         for bound in (self.response_format, self.structured_outputs):
             if bound is not None:
                 return bound.to_engine_grammar()
@@ -118,7 +122,9 @@ class ConstrainedRequest(StrictRequestModel):
 def build_engine_grammar(
     schema: JsonObject | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> str:
-    """Return the one given constraint as a JSON schema or as a Lark grammar."""
+    """Return the one constraint that is not None as the JSON schema or Lark grammar that the inference engine takes; a
+    GBNF `grammar` is converted to Lark.
+    """
     if schema is not None:
         return _schema_text(schema)
     if regex is not None:

@@ -29,7 +29,7 @@ GRACE = 5.0  # seconds for an answer that ran out of time to report the timeout
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits of the server.
+    """Limits of the HTTP server: API key, allowed host names, numbers, sizes and times of requests.
 
     Attributes:
         key: API key that clients must send, or None.
@@ -56,7 +56,7 @@ class ServerLimits:
 
 
 class RequestGate:
-    """ASGI application that checks requests before it passes them to another one.
+    """ASGI middleware that checks the key, host, size and number of requests before it passes them to the application.
 
     Attributes:
         active: number of active requests.
@@ -69,7 +69,7 @@ class RequestGate:
         self.draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to the application, or refuse it."""
+        """Pass a request to the application, or answer it with an error if a limit of the server refuses it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

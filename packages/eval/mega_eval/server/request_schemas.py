@@ -37,13 +37,13 @@ MAX_ALTERNATIVES = 20  # `top_logprobs` of OpenAI's API
 
 
 class RequestBody(StrictRequestModel):
-    """Fields of every request."""
+    """Request fields that every endpoint has: the name of the model."""
 
     model: Annotated[str | None, Field(description="the served model, as /v1/models names it")] = None
 
 
 class StreamOptions(StrictRequestModel):
-    """Extra fields in a stream."""
+    """Request field `stream_options`: report of token usage in the chunks of a streamed answer."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -51,7 +51,7 @@ class StreamOptions(StrictRequestModel):
 
 
 class GenerationRequestBody(RequestBody, ConstrainedRequest):
-    """Request fields for sampling and for the end of a text.
+    """Request fields that /v1/completions and /v1/chat/completions share: sampling, and conditions that end the text.
 
     Absent sampling settings default to the model's generation_config.json, or else to OpenAI's defaults.
     """
@@ -116,7 +116,9 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
         return self
 
     def resolve_sampling(self, own: Mapping[str, Any]) -> Sampling:
-        """Return the sampling settings of the request, with the model's `own` as defaults; the default seed is random."""
+        """Return the sampling settings of the request; absent fields default to `own`, the model's settings, and an
+        absent seed is random.
+        """
         names = Sampling.model_fields.keys() & self.model_fields_set
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if given.get("top_k", 1) < 1:
@@ -126,20 +128,24 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
         return Sampling(**{"temperature": 1.0, "seed": secrets.randbits(63), **own, **given})
 
     def list_stop_strings(self) -> tuple[str, ...]:
-        """Return the stop strings."""
+        """Return the request's stop strings, at which the answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def get_max_new_tokens(self) -> int | None:
-        """Return the maximum number of tokens to generate; None for the rest of the context."""
+        """Return the maximum number of tokens that the request lets the model generate; None for the rest of the
+        context.
+        """
         raise NotImplementedError
 
     def count_alternatives(self) -> int | None:
-        """Return the number of alternatives to report with each token; None for no log-probabilities."""
+        """Return the number of likely alternatives to report with each token's log-probability; None for no log-
+        probabilities.
+        """
         raise NotImplementedError
 
 
 class CompletionRequest(GenerationRequestBody):
-    """Body of /v1/completions."""
+    """Body of a request to /v1/completions."""
 
     prompt: PromptField
     max_tokens: Annotated[int | None, Field(ge=0, lt=2**31, description="0 with `echo` only")] = 16
@@ -154,22 +160,24 @@ class CompletionRequest(GenerationRequestBody):
         return self
 
     def list_prompts(self) -> list[str | list[int]]:
-        """Return each prompt, as text or tokens."""
+        """Return each prompt of the request, as text or as token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
     def get_max_new_tokens(self) -> int | None:
-        """Return `max_tokens`."""
+        """Return the request's `max_tokens`: the maximum number of tokens to generate."""
         return self.max_tokens
 
     def count_alternatives(self) -> int | None:
-        """Return `logprobs`."""
+        """Return the request's `logprobs`: the number of likely alternatives to report with each token; None for no
+        log-probabilities.
+        """
         return self.logprobs
 
 
 class ContentPart(StrictRequestModel):
-    """Text part of a message."""
+    """Text part in the content of a chat message."""
 
     model_config = ConfigDict(extra="ignore", strict=True)  # ignores fields such as `cache_control` and `annotations`
     type: str
@@ -199,7 +207,7 @@ ContentField = Annotated[
 
 
 class ChatMessage(StrictRequestModel):
-    """Turn of a conversation; extra fields are passed to the chat template."""
+    """Message of a conversation; extra fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -213,14 +221,14 @@ class ChatMessage(StrictRequestModel):
         return self
 
     def to_template_message(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it: its content is one text."""
+        """Return the message as chat templates expect it, with the text parts of its content joined to one text."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
         return parse_call_arguments({**(self.model_extra or {}), "role": self.role, "content": text})
 
 
 class ChatTemplateFields(StrictRequestModel):
-    """Request fields of the chat template."""
+    """Request fields that control the rendering of the chat template."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Annotated[bool | None, Field(description="default: not `continue_final_message`")] = None
@@ -244,7 +252,7 @@ class ChatTemplateFields(StrictRequestModel):
 
 
 class ChatRequest(GenerationRequestBody, ChatTemplateFields):
-    """Body of /v1/chat/completions."""
+    """Body of a request to /v1/chat/completions."""
 
     messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
@@ -277,29 +285,33 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
         return self
 
     def list_callable_tools(self) -> list[ChatTool]:
-        """Return the tools that the answer may call."""
+        """Return the tools that the answer may call by the request's `tool_choice`: one, all or none."""
         if isinstance(self.tool_choice, NamedToolChoice):
             chosen = self.tool_choice.function.name
             return [tool for tool in self.tools or () if tool.function.name == chosen]
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
     def resolve_constraint(self) -> str | None:
-        """Return the constraint on the text: the JSON schema of a call if a call is required."""
+        """Return the JSON schema or Lark grammar that the answer must follow, if any; if `tool_choice` requires a call,
+        the JSON schema of a call.
+        """
         if self.tool_choice not in (None, "none", "auto") and (tools := self.list_callable_tools()):
             return make_call_schema(tools)
         return super().resolve_constraint()
 
     def get_max_new_tokens(self) -> int | None:
-        """Return `max_completion_tokens`, or its older name `max_tokens`."""
+        """Return the maximum number of tokens to generate: `max_completion_tokens`, or its older name `max_tokens`."""
         return self.max_completion_tokens or self.max_tokens
 
     def count_alternatives(self) -> int | None:
-        """Return `top_logprobs`, if `logprobs` is true."""
+        """Return the number of likely alternatives to report with each token: `top_logprobs` if `logprobs` is true,
+        else None.
+        """
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeRequest(RequestBody, ChatTemplateFields):
-    """Body of /tokenize: a text, or the messages of a chat."""
+    """Body of a request to /tokenize: a text, or the messages of a chat."""
 
     prompt: str | None = None
     messages: Annotated[Many[ChatMessage] | None, Field(min_length=1)] = None
@@ -314,6 +326,6 @@ class TokenizeRequest(RequestBody, ChatTemplateFields):
 
 
 class DetokenizeRequest(RequestBody):
-    """Body of /detokenize."""
+    """Body of a request to /detokenize: token ids."""
 
     tokens: Many[TokenId]

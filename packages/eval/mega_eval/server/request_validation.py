@@ -33,7 +33,9 @@ HARMLESS = frozenset({
 
 
 class RefusedField(NamedTuple):
-    """Field that is refused unless its value is neutral; `fix` is the instruction in the error message."""
+    """Request field that the server refuses unless its value is one of the `neutral` values; `fix` is the instruction
+    in the error message.
+    """
 
     neutral: tuple[Any, ...] = ()
     fix: str = "remove it"
@@ -142,7 +144,7 @@ REFUSED: Mapping[str, RefusedField] = {
 
 
 class UnsupportedFieldError(ValueError):
-    """Error of a field that this server does not implement."""
+    """Error for a request field that this server does not implement."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -150,7 +152,8 @@ class UnsupportedFieldError(ValueError):
 
 
 def refuse_extra_fields(extra: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise `UnsupportedFieldError`, in one sentence, for the first extra field that may change the answer.
+    """Raise `UnsupportedFieldError` for the first undeclared request field that may change the answer; its one-sentence
+    message suggests a fix.
 
     Args:
         extra: fields that the schema does not declare; a null stands for an absent field.
@@ -179,12 +182,16 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def make_field_error(message: str, field: str | None = None) -> PydanticCustomError:
-    """Return a validation error with a whole sentence; `field` names the wrong field if the location does not."""
+    """Return a pydantic validation error whose message is a whole sentence; `field` names the wrong field if pydantic's
+    location does not.
+    """
     return PydanticCustomError("sentence", "{message}", {"message": message, "field": field})
 
 
 def expect_union(expected: str) -> WrapValidator:
-    """Return a validator that replaces the errors of all arms of a union with "must be `expected`; found ..."."""
+    """Return a pydantic validator for a union type that replaces the errors of all its members with one: "must be
+    `expected`; found ...".
+    """
 
     def validate_union(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -220,7 +227,9 @@ def _describe_type(value: Any) -> str:
 
 
 class StrictRequestModel(BaseModel):
-    """Part of a request body with exact types; unknown fields are refused unless they are harmless."""
+    """Base class of request bodies and their parts: values must have exact types, and unknown fields are refused unless
+    they are harmless.
+    """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
 
@@ -231,6 +240,8 @@ class StrictRequestModel(BaseModel):
 
 
 def check_at_most_one(given: Collection[str], names: str) -> None:
-    """Raise a validation error if more than one of several fields is given."""
+    """Raise a validation error if `given`, the names of the fields that a request has set, are more than one; `names`
+    lists all of them for the message.
+    """
     if len(given) > 1:
         raise make_field_error(f"at most one of {names} is supported in a request; found {' and '.join(sorted(given))}")

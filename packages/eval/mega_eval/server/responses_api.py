@@ -21,7 +21,7 @@ from mega_eval.server.request_validation import Many, StrictRequestModel, make_f
 
 
 class InputMessage(ChatMessage):
-    """Message of the input of /v1/responses."""
+    """Message in the field `input` of a request to /v1/responses."""
 
     type: Literal["message"] = "message"
     id: str | None = None
@@ -40,7 +40,7 @@ class InputMessage(ChatMessage):
 
 
 class TextFormat(StrictRequestModel):
-    """Format of the answer of /v1/responses."""
+    """Field `text.format` of a request to /v1/responses: free text, JSON, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -55,14 +55,14 @@ class TextFormat(StrictRequestModel):
         return self
 
     def to_response_format(self) -> dict[str, Any]:
-        """Return the format as the `response_format` of a chat request."""
+        """Return the text format as the equivalent field `response_format` of a chat request."""
         if self.type != "json_schema":
             return {"type": self.type}
         return {"type": self.type, "json_schema": {"name": self.name or "", "schema": self.json_schema}}
 
 
 class TextSettings(StrictRequestModel):
-    """Text settings of /v1/responses."""
+    """Field `text` of a request to /v1/responses."""
 
     format: TextFormat | None = None
 
@@ -79,7 +79,7 @@ ResponseInputField = Annotated[
 
 
 class ResponsesRequest(RequestBody):
-    """Body of /v1/responses."""
+    """Body of a request to /v1/responses."""
 
     input: ResponseInputField
     instructions: str | None = None
@@ -99,7 +99,7 @@ class ResponsesRequest(RequestBody):
         return self
 
     def to_chat_request(self) -> ChatRequest:
-        """Return the request as a chat request."""
+        """Return the equivalent request to /v1/chat/completions."""
         items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         form = None if self.text is None or self.text.format is None else self.text.format.to_response_format()
@@ -112,7 +112,7 @@ class ResponsesRequest(RequestBody):
 
 @dataclass
 class ResponsesAnswerBuilder:
-    """Builder of one answer of the Responses API.
+    """Builder of one JSON answer of /v1/responses.
 
     Attributes:
         body: the request.
@@ -129,7 +129,7 @@ class ResponsesAnswerBuilder:
         self._id, self._item = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
 
     async def build_answer(self, parts: AsyncIterator[AnswerPart]) -> dict[str, Any]:
-        """Return the complete answer."""
+        """Collect all parts and return the complete answer of /v1/responses as a JSON object."""
         text, finish = "", None
         async for part in parts:
             text, finish = text + part.text, part.finish
@@ -137,7 +137,7 @@ class ResponsesAnswerBuilder:
         return self._format_response(text, finish)
 
     async def stream_chunks(self, parts: AsyncIterator[AnswerPart], _: StreamOptions) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events."""
+        """Yield the answer as the server-sent events of /v1/responses, such as response.output_text.delta."""
         location = {"item_id": self._item, "output_index": 0, "content_index": 0}
         yield self._format_event("response.created", response=self._format_response("", None))
         yield self._format_event("response.in_progress", response=self._format_response("", None))

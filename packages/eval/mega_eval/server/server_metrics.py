@@ -13,7 +13,7 @@ SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class ServerMetrics:
-    """Counters of the server and gauges of the engine."""
+    """Prometheus metrics of the server: counters of requests and tokens, and gauges of the inference engine."""
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._registry = CollectorRegistry()
@@ -34,22 +34,24 @@ class ServerMetrics:
             Gauge(name, text, registry=self._registry).set_function(count)
 
     def record_request(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count an answered request; unknown paths share one label, so that clients cannot create new series."""
+        """Count an answered HTTP request and its duration; unknown paths share one label, so that clients cannot create
+        new series.
+        """
         route = getattr(scope.get("route"), "path", "other")
         self._requests.labels(route, str(status or "gone")).inc()
         self._seconds.observe(seconds)
 
     def record_first_token(self, seconds: float) -> None:
-        """Record the time to the first token."""
+        """Record the time from a request to its first generated token, in seconds."""
         self._first.observe(seconds)
 
     def record_tokens(self, prompt: int, completion: int) -> None:
-        """Count the tokens of an answer."""
+        """Add the numbers of prompt tokens and completion tokens of an answer to the counters."""
         self._tokens.labels("prompt").inc(prompt)
         self._tokens.labels("completion").inc(completion)
 
     def render_metrics(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
+        """Return all metrics of the server in Prometheus's text format."""
         return generate_latest(self._registry)
 
 

@@ -16,7 +16,7 @@ FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # byte token of SentencePiece
 
 
 class TokenText(NamedTuple):
-    """Spelling of a token.
+    """Text and bytes of one token, for the names of tokens in log-probabilities.
 
     Attributes:
         text: text of the token; None if its bytes are not whole characters.
@@ -40,7 +40,7 @@ class TokenText(NamedTuple):
 
 
 class Vocabulary:
-    """Text and bytes of each token of a tokenizer, in the middle of a text.
+    """Lookup of the text and bytes that each token of a tokenizer has in the middle of a text.
 
     Attributes:
         specials: token ids of special tokens, by their texts.
@@ -57,7 +57,7 @@ class Vocabulary:
         self._byte_level = _byte_level_alphabet()
 
     def __getitem__(self, token: int) -> TokenText:
-        """Return the spelling of a token."""
+        """Return the text and bytes of the token with id `token`."""
         if token not in self._known:
             self._known[token] = self._decode_token(token)
         return self._known[token]
@@ -97,7 +97,8 @@ KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Sequence", "Split
 
 
 def find_max_token_bytes(tokenizer: Tokenizer) -> int | None:
-    """Return the maximum number of text bytes that one token covers; None if a tokenizer may drop or merge text.
+    """Return the maximum number of bytes of text that one token of the tokenizer covers; None if the tokenizer may drop
+    or merge text.
 
     The maximum exists for byte-pair encodings without normalization in which every byte has a token.
     """

@@ -28,7 +28,9 @@ sys.modules.setdefault("__main__", ModuleType("__main__"))
 
 
 def run_within_limits(seconds: float, work: Callable[[], T]) -> T:
-    """Run `work` in a worker process; the operating system kills the process after `seconds` of CPU time."""
+    """Return the result of `work`, with limits of memory and priority for this worker process, which the operating
+    system kills after `seconds` of CPU time.
+    """
     if os.getpriority(os.PRIO_PROCESS, 0) < NICE:
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -45,7 +47,9 @@ def run_within_limits(seconds: float, work: Callable[[], T]) -> T:
 def render_with_limits(
     seconds: float, template: ChatTemplate, conversation: Conversation, begins: bool, continues: bool
 ) -> str:
-    """Render a conversation in a worker process."""
+    """Return the prompt text that a chat template renders for a conversation; called in a worker process, which is
+    killed after `seconds` of CPU time.
+    """
     return run_within_limits(
         seconds,
         lambda: template.render_prompt(conversation, add_generation_prompt=begins, continue_final_message=continues),
@@ -53,7 +57,9 @@ def render_with_limits(
 
 
 def check_grammar_with_limits(seconds: float, grammar: str, tokenizer_json: str, ends: frozenset[int]) -> None:
-    """Check a grammar in a worker process."""
+    """Raise DataError unless the grammar compiles and generates; called in a worker process, which is killed after
+    `seconds` of CPU time.
+    """
 
     def run_check() -> None:
         from mega_eval.grammar_compiler import check_grammar  # its libraries are loaded with the lower priority, too

@@ -26,7 +26,9 @@ def find_architecture_problems(
     tasks: Sequence[str],
     lora: LoraConfig | None,
 ) -> Iterator[ConfigProblem]:
-    """Yield settings that conflict with the architecture of the model; `tasks` are those of in-training evaluation."""
+    """Yield data, parallel and LoRA settings that conflict with the architecture of the model; `tasks` are the lm-
+    evaluation-harness tasks that run during training.
+    """
     yield from _position_problems(model, data)
     yield from _bidirectional_problems(model, data, tasks)
     yield from _encoder_decoder_problems(model, data, parallel, precision, tasks)

@@ -15,7 +15,9 @@ from mega_common.strict_config import MOST_BATCH_SIZES, ConfigProblem, SampleCou
 
 
 class BatchRampupConfig(StrictConfig):
-    """Global batch that begins at `start` and grows by `increment` at a time over `samples` consumed samples."""
+    """Ramp-up of the global batch: it begins at `start` samples and grows by `increment` at a time until `samples`
+    samples have been consumed.
+    """
 
     start: PositiveInt = Field(description="samples of the first step")
     increment: PositiveInt = Field(description="samples by which a step grows")
@@ -23,14 +25,18 @@ class BatchRampupConfig(StrictConfig):
 
 
 class BatchStageConfig(StrictConfig):
-    """Size of the global batch for the steps that begin before a number of consumed samples."""
+    """One stage of a staged global batch: `size` samples per step for the steps that begin before `until` consumed
+    samples.
+    """
 
     until: PositiveInt = Field(description="number of consumed samples at which the next stage begins")
     size: PositiveInt = Field(description="samples of a step, at most batch.global")
 
 
 class BatchConfig(StrictConfig):
-    """Batch sizes in samples: of one forward pass on one rank, and of one optimizer step over all ranks."""
+    """Batch sizes in samples: `micro` of one forward pass on one rank, and `global` of one optimizer step over all
+    ranks, with its growth over the first steps.
+    """
 
     micro: SampleCount = 1
     global_: SampleCount = Field(1, alias="global")
@@ -43,7 +49,7 @@ class BatchConfig(StrictConfig):
     )
 
     def batch_size_at(self, consumed: int) -> int:
-        """Return the samples of the step that begins after `consumed` samples."""
+        """Return the global batch size, in samples, of the step that begins after `consumed` samples."""
         ramp = self.rampup
         if ramp is None or consumed > ramp.samples:
             return next((stage.size for stage in self.stages if consumed < stage.until), self.global_)
@@ -52,7 +58,9 @@ class BatchConfig(StrictConfig):
         return min(ramp.start + grown * ramp.increment, self.global_)
 
     def growth_plateaus(self, consumed: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield each size before the last, from `consumed` samples on, with its number of steps."""
+        """Yield (batch size, number of steps) for each global batch size smaller than the final one, in order, from
+        `consumed` samples on.
+        """
         ramp = self.rampup
         while ramp is not None and (size := self.batch_size_at(consumed)) < self.global_:
             beyond = range(1, ramp.samples // size + 2)
@@ -66,14 +74,16 @@ class BatchConfig(StrictConfig):
                 consumed += steps * stage.size
 
     def samples_after_steps(self, steps: int, samples: int = 0) -> int:
-        """Return the samples consumed after `steps` steps, when `samples` were consumed before them."""
+        """Return the total of consumed samples after `steps` further steps, given that `samples` were consumed before
+        them.
+        """
         for size, count in self.growth_plateaus(samples):
             taken = min(count, steps)
             samples, steps = samples + taken * size, steps - taken
         return samples + steps * self.global_
 
     def steps_for_samples(self, samples: int) -> int:
-        """Return the whole steps that fit in `samples` samples: the inverse of `samples_after_steps`."""
+        """Return the number of whole steps that `samples` samples suffice for: the inverse of `samples_after_steps`."""
         steps = 0
         for size, count in self.growth_plateaus():
             taken = min(count, samples // size)
@@ -83,7 +93,7 @@ class BatchConfig(StrictConfig):
         return steps + samples // self.global_
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Check that sizes are whole micro-batches and that the ramp-up is in whole increments."""
+        """Yield batch sizes that are not whole micro-batches, and a ramp-up that is not in whole increments."""
         yield from self.find_uneven_sizes(self.micro, f"batch.micro = {self.micro}")
         yield from self._stage_problems()
         yield from self._rampup_problems(self.rampup) if self.rampup is not None else ()
@@ -123,7 +133,9 @@ class BatchConfig(StrictConfig):
             before = stage.until
 
     def find_uneven_sizes(self, unit: int, description: str) -> Iterator[ConfigProblem]:
-        """Yield the sizes that are not multiples of `unit`; `description` names the unit in the message."""
+        """Yield a problem for each configured batch size that is not a multiple of `unit`; `description` names the unit
+        in the message.
+        """
         sizes = {"global": self.global_}
         if self.rampup is not None:
             sizes |= {"rampup.start": self.rampup.start, "rampup.increment": self.rampup.increment}

@@ -21,7 +21,9 @@ OTHER_RECIPE = "set fp8.recipe=tensorwise"
 
 
 class Fp8Config(StrictConfig):
-    """FP8 settings of linear layers under `precision: fp8`; embedding, head, norms, router and attention stay in bf16."""
+    """FP8 settings of linear layers under `precision: fp8`; embedding, output head, norms, router and attention stay in
+    bf16.
+    """
 
     recipe: Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"] = Field(
         "tensorwise",
@@ -41,18 +43,22 @@ class Fp8Config(StrictConfig):
 
     @property
     def uses_e5m2_gradients(self) -> bool:
-        """True if gradients are in e5m2."""
+        """True if gradients are quantised to the FP8 format e5m2 instead of e4m3."""
         return self.format == "hybrid" if self.format else self.recipe in ("tensorwise", "delayed")
 
     def fp8_layer_range(self, num_layers: int) -> range:
-        """Return the layers whose linear layers run in FP8."""
+        """Return the indices of the layers whose linear layers run in FP8: all but the first `bf16_first` and the last
+        `bf16_last`.
+        """
         return range(self.bf16_first, num_layers - self.bf16_last)
 
 
 def find_fp8_problems(
     fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig, seq_length: int, *, linear: str
 ) -> Iterator[ConfigProblem]:
-    """Yield settings that conflict with `precision: fp8`; `linear` is the library of linear layers."""
+    """Yield settings that conflict with `precision: fp8`; `linear` is the configured library of linear layers (`te` or
+    `torch`).
+    """
     if not fp8.fp8_layer_range(model.num_layers):
         rule = f"must leave layers in FP8: with fp8.bf16_last = {fp8.bf16_last} it covers all {model.num_layers} layers"
         hint = "set fp8.bf16_first=0 and fp8.bf16_last=0, or set precision=bf16"
@@ -83,7 +89,7 @@ def find_fp8_problems(
 
 
 def check_fp8_device(capability: tuple[int, int], recipe: str, *, experts: bool) -> None:
-    """Reject a GPU for which torch has no GEMM of the FP8 recipe, by its compute capability.
+    """Raise `ConfigError` for a GPU, given by its compute capability, for which torch has no GEMM of the FP8 recipe.
 
     Raises:
         ConfigError: with a recipe that it supports.

@@ -23,7 +23,7 @@ WarmupShape = Literal["linear", "cosine", "minus-sqrt", "quadratic", "log"]
 
 
 class LRSchedule(StrictConfig):
-    """Schedule of the learning rate: warmup to `optimizer.lr`, and decay to `min_lr`.
+    """Schedule of the learning rate: warmup to `optimizer.lr`, then decay to `min_lr`.
 
     `wsd` (warmup-stable-decay: arXiv:2404.06395, arXiv:2405.18392) keeps the highest rate until the cooldown, which ends
     at the same step as the decay of the other schedules.
@@ -64,7 +64,9 @@ class LRSchedule(StrictConfig):
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules between fields."""
+        """Yield fields of the schedule that conflict with each other, such as two lengths of the warmup, or have no
+        effect.
+        """
         if self.warmup_steps and self.warmup_samples is not None:
             yield self._conflict("warmup_samples", "warmup_steps")
         if self.warmup_share and self.warmup_steps:
@@ -82,7 +84,7 @@ class LRSchedule(StrictConfig):
         return ConfigProblem(key, rule, getattr(self, key), f"remove lr_schedule.{key}, or remove lr_schedule.{other}")
 
     def find_run_problems(self, *, lr: float, steps: int, batch: BatchConfig) -> Iterator[ConfigProblem]:
-        """Yield settings that do not fit a run of `steps` steps of `batch` with the highest rate `lr`."""
+        """Yield schedule settings that do not fit a run of `steps` steps of `batch` with the highest rate `lr`."""
         for key in ("min_lr", "warmup_init"):
             if (rate := getattr(self, key)) > lr:
                 rule, hint = f"must be at most optimizer.lr = {lr:g}", f"set lr_schedule.{key}={lr}"
@@ -114,7 +116,7 @@ class LRSchedule(StrictConfig):
         return "shorten the warmup"
 
     def make_curve(self, *, lr: float, steps: int, batch: BatchConfig) -> LearningRateCurve:
-        """Return the curve for a run of `steps` steps of `batch` with the highest rate `lr`."""
+        """Return the learning-rate curve for a run of `steps` steps of `batch` with the highest rate `lr`."""
         last = self.decay_steps or steps
         warmup_steps = math.ceil(self.warmup_share * last) if self.warmup_share else self.warmup_steps
         warmup = self.warmup_samples if self.warmup_samples is not None else batch.samples_after_steps(warmup_steps)
@@ -139,7 +141,7 @@ class LRSchedule(StrictConfig):
 
 @dataclass(frozen=True)
 class LearningRateCurve:
-    """Learning-rate schedule with all positions in samples. Call it with the samples consumed before a step.
+    """Learning rate as a function of the samples consumed before a step; all positions of the schedule are in samples.
 
     Attributes:
         name, shape: of the schedule and of its decay.

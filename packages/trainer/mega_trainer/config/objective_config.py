@@ -27,7 +27,9 @@ BETAS = {"simpo": 2.0}
 
 
 class ObjectiveConfig(StrictConfig):
-    """Training objective of a run: mean cross entropy of next tokens, a loss of preference pairs, or distillation."""
+    """Training objective of a run: mean cross entropy of next tokens, a loss on preference pairs, or distillation from
+    a teacher.
+    """
 
     kind: Literal["cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill"] = Field(
         "cross_entropy",
@@ -82,21 +84,21 @@ class ObjectiveConfig(StrictConfig):
 
     @property
     def is_pairwise(self) -> bool:
-        """True if the objective compares the answers of preference pairs."""
+        """True if the objective compares the chosen and the rejected answer of preference pairs."""
         return self.kind not in ("cross_entropy", "distill")
 
     @property
     def needs_reference(self) -> bool:
-        """True if the objective compares with a reference model."""
+        """True if the objective compares the trained model with a frozen reference model."""
         return "reference" in USED[self.kind]
 
     @property
     def effective_beta(self) -> float:
-        """Beta, or its default for this kind."""
+        """Value of `beta`, or the default for this kind of objective if `beta` is not set."""
         return self.beta or BETAS.get(self.kind, 0.1)
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield settings that the kind does not use."""
+        """Yield settings of the section that its objective `kind` does not use."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name != "kind" and name not in USED[self.kind] and value != field.default:
@@ -111,7 +113,9 @@ class ObjectiveConfig(StrictConfig):
     def find_run_problems(
         self, *, model: ModelConfig, data: DataConfig, train: TrainConfig, init_from: str | None
     ) -> Iterator[ConfigProblem]:
-        """Yield conflicts of the objective with the model, the data and the policies of a run."""
+        """Yield conflicts of the objective with the model, the data, the `train` section and the initial weights of a
+        run.
+        """
         kinds = " and ".join(sorted(data.dataset_kinds))
         if self.is_pairwise and data.dataset_kinds != {"pairs"}:
             rule = f"requires preference pairs (data.kind = pairs), found {kinds}"

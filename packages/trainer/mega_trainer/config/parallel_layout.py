@@ -11,7 +11,7 @@ from mega_common.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Degrees of parallelism. The product of tp, pp, cp and dp is the number of ranks.
+    """Degrees of parallelism and the order of ranks; the product of tp, pp, cp and dp is the number of ranks.
 
     Ranks are ordered pp, dp, cp, tp with tp fastest, so that the groups that communicate most lie on one machine. Expert
     parallelism splits the ranks of a stage independently of dp, cp and tp: in blocks of ep x expert_tp neighbouring ranks
@@ -27,20 +27,20 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks: tp x pp x cp x dp."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property
     def ranks_per_stage(self) -> int:
-        """Number of ranks of a pipeline stage."""
+        """Number of ranks of one pipeline stage: tp x cp x dp."""
         return self.tp * self.cp * self.dp
 
     def rank_at(self, *, pp: int, dp: int, cp: int, tp: int) -> int:
-        """Return the global rank at the given coordinates."""
+        """Return the global rank at the given coordinates: its index on the pipeline, data, context and tensor axes."""
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a global rank on each axis."""
+        """Return the coordinates of a global rank: its index on each axis by name."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
@@ -48,7 +48,9 @@ class ParallelLayout:
 
 
 def can_split_model(model: ModelConfig, tp: int) -> bool:
-    """Return whether `tp` ranks can split the heads and the feed-forward width."""
+    """Return whether `tp` tensor ranks can split the attention (or recurrent) heads and the feed-forward width of a
+    model.
+    """
     counts = model.heads_by_mixer.values()
     return all(width % tp == 0 for width in tensor_split_widths(model)) and all(
         heads % tp == 0 and (shared % tp == 0 or tp % shared == 0) for heads, shared in counts
@@ -56,8 +58,8 @@ def can_split_model(model: ModelConfig, tp: int) -> bool:
 
 
 def can_split_heads(model: ModelConfig, tp: int, cp: int) -> bool:
-    """Return whether `cp` ranks can split the heads of a tensor rank: its key/value heads too, or each shared by
-    equally many.
+    """Return whether `cp` context ranks can split the heads of one of `tp` tensor ranks evenly: its query heads, and
+    its key/value heads too, or each key/value head shared by equally many ranks.
     """
     counts = [(heads // tp, max(1, shared // tp)) for heads, shared in model.heads_by_mixer.values()]
     return all(heads % cp == 0 and (shared % cp == 0 or cp % shared == 0) for heads, shared in counts)
@@ -69,25 +71,27 @@ def tensor_degrees(model: ModelConfig) -> list[int]:
 
 
 def expert_degrees(model: ModelConfig) -> list[int]:
-    """Return all expert-parallel degrees that can split a model; 1 for a model without experts."""
+    """Return all expert-parallel degrees that can split a model; only 1 for a model without experts."""
     experts = model.moe.num_experts if model.moe else 1
     return [n for n in range(1, experts + 1) if experts % n == 0]
 
 
 def max_heads(model: ModelConfig) -> int:
-    """Return the number of heads of the mixer kind that has the most."""
+    """Return the largest number of heads of any mixer kind (attention, Mamba, delta rule) in the model; 1 without
+    heads.
+    """
     return max((heads for heads, _ in model.heads_by_mixer.values()), default=1)
 
 
 def tensor_split_widths(model: ModelConfig) -> set[int]:
-    """Return the feed-forward widths that tensor ranks split: of dense layers and of shared experts."""
+    """Return the feed-forward widths that tensor ranks split: the width of dense layers and of shared experts."""
     shared = {model.moe.shared_ffn_hidden_size} if model.moe else set()
     dense = any(kind.feed_forward == "mlp" for kind in model.layer_kinds)
     return shared | {model.ffn_hidden_size} if dense else shared
 
 
 def tensor_degree_rule(model: ModelConfig) -> str:
-    """Return the rule that a tensor-parallel degree of a model must follow, in words."""
+    """Return the rule that a tensor-parallel degree of a model must follow, as text for an error message."""
     heads, shared = format_heads(model, 1)
     widths = " and ".join(map(str, sorted(tensor_split_widths(model))))
     split = f"{heads} and the ffn_hidden_size {widths}" if widths else heads
@@ -95,7 +99,9 @@ def tensor_degree_rule(model: ModelConfig) -> str:
 
 
 def format_heads(model: ModelConfig, tp: int) -> tuple[str, str]:
-    """Return a tensor rank's heads and shared groups of each kind of mixer, in words."""
+    """Return two texts for messages: the heads, and the shared groups (such as key/value heads), of each kind of mixer
+    on one of `tp` tensor ranks.
+    """
     names = {"attention": "key/value heads", "mamba": "mamba groups", "delta": "delta key heads"}
     heads = [f"{count // tp} {kind} heads" for kind, (count, _) in model.heads_by_mixer.items()]
     groups = [f"{max(1, count // tp)} {names[kind]}" for kind, (_, count) in model.heads_by_mixer.items()]
@@ -103,13 +109,16 @@ def format_heads(model: ModelConfig, tp: int) -> tuple[str, str]:
 
 
 def suggest_degree(key: str, asked: int, degrees: Sequence[int]) -> str:
-    """Return a hint with the largest degree up to the asked one, and all that are possible."""
+    """Return a hint for an error message: set `key` to the largest possible degree up to the requested one, with a list
+    of all possible `degrees`.
+    """
     nearest = max((degree for degree in degrees if degree <= asked), default=min(degrees))
     return f"set {key}={nearest} (one of {list(degrees)})"
 
 
 def check_parallel_degrees(model: ModelConfig, *, tp: int, ep: int) -> None:
-    """Reject tensor and expert degrees that cannot split a model, for callers without a run configuration.
+    """Raise `ConfigError` for tensor and expert degrees that cannot split a model; for callers without a run
+    configuration.
 
     Raises:
         ConfigError: naming the degree, with those that are possible.

@@ -29,7 +29,7 @@ FIXED_VIRTUAL_STAGES = {"zb-h1": 1, "zbv": 2}  # virtual stages of the schedules
 
 @dataclass(frozen=True)
 class ParallelRules:
-    """Rules of the degrees of parallelism, for one model, batch, sequence length and precision."""
+    """Rules that the degrees of parallelism must follow for one model, batch, sequence length and precision."""
 
     parallel: ParallelConfig
     model: ModelConfig
@@ -38,7 +38,7 @@ class ParallelRules:
     precision: str
 
     def find_problems(self) -> Iterator[ConfigProblem]:
-        """Yield degrees that do not fit the model, whatever the number of ranks."""
+        """Yield degrees of parallelism that do not fit the model, whatever the number of ranks."""
         model, tp = self.model, self.parallel.tp
         if not can_split_model(model, tp):
             hint = suggest_degree("parallel.tp", tp, tensor_degrees(model))
@@ -49,7 +49,7 @@ class ParallelRules:
         yield from self._schedule_problems()
 
     def find_world_size_problems(self, world_size: int) -> Iterator[ConfigProblem]:
-        """Yield degrees and batch sizes that do not fit `world_size` ranks."""
+        """Yield degrees of parallelism and batch sizes that do not fit `world_size` ranks."""
         parallel, batch = self.parallel, self.batch
         model_ranks = parallel.tp * parallel.pp * parallel.cp
         if world_size % model_ranks:
@@ -78,13 +78,15 @@ class ParallelRules:
 
     @property
     def minimum_ranks(self) -> int:
-        """Smallest number of ranks for the degrees; the ranks of a stage must divide into blocks that hold all experts."""
+        """Smallest number of ranks for the degrees of parallelism; the ranks of a pipeline stage must divide into
+        blocks that hold all experts.
+        """
         parallel = self.parallel
         ranks, block = parallel.tp * parallel.cp * (parallel.dp or 1), parallel.ep * parallel.expert_tp
         return parallel.pp * (ranks if parallel.dp else math.lcm(ranks, block))
 
     def with_degrees(self, degrees: Mapping[str, int | str]) -> ParallelRules:
-        """Return the rules for changed fields of `parallel`."""
+        """Return a copy of the rules with `degrees` in place of these fields of the `parallel` section."""
         return replace(self, parallel=self.parallel.model_copy(update=dict(degrees)))
 
     def _stage_problems(self) -> Iterator[ConfigProblem]:
@@ -264,7 +266,7 @@ def _even_layout(layers: int, stages: int) -> list[int]:
 def find_zero_problems(
     parallel: ParallelConfig, optimizer: OptimizerConfig, lora: LoraConfig | None
 ) -> Iterator[ConfigProblem]:
-    """Yield settings that conflict with the ZeRO level."""
+    """Yield settings that conflict with the ZeRO level, `parallel.zero`."""
     zero, quantized = parallel.zero, lora.quantize if lora else None
     for key in ("zero3_shard", "zero3_layers"):
         if (value := getattr(parallel, key)) is not None and zero != 3:

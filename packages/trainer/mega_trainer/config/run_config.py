@@ -50,7 +50,7 @@ UNFINISHED = re.compile(r"\$[A-Za-z_{(\d]|<[^<>]+>")
 
 
 class RunConfig(StrictConfig):
-    """Complete configuration of a run: run.yaml."""
+    """Complete configuration of a training run: the content of run.yaml."""
 
     model: ModelConfig
     data: DataConfig
@@ -103,7 +103,7 @@ class RunConfig(StrictConfig):
         return Path(self.output) / "checkpoints" if path is None else parse_location(path)
 
     def check_world_size(self, world_size: int) -> None:
-        """Check that a number of ranks fits the parallel degrees and the batch.
+        """Raise `ConfigError` if `world_size` ranks do not fit the parallel degrees and the batch.
 
         Raises:
             ConfigError: with every problem, and degrees that would fit.
@@ -113,23 +113,27 @@ class RunConfig(StrictConfig):
             raise_config_error(found, f"{world_size} rank(s)")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of data-parallel ranks in a world of a size that passes `check_world_size`."""
+        """Return the number of data-parallel ranks among `world_size` ranks, a number that must have passed
+        `check_world_size`.
+        """
         parallel = self.parallel
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
     @property
     def minimum_world_size(self) -> int:
-        """Smallest number of ranks that the parallel degrees allow."""
+        """Smallest number of ranks by the configured degrees tp, pp, cp and dp (their product, dp = 1 if unset),
+        without regard to expert parallelism.
+        """
         parallel = self.parallel
         return parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
 
     def micro_batches_per_step(self, dp: int) -> int:
-        """Return the micro-batches of one of the largest steps on each of `dp` data-parallel ranks."""
+        """Return the number of micro-batches of a full-size step (`batch.global`) on each of `dp` data-parallel ranks."""
         return self.batch.global_ // (self.batch.micro * dp)
 
     @property
     def samples_per_split(self) -> dict[str, int]:
-        """Number of samples the run reads of each split."""
+        """Number of samples that the run reads of each data split, `train` and `valid`."""
         train = self.train
         evaluations = train.steps // train.eval_every + 1 if train.eval_every else 0
         return {
@@ -138,12 +142,12 @@ class RunConfig(StrictConfig):
         }
 
     def build_lr_curve(self) -> LearningRateCurve:
-        """Return the learning rate as a function of consumed samples."""
+        """Return the run's learning rate as a function of consumed samples."""
         return self.lr_schedule.make_curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch)
 
     def build_decoupled_lr_curve(self) -> LearningRateCurve | None:
-        """Return the learning rate of the input embedding and the output layer, or None if they have no rate of their
-        own.
+        """Return the separate learning rate of the input embedding and the output layer as a function of consumed
+        samples, or None if it is not configured.
         """
         highest, lowest = self.optimizer.decoupled_lr, self.lr_schedule.decoupled_min_lr
         if highest is None:
@@ -154,41 +158,49 @@ class RunConfig(StrictConfig):
 
     @property
     def cached_fp8_layers(self) -> range:
-        """Layers whose FP8 weights are kept from one micro-batch of a step to the next."""
+        """Indices of the layers whose FP8 weights are kept from one micro-batch of a step to the next; empty without
+        FP8.
+        """
         keeps = self.precision == "fp8" and self.fp8.keep_weights
         return self.fp8.fp8_layer_range(self.model.num_layers) if keeps else range(0)
 
     @property
     def target_length(self) -> int:
-        """Number of target tokens of a sample: all, or for an encoder-decoder those of the decoder."""
+        """Number of target tokens of a sample: `data.seq_length`, or for an encoder-decoder the length of the decoder
+        sequence.
+        """
         return self.data.t5.get_decoder_length(self.data.seq_length) if self.model.encoder else self.data.seq_length
 
     @property
     def sequence_lengths(self) -> tuple[int, int | None]:
-        """Tokens of a sample, or for an encoder-decoder those of the encoder and of the decoder."""
+        """Pair of tokens per sample: (`data.seq_length`, None), or for an encoder-decoder the lengths of the encoder
+        and the decoder sequence.
+        """
         return self.data.seq_length, self.target_length if self.model.encoder else None
 
     @property
     def tokens_per_sample(self) -> int:
-        """Tokens per sample (encoder + decoder)."""
+        """Tokens per sample; for an encoder-decoder, encoder and decoder tokens together."""
         first, second = self.sequence_lengths
         return first + (second or 0)
 
     def is_trainable(self, name: str) -> bool:
-        """Return whether a tensor, by its canonical name, is trained."""
+        """Return whether the tensor of this canonical name is trained, not frozen."""
         return self.model.uses_tensor(name) and is_trainable_tensor(name, self.train.freeze, self.lora)
 
     def lr_factor_of(self, name: str) -> float:
-        """Return the learning-rate factor of a tensor, by its canonical name."""
+        """Return the factor by which the learning rate of the tensor of this canonical name is multiplied."""
         found = [value for pattern, value in self.optimizer.lr_factors.items() if fnmatchcase(name, pattern)]
         return found[-1] if found else 1.0
 
     def is_due(self, step: int, every: int) -> bool:
-        """Return whether an action done `every` steps (0: only at the end) is due after `step`."""
+        """Return whether an action done every `every` steps and after the last step is due after `step`; `every` = 0
+        means only after the last.
+        """
         return step == self.train.steps or bool(every and step % every == 0)
 
     def find_warnings(self) -> Iterator[str]:
-        """Yield warnings about a valid configuration."""
+        """Yield warnings about questionable but valid settings of this configuration."""
         model, length = self.model, self.data.seq_length
         if model.position == "rope" and length > model.max_position:
             yield (
@@ -213,7 +225,9 @@ class RunConfig(StrictConfig):
             )
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violations of rules between sections; the rules of a section get only the settings that they read."""
+        """Yield violations of the rules between sections of run.yaml; the rules of a section get only the settings that
+        they read.
+        """
         model, data, parallel, lora, train = self.model, self.data, self.parallel, self.lora, self.train
         yield from find_architecture_problems(
             model, data, parallel, precision=self.precision, tasks=self.eval.tasks, lora=lora
@@ -241,7 +255,7 @@ class RunConfig(StrictConfig):
 
     @property
     def parallel_rules(self) -> ParallelRules:
-        """Rules of the parallel degrees for this model and batch."""
+        """Rules of the parallel degrees for this run's model, batch, sequence length and precision."""
         return ParallelRules(self.parallel, self.model, self.batch, self.data.seq_length, self.precision)
 
     def _decoupled_problems(self) -> Iterator[ConfigProblem]:
@@ -260,7 +274,9 @@ class RunConfig(StrictConfig):
 
 
 def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) -> Iterator[ConfigProblem]:
-    """Yield an adapter without base weights, or with quantised weights that the precision does not support."""
+    """Yield a problem for a LoRA adapter without pretrained base weights, and for quantised base weights that the
+    precision does not support.
+    """
     if init_from is None:
         yield ConfigProblem("lora", "requires pretrained weights", hint="set init_from=FOLDER")
     if lora.quantize and precision == "fp8":
@@ -269,7 +285,9 @@ def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) 
 
 
 def find_placeholder_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    """Yield settings that still hold a shell variable or placeholder, as in a translated launch script."""
+    """Yield settings that still contain a shell variable or a placeholder, as run.yaml may after translation from a
+    launch script.
+    """
     rule = "must not contain a shell variable or a placeholder"
     for path, value in flatten_settings(settings).items():
         if path == "data.fim.tokens":  # tokens that are spelt like placeholders
@@ -279,7 +297,7 @@ def find_placeholder_problems(settings: Mapping[str, Any]) -> Iterator[ConfigPro
 
 
 def flatten_settings(value: object, path: str = "") -> dict[str, object]:
-    """Return nested settings as {dotted path: value}; an empty section is a value."""
+    """Return nested settings as a flat {dotted path: value}; an empty section is kept as a value."""
     if isinstance(value, Mapping) and value:
         return {
             k: v for key, item in value.items() for k, v in flatten_settings(item, f"{path}.{key}".strip(".")).items()
@@ -296,7 +314,8 @@ def _iterate_texts(value: object) -> Iterator[str]:
 
 
 def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unread: bool = False) -> dict[str, Any]:
-    """Expand the abbreviations of run.yaml, so that the result stands alone and can be parsed as `RunConfig`.
+    """Expand the abbreviations of a parsed run.yaml, such as `model: {preset: name}`, so that the result needs no other
+    file and can be parsed as `RunConfig`.
 
     `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
     top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone.
@@ -328,7 +347,8 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: bool = False) -> RunConfig:
-    """Read run.yaml with `--set` overrides on top; `warn_unread` is as in `resolve_run_config`.
+    """Read run.yaml with `--set` overrides on top; with `warn_unread`, log a warning about unused keys of a config.json
+    that `model: {from: path}` names.
 
     Raises:
         ConfigError: with every problem at once.
@@ -338,7 +358,8 @@ def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: b
 
 
 def load_plan_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run.yaml, or a model alone (a folder of weights or a HuggingFace config.json), which has no data.
+    """Read a run.yaml, or a model alone (a folder of weights or a HuggingFace config.json), which becomes a run without
+    data; for planning.
 
     Raises:
         ConfigError: with every problem at once.

@@ -13,12 +13,12 @@ from mega_common.strict_config import ConfigProblem, DimensionSize, RankCount, S
 
 
 def missing_validation(key: str, value: object) -> ConfigProblem:
-    """Return the problem of a setting that needs validation in a run without."""
+    """Return the problem that setting `key` needs validation, in a run without (`train.eval_every` = 0)."""
     return ConfigProblem(key, "requires validation", value, "set train.eval_every=100")
 
 
 class ParallelConfig(StrictConfig):
-    """Degrees of parallelism; their product times dp is the number of ranks."""
+    """Degrees of parallelism, pipeline schedule and ZeRO level of a run; tp x pp x cp x dp is the number of ranks."""
 
     tp: RankCount = 1
     sp: bool = Field(
@@ -76,7 +76,7 @@ class ParallelConfig(StrictConfig):
 
 
 class TrainConfig(StrictConfig):
-    """Length of the run, validation interval, and policies for bad numbers."""
+    """Length of the run, validation interval, frozen tensors, and policies for non-finite losses and loss spikes."""
 
     steps: DimensionSize = 1000
     epochs: float | None = Field(None, gt=0, description="passes over the training data, in place of steps")
@@ -125,7 +125,7 @@ class TrainConfig(StrictConfig):
     )
 
     def find_run_problems(self, sample_order: str) -> Iterator[ConfigProblem]:
-        """Yield settings that conflict with the order of the data or need validation."""
+        """Yield `train` settings that conflict with the order of the data, or that need validation in a run without."""
         if self.early_stop is not None and not self.eval_every:
             yield missing_validation("train.early_stop", self.early_stop)
         if sample_order != "megatron":
@@ -142,8 +142,8 @@ class TrainConfig(StrictConfig):
 
 
 class MuonConfig(StrictConfig):
-    """Muon settings for hidden matrices; other parameters use AdamW. Updates are scaled to the size of AdamW's, so that
-    both can use one lr.
+    """Settings of the Muon optimizer for hidden matrices; other parameters use AdamW. Updates are scaled to the size of
+    AdamW's, so that both can use one lr.
     """
 
     momentum: float = Field(0.95, ge=0, lt=1)
@@ -154,7 +154,7 @@ class MuonConfig(StrictConfig):
 
 
 class OptimizerConfig(StrictConfig):
-    """AdamW, optionally with Muon, and the clip of the global gradient norm."""
+    """Optimizer settings: AdamW, optionally with Muon for hidden matrices, and the clip of the global gradient norm."""
 
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(3e-4, gt=0)
@@ -174,7 +174,7 @@ class OptimizerConfig(StrictConfig):
     muon: MuonConfig = MuonConfig()
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Check that betas lie in [0, 1)."""
+        """Yield a problem for Adam betas outside [0, 1)."""
         for index, beta in enumerate(self.betas):
             if not 0 <= beta < 1:
                 hint = f"set optimizer.betas.{index}={OptimizerConfig().betas[index]}"
@@ -182,14 +182,14 @@ class OptimizerConfig(StrictConfig):
 
 
 class Fp16Config(StrictConfig):
-    """Loss scale under fp16: powers of two, so that scaling changes no bits."""
+    """Dynamic loss scale under `precision: fp16`: powers of two, so that scaling changes no bits of the mantissa."""
 
     initial_scale: float = 65536.0
     growth_interval: PositiveInt = Field(1000, description="steps without overflow after which the scale doubles")
     min_scale: float = Field(1.0, description="smallest scale; an overflow at this scale is handled by train.on_nan")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Check that scales are powers of two, the smallest first."""
+        """Yield a problem for loss scales that are not powers of two, or a smallest scale above the initial one."""
         for name in ("initial_scale", "min_scale"):
             value = getattr(self, name)
             if not value > 0 or frexp(value)[0] != 0.5:
@@ -216,7 +216,7 @@ class RecomputeConfig(StrictConfig):
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Check that `modules` is only set for `kind: selective`."""
+        """Yield a problem if `modules` is set without `kind: selective`."""
         if self.kind != "selective" and self.modules != RecomputeConfig().modules:
             rule = f"requires recompute.kind = selective, found {self.kind}"
             yield ConfigProblem(
@@ -225,7 +225,7 @@ class RecomputeConfig(StrictConfig):
 
 
 class ActivationOffloadConfig(StrictConfig):
-    """Activations kept in host memory from forward to backward, copied while the device computes."""
+    """Offload of activations to host memory between forward and backward, copied while the device computes."""
 
     activations: int = Field(
         0,
@@ -236,7 +236,9 @@ class ActivationOffloadConfig(StrictConfig):
 
 
 class KernelsConfig(StrictConfig):
-    """Kernel libraries. `auto` selects the best that is installed; a run logs the choice and its reason at the start."""
+    """Choice of kernel libraries. `auto` selects the best that is installed; a run logs the choice and its reason at
+    the start.
+    """
 
     linear: Literal["auto", "torch", "te"] = Field("auto", description="GEMMs of linear layers; te: Transformer Engine")
     attention: Literal["auto", "sdpa", "varlen", "flash", "flex", "te"] = Field(
@@ -256,7 +258,7 @@ class KernelsConfig(StrictConfig):
 
 
 class CheckpointConfig(StrictConfig):
-    """Save interval, retention and resume settings."""
+    """Checkpoint settings: save interval, retention and resume."""
 
     save: bool = Field(True, description="false: write no checkpoints, not even at the end, as for a benchmark")
     every: int = Field(0, ge=0, description="steps between saves; 0: only at the end")
@@ -283,7 +285,7 @@ class CheckpointConfig(StrictConfig):
     allow_lr_jump: bool = Field(False, description="resume even if changed settings make the learning rate jump")
 
     def find_run_problems(self, eval_every: int) -> Iterator[ConfigProblem]:
-        """Yield a best checkpoint in a run without validation."""
+        """Yield a problem if `checkpoint.best` is set in a run without validation."""
         if self.best and not eval_every:
             yield missing_validation("checkpoint.best", True)
 
@@ -293,7 +295,7 @@ def _split_commas(raw: Any) -> Any:
 
 
 class InTrainingEvalConfig(StrictConfig):
-    """Downstream tasks by lm-evaluation-harness while a run trains; the scores are `eval/TASK/METRIC` in metrics.jsonl."""
+    """Evaluation on lm-evaluation-harness tasks while a run trains; the scores are `eval/TASK/METRIC` in metrics.jsonl."""
 
     tasks: Annotated[list[str], BeforeValidator(_split_commas)] = Field(
         [], description="task names of lm-evaluation-harness, or paths of your own YAML files"
@@ -313,7 +315,7 @@ class InTrainingEvalConfig(StrictConfig):
 
 
 class CorruptionCheckConfig(StrictConfig):
-    """Checks for devices and memory that change bits silently."""
+    """Intervals of the checks for silent data corruption: devices and memory that change bits without an error."""
 
     hash_every: int = Field(
         0,
@@ -330,7 +332,7 @@ class CorruptionCheckConfig(StrictConfig):
     )
 
     def find_run_problems(self, *, zero: int, deterministic: bool, device: str) -> Iterator[ConfigProblem]:
-        """Yield a recomputation check in a run whose gradients are sharded or not reproducible."""
+        """Yield a problem if `fault.recompute_every` is set in a run whose gradients are sharded or not reproducible."""
         key, every = "fault.recompute_every", self.recompute_every
         if every and zero > 1:
             rule = f"is not supported with parallel.zero = {zero}, which shards gradients"
@@ -341,7 +343,9 @@ class CorruptionCheckConfig(StrictConfig):
 
 
 class TrackingConfig(StrictConfig):
-    """Destinations of metrics, besides the screen and metrics.jsonl."""
+    """Destinations of metrics in addition to the screen and metrics.jsonl: TensorBoard, Weights & Biases, MLflow,
+    Trackio and Prometheus.
+    """
 
     every: PositiveInt = 1
     tensorboard: bool = True
@@ -355,7 +359,7 @@ class TrackingConfig(StrictConfig):
 
 
 class ProfileConfig(StrictConfig):
-    """Steps whose time and memory are profiled, into `output`/profile."""
+    """Range of steps whose time and memory are profiled, into the folder `output`/profile."""
 
     steps: tuple[PositiveInt, PositiveInt] = Field(description="first and last profiled step")
     trace: bool = Field(True, description="write a trace of torch's profiler, for chrome://tracing or Perfetto")
@@ -363,21 +367,21 @@ class ProfileConfig(StrictConfig):
     ranks: list[NonNegativeInt] = Field([0], description="profiled ranks")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Check that the first step is not after the last."""
+        """Yield a problem if the first profiled step is after the last."""
         if self.steps[0] > self.steps[1]:
             last, first = self.steps
             rule = "must be the first and the last step, in this order"
             yield ConfigProblem("steps", rule, list(self.steps), f"set profile.steps=[{first}, {last}]")
 
     def find_run_problems(self, steps: int) -> Iterator[ConfigProblem]:
-        """Yield a profile that starts after the last of `steps` steps."""
+        """Yield a problem if the profile starts after the last of `steps` steps."""
         if self.steps[0] > steps:
             rule, hint = f"must start at or before train.steps = {steps}", f"set profile.steps=[{steps}, {steps}]"
             yield ConfigProblem("profile.steps", rule, list(self.steps), hint)
 
 
 class DebugConfig(StrictConfig):
-    """Slow checks and reproducible sums, for finding faults."""
+    """Slow checks and reproducible sums over ranks, for finding faults."""
 
     ordered_reductions: bool = Field(False, description="reduce over ranks in rank order, bitwise reproducible")
     layer_norms_every: int = Field(

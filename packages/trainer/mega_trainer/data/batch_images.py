@@ -27,7 +27,7 @@ IMAGES = 0  # axis of [n, P, D] that is split among ranks
 
 @dataclass(frozen=True)
 class BatchImages:
-    """All images of a micro-batch, and the feature row of each placeholder token.
+    """All images of a micro-batch, and for each token the row of the image features that replaces its embedding.
 
     Attributes:
         pixels: fp32 [n, 3, H, W] in host memory, normalised; a list of [3, H, W] for images of different shapes.
@@ -42,17 +42,17 @@ class BatchImages:
     positions: Tensor | None = None
 
     def with_features(self, features: Tensor) -> BatchImages:
-        """Return the images with their features set."""
+        """Return a copy with the already computed image features, which the model then does not encode again."""
         return replace(self, features=features)
 
     def select_positions(self, indices: Any) -> BatchImages:
-        """Return the images for the tokens at some positions of the sequences."""
+        """Return a copy for only the tokens at `indices` of the sequences; all images stay."""
         positions = None if self.positions is None else self.positions[:, :, indices]
         return replace(self, rows=self.rows[:, indices], positions=positions)
 
     def local_pixels(self, rank: int, ranks: int) -> Tensor:
-        """Return the images that this rank encodes, of `ranks` that share them: equally many on each, padded with black
-        images.
+        """Return the images that rank `rank` of the `ranks` ranks that share the encoding encodes: equally many on each
+        rank, padded with black images.
 
         At least one, because all ranks must have a gradient of the vision encoder if one has.
         """
@@ -63,7 +63,9 @@ class BatchImages:
 
 
 def combined_rank(groups: Sequence[CommGroup]) -> tuple[int, int]:
-    """Return this rank's number among all combinations of `groups`, the last of which counts fastest, and their count."""
+    """Return this rank's index and the number of ranks in the product of `groups`, in row-major order (the last group
+    varies fastest).
+    """
     rank, ranks = 0, 1
     for group in groups:
         rank, ranks = rank * group.size + group.rank, ranks * group.size
@@ -71,7 +73,9 @@ def combined_rank(groups: Sequence[CommGroup]) -> tuple[int, int]:
 
 
 def find_image_blocks(images: np.ndarray, starts: np.ndarray | None = None) -> list[ImageBlock]:
-    """Return the runs of at least two adjacent image tokens: of `images`, bool [B, S], in documents by `starts`."""
+    """Return the runs of at least two adjacent image tokens, marked True in `images`, bool [B, S]; `starts` gives the
+    start of each token's document, which no run crosses.
+    """
     found: list[ImageBlock] = []
     for row, own in enumerate(np.where(images, 0 if starts is None else starts, -1)):
         cuts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
@@ -80,8 +84,8 @@ def find_image_blocks(images: np.ndarray, starts: np.ndarray | None = None) -> l
 
 
 def mask_later_in_block(blocks: Sequence[ImageBlock], queries: range, keys: range) -> list[MaskPart]:
-    """Return the mask parts of queries to later keys of their bidirectional block, regardless of windows; the queries
-    are the keys or all before them.
+    """Return mask parts that let each query attend to the later keys of its own bidirectional image block, also outside
+    attention windows; `queries` must equal `keys` or all precede them.
     """
     found = []
     for row, block in blocks:
@@ -97,12 +101,14 @@ def mask_later_in_block(blocks: Sequence[ImageBlock], queries: range, keys: rang
 
 
 def insert_image_features(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
-    """Return embeddings x [B, S, D] with placeholders overwritten by `features` [n P, D]; `rows` as in `BatchImages`."""
+    """Return embeddings x [B, S, D] with image placeholders overwritten by `features` [images x patches, D]; `rows` [B,
+    S] is the feature row of each token, negative for text.
+    """
     return torch.where((rows < 0).unsqueeze(-1), x, features[rows.clamp(min=0)].to(x.dtype))
 
 
 def all_gather_features(features: Tensor, group: CommGroup, *, partial: bool) -> Tensor:
-    """All-gather the features of all ranks' images: [n/R, P, D] -> [n, P, D].
+    """All-gather the image features that the R ranks of `group` encoded, P per image: [n/R, P, D] -> [n, P, D].
 
     Args:
         partial: each rank has the gradient of its own tokens only, to be reduced; else all ranks have the same gradient.

@@ -31,7 +31,8 @@ TOKENIZER_FILES = (
 
 
 def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
-    """Return the run's tokenizer: the configured one, else the one its data sets were made with, if it still exists.
+    """Return the run's tokenizer: the configured one, else the one its data sets were made with, if its files still
+    exist; None if there is none.
 
     Raises:
         DataError: when data sets were made with different tokenizers, with another than `data.tokenizer`, or have more
@@ -60,7 +61,8 @@ def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
 
 
 def extend_vocabulary(config: RunConfig, source: WeightSource, tokenizer: Tokenizer | None = None) -> WeightSource:
-    """Return the initial weights with rows for new tokens: those of the data's tokenizer, up to `model.vocab_size`.
+    """Return the initial weights `source` with embedding and output rows appended for tokens that only the data's
+    tokenizer has, and up to `model.vocab_size`.
 
     Args:
         source: weights of `init_from`.
@@ -119,7 +121,7 @@ def _first_new_token(config: RunConfig, source: WeightSource, tokenizer: Tokeniz
 
 
 def read_token_ids(content: bytes) -> dict[str, int]:
-    """Return the id of each token of a `tokenizer.json`."""
+    """Return the id of each token, {token: id}, from the content of a HuggingFace `tokenizer.json`."""
     raw = parse_json_text(content)
     vocab = raw["model"].get("vocab") or {}
     pieces = vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
@@ -150,7 +152,7 @@ def _existing_tokenizer(made: dict[Path, DatasetInfo]) -> Tokenizer | None:
 
 
 def list_tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
-    """Return the files next to `tokenizer.json` that travel with a model."""
+    """Return the existing files of a tokenizer's folder that are copied along with a model, such as `tokenizer.json`."""
     return [path for name in TOKENIZER_FILES if (path := tokenizer.path.parent / name).is_file()]
 
 
@@ -158,7 +160,7 @@ BLOCKS, BLOCK = 64, 4096  # number and tokens of the checked blocks
 
 
 def check_datasets(config: RunConfig) -> list[DatasetUsage]:
-    """Return the use of each data set of the run, after checking it.
+    """Check every data set of the run, raising an error for an unusable one, and return the planned usage of each.
 
     Raises:
         ConfigError, DataError: when a data set is missing or damaged, was made with another tokenizer or a larger
@@ -192,13 +194,13 @@ def _check_pairs(config: RunConfig, prefix: Path) -> None:
 
 
 def largest_sampled_token(reader: IndexedReader) -> int:
-    """Return the largest token in blocks spread over a data set."""
+    """Return the largest token id found in sample blocks spread over a data set, which is not read whole."""
     starts = np.linspace(0, max(reader.num_tokens - BLOCK, 0), BLOCKS).astype(np.int64)
     return max((int(reader.tokens[start : start + BLOCK].max(initial=0)) for start in starts), default=0)
 
 
 def format_usage(use: DatasetUsage) -> str:
-    """Return a line about the use of a data set."""
+    """Return one line of text about the planned usage of a data set: documents, tokens, samples and epochs."""
     return (
         f"{use.split} {use.prefix}: {use.documents:,} documents, {use.tokens:,} tokens; "
         f"{round(use.samples):,} samples, {use.epochs:.2f} epochs"

@@ -26,7 +26,8 @@ LabelWeighting = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SequenceBounds:
-    """Host-side bounds of documents and bidirectional blocks in a batch, so that no kernel waits for the device.
+    """Bounds of documents and bidirectional blocks in a batch of token rows, in host memory, so that no attention
+    kernel waits for the device.
 
     Attributes:
         lengths: of each sequence, one more than its largest position.
@@ -54,8 +55,8 @@ class SequenceBounds:
 
     @classmethod
     def from_padded_rows(cls, lengths: np.ndarray, width: int) -> SequenceBounds:
-        """Return the bounds of rows of `width` tokens with padding after the first int [B] tokens; the padding becomes a
-        separate document.
+        """Return the bounds of rows of `width` tokens, of which the first `lengths` (int [B]) are real; the padding
+        after them becomes a separate document.
         """
         positions = np.broadcast_to(np.arange(width), (len(lengths), width))
         padding = positions >= lengths[:, None]
@@ -64,7 +65,8 @@ class SequenceBounds:
 
 @dataclass(frozen=True)
 class MtpTargets:
-    """Inputs and targets of the multi-token prediction (MTP) layer that predicts the token k positions after the next.
+    """Inputs and targets of one multi-token prediction (MTP) layer, which predicts the token k positions after the
+    next.
 
     Attributes:
         tokens, labels: int64 [B, S], shifted by k positions.
@@ -79,7 +81,8 @@ class MtpTargets:
 
 @dataclass(frozen=True)
 class TeacherSoftLabels:
-    """Soft labels of a teacher: its K most likely next tokens at each position.
+    """Soft labels of a distillation teacher: its K most likely next tokens at each position, with their log-
+    probabilities.
 
     Attributes:
         ids: int64 [B, S, K].
@@ -94,7 +97,7 @@ class TeacherSoftLabels:
 
 @dataclass(frozen=True)
 class HeadTargets:
-    """Labels and weights for the output head; the fields are those of `MicroBatch`."""
+    """Labels and loss weights for the output head; the fields are the `MicroBatch` fields of these names."""
 
     labels: Tensor
     weights: Tensor
@@ -104,7 +107,7 @@ class HeadTargets:
 
 @dataclass(frozen=True)
 class EncoderBatch:
-    """Encoder input: all E tokens of each sample, or those of one context rank.
+    """Encoder input of an encoder-decoder model: all E encoder tokens of each sample, or the share of one context rank.
 
     Attributes:
         tokens, positions: int64 [B, E].
@@ -120,7 +123,8 @@ class EncoderBatch:
 
 @dataclass(frozen=True)
 class RetrievedNeighbors:
-    """Retrieved neighbours of each of the L chunks of each sample: K neighbours of 2 m tokens.
+    """Retrieved neighbours (RETRO) of each of the L chunks of a sample: K neighbours of 2 m tokens, where m is the
+    chunk length.
 
     Attributes:
         tokens: int64 [B, L, K, 2 m], 0 at padding.
@@ -135,7 +139,7 @@ class RetrievedNeighbors:
 
 @dataclass(frozen=True)
 class SegmentOrderTargets:
-    """Targets of segment order prediction for samples of two segments.
+    """Targets of BERT-style segment order prediction for samples of two segments, of which some are swapped.
 
     Attributes:
         labels: int64 [B], 1 for swapped segments.
@@ -148,7 +152,7 @@ class SegmentOrderTargets:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward pass on one rank: all of their S tokens, or those of one context rank.
+    """Samples of one forward pass on one rank: all of their S tokens, or the share of one context rank.
 
     Attributes:
         tokens, labels, positions: int64 [B, S].
@@ -190,11 +194,11 @@ class MicroBatch:
 
     @property
     def head_targets(self) -> HeadTargets:
-        """Labels and weights for the output head."""
+        """Labels and loss weights of this micro-batch for the output head."""
         return HeadTargets(self.labels, self.weights, self.weight_fn, self.soft_labels)
 
     def select_tokens(self, indices: Tensor) -> MicroBatch:
-        """Return the micro-batch with only the tokens at some indices of the whole samples."""
+        """Return the micro-batch with only the tokens at `indices` into the whole samples."""
         tokens, labels, weights, positions = (
             t[:, indices] for t in (self.tokens, self.labels, self.weights, self.positions)
         )
@@ -210,8 +214,8 @@ class MicroBatch:
 def split_micro_batches(
     batch: StepBatch, config: RunConfig, device: torch.device, context: CommGroup | None = None
 ) -> Iterator[MicroBatch]:
-    """Cut a step's samples into micro-batches of `config.batch.micro`, in order, each with the tokens of this context
-    rank.
+    """Cut a step's samples into micro-batches of `config.batch.micro`, in order, each on `device` and with only the
+    tokens of this rank of the `context` group.
 
     Raises:
         DataError: for a token that the model's vocabulary does not have.
@@ -301,8 +305,8 @@ def _collect_images(batch: StepBatch, part: slice, vision: VisionConfig, device:
 def build_encoder_batch(
     token_ids: np.ndarray, lengths: np.ndarray, device: torch.device, context: CommGroup
 ) -> EncoderBatch:
-    """Return the encoder tokens of a rank of `context`, from samples int64 [n, E] with padding after the first int64 [n]
-    tokens.
+    """Return the encoder tokens of this rank of `context`, from padded samples int64 [n, E] of which the first
+    `lengths` (int64 [n]) tokens are real.
     """
     tokens, width = torch.from_numpy(token_ids), token_ids.shape[1]
     own, bounds, mask = rank_token_indices(width, context), SequenceBounds.from_padded_rows(lengths, width), None
@@ -315,7 +319,9 @@ def build_encoder_batch(
 
 
 def build_neighbor_batch(neighbors: np.ndarray, device: torch.device) -> RetrievedNeighbors:
-    """Return the neighbours int64 [B, L, K, 2 m] as a batch; -1 marks positions without a token."""
+    """Return retrieved neighbours int64 [samples, chunks, neighbours, tokens] as a batch on `device`; -1 marks
+    positions without a token.
+    """
     rows, mask = neighbors.reshape(-1, neighbors.shape[-1]), neighbors >= 0
     documents = np.cumsum(np.diff(rows >= 0, axis=1, prepend=rows[:, :1] >= 0), axis=1, dtype=np.int32)
     positions = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
@@ -366,7 +372,9 @@ def _mtp_arrays(batch: StepBatch, offset: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def mtp_label_weights(batch: StepBatch, offset: int) -> np.ndarray:
-    """Return the loss weight of each label `offset` positions ahead, fp32 [n, S]."""
+    """Return the loss weight, fp32 [n, S], of the label `offset` positions after each next-token label; 0 where it is
+    past the sample's end or in another document.
+    """
     weights = _shift_left(batch.loss_weights, offset)
     if batch.document_ids is not None:
         weights *= _shift_left(batch.document_ids, offset) == batch.document_ids

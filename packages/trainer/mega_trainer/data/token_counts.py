@@ -12,8 +12,8 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 
 
 def count_step_tokens(batch: StepBatch, mtp_layers: int, groups: ParallelGroups) -> list[float]:
-    """Return the number of unmasked tokens of a step over all data ranks, then for each of `mtp_layers` MTP layers;
-    for samples of two segments, the number of samples comes last.
+    """Return the counts of a step over all data ranks: unmasked tokens, then unmasked tokens for each of `mtp_layers`
+    MTP layers, then, for samples of two segments, the samples.
 
     Summed in host memory, for a first step; later steps get their counts with the scalars of the step before.
     """
@@ -23,7 +23,9 @@ def count_step_tokens(batch: StepBatch, mtp_layers: int, groups: ParallelGroups)
 
 
 def count_local_tokens(batch: StepBatch | None, mtp_layers: int, groups: ParallelGroups) -> list[float]:
-    """Return this rank's part of `count_step_tokens`; among ranks with the same samples only the first counts."""
+    """Return this rank's share of `count_step_tokens`; of the ranks that read the same samples only the first returns
+    nonzero counts.
+    """
     pairs = [] if batch is None or batch.pair_labels is None else [float(len(batch.pair_labels))]
     if batch is None or any(group.rank for group in (groups.tp, groups.cp, groups.pp)):
         return [0.0] * (1 + mtp_layers + len(pairs))

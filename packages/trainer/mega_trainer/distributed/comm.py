@@ -25,22 +25,22 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class CollectiveWork(Protocol):
-    """Handle of a collective in progress."""
+    """Handle of an asynchronous collective; call `wait` before the output is used."""
 
     def wait(self) -> object:
-        """Block until the collective has finished."""
+        """Block until the collective has finished and the output may be used."""
 
 
 class CompletedWork:
-    """Handle of a collective that has already finished."""
+    """Handle of a collective that has already finished; `wait` does nothing."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return at once: the collective has already finished."""
 
 
 @dataclass
 class CommLog:
-    """Traffic through the groups that share the log: (group, operation) -> [calls, bytes sent or received by a rank].
+    """Traffic of the groups that share the log: (group, operation) -> [calls, bytes sent or received by a rank].
 
     Bytes are of the tensor on one rank: the input of a reduction, the output of a gather.
     """
@@ -48,7 +48,7 @@ class CommLog:
     counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
     def count_call(self, group: str, operation: str, tensor: Tensor) -> None:
-        """Count one call."""
+        """Count one call of `operation` in `group`, and add the bytes of `tensor`."""
         entry = self.counts.setdefault((group, operation), [0, 0])
         entry[0] += 1
         entry[1] += tensor.numel() * tensor.element_size()
@@ -56,7 +56,8 @@ class CommLog:
 
 @dataclass(eq=False)
 class CommGroup:
-    """Ranks along one axis of the layout, from the view of one of them.
+    """Group of ranks along one axis of the parallel layout, as one member uses it: argument of all collectives in this
+    module.
 
     Attributes:
         name: the axis: tp, cp, dp, pp, ...
@@ -80,19 +81,23 @@ class CommGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the group."""
         return len(self.ranks)
 
     @property
     def is_planned(self) -> bool:
-        """True if the group has several ranks and no process group, as in a plan."""
+        """True if the group has several ranks but no process group: a planned layout, in which collectives communicate
+        nothing.
+        """
         return self.process_group is None and self.size > 1
 
     def __str__(self) -> str:
         return f"{self.name} of ranks {', '.join(map(str, self.ranks[:8]))}" + (", ..." if self.size > 8 else "")
 
     def record_call(self, operation: str, tensor: Tensor) -> None:
-        """Record that a call of `operation` on `tensor` begins."""
+        """Record the start of an `operation` on `tensor`: make this group `CommGroup.latest`, and count the call in the
+        log, if there is one.
+        """
         CommGroup.latest = self
         if self.log is not None:
             self.log.count_call(self.name, operation, tensor)
@@ -100,13 +105,13 @@ class CommGroup:
 
 @dataclass(frozen=True)
 class PendingWork:
-    """Collective in progress on a group; waiting for it sets `CommGroup.latest` to the group."""
+    """Handle of a collective in progress on a group; waiting for it sets `CommGroup.latest` to the group."""
 
     work: CollectiveWork
     group: CommGroup
 
     def wait(self) -> None:
-        """Block until the collective has finished."""
+        """Block until the collective has finished, with its group as `CommGroup.latest`."""
         CommGroup.latest = self.group
         self.work.wait()
 
@@ -119,7 +124,7 @@ def _pending_work(work: Any, group: CommGroup) -> CollectiveWork | None:
 def all_reduce(
     tensor: Tensor, group: CommGroup, op: Reduction = "sum", *, async_op: bool = False
 ) -> CollectiveWork | None:
-    """Reduce `tensor` over the group, in place. Returns the work to wait for when `async_op`."""
+    """Reduce `tensor` over the group, in place, without a gradient. Returns the work to wait for when `async_op`."""
     if group.size == 1:
         return None
     group.record_call("all_reduce", tensor)
@@ -135,8 +140,8 @@ def all_reduce(
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: CommGroup) -> Iterator[None]:
-    """Raise an error of any rank in the block on all ranks, the first rank's if there are several, so that no rank
-    hangs.
+    """Raise an error of any rank in the `with` block on all ranks of the group, the first rank's if there are several,
+    so that no rank waits for ever.
 
     Raises:
         MegaError: of any rank.
@@ -154,7 +159,7 @@ def raise_on_all_ranks(group: CommGroup) -> Iterator[None]:
 
 
 def all_gather(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
-    """Concatenate every rank's tensor along `dim`: [.., n, ..] -> [.., n * size, ..]."""
+    """Concatenate every rank's tensor along `dim`: [.., n, ..] -> [.., n * size, ..]; without a gradient."""
     whole, work = start_all_gather(tensor, group, dim)
     if work is not None:
         work.wait()
@@ -162,7 +167,9 @@ def all_gather(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
 
 
 def start_all_gather(tensor: Tensor, group: CommGroup, dim: int = 0) -> tuple[Tensor, CollectiveWork | None]:
-    """Start an all-gather and return at once: the output is complete when the work is done."""
+    """Start an all-gather along `dim`, without a gradient, and return (output, work) at once: the output is complete
+    when the work is done, or at once if the work is None.
+    """
     if group.size == 1:
         return tensor, None
     moved = tensor.movedim(dim, 0).contiguous()
@@ -172,7 +179,9 @@ def start_all_gather(tensor: Tensor, group: CommGroup, dim: int = 0) -> tuple[Te
 
 
 def all_gather_into(out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: bool = False) -> CollectiveWork | None:
-    """Gather contiguous `tensor` [n, ..] of every rank into contiguous `out` [n * size, ..]."""
+    """Gather contiguous `tensor` [n, ..] of every rank into contiguous `out` [n * size, ..], without a gradient.
+    Returns the work to wait for when `async_op`.
+    """
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
@@ -185,7 +194,9 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: 
 
 
 def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
-    """Sum over the group and keep this rank's part along `dim`: [.., n * size, ..] -> [.., n, ..]."""
+    """Sum a tensor over the group and keep this rank's part along `dim`: [.., n * size, ..] -> [.., n, ..]; without a
+    gradient.
+    """
     part, work = start_reduce_scatter(tensor, group, dim)
     if work is not None:
         work.wait()
@@ -193,7 +204,9 @@ def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
 
 
 def start_reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> tuple[Tensor, CollectiveWork | None]:
-    """Start a reduce-scatter and return at once: the part is complete when the work is done."""
+    """Start a reduce-scatter along `dim`, without a gradient, and return (this rank's part of the sum, work) at once:
+    the part is complete when the work is done, or at once if the work is None.
+    """
     if group.size == 1:
         return tensor, None
     moved = tensor.movedim(dim, 0).contiguous()
@@ -205,7 +218,9 @@ def start_reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> tupl
 def reduce_scatter_into(
     out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: bool = False
 ) -> CollectiveWork | None:
-    """Sum contiguous `tensor` [n * size, ..] over the group; this rank's part goes to contiguous `out` [n, ..]."""
+    """Sum contiguous `tensor` [n * size, ..] over the group, without a gradient; this rank's part goes to contiguous
+    `out` [n, ..]. Returns the work to wait for when `async_op`.
+    """
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
@@ -223,7 +238,8 @@ def reduce_scatter_into(
 
 
 def all_to_all(tensor: Tensor, group: CommGroup, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
-    """Send `in_splits[r]` rows of `tensor` to each rank r and receive `out_splits[r]` rows from it.
+    """Send `in_splits[r]` rows of `tensor` to each rank r of the group and return the rows received, `out_splits[r]`
+    from each rank r; with a gradient.
 
     The one collective here with a gradient: it goes back the way the rows came.
     """
@@ -258,7 +274,9 @@ def all_to_all_into(
     *,
     async_op: bool = False,
 ) -> CollectiveWork | None:
-    """Exchange rows of contiguous `tensor` into contiguous `out`, without a gradient, in a group of several ranks."""
+    """Exchange rows of contiguous `tensor` into contiguous `out`, as `all_to_all` but without a gradient and only in a
+    group of several ranks.
+    """
     group.record_call("all_to_all", tensor)
     if group.is_planned:
         return CompletedWork()
@@ -270,22 +288,24 @@ def all_to_all_into(
 
 @dataclass(frozen=True)
 class RingTransfer:
-    """Transfer around a ring: `sent` goes to the next rank, the previous rank's tensor comes to `arriving`."""
+    """Transfer around a ring of ranks in progress: `sent` goes to the next rank, the previous rank's tensor arrives in
+    `arriving`.
+    """
 
     sent: Tensor
     arriving: Tensor
     works: Sequence[CollectiveWork]
 
     def wait(self) -> Tensor:
-        """Block until both transfers have finished; returns the previous rank's tensor."""
+        """Block until this rank has sent and received; return the previous rank's tensor."""
         for work in self.works:
             work.wait()
         return self.arriving
 
 
 def start_ring_transfer(tensor: Tensor, group: CommGroup) -> RingTransfer:
-    """Start to send contiguous `tensor` to the next rank of the group and to receive the previous rank's, of equal
-    size.
+    """Start to send contiguous `tensor` to the next rank of the group and to receive the previous rank's tensor, which
+    has an equal size.
     """
     arriving = torch.empty_like(tensor)
     group.record_call("pass", tensor)

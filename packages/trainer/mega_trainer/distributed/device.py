@@ -12,7 +12,7 @@ from mega_common.errors import ConfigError
 
 
 def select_rank_device(name: str, local_rank: int) -> torch.device:
-    """Return the device of this rank: a GPU under `auto`, if available.
+    """Return the device of this rank: `auto` takes the GPU numbered `local_rank` when there is one, else the CPU.
 
     Raises:
         ConfigError: when `name` is cuda and no GPU is available.
@@ -27,7 +27,9 @@ def select_rank_device(name: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def deterministic_mode(enabled: bool) -> Iterator[None]:
-    """Make torch bitwise reproducible while the block runs; operations that cannot be raise an error."""
+    """Make torch bitwise reproducible while the `with` block runs; operations without a reproducible implementation
+    raise an error.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(enabled)
     try:
@@ -37,8 +39,8 @@ def deterministic_mode(enabled: bool) -> Iterator[None]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory and wait for it: a rank whose device waits for other ranks blocks here
-    (`job.hang_watchdog`).
+    """Copy a tensor to host memory and wait for the copy; a rank whose device waits for other ranks blocks here, as
+    `job.hang_watchdog` reports.
     """
     return tensor.cpu()
 

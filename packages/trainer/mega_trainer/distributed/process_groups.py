@@ -17,7 +17,7 @@ from mega_trainer.distributed.comm import CommGroup, CommLog
 
 @dataclass
 class ProcessGroupCache:
-    """Cache of process groups by ranks.
+    """Cache that makes torch process groups, each once, however many layouts use the same ranks.
 
     Torch names a group that only its members create by its ranks and the number of groups of this process: all members must
     have created equally many before. So groups of some stages only, such as `embedding`, come after all others.
@@ -27,7 +27,9 @@ class ProcessGroupCache:
     groups_by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def get_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return the process group of `ranks`, called only by its members; None for a single rank."""
+        """Return the process group of `ranks`, created at the first call; all members and no other ranks must call.
+        None for a single rank.
+        """
         key = tuple(ranks)
         if len(key) == 1:
             return None
@@ -44,15 +46,15 @@ class ProcessGroupCache:
 
 
 def device_only_backend() -> str | None:
-    """Return the backend of groups that only devices use: "nccl" for ranks with GPUs, so that no host sockets are opened;
-    None, the default of the group of all ranks, on CPU.
+    """Return the backend of process groups for device tensors only: "nccl" where ranks have GPUs, so that no host
+    sockets are opened; else None, torch's default.
     """
     return "nccl" if "cuda:nccl" in dist.get_backend_config() else None
 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Process groups of one rank, by axis.
+    """Communication groups to which one rank belongs, by axis of parallelism.
 
     Attributes:
         dp_cp: data and context ranks, over which gradients of non-expert weights are reduced.
@@ -81,18 +83,21 @@ class ParallelGroups:
     head_sharing: Mapping[int, CommGroup] = field(default_factory=dict)
 
     def head_sharing_group(self, heads: int) -> CommGroup:
-        """Return the tensor ranks that hold the same one of `heads` heads (of keys and values, or of another kind)."""
+        """Return the group of tensor ranks that share a head with this rank, for a kind of heads of which the model has
+        only `heads`, such as key/value heads; this rank alone if no head is shared.
+        """
         ranks = self.tp.size // heads
         return self.head_sharing[ranks] if ranks > 1 else CommGroup("shared", (self.tp.ranks[self.tp.rank],))
 
     def all_groups(self) -> list[CommGroup]:
-        """Return all groups of this rank."""
+        """Return all communication groups of this rank."""
         axes = [getattr(self, axis.name) for axis in fields(self)]
         return [*(group for group in axes if isinstance(group, CommGroup)), *self.head_sharing.values()]
 
 
 def warm_up_groups(groups: ParallelGroups, device: torch.device) -> None:
-    """Create the communicators of every group, and of pipeline ranks with their neighbours.
+    """Create the NCCL communicators of every group, and of each pipeline rank with its neighbours, by a first message,
+    before the model fills device memory.
 
     A communicator is created by the first message, in memory outside of torch's pool, so it must exist before the model
     fills the device. All ranks visit the axes in the same order, which avoids deadlocks.
@@ -125,7 +130,8 @@ def build_parallel_groups(
     ordered: bool = False,
     log: CommLog | None = None,
 ) -> ParallelGroups:
-    """Build this rank's groups. A collective call among the ranks of the layout.
+    """Return the communication groups of `rank` in the parallel layout. A collective call: all ranks of the layout must
+    call it.
 
     Args:
         layout: degrees of parallelism.

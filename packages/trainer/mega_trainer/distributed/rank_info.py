@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Rank and world size of this process in the job."""
+    """Global rank, local rank and world size of this process in the job."""
 
     rank: int = 0
     world_size: int = 1

@@ -17,7 +17,7 @@ TOKENS = 64  # per generator: its cost is small, and ranks discard few of the dr
 
 
 def seeded_generator(device: torch.device | str, *key: int | str, number: int = 0) -> torch.Generator:
-    """Return a generator whose stream is a function of `key` and of a non-negative `number`.
+    """Return a random generator on `device` whose stream depends only on `key` and a non-negative `number`.
 
     Streams of different numbers differ. Streams of different keys can collide, as a CPU generator uses only 32 bits of a
     seed.
@@ -28,7 +28,7 @@ def seeded_generator(device: torch.device | str, *key: int | str, number: int = 
 
 @dataclass(frozen=True)
 class SeededDropout:
-    """Dropout for one micro-batch, equal in every layout.
+    """Dropout for one micro-batch, with masks that are equal in every parallel layout.
 
     Attributes:
         seed: the run's seed.
@@ -43,7 +43,9 @@ class SeededDropout:
     gathered_ranges: Sequence[range] | None = None
 
     def drop_residual(self, x: Tensor, p: float, layer: int, site: str) -> Tensor:
-        """Drop elements of x [B, S', D]; masks are drawn for blocks of tokens, only those that overlap S'."""
+        """Return x [batch, this rank's tokens, D], part of the residual stream, with elements dropped with probability
+        `p`; masks are drawn only for blocks of tokens that overlap this rank's.
+        """
         if p == 0.0:
             return x
         return x * _keep_factors(self._draw_masks(x, (layer, site), self.residual_ranges, x.shape[-1]), p, x.dtype)
@@ -51,7 +53,8 @@ class SeededDropout:
     def drop_projection_inputs(
         self, x: Tensor, p: float, site: str, width: int, *, first: int = 0, whole: bool = False
     ) -> Tensor:
-        """Drop elements of a projection's input [.., width], of which x [B, S', D'] has the columns from `first` on.
+        """Return x [B, tokens, columns], a part of the `width` columns of a projection's input from column `first` on,
+        with elements dropped with probability `p`.
 
         Its tokens are the residual stream's, or with `whole` the gathered ones of all tensor ranks.
         """
@@ -63,7 +66,9 @@ class SeededDropout:
         )
 
     def drop_attention_probs(self, x: Tensor, p: float, layer: int, first_head: int) -> Tensor:
-        """Drop attention probabilities x [B, H, S, S] of the heads from `first_head` on; a head's mask is drawn whole."""
+        """Return attention probabilities x [B, H, S, S] of the heads from `first_head` on with elements dropped with
+        probability `p`; each head's mask is drawn whole.
+        """
         if p == 0.0:
             return x
         keys = [(s, layer, f"head{first_head + h}") for s in self.samples for h in range(x.shape[1])]

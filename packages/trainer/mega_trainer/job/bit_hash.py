@@ -19,7 +19,9 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def hash_tensor_bits(tensors: Sequence[Tensor]) -> Tensor:
-    """Hash the bits of each tensor: int64 [n], on the device of the first tensor. No tensor is waited for on the host."""
+    """Return a hash of the bits of each tensor, int64 [number of tensors], on the device of the first tensor; the host
+    does not wait for the device.
+    """
     words = [_words(tensor) for tensor in tensors]
     scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
     for device in {each.device for each in words}:

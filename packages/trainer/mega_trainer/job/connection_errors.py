@@ -14,10 +14,12 @@ _SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether an error means that another rank, or the job's store, does not answer."""
+    """Return whether torch raised `error` because another rank, or the job's key-value store, does not answer."""
     return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
 
 
 def connection_error_reason(error: RuntimeError) -> str:
-    """Return the first sentence of an error of torch, without its source line and stack."""
+    """Return the first sentence of a torch error's message, without the source location and the stack that torch
+    appends.
+    """
     return _SOURCE_LINE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]

@@ -55,7 +55,9 @@ HashedTensor = tuple[tuple[CommGroup, ...], str, Tensor]  # groups that replicat
 
 @dataclass
 class CorruptionCheck:
-    """Checks for silent corruption as a run's `fault` section sets."""
+    """Checks of a run for silent data corruption (bits that devices or memory change without an error), as the `fault`
+    section of run.yaml configures them.
+    """
 
     config: CorruptionCheckConfig
     executor: PipelineExecutor
@@ -63,7 +65,8 @@ class CorruptionCheck:
     _rest: Tensor | None = None  # hashes of all tensors of this rank since the last update
 
     def check_before_step(self, step: int, batches: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Compare how ranks compute, if due, on the micro-batches of data rank 0 for this step.
+        """If due, let all data ranks compute the micro-batches of data rank 0 for this step, and compare their losses
+        and gradients bit by bit.
 
         Raises:
             TrainingError: on every rank, when some differ.
@@ -73,7 +76,8 @@ class CorruptionCheck:
             self._compare_computation(step, batches())
 
     def check_after_step(self, step: int, *, saves: bool) -> None:
-        """Compare the replicated weights and state of the ranks, if due, after a step and before a save.
+        """If due, or if the step `saves` a checkpoint, compare the weights and optimizer state that ranks hold in
+        common, bit by bit.
 
         Raises:
             TrainingError: on every rank, when some differ.
@@ -94,7 +98,8 @@ class CorruptionCheck:
         )
 
     def check_before_update(self, step: int) -> None:
-        """Check just before an update that nothing has changed since the previous one, if hashes were taken then.
+        """Check just before an update that no weight or optimizer state has changed since the previous update, if
+        `check_after_step` took hashes then.
 
         Raises:
             TrainingError: on every rank, when something has on some.
@@ -172,8 +177,8 @@ class CorruptionCheck:
 
 
 def find_outliers(named: dict[str, Tensor], groups: Sequence[CommGroup]) -> Iterator[str]:
-    """Yield a line for each tensor whose bits on this rank differ from the majority of the groups' ranks; without a
-    majority, every rank yields one.
+    """Yield a line of text for each named tensor whose bits on this rank differ from the majority of the ranks of
+    `groups`; without a majority, every rank yields one.
     """
     rank, hashed = dist.get_rank(), hash_tensor_bits(list(named.values()))
     rows = torch.cat([hashed.new_tensor([rank]), hashed]).view(1, -1)

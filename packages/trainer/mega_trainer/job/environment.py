@@ -20,7 +20,7 @@ PACKAGES = ("mega-trainer", "torch", "numpy", "triton", "transformer-engine", "f
 
 
 def library_settings(config: RunConfig) -> dict[str, str]:
-    """Return the environment variables for the ranks of a run.
+    """Return the environment variables of torch, NCCL and other libraries that mega sets for the ranks of a run.
 
     - `PYTORCH_CUDA_ALLOC_CONF`: expandable segments, which avoid fragmentation.
     - `TORCH_GLOO_LAZY_INIT`: host groups connect only to the ranks they communicate with, to limit open sockets.
@@ -38,7 +38,9 @@ def library_settings(config: RunConfig) -> dict[str, str]:
 
 
 def format_environment(config: RunConfig, environment: Mapping[str, str]) -> str:
-    """Return one line with the values of the library variables, with a note where the user has set another value."""
+    """Return one line with the values in `environment` of the variables of `library_settings`, with a note where the
+    user has set another value.
+    """
     chosen = library_settings(config)
     return ", ".join(
         f"{name}={environment.get(name, '(not set)')}" + ("" if environment.get(name) == value else f" (not {value})")
@@ -47,8 +49,8 @@ def format_environment(config: RunConfig, environment: Mapping[str, str]) -> str
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return a description of this machine and its software: `host`, `machine`, `cpus`, `versions` by package, with
-    CUDA and NCCL.
+    """Return a description of this machine and its software: `host`, `machine`, `cpus`, and `versions` by package, CUDA
+    and NCCL included.
     """
     import torch
 

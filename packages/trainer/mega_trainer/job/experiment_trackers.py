@@ -25,14 +25,17 @@ ScalarMetrics = dict[str, float]
 
 @dataclass(frozen=True)
 class ExperimentTracker:
-    """Functions of a tracker: one takes (step, numbers) of each logged step, the other closes it."""
+    """Connection to one experiment tracker (such as TensorBoard or Weights & Biases), as two functions: `put` takes the
+    step and the metrics of each logged step, `close` ends it.
+    """
 
     put: Callable[[int, ScalarMetrics], object]
     close: Callable[[], object]
 
 
 def open_trackers(config: RunConfig, start: int) -> Iterator[ExperimentTracker]:
-    """Yield the trackers that a run configures; the run continues after step `start`.
+    """Yield the experiment trackers that a run configures, open for the `with` block; the run continues after step
+    `start`.
 
     Raises:
         MissingPackageError: when one is not installed, except TensorBoard, which is on by default and then skipped.
@@ -52,7 +55,9 @@ def open_trackers(config: RunConfig, start: int) -> Iterator[ExperimentTracker]:
 
 
 def persistent_run_id(path: Path, make: Callable[[], str] = lambda: uuid4().hex) -> str:
-    """Return the id in a file, created once and kept, so that a resumed run is one run to a service."""
+    """Return the tracker's run id in the file `path`, created by `make` if missing, so that a resumed run continues as
+    one run in the tracking service.
+    """
     if not path.exists():
         with open_atomic_file(path, text=True) as stream:
             stream.write(make())

@@ -6,7 +6,7 @@ import gc
 
 
 class GarbageCollection:
-    """Restriction of Python's garbage collection in a `with` block to the end of each `every`-th step; 0 leaves it to
+    """Context manager that restricts Python's garbage collection to the end of every `every`-th step; 0 leaves it to
     Python.
 
     Objects that exist at the start are frozen: later collections skip them.
@@ -29,6 +29,6 @@ class GarbageCollection:
                 gc.enable()
 
     def collect_after_step(self, step: int) -> None:
-        """Collect garbage if it is due after this step."""
+        """Run Python's garbage collection if it is due after this step."""
         if self._every and step % self._every == 0:
             gc.collect()

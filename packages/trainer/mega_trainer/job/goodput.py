@@ -11,7 +11,7 @@ _LOST = "lost/"
 
 @dataclass
 class GoodputCounter:
-    """Lost time of a run since its first step began.
+    """Counter of a run's lost time, by reason, since its first step began.
 
     Attributes:
         begun: start of the first step, in Unix seconds.
@@ -26,8 +26,8 @@ class GoodputCounter:
     def resume_counter(
         cls, first: Mapping[str, float], kept: Mapping[str, float], last: Mapping[str, float], now: float
     ) -> GoodputCounter:
-        """Return the counter of a run that resumes at time `now` after the line `kept` of its metrics.jsonl; steps from
-        there to `last` are redone.
+        """Return the counter of a run that resumes at time `now`, from three lines of metrics.jsonl: the first, the
+        line `kept` after which it resumes, and the last; the steps after `kept` count as redone.
 
         With an empty `kept` all steps are redone. Lines without `time`, of earlier versions, start a new counter.
         """
@@ -41,12 +41,13 @@ class GoodputCounter:
         return cls(min(begun, now - sum(lost.values())), lost)  # the clock may have been set back since
 
     def add_lost_phases(self, phases: Mapping[str, float]) -> None:
-        """Add the phases of a step that are not training."""
+        """Add the seconds of a step's phases that are not training, `save` and `evaluate`, to the lost time."""
         self.lost["checkpoint"] += phases.get("save", 0.0)
         self.lost["evaluation"] += phases.get("evaluate", 0.0)
 
     def metrics_fields(self, now: float) -> dict[str, float]:
-        """Return the fields of a line of metrics.jsonl; `goodput` is the share of the time that was not lost.
+        """Return the goodput fields of a line of metrics.jsonl: lost seconds by reason, and `goodput`, the share of the
+        time that was not lost.
 
         `now` must not jump: use the Unix time at the start of this process plus the monotonic time since.
         """

@@ -51,7 +51,7 @@ STRAGGLER_SHARE = 0.25  # of all time, by which a straggler works more than the 
 
 
 class RankHeartbeat(BaseModel):
-    """Last heartbeat of a rank: its identity, the position of its main thread, and the seconds since it moved.
+    """Last heartbeat of a rank: its identity, the position of its main thread, and the seconds since that thread moved.
 
     Attributes:
         still: seconds since the main thread moved.
@@ -76,24 +76,30 @@ class RankHeartbeat(BaseModel):
         return "\n".join([*lines, *(f"    | {line}" for line in self.stack)])
 
     def busy_share(self, phase: str | None = None) -> float:
-        """Return the share of time that the rank has been at work, in one phase or all."""
+        """Return the share of observations, 0 to 1, in which the rank was at work in `phase`, or in any phase, and not
+        waiting for other ranks.
+        """
         work = sum(count for name, count in self.looks.items() if (name if phase is None else name == phase))
         return work / max(1, self.observation_count)
 
     @property
     def observation_count(self) -> int:
-        """Number of observations of the rank."""
+        """Number of times that the rank's main thread was observed, at work or waiting."""
         return sum(self.looks.values())
 
 
 class HeartbeatChanges:
-    """Time since each rank's heartbeat changed, by this process's monotonic clock, as clocks of machines may differ."""
+    """Record of when each rank's heartbeat last changed, by this process's monotonic clock, as clocks of machines may
+    differ.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}  # by rank: `written`, and the time of its first reading
 
     def record_heartbeats(self, ranks: Sequence[int], signs: Sequence[RankHeartbeat], now: float) -> None:
-        """Record the heartbeats read from these ranks, and forget ranks without one, which have not begun or have left."""
+        """Record the heartbeats `signs` read from `ranks` at time `now`, and forget ranks without one, which have not
+        begun or have left.
+        """
         written = {sign.rank: sign.written for sign in signs}
         for rank in ranks:
             if rank not in written:
@@ -102,12 +108,13 @@ class HeartbeatChanges:
                 self._seen[rank] = written[rank], now
 
     def silent_seconds(self, rank: int, now: float) -> float:
-        """Return the time since a rank's heartbeat changed; 0 for a rank that was not read."""
+        """Return the seconds since the heartbeat of `rank` last changed; 0 for a rank whose heartbeat was not read."""
         return now - self._seen[rank][1] if rank in self._seen else 0.0
 
 
 class HangWatchdog:
-    """Watches the ranks while a `with` block runs.
+    """Context manager whose thread watches the ranks of a job and ends the job when a rank is silent or all ranks stand
+    still for too long.
 
     Args:
         store: a separate connection to the job's key-value store, used only by the watchdog's thread.
@@ -298,8 +305,8 @@ def _blocking_ranks(signs: Sequence[RankHeartbeat], seconds: float, world_size: 
 
 
 def find_stragglers(signs: Sequence[RankHeartbeat]) -> dict[int, str]:
-    """Return the ranks that work while most others wait, each with a line that names the phase of the largest
-    difference.
+    """Return {rank: line of text} for the ranks that work while most others wait; the line names the phase with the
+    largest difference.
     """
     if len(signs) < 2 or any(sign.observation_count < MIN_OBSERVATIONS for sign in signs):
         return {}

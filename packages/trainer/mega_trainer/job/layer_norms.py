@@ -17,8 +17,8 @@ from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 def compute_layer_norms(
     optimizer: ShardedOptimizer, model: ModelConfig, world: CommGroup, clip_factor: float
 ) -> dict[str, float]:
-    """Return `layer_grad_norm/NAME` before the clip and `layer_weight_norm/NAME` of trainable parameters, equal on all
-    ranks.
+    """Return the metrics `layer_grad_norm/NAME`, before gradient clipping, and `layer_weight_norm/NAME` of trainable
+    parameters, equal on all ranks.
 
     NAME is the number of a layer, or the name of another module, such as `embed_tokens`.
 

@@ -52,7 +52,7 @@ ROOT = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class CompleteStep:
-    """Step of which a copy of every rank exists.
+    """Step for which memory copies of every rank's state exist, so that a run can resume from it.
 
     Attributes:
         step: of the copies.
@@ -67,7 +67,7 @@ class CompleteStep:
 
 @dataclass(frozen=True)
 class MemoryCopy:
-    """Copy of this rank's state after a step.
+    """Copy of this rank's training state after a step, in host memory.
 
     Attributes:
         step: of the copy.
@@ -80,14 +80,14 @@ class MemoryCopy:
     data: Tensor
 
     def copy_into(self, tensors: Mapping[str, ShardedTensor]) -> None:
-        """Copy all boxes from the copy into `tensors`."""
+        """Copy the tensor data of this memory copy into the boxes of `tensors`."""
         assert staging_bytes(tensors) <= len(self.data)
         for _, box, copied in place_in_buffer(tensors, self.data):
             box.tensor.copy_(copied)
 
 
 class MemoryCopyFolder:
-    """Copies in one launcher's folder: two of each rank, of which one may be incomplete.
+    """Memory copies in the private folder of one launcher: two of each rank, of which one may be incomplete.
 
     Args:
         path: the folder, private to this user.
@@ -99,7 +99,7 @@ class MemoryCopyFolder:
         self.path, self._run, self._key = path, run, key
 
     def list_copies(self) -> dict[SnapshotKey, int]:
-        """Return the copies in the folder, each with its slot (0 or 1)."""
+        """Return the complete memory copies in the folder: (step, number of ranks, rank) -> slot, 0 or 1."""
         found = {}
         for path in sorted(self.path.glob("[0-9]*.[01].json")):
             rank, slot = map(int, path.stem.split("."))
@@ -110,7 +110,7 @@ class MemoryCopyFolder:
         return found
 
     def read_manifest(self, rank: int, slot: int) -> dict[str, Any]:
-        """Return the manifest of a copy."""
+        """Return the JSON manifest of the memory copy of `rank` in `slot`, which describes its step and state."""
         manifest = self._read_signed(self.path / f"{rank}.{slot}.json")
         assert manifest is not None  # `list_copies` has found it
         return manifest
@@ -125,7 +125,7 @@ class MemoryCopyFolder:
         return manifest
 
     def read_boxes(self, rank: int, slot: int) -> dict[str, ShardedTensor]:
-        """Return the boxes of a copy, as views of its memory."""
+        """Return the tensors of the memory copy of `rank` in `slot` as boxes that are views of its mapped file."""
         data, empty = self.map_copy_file(rank, slot), dict[str, ShardedTensor]()
         for key, shape, offset, size, dtype in json.loads(
             bytes(data[self.read_manifest(rank, slot)["room"] :].numpy())
@@ -138,7 +138,8 @@ class MemoryCopyFolder:
         return copied
 
     def map_copy_file(self, rank: int, slot: int, size: int | None = None) -> Tensor:
-        """Map a copy's file to memory, uint8 [size]: a new file, or without a size an existing one.
+        """Map the file of the memory copy of `rank` in `slot` as a uint8 tensor: a new file of `size` bytes, or without
+        a size the existing one.
 
         Raises:
             ConfigError: when there is not enough free memory.
@@ -161,19 +162,20 @@ class MemoryCopyFolder:
         return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
     def write_manifest(self, rank: int, slot: int, manifest: Mapping[str, Any]) -> None:
-        """Mark a copy as complete by writing its manifest."""
+        """Write the manifest of the memory copy of `rank` in `slot`, which marks the copy as complete."""
         path, text = self.path / f"{rank}.{slot}.json", json.dumps({**manifest, "run": self._run}).encode()
         with open_atomic_file(path) as stream:
             stream.write(sign_file_text(self._key, path.name, text).encode() + b"\n" + text)
 
     def remove_copies(self) -> None:
-        """Remove all copies; the folder and its lock stay."""
+        """Remove all memory copies in the folder; the folder and its lock file stay."""
         for path in self.path.glob("[0-9]*"):
             path.unlink(missing_ok=True)
 
 
 class MemoryCheckpoint:
-    """Memory copies of one run, as accessed by one rank.
+    """Memory copies of a run's state as one rank accesses them, in its own and, with several machines, another
+    machine's host memory; a restart resumes from them. Every rank creates one.
 
     Args:
         output: the run's folder.
@@ -204,11 +206,13 @@ class MemoryCheckpoint:
 
     @property
     def rank_count(self) -> int:
-        """Present number of ranks."""
+        """Present number of ranks of the run."""
         return self._world.size
 
     def newest_complete_step(self) -> CompleteStep | None:
-        """Return the newest step from which all ranks can resume; None when no step has every rank's copy."""
+        """Return the newest step from whose memory copies all ranks can resume; None when no step has every rank's
+        copy.
+        """
         existing = {copy for copies in self._copies for copy in copies}
         complete = {
             (step, ranks)
@@ -223,7 +227,9 @@ class MemoryCheckpoint:
         return CompleteStep(step, ranks, next(state for state in self._gather_objects(state) if state is not None))
 
     def fetch_local_copy(self, complete_step: CompleteStep) -> MemoryCopy:
-        """Return this rank's copy; requires an unchanged number of ranks."""
+        """Return this rank's memory copy of `complete_step`; only for a run whose number of ranks has not changed
+        since.
+        """
         for rank in range(complete_step.ranks):
             if (complete_step.step, complete_step.ranks, rank) not in self._copies[rank]:
                 self._send_copy(complete_step, rank)
@@ -235,7 +241,9 @@ class MemoryCheckpoint:
         return MemoryCopy(complete_step.step, complete_step.state, self._folder.map_copy_file(self._world.rank, slot))
 
     def checkpoint_shares(self, complete_step: CompleteStep) -> dict[str, ShardedTensor]:
-        """Return this rank's part of a checkpoint written from the copies, for any number of ranks."""
+        """Return the tensors that this rank contributes to a checkpoint made of the memory copies of `complete_step`,
+        for any present number of ranks.
+        """
         slots, tensors = self._folder.list_copies(), dict[str, ShardedTensor]()
         for rank in range(complete_step.ranks):
             copy = (complete_step.step, complete_step.ranks, rank)
@@ -270,7 +278,8 @@ class MemoryCheckpoint:
             self._folder.write_manifest(rank, 0, received[1])
 
     def save_copies(self, step: int, tensors: Mapping[str, ShardedTensor], state: Mapping[str, Any]) -> None:
-        """Copy this rank's state, and receive the copies of other ranks that this rank keeps.
+        """Write a memory copy of this rank's `tensors` and `state` after `step`, and receive the copies of other ranks
+        that this rank keeps. A collective call.
 
         Raises:
             ConfigError: on every rank, when some rank has not enough free memory.
@@ -296,21 +305,21 @@ class MemoryCheckpoint:
         self._newest = slots
 
     def remove_run_copies(self) -> None:
-        """Remove the copies, before a rollback or after a checkpoint is saved."""
+        """Remove all memory copies of the run, before a rollback or after a checkpoint is saved."""
         if self._leads:
             self._folder.remove_copies()
         self._newest = {}
 
     def remove_folder(self) -> None:
-        """Remove the folder at the end of the run."""
+        """Remove the folder of memory copies at the end of the run."""
         os.close(self._lock)
         if self._leads:
             shutil.rmtree(self._folder.path, ignore_errors=True)
 
 
 def describe_boxes(tensors: Mapping[str, ShardedTensor]) -> Tensor:
-    """Return the description of all boxes, in the order of `place_in_buffer`: key, global shape, offset, shape and
-    dtype, as JSON in uint8.
+    """Return a description of all boxes of `tensors`, in the order of `place_in_buffer`: key, global shape, offset,
+    shape and dtype of each, as JSON in a uint8 tensor.
     """
     boxes = [
         [key, list(sharded.shape), list(box.offset), list(box.tensor.shape), DTYPE_NAMES[box.tensor.dtype]]
@@ -321,7 +330,9 @@ def describe_boxes(tensors: Mapping[str, ShardedTensor]) -> Tensor:
 
 
 def should_keep_copies(config: RunConfig, environment: Mapping[str, str]) -> bool:
-    """Return whether a run keeps copies: if configured, and if the launcher of its ranks restarts them."""
+    """Return whether a run keeps memory copies of its state: if configured, and if the launcher of its ranks restarts
+    them.
+    """
     if not config.checkpoint.memory_every:
         return False
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":

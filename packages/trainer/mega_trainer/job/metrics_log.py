@@ -35,7 +35,8 @@ SHOWN_SHARE = 0.01  # of a step: shorter phases are not on the screen
 
 @dataclass(frozen=True)
 class UtilizationModel:
-    """FLOPs of one token and peak FLOP/s of the machine, for the model FLOPs utilisation (MFU) by both definitions.
+    """FLOPs of one token and peak FLOP/s of all devices, for the model FLOPs utilisation (MFU) by two definitions:
+    exact GEMM counts, and the PaLM formula.
 
     Attributes:
         exact: FLOPs per token, forward and backward, of each GEMM, with half of causal attention; without the gradients
@@ -54,7 +55,9 @@ class UtilizationModel:
 
     @classmethod
     def for_run(cls, config: RunConfig, device: torch.device, dtype: torch.dtype, world_size: int) -> UtilizationModel:
-        """Return the model for a run on `world_size` devices like this one."""
+        """Return the utilisation model for a run on `world_size` devices like `device`; measures the peak FLOP/s of a
+        device without a known data sheet.
+        """
         model, lengths = config.model, config.sequence_lengths
         known = datasheet_peak_flops(device, config.precision)
         peak = known or measure_peak_flops(device, dtype)
@@ -67,12 +70,13 @@ class UtilizationModel:
 
 
 def datasheet_peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the data-sheet FLOP/s of a GPU that is known by name, else None."""
+    """Return the data sheet's peak FLOP/s of a GPU that is recognised by name, in `precision`; else None."""
     return find_peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, enough: float = 0.02, repeat: int = 3) -> float:
-    """Measure the FLOP/s of a square GEMM, the best of `repeat`: the reference for devices without a known data sheet.
+    """Return the FLOP/s of a square GEMM as measured on `device`, the best of `repeat`: the reference for devices
+    without a known data sheet.
 
     Larger GEMMs come nearer to the peak, but one in fp16 can take seconds on a CPU: sizes grow until one takes `enough`
     seconds.
@@ -92,7 +96,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, enough: float =
 
 
 class MetricsLogger:
-    """Logger of each step's metrics to the screen, metrics.jsonl and experiment trackers; only rank 0 writes."""
+    """Logger of each step's metrics to the screen, metrics.jsonl and the experiment trackers; only rank 0 writes."""
 
     def __init__(
         self, config: RunConfig, speed: UtilizationModel, start: int, consumed_samples: int, *, writes: bool
@@ -134,9 +138,9 @@ class MetricsLogger:
         epochs: Callable[[int], Mapping[str, float]] | None = None,
         **more: float | None,
     ) -> None:
-        """Log a finished step. `phases` are the seconds of its parts, logged as `phases/NAME`; `epochs` returns the
-        passes over each data set before a sample, logged as `epochs/NAME`; `more` are further metrics, of which None is
-        left out.
+        """Log a finished step. `phases` are the seconds of the parts of the step, logged as `phases/NAME`; `epochs`
+        returns the passes over each data set before a sample, logged as `epochs/NAME`; `more` are further metrics, of
+        which None values are left out.
         """
         self._goodput.add_lost_phases(phases)
         now = time.monotonic()
@@ -207,7 +211,9 @@ def _format_phases(n: Mapping[str, float]) -> str:
 
 
 def memory_in_use() -> int:
-    """Return the peak bytes allocated on the GPU, or the bytes of RAM that this process holds."""
+    """Return the peak bytes that torch has allocated on the GPU, or without a GPU the bytes of RAM that this process
+    occupies.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
@@ -215,7 +221,7 @@ def memory_in_use() -> int:
 
 
 def drop_later_lines(path: Path, step: int) -> tuple[MetricsLine, MetricsLine, MetricsLine] | None:
-    """Drop lines of steps after the one a run resumes from; they will be written again.
+    """Remove the lines of metrics.jsonl for steps after `step`, from which a run resumes and will write them again.
 
     Returns:
         The first line, the last one that stays, which is empty when none does, and the last one that was there; None

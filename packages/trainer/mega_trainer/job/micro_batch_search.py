@@ -23,7 +23,9 @@ OUT_OF_MEMORY = ("out of memory", "signal 9")
 
 @dataclass(frozen=True)
 class MicroBatchTrial:
-    """Result of a micro-batch that fits: peak memory in bytes, and tokens per second of the last step."""
+    """Result of a trial run with a micro-batch size that fits: peak memory in bytes, and tokens per second of the last
+    step.
+    """
 
     memory: int
     rate: float
@@ -33,13 +35,15 @@ class MicroBatchTrial:
 
 
 def candidate_sizes(config: RunConfig, world_size: int) -> list[int]:
-    """Return the micro-batches that divide a data rank's share of a step, the smallest first."""
+    """Return the micro-batch sizes that divide a data rank's share of a step's samples, the smallest first."""
     share = config.batch.global_ // config.data_parallel_size(world_size)
     return [n for n in range(1, share + 1) if share % n == 0]
 
 
 def search_largest_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the largest size that fits, if all smaller ones fit: by doubling, then by bisection."""
+    """Return the largest of the ascending `sizes` that fits, given that all smaller sizes also fit, by doubling and
+    then bisection; None if none fits.
+    """
     best, end = -1, len(sizes)
     index = 0
     while best + 1 < end:
@@ -57,7 +61,7 @@ def search_largest_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int
 def find_micro_batch(
     config: RunConfig, run: Path, overrides: Sequence[str], command: Sequence[str], world_size: int
 ) -> int:
-    """Return the largest `batch.micro` that trains `STEPS` steps without running out of memory.
+    """Return the largest `batch.micro` with which trial runs of `STEPS` steps train without running out of memory.
 
     Args:
         config: configuration of `run` with `overrides`.

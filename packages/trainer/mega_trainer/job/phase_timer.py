@@ -22,7 +22,7 @@ WHOLE = "evaluate"  # phase whose nested phases are counted in it: its forwards 
 
 
 class TimeMark:
-    """Point in time of the device's current stream, or of this process on CPU."""
+    """Point in time, for measuring durations: on a GPU, of the device's current stream; on CPU, of this process."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -33,11 +33,11 @@ class TimeMark:
 
     @property
     def has_passed(self) -> bool:
-        """True if the device has reached this point."""
+        """True if the device has reached this point in time."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, other: TimeMark) -> float:
-        """Return the seconds from another mark to this one; waits for the device to reach this point."""
+        """Return the seconds from the mark `other` to this one; waits for the device to reach this point."""
         if self._event is None or other._event is None:
             return self._time - other._time
         self._event.synchronize()
@@ -45,7 +45,7 @@ class TimeMark:
 
 
 class PhaseTimer:
-    """Time of each phase of this rank's steps.
+    """Timer of the phases of this rank's steps, such as `data` or `save`.
 
     Attributes:
         current: the phase at this moment, "" between phases.
@@ -57,7 +57,7 @@ class PhaseTimer:
 
     @contextmanager
     def time_phase(self, name: str) -> Iterator[None]:
-        """Time the block as a phase of the step."""
+        """Time the `with` block as the phase `name` of the step."""
         outer = self.current
         self._begin_phase(outer if outer == WHOLE else name)
         try:
@@ -66,8 +66,8 @@ class PhaseTimer:
             self._begin_phase(outer)
 
     def take_durations(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call. Phases that the device has not finished are returned
-        next time.
+        """Return {phase: seconds} since the last call. Phases that the device has not finished are returned by a later
+        call.
         """
         self._begin_phase(self.current)
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -83,7 +83,7 @@ class PhaseTimer:
 
 
 def time_data_waits(items: Iterable[T], phase: Callable[[str], AbstractContextManager[None]]) -> Iterator[T]:
-    """Yield the items; the wait for each is timed as the phase `data`."""
+    """Yield the items; the wait for each is timed as the phase `data`, by `phase("data")`."""
     rest = iter(items)
     while True:
         with phase("data"):

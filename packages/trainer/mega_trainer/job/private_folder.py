@@ -33,7 +33,8 @@ UNUSED_SECONDS = 3600.0  # before the folder of an unknown launcher is removed; 
 
 
 def load_secret_key(output: Path) -> bytes:
-    """Return the run's secret key, from `<output>/.memory-key` (mode 0600); create it when there is none.
+    """Return the run's secret key, which signs its memory copies, from `<output>/.memory-key` (mode 0600); create it
+    when there is none.
 
     Raises:
         ConfigError: when the file can be neither read nor written.
@@ -79,18 +80,21 @@ def _is_private(found: os.stat_result, is_kind: object) -> bool:
 
 
 def sign_file_text(key: bytes, name: str, text: bytes) -> str:
-    """Return the HMAC-SHA256 (hex) of a file's name and text."""
+    """Return the signature of a file's name and text: HMAC-SHA256 with `key`, in hex."""
     return hmac.digest(key, name.encode() + b"\0" + text, "sha256").hex()
 
 
 def launcher_folder_path(root: Path, key: bytes, launcher: int) -> Path:
-    """Return the folder of a launcher's run: unchanged by a restart of its ranks, secret before it exists."""
+    """Return the path of the folder in which a launcher's ranks keep memory copies: unchanged by a restart of the
+    ranks, and unpredictable without the secret `key`.
+    """
     identity = json.dumps([launcher, _start_time(launcher), _pid_namespace()]).encode()
     return root / f"mega-{os.geteuid()}-{sign_file_text(key, 'folder', identity)[:32]}"
 
 
 def claim_private_folder(path: Path, launcher: int) -> int:
-    """Create the folder, or check that it is private, and hold its lock; returns the descriptor of the lock.
+    """Create the folder `path`, or check that it is private, and lock it for this process; return the descriptor of the
+    lock file.
 
     Raises:
         ConfigError: when it belongs to another user, or others may use it.
@@ -110,7 +114,7 @@ def claim_private_folder(path: Path, launcher: int) -> int:
 
 
 def check_private_folder(path: Path) -> None:
-    """Check that a folder is not a link, belongs to this user and is closed to others.
+    """Raise `ConfigError` if a folder is a link, belongs to another user or is open to others.
 
     Raises:
         ConfigError: when it is not.
@@ -123,7 +127,7 @@ def check_private_folder(path: Path) -> None:
 
 
 def remove_abandoned_folders(root: Path) -> None:
-    """Remove this user's folders whose launcher has ended."""
+    """Remove this user's folders of memory copies under `root` whose launcher process has ended."""
     for path in root.glob(f"mega-{os.geteuid()}-*"):
         with contextlib.suppress(FileNotFoundError):  # another rank has removed it meanwhile
             if _is_private(path.lstat(), stat.S_ISDIR) and _is_abandoned(path):

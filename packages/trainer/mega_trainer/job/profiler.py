@@ -20,7 +20,9 @@ MEMORY_EVENTS = 1_000_000  # allocations in a snapshot, about 100 bytes each
 
 
 class StepProfiler:
-    """Profiler of this rank's steps by `config.profile`, into `<output>/profile/`; without that section it only times phases."""
+    """Profiler of this rank's steps, configured by `config.profile`, into `<output>/profile/`; without that section it
+    only times phases.
+    """
 
     def __init__(self, config: RunConfig, device: torch.device, rank: int, phases: PhaseTimer) -> None:
         settings, self._phases = config.profile, phases
@@ -29,7 +31,7 @@ class StepProfiler:
         self._own: PhaseTimer | None = None  # of the step, if it is profiled
 
     def profile_steps(self, items: Iterable[T], first: int) -> Iterator[T]:
-        """Yield the items, one for each step from `first` on; the time between two items is that step."""
+        """Yield the items, one for each step from step `first` on; the time between two items is profiled as that step."""
         if self._settings is None:
             yield from items
             return
@@ -50,7 +52,7 @@ class StepProfiler:
         yield from rest
 
     def time_phase(self, name: str) -> AbstractContextManager[None]:
-        """Time the block as a phase of the step."""
+        """Return a context whose `with` block is timed as the phase `name` of the step."""
         return self._phases.time_phase(name) if self._own is None else self._record_phase(name, self._own)
 
     @contextmanager

@@ -28,7 +28,7 @@ THREAD, LINE = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)"), re.compil
 
 
 class RankPosition(BaseModel):
-    """Position of a rank in the code and the step.
+    """Position of a rank: innermost line of mega's code, phase of the step, and the group that it waits for.
 
     Attributes:
         where: the innermost line of mega's code, such as `mega_trainer/distributed/comm.py:77 all_reduce`.
@@ -45,7 +45,7 @@ class RankPosition(BaseModel):
 
 
 class StackLine(NamedTuple):
-    """Line of a thread's stack."""
+    """One line of a thread's stack: file, line number and function."""
 
     file: str
     number: int
@@ -56,7 +56,7 @@ class StackLine(NamedTuple):
 
 
 def read_thread_stacks() -> dict[int, list[StackLine]]:
-    """Return the stacks of all threads by thread number, the innermost line first.
+    """Return the stacks of all threads of this process by thread number, the innermost line first.
 
     Read by faulthandler in one go: Python code that walks frames can be interrupted by another thread, and a frame that has
     returned meanwhile can lead to freed memory (CPython 3.11.7).
@@ -79,8 +79,8 @@ def _memory_file() -> IO[bytes]:
 
 
 def main_thread_position(stacks: Mapping[int, Sequence[StackLine]], main: int, phase: str) -> RankPosition:
-    """Return the position of the main thread in a phase; while it waits for autograd's thread, the position of that
-    one.
+    """Return the position of thread `main` in the step's phase, from the stacks of all threads; if another thread, such
+    as autograd's, waits for ranks on its behalf, the position of that thread.
     """
     own = _thread_position(stacks.get(main, ()), phase)
     if own.waits:
@@ -90,19 +90,21 @@ def main_thread_position(stacks: Mapping[int, Sequence[StackLine]], main: int, p
 
 
 def format_stack(lines: Sequence[StackLine]) -> list[str]:
-    """Return the innermost lines of a thread's stack, outermost first."""
+    """Return the innermost lines of a thread's stack as text, outermost first."""
     return [str(line) for line in reversed(lines[:DEEPEST])]
 
 
 def describe_wait(position: RankPosition) -> str:
-    """Return the function in which a rank waits, and the group whose ranks it waits for, if the host waits for a group."""
+    """Return text that names the function in which a rank waits, and the group whose ranks it waits for, if the host
+    waits for a group.
+    """
     group = CommGroup.latest
     return position.waits if group is None or position.where.startswith(DEVICE) else f"{position.waits} in {group}"
 
 
 def read_flight_record() -> str | None:
-    """Return the records of torch's flight recorder about this process's collectives, as JSON; None if this version has
-    none.
+    """Return the records of torch's flight recorder about this process's collectives, as JSON; None if there are none
+    or this torch version has no recorder.
     """
     distributed = getattr(torch._C, "_distributed_c10d", None)
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):

@@ -22,7 +22,8 @@ JUMP = 0.1  # share of the highest rate: smaller changes are accepted
 
 
 def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig, where: str) -> list[str]:
-    """Return the log lines about a resume from `where`, a checkpoint of that step with that state.
+    """Return log lines about a resume from the checkpoint `where` of `step` with the saved `state`; raise `ConfigError`
+    if the model, the precision or the current learning rate would change.
 
     Raises:
         ConfigError: when a setting of the model or the precision differs, or the learning rate would jump.
@@ -47,7 +48,8 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
 
 
 def check_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: str) -> list[str]:
-    """Return the settings that differ from the saved ones, each as `path: old -> new`.
+    """Return the settings of a run that differ from the checkpoint's saved ones, each as `path: old -> new`; raise
+    `ConfigError` if one changes the model itself.
 
     Raises:
         ConfigError: when a setting of the model differs.
@@ -62,7 +64,8 @@ def check_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: st
 
 
 def diff_run_settings(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
-    """Return the differences between a saved run's settings and `config`: (changes of the model itself, other changes).
+    """Return the differences between a saved run's settings and `config`, as two lists of `path: old -> new`: changes
+    of the model itself, and other changes.
 
     Each is a line `path: old -> new`. Sections that were not saved, as in a converted checkpoint, are not compared, and
     settings that did not exist yet had their defaults.

@@ -19,7 +19,7 @@ from mega_data.kinds.t5_samples import T5Sample
 
 
 class RollbackRequested(Exception):
-    """Request to return to an earlier checkpoint after a bad step. Raised on all ranks.
+    """Exception that requests a return to an earlier checkpoint after a bad step. Raised on all ranks.
 
     Attributes:
         step: of the bad numbers.
@@ -33,7 +33,8 @@ class RollbackRequested(Exception):
 
 @dataclass(frozen=True)
 class SkippedRanges:
-    """Ranges of samples that a run skips: for each, the samples consumed before it, and the samples skipped.
+    """Ranges of samples that a run skips after rollbacks: for each range, the samples consumed before it, and the
+    number of samples skipped.
 
     >>> [SkippedRanges(((4, 2),)).data_position(k) for k in (0, 3, 4, 5)]
     [0, 3, 6, 7]
@@ -43,25 +44,31 @@ class SkippedRanges:
 
     @classmethod
     def from_checkpoint_state(cls, saved: Mapping[str, Any]) -> SkippedRanges:
-        """Return the ranges of a checkpoint's state."""
+        """Return the skipped ranges in the saved state of a checkpoint."""
         return cls(tuple((at, count) for at, count in saved.get("left_out", ())))
 
     def data_position(self, consumed: int) -> int:
-        """Return the position in the data order of the next sample, after `consumed` samples."""
+        """Return the position in the data order of the sample that is read after `consumed` samples, skipped ones
+        included in the position.
+        """
         return consumed + sum(count for at, count in self.ranges if at <= consumed)
 
     def skip_to_position(self, position: int, consumed: int) -> SkippedRanges:
-        """Return the ranges with all samples skipped from the position after `consumed` samples to `position`."""
+        """Return the ranges extended by one that skips all samples from the position after `consumed` samples up to
+        `position`.
+        """
         return SkippedRanges((*self.ranges, (consumed, position - self.data_position(consumed))))
 
     def format_samples(self, consumed: int, count: int) -> str:
-        """Return a text with the positions, in the order of the data, of the next `count` samples."""
+        """Return a text that names the positions, in the order of the data, of the next `count` samples after
+        `consumed` samples.
+        """
         return f"samples {self.data_position(consumed)} to {self.data_position(consumed + count - 1)}"
 
 
 @dataclass(frozen=True)
 class UnskippedSamples(LoadableDataset):
-    """Samples of a data set without the skipped ones."""
+    """View of a data set without the skipped ranges of samples."""
 
     dataset: LoadableDataset
     left_out: SkippedRanges
@@ -70,5 +77,7 @@ class UnskippedSamples(LoadableDataset):
         return self.dataset[self.left_out.data_position(k)]
 
     def estimate_attention_work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
-        """See `LoadableDataset.estimate_attention_work`."""
+        """Return the estimated attention work of each of the samples `numbers`, as
+        `LoadableDataset.estimate_attention_work` does.
+        """
         return self.dataset.estimate_attention_work([self.left_out.data_position(k) for k in numbers])

@@ -33,14 +33,16 @@ COMPARED = (
 
 
 def collect_provenance(ranks: int, data: str) -> dict[str, Any]:
-    """Return the provenance of a run: `describe_environment`, and `commit`, `ranks`, and `data`, the fingerprint of its
-    data.
+    """Return the provenance of a run: the fields of `describe_environment`, `commit` of the source, number of `ranks`,
+    and `data`, the fingerprint of the training data.
     """
     return {**describe_environment(), "commit": source_commit(), "ranks": ranks, "data": data}
 
 
 def source_commit() -> str | None:
-    """Return the commit of the source tree that is running, with `+` if it has changes; None for an installed copy."""
+    """Return the git commit of mega's source tree that is running, with `+` if it has changes; None for an installed
+    package.
+    """
 
     def run_git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
@@ -55,7 +57,7 @@ def source_commit() -> str | None:
 
 
 def diff_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the settings that differ, each as `path: old -> new`."""
+    """Return the settings that differ between `saved` and `now`, each as `path: old -> new`."""
     before, after = flatten_settings(saved), flatten_settings(now)
     return [
         f"{path}: {before.get(path)} -> {after.get(path)}"
@@ -65,7 +67,8 @@ def diff_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def make_replay_run(config: RunConfig, step: int) -> tuple[RunConfig, Location | None]:
-    """Return the run that replays the steps up to `step`, and its start checkpoint, None for the first step.
+    """Return the configuration that trains again up to the recorded `step` of a run, and the checkpoint to start from,
+    None if that is before the first step.
 
     Raises:
         ConfigError: when the run has not recorded that step.
@@ -81,7 +84,7 @@ def make_replay_run(config: RunConfig, step: int) -> tuple[RunConfig, Location |
 
 
 def make_reproduction_run(checkpoint: Location, overrides: list[str]) -> RunConfig:
-    """Return the run that repeats the step after a checkpoint, by the settings saved in it.
+    """Return the configuration of a run that repeats the one step after a checkpoint, by the settings saved in it.
 
     Raises:
         CheckpointError: when it holds no settings (a converted checkpoint), or is of the last step.
@@ -110,7 +113,9 @@ def _single_step_run(config: RunConfig, checkpoint: Location | None, step: int) 
 
 
 def write_replay_yaml(config: RunConfig) -> Path:
-    """Write the run.yaml that starts the run (JSON is YAML), and remove earlier metrics from its folder."""
+    """Write replay.yaml, the settings of the replay run (as JSON, which is YAML), into its output folder, remove
+    earlier metrics there, and return its path.
+    """
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
@@ -120,7 +125,9 @@ def write_replay_yaml(config: RunConfig) -> Path:
 
 
 def read_recorded_steps(output: Path) -> dict[int, dict[str, Any]]:
-    """Return the lines of `metrics.jsonl` by step, without one that a kill has cut short; empty when there are none."""
+    """Return the lines of `metrics.jsonl` in the run's folder `output` by step, without a line that a kill has cut
+    short; empty when there are none.
+    """
     try:
         text = (output / "metrics.jsonl").read_text(encoding="utf-8")
     except OSError:
@@ -132,7 +139,9 @@ def read_recorded_steps(output: Path) -> dict[int, dict[str, Any]]:
 def compare_steps(
     recorded: Mapping[int, dict[str, Any]], again: Mapping[int, dict[str, Any]]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield for each replayed step a line about it, and whether its bits are equal."""
+    """Yield, for each replayed step in `again`, a line of text about it, and whether its metrics equal the recorded
+    ones bit by bit.
+    """
     for step, line in again.items():
         if step not in recorded:
             yield f"step {step}: loss {line['loss']}, grad_norm {line['grad_norm']}; not recorded before", True

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StepScalars:
-    """Scalars that are summed over all ranks in the all-reduce of a step's loss, one rank's share or their sum.
+    """Scalars that the all-reduce of a step's loss also sums over all ranks; one rank's share or the sum.
 
     Attributes:
         stop_requested: 1 on a rank that wants to end the run after this step.
@@ -26,19 +26,19 @@ class StepScalars:
     next_tokens: Sequence[float] = ()
 
     def to_list(self) -> list[float]:
-        """Return all scalars in one list."""
+        """Return all scalars in one list, for the all-reduce."""
         return [self.stop_requested, self.terminated, self.save_failed, self.images, *self.next_tokens]
 
     @classmethod
     def from_list(cls, values: Sequence[float]) -> StepScalars:
-        """Return the scalars of a list made by `to_list`."""
+        """Return the scalars from a list made by `to_list`."""
         stop_requested, terminated, save_failed, images, *next_tokens = values
         return cls(stop_requested, terminated, save_failed, images, next_tokens)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step.
+    """Result of one optimizer step, equal on all ranks: loss, gradient norm, token count and further metrics.
 
     Attributes:
         loss: mean per token.
@@ -68,5 +68,5 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """True if loss and gradient norm are finite."""
+        """True if the loss and the gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)

@@ -12,13 +12,15 @@ from mega_trainer.config.sections import TrainConfig
 
 
 class RunLimits:
-    """Limits of a run: `train.exit_after_minutes`, counted from construction, and `train.exit_interval`."""
+    """Limits after which a run stops early: `train.exit_after_minutes`, counted from construction, and
+    `train.exit_interval`, in steps.
+    """
 
     def __init__(self, config: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock, self._begun = config, clock, clock()
 
     def reached_limit(self, step: int) -> str | None:
-        """Return the limit that a run has reached after `step` steps, or None."""
+        """Return a text that names the limit that a run has reached after `step` steps, or None."""
         minutes, interval = self._config.exit_after_minutes, self._config.exit_interval
         if minutes is not None and self._clock() - self._begun >= 60 * minutes:
             return f"train.exit_after_minutes = {minutes:g}"
@@ -29,7 +31,7 @@ class RunLimits:
 
 @dataclass
 class BestValidation:
-    """Lowest validation loss so far.
+    """Lowest validation loss of the run so far, and its step.
 
     Attributes:
         loss: None before the first validation.
@@ -42,7 +44,7 @@ class BestValidation:
     since: int = 0
 
     def record_validation(self, step: int, loss: float) -> bool:
-        """Record a validation; return whether its loss is the lowest."""
+        """Record the validation loss after `step`; return whether it is the lowest so far."""
         if self.loss is None or loss < self.loss:
             self.loss, self.step, self.since = loss, step, 0
             return True

@@ -25,7 +25,9 @@ AGAIN_SECONDS = 2.0  # an earlier Ctrl-C is the first one, passed on by a launch
 
 @dataclass
 class LossGuard:
-    """Guard that applies the run's policies to the numbers of each step. `average` and `seen` are saved in checkpoints."""
+    """Guard that applies the run's policies for non-finite losses and loss spikes to each step. `average` and `seen`
+    are saved in checkpoints.
+    """
 
     config: TrainConfig
     average: float = 0.0
@@ -33,18 +35,21 @@ class LossGuard:
     skips: int = 0
 
     def is_loss_spike(self, loss: float) -> bool:
-        """Return whether a loss is a spike: over `spike_factor` times the running average, once that includes `WARM`
-        steps.
+        """Return whether a loss is a spike: over `spike_factor` times the running average of the loss, once that
+        includes `WARM` steps.
         """
         factor = self.config.spike_factor
         return bool(factor) and self.seen >= WARM and loss > factor * self.average
 
     def accepts_loss(self, loss: float) -> bool:
-        """Return whether the weights may be updated after a step of that loss, which is equal on all ranks."""
+        """Return whether the weights may be updated by a step with this loss: always under the policy `warn`, else
+        unless the loss is a spike. Loss and result are equal on all ranks.
+        """
         return self.config.on_spike == "warn" or not self.is_loss_spike(loss)
 
     def check_step(self, step: int, result: StepResult, samples: str = "no samples") -> None:
-        """Check the numbers of a finished step; `samples` names the samples it read.
+        """Check the loss and the gradient norm of a finished step, and log, skip, stop or request a rollback by the
+        run's policies; `samples` names the samples that the step read.
 
         Raises:
             NumericalError: when the policy is to stop. The weights are those of the last good step.
@@ -91,13 +96,16 @@ class LossGuard:
 
 
 def exit_immediately() -> None:
-    """End this process at once, without waiting for saves in the background; unfinished files are removed later."""
+    """End this process without waiting for anything, such as a background save; unfinished files are removed by a later
+    start.
+    """
     print("interrupted: the steps since the last save are lost", file=sys.stderr, flush=True)
     os._exit(KEYBOARD_STATUS)
 
 
 class StopSignalHandler:
-    """Handler of the signals that stop a run: the run saves once.
+    """Context manager that catches the signals which ask a run to end (SIGTERM, Ctrl-C and the like), so that the run
+    saves once and then ends.
 
     Only the first signal counts, because schedulers signal both the launcher and its ranks, and launchers pass signals on.
     Ctrl-C ends the process at once from `AGAIN_SECONDS` after the first signal. Signals that are ignored from the start, such

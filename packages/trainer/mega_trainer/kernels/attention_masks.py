@@ -16,7 +16,8 @@ from mega_trainer.distributed.device import to_device
 
 @dataclass(frozen=True)
 class BandMask:
-    """Band mask along the diagonal that ends in the last query and the last key, as in flash-attn's `window_size`.
+    """Attention mask of a band along the diagonal that ends in the last query and the last key: a query attends to at
+    most `left` keys before its position and `right` after it, as in flash-attn's `window_size`.
 
     Query i of S attends to key j of T if d - left <= j <= d + right, where d = i + T - S. None means unbounded.
     """
@@ -25,13 +26,17 @@ class BandMask:
     right: int | None = None
 
     def visible_keys(self, rows: range, queries: int, keys: int) -> range:
-        """Return the keys of T = `keys` that some rows of S = `queries` attend to."""
+        """Return the range of keys that any query in the range `rows` attends to, for `queries` queries that end at the
+        last of `keys` keys.
+        """
         ahead = keys - queries
         first = 0 if self.left is None else max(0, rows[0] + ahead - self.left)
         return range(first, keys if self.right is None else min(keys, rows[-1] + ahead + self.right + 1))
 
     def materialize_mask(self, rows: range, columns: range, ahead: int, device: torch.device) -> Tensor | None:
-        """Return the mask as bool [rows, columns], True where attended; None if all is. `ahead` is T - S."""
+        """Return the mask as bool [rows, columns] for a range of queries and a range of keys, True where attended; None
+        if all is. `ahead` is keys minus queries in total.
+        """
         sees_all = (self.left is None or columns[0] >= rows[-1] + ahead - self.left) and (
             self.right is None or columns[-1] <= rows[0] + ahead + self.right
         )
@@ -52,7 +57,7 @@ ALL, CAUSAL = BandMask(), BandMask(right=0)
 
 @dataclass(frozen=True, eq=False)
 class PackedMask:
-    """Mask of packed documents, none of which attends to another.
+    """Attention mask of packed documents: a token attends only to tokens of its own document.
 
     Attributes:
         lengths: tokens of each document, the rows of a batch concatenated; no document crosses rows.
@@ -66,7 +71,7 @@ class PackedMask:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], band: BandMask, device: torch.device) -> PackedMask:
-        """Return the mask from the number of tokens of each document, without waiting for the device."""
+        """Return the mask for documents with these numbers of tokens, without waiting for the device."""
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         return cls(tuple(lengths), band, to_device(starts, device))
 
@@ -75,7 +80,7 @@ AttentionMaskSpec = BandMask | PackedMask
 
 
 def materialize_dense_mask(mask: AttentionMaskSpec, shape: Sequence[int], keys: int, device: torch.device) -> Tensor:
-    """Return a mask as boolean [B or 1, 1, S, T] for queries of `shape` [B, S, ..], for unfused attention."""
+    """Return a mask as bool [B or 1, 1, S queries, `keys`] for queries of `shape` [B, S, ..], for unfused attention."""
     rows, queries = shape[:2]
     band = mask if isinstance(mask, BandMask) else mask.band
     seen = band.materialize_mask(range(queries), range(keys), keys - queries, device)
@@ -89,7 +94,8 @@ def materialize_dense_mask(mask: AttentionMaskSpec, shape: Sequence[int], keys: 
 
 @dataclass(frozen=True)
 class MaskPart:
-    """Mask of a range of queries and a range of keys, which are equal or do not overlap.
+    """Attention mask for a range of queries and a range of keys in some batch rows; the ranges are equal or do not
+    overlap.
 
     Attributes:
         rows: rows of the batch.
@@ -104,7 +110,8 @@ class MaskPart:
 
 
 def rectangle_mask_part(rows: slice, queries: range, keys: range, band: BandMask) -> MaskPart | None:
-    """Return the mask of queries and keys in two ranges that do not overlap; None if no query attends to a key.
+    """Return the mask for two ranges of queries and keys that do not overlap, cut to the visible part of the band; None
+    if no query attends to a key.
 
     A query at position i attends to i - left to i + right. The ranges are cut to attending queries and attended keys.
     """

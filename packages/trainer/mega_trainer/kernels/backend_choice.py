@@ -52,12 +52,12 @@ class BackendFacts:
 
     @property
     def gpu_problem(self) -> str | None:
-        """Problem of a back end that needs a GPU where none is used, else None."""
+        """Error message for a kernel back end that requires a GPU if the run is on a CPU, else None."""
         return "requires a GPU, and the run is on a CPU" if self.capability is None else None
 
     @property
     def flash_head_problem(self) -> str | None:
-        """Problem of a precision or head size that flash attention does not support, else None."""
+        """Error message if flash attention does not support the run's precision or head size, else None."""
         if not self.half:
             return "requires precision = bf16, fp16 or fp8"
         if max(self.head) > WIDEST_HEAD or max(self.head) % 8:
@@ -65,7 +65,9 @@ class BackendFacts:
         return None
 
     def recurrent_problem(self, kind: str) -> str | None:
-        """Return the problem of the library for that part of recurrent mixers, else None."""
+        """Return the error message if the library for that part of recurrent mixers (`conv`, `scan` or `delta`) cannot
+        be used, else None.
+        """
         if self.gpu_problem or not self.half:
             return self.gpu_problem or "requires precision = bf16, fp16 or fp8"
         if kind == "conv" and any(taps not in CONV_TAPS for taps in self.taps):
@@ -73,7 +75,7 @@ class BackendFacts:
         return self.package_problem(RECURRENT[kind][1])
 
     def package_problem(self, name: str) -> str | None:
-        """Return the problem of a package that is missing or too old, with the fix, else None."""
+        """Return the error message, with the fix, if a package is missing or too old, else None."""
         have, oldest = self.installed.get(name), OLDEST[name]
         if have is not None and _numbers(have) >= _numbers(oldest):
             return None
@@ -81,14 +83,14 @@ class BackendFacts:
 
     @property
     def has_flash_attention_3(self) -> bool:
-        """True if flash-attn 3 can be used."""
+        """True if flash-attn 3 can be used: a Hopper GPU, the package, and a supported precision and head size."""
         hopper = self.capability is not None and self.capability[0] == 9
         return hopper and not self.package_problem("flash-attn-3") and not self.flash_head_problem
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """One back end for each kind of work, and the reasons."""
+    """Kernel back ends chosen for linear layers, attention and recurrent mixers, and the reasons."""
 
     linear: str
     attention: str
@@ -96,7 +98,9 @@ class BackendChoice:
     recurrent: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return one line for the start of a run."""
+        """Return one line for the log at the start of a run, such as `kernels: linear torch (...), attention flash
+        (...)`.
+        """
         chosen = {"linear": self.linear, "attention": self.attention, **self.recurrent}
         return "kernels: " + ", ".join(f"{what} {name} ({self.because[what]})" for what, name in chosen.items())
 
@@ -104,7 +108,8 @@ class BackendChoice:
 def choose_backends(
     linear: str, attention: str, facts: BackendFacts, recurrent: Mapping[str, str] | None = None
 ) -> BackendChoice:
-    """Return the requested back ends, or for `auto` the best available; `recurrent` by the part of recurrent mixers.
+    """Return the requested kernel back ends, or for `auto` the best available ones; `recurrent` are the requests for
+    parts of recurrent mixers (`conv`, `scan`, `delta`).
 
     Raises:
         ConfigError: when a requested back end cannot be used here, with the reason.
@@ -186,7 +191,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the packages of `OLDEST` that are installed."""
+    """Return the versions of the optional kernel packages (the ones in `OLDEST`) that are installed."""
     out = {}
     for name in OLDEST:
         with suppress(PackageNotFoundError):

@@ -32,7 +32,9 @@ TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 def blockwise_attention(
     flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
 ) -> Tensor:
-    """Compute `Kernels.attention` as one block."""
+    """Compute attention as `Kernels.attention` does, over all keys as one block, by `flash` or, where it does not
+    support the call, in tiles.
+    """
     values = None if how.bias is None else how.bias.values
     y: Tensor = apply_function(_Attention, q, k, v, how.sinks, values, mask, how, flash)
     return y
@@ -71,13 +73,17 @@ class _Attention(Function):
 
 
 def apply_attention_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y and its log-sum-exp after each head's sink has taken its share of the probability."""
+    """Return the attention output y and log-sum-exp `lse` after each head's sink has taken its share of the
+    probability.
+    """
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return y * (lse - total).exp_().unsqueeze(-1), total
 
 
 def attention_sinks_grad(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> Tensor:
-    """Return the gradient of the sinks [H]; a sink has the probability exp(sink - lse) of each query, and no value."""
+    """Return the gradient of the attention sinks [heads]; a sink has the probability exp(sink - lse) in each query's
+    softmax, and no value.
+    """
     delta = (y.to(lse.dtype) * dy).sum(-1)
     return -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
 
@@ -85,7 +91,7 @@ def attention_sinks_grad(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> T
 def attend_block(
     flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
 ) -> tuple[Tensor, Tensor]:
-    """Attend to one block; see `Kernels.attend_block`."""
+    """Compute attention to one block of keys, by `flash` or in tiles; see `Kernels.attend_block`."""
     if how.bias is None and flash.supports_call(q, v, mask, how):
         return _attend_fused(flash, q, k, v, mask, how)
     if isinstance(mask, PackedMask):
@@ -112,7 +118,8 @@ def attend_block_backward(
     how: ScoreTransform,
     d_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of one block; see `Kernels.attend_block_backward`.
+    """Return the gradients of q, k and v from one block of keys, and add the bias's gradient to `d_bias`; see
+    `Kernels.attend_block_backward`.
 
     The gradient of the bias values is added to `d_bias` [H, n], in at least fp32.
     """

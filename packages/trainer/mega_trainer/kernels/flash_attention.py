@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class FlashCall:
-    """Arguments of a flash attention kernel besides its operands.
+    """Arguments of a flash attention kernel other than its operands: scale, soft cap, mask and document bounds.
 
     Attributes:
         scale, softcap: as in `ScoreTransform`.
@@ -41,7 +41,7 @@ class FlashCall:
 
     @classmethod
     def from_mask(cls, mask: AttentionMaskSpec, how: ScoreTransform, queries: int, keys: int) -> FlashCall:
-        """Return the arguments for S = `queries` and T = `keys`."""
+        """Return the kernel arguments for attention of `queries` queries to `keys` keys under `mask`."""
         if isinstance(mask, PackedMask):
             return cls(how.scale, how.softcap, mask.band, mask.cu_seqlens, (max(mask.lengths),) * 2)
         return cls(how.scale, how.softcap, mask, None, (queries, keys))
@@ -53,51 +53,57 @@ class FlashCall:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Band in flash-attn's convention, where -1 is unbounded."""
+        """Number of keys to the left and to the right of its position that a query attends to, in flash-attn's
+        convention, where -1 is unbounded.
+        """
         left, right = (-1 if side is None else side for side in (self.band.left, self.band.right))
         return left, right
 
 
 class FlashKernel(Protocol):
-    """Interface of flash attention kernels.
+    """Interface of flash attention kernels, which compute attention without storing the scores.
 
     Operands are [B, S, H, d], [B, T, K, d] and [B, T, K, e]; with documents [N, H, d], [N, K, d] and [N, K, e].
     """
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether a kernel supports these operands and scores; the caller handles sinks."""
+        """Return whether the kernel supports these operands, mask and scores; attention sinks are the caller's work."""
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return whether value heads of size e are supported with key heads of size d."""
+        """Return whether the kernel supports value heads of size e with key heads of size d."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-        """Return y [B, S, H, e] and the log-sum-exp, fp32 [B, H, S]; with documents [N, H, e] and [H, N]."""
+        """Return the attention output [B, S, H, e] and the log-sum-exp of the scores, fp32 [B, H, S]; for packed
+        documents [N, H, e] and [H, N].
+        """
 
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv from these keys; y and lse, shaped as in `forward`, are over all keys."""
+        """Return the gradients of q, k and v from these keys alone; y and lse, shaped as in `forward`, are over all
+        keys.
+        """
 
 
 class TorchFlashKernel:
-    """Torch's flash attention on GPUs, and its CPU counterpart.
+    """`FlashKernel` by torch's flash attention on GPUs, and by torch's CPU kernel.
 
     On a CPU every precision is supported, but neither documents nor windows.
     """
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether torch has a kernel; see `FlashKernel.supports_call`."""
+        """Return whether torch has a flash kernel for these operands; see `FlashKernel.supports_call`."""
         if how.softcap is not None:
             return False
         # on a CPU, causal masks are aligned with the first query and key, not the last
         return fits_gpu_kernels(q, v) if _on_gpu(q) else mask == ALL or (mask == CAUSAL and q.shape[1] == v.shape[1])
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return False; see `FlashKernel.supports_uneven_heads`."""
+        """Return False, since torch needs equal sizes of key and value heads; see `FlashKernel.supports_uneven_heads`."""
         return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-        """Attend; see `FlashKernel.forward`."""
+        """Compute attention by torch's flash kernel; see `FlashKernel.forward`."""
         if not _on_gpu(q):
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             y, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.is_causal, scale=call.scale)
@@ -110,7 +116,7 @@ class TorchFlashKernel:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients; see `FlashKernel.backward`."""
+        """Return the gradients of q, k and v by torch's flash kernel; see `FlashKernel.backward`."""
         if not _on_gpu(q):
             dy, q, k, v, y = (t.transpose(1, 2) for t in (dy, q, k, v, y))
             grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -145,7 +151,7 @@ def fits_gpu_kernels(q: Tensor, v: Tensor) -> bool:
 
 
 class FlashAttention2:
-    """Kernel of flash-attn 2, on Ampere and later."""
+    """`FlashKernel` by the flash-attn 2 package, on Ampere and later GPUs."""
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_interface
@@ -153,15 +159,17 @@ class FlashAttention2:
         self.library = flash_attn_interface
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether the operands fit; see `FlashKernel.supports_call`."""
+        """Return whether flash-attn 2 supports these operands; see `FlashKernel.supports_call`."""
         return fits_gpu_kernels(q, v)
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return False; see `FlashKernel.supports_uneven_heads`."""
+        """Return False, since flash-attn 2 needs equal sizes of key and value heads; see
+        `FlashKernel.supports_uneven_heads`.
+        """
         return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-        """Attend; see `FlashKernel.forward`."""
+        """Compute attention by flash-attn 2; see `FlashKernel.forward`."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         cap = call.softcap or 0.0
         if starts is None:
@@ -180,7 +188,7 @@ class FlashAttention2:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients; see `FlashKernel.backward`."""
+        """Return the gradients of q, k and v by flash-attn 2; see `FlashKernel.backward`."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         cap = call.softcap or 0.0
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
@@ -200,7 +208,9 @@ class FlashAttention2:
 
 
 class FlashAttention3:
-    """Kernel of flash-attn 3, on Hopper; calls its operators, whose arguments are stable, not their Python wrappers."""
+    """`FlashKernel` by the flash-attn 3 package, on Hopper GPUs; calls its operators, whose arguments are stable, not
+    their Python wrappers.
+    """
 
     def __init__(self) -> None:
         import flash_attn_interface  # noqa: F401  registers the operators
@@ -208,15 +218,15 @@ class FlashAttention3:
         self.library = torch.ops.flash_attn_3
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether the operands fit; see `FlashKernel.supports_call`."""
+        """Return whether flash-attn 3 supports these operands; see `FlashKernel.supports_call`."""
         return fits_gpu_kernels(q, v)
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return whether the sizes are those of DeepSeek's MLA; see `FlashKernel.supports_uneven_heads`."""
+        """Return True only for the key and value head sizes of DeepSeek's MLA; see `FlashKernel.supports_uneven_heads`."""
         return 128 < d <= 192 and 96 < e <= 128
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-        """Attend; see `FlashKernel.forward`."""
+        """Compute attention by flash-attn 3; see `FlashKernel.forward`."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         y, lse, *_ = self.library.fwd(
             q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts,
@@ -229,7 +239,7 @@ class FlashAttention3:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients; see `FlashKernel.backward`."""
+        """Return the gradients of q, k and v by flash-attn 3; see `FlashKernel.backward`."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         self.library.bwd(

@@ -20,7 +20,7 @@ from mega_trainer.kernels.kernel_interface import ScoreTransform
 
 
 class FlexAttentionKernel:
-    """`FlashKernel` by FlexAttention. The backward of a block recomputes its output, as autograd requires.
+    """`FlashKernel` by torch's FlexAttention. The backward of a block recomputes its output, as autograd requires.
 
     Args:
         compiled: compile to one kernel; uncompiled it is for tests.
@@ -37,11 +37,13 @@ class FlexAttentionKernel:
         return q.is_cuda == self.on_gpu
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return True; see `FlashKernel.supports_uneven_heads`."""
+        """Return True, since FlexAttention supports different sizes of key and value heads; see
+        `FlashKernel.supports_uneven_heads`.
+        """
         return True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-        """Attend; see `FlashKernel.forward`."""
+        """Compute attention by FlexAttention; see `FlashKernel.forward`."""
         if call.cu_seqlens is not None:
             y, lse = self._attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), call)
             return y[0], lse[0]
@@ -50,7 +52,7 @@ class FlexAttentionKernel:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients; see `FlashKernel.backward`.
+        """Return the gradients of q, k and v by FlexAttention; see `FlashKernel.backward`.
 
         These keys have the share w = exp(lse' - lse) of the probability, where y' and lse' are computed from them alone.
         So the gradient of y' is w dy, and the gradient of lse' is w (sum of y' dy - sum of y dy).

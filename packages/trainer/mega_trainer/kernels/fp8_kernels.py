@@ -52,7 +52,7 @@ _TINY = 2.0**-100  # lower bound of scales, for blocks of zeros
 
 
 class QuantizedMatrix(NamedTuple):
-    """Matrix, or a stack of matrices, as `values` times the scale of each block.
+    """fp8 matrix, or stack of matrices: `values` that are to be multiplied by the `scale` of their block.
 
     Attributes:
         values: fp8 [.., M, K], contiguous.
@@ -66,7 +66,7 @@ class QuantizedMatrix(NamedTuple):
 
 
 class QuantizedPair(NamedTuple):
-    """Matrix [.., M, K] in fp8, and its transpose [.., K, M]."""
+    """Matrix [.., M, K] in fp8 (`plain`), and its transpose [.., K, M] in fp8 (`turned`)."""
 
     plain: QuantizedMatrix
     turned: QuantizedMatrix
@@ -75,13 +75,17 @@ class QuantizedPair(NamedTuple):
 def quantize_matrix(
     x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: LeafCompiler | None = None
 ) -> QuantizedMatrix:
-    """Quantise a matrix [.., M, K], which may be transposed; its sizes are multiples of the block sizes."""
+    """Quantise a matrix [.., M, K], which may be a transposed view, to fp8 with a scale per block; M and K must be
+    multiples of the block's sizes.
+    """
     values, scale = (leaves or LeafCompiler())(quantize_leaf, x, *BLOCKS[kind], dtype)
     return QuantizedMatrix(values, scale, kind)
 
 
 def quantize_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return values and scales in blocks of `rows` x `columns`; one kernel, or two for a scale of the whole tensor."""
+    """Return fp8 values and scales of x in blocks of `rows` x `columns` (0: all); one kernel, or two for a scale of the
+    whole tensor.
+    """
     blocks = _view_blocks(x, rows, columns)
     largest = blocks.abs().amax((-3, -1), keepdim=True).float()
     scale = ceil_power_of_two(largest / torch.finfo(dtype).max)
@@ -92,13 +96,16 @@ def quantize_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tup
 def quantize_pair(
     x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: LeafCompiler | None = None
 ) -> QuantizedPair:
-    """Quantise a matrix [.., M, K] and its transpose with `quantize_matrix`, for GEMMs that sum over different axes."""
+    """Quantise a matrix [.., M, K] and its transpose to fp8 with `quantize_matrix`, for GEMMs that sum over different
+    axes.
+    """
     values, scale, turned, turned_scale = (leaves or LeafCompiler())(quantize_pair_leaf, x, *BLOCKS[kind], dtype)
     return QuantizedPair(QuantizedMatrix(values, scale, kind), QuantizedMatrix(turned, turned_scale, kind))
 
 
 def quantize_pair_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `quantize_leaf` of a matrix and of its transpose; compiled, the matrix is read once for both.
+    """Return fp8 values and scales of a matrix and of its transpose, as `quantize_leaf` does; compiled, the matrix is
+    read once for both.
 
     Finding the scales takes another read.
     """
@@ -120,13 +127,14 @@ def ceil_power_of_two(x: Tensor) -> Tensor:
 
 
 def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [.., M, K] that the values represent."""
+    """Return the matrix [.., M, K] that the fp8 values times their scales represent, in `dtype`."""
     blocks = _view_blocks(q.values, *BLOCKS[q.kind]).to(dtype)
     return (blocks * q.scale.to(dtype)[..., :, None, :, None]).view(q.values.shape)
 
 
 def scaled_gemm(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Multiply [M, K] x [N, K] -> [M, N] in `dtype`, summed in fp32, or `fast` in the accumulator of Hopper's tensor cores.
+    """Multiply fp8 matrices a b^T, [M, K] x [N, K] -> [M, N] in `dtype`, summed in fp32, or with `fast` in the less
+    exact accumulator of Hopper's tensor cores.
 
     On a CPU, block-scaled operands and fp64 outputs are dequantised first.
     """
@@ -157,7 +165,7 @@ def _right_scale(q: QuantizedMatrix) -> Tensor:
 
 
 def swizzle_mx_scales(scale: Tensor) -> Tensor:
-    """Return MXFP8's scales [M, K/32] as e8m0 in the order in which Blackwell reads them, flat.
+    """Return MXFP8's block scales [M, K/32] as e8m0, flat, in the order in which Blackwell GPUs read them.
 
     Tiles are 128 x 4, padded with zeros; in a tile, row r and column c are at 16 (r mod 32) + 4 (r div 32) + c.
     """
@@ -177,7 +185,9 @@ KINDS = {  # by recipe: (of activations and gradients, of weights)
 
 
 class QuantizedGradient(NamedTuple):
-    """Quantised dY of `shape` [.., N] and `dtype`: `forms` of [M, N] in fp8."""
+    """Output gradient dY quantised to fp8 for the dgrad and wgrad GEMMs (`forms` of [M, N]), with its unquantised
+    `shape` [.., N] and `dtype`.
+    """
 
     forms: QuantizedPair
     shape: torch.Size
@@ -185,7 +195,8 @@ class QuantizedGradient(NamedTuple):
 
 
 class Fp8Kernels(TorchKernels):
-    """`Kernels` whose linear layers multiply in fp8; M, D and N must be multiples of the recipe's block sizes.
+    """`Kernels` whose linear layers multiply in fp8; M tokens and the D and N of a weight [N, D] must be multiples of
+    the recipe's block sizes.
 
     Args:
         recipe: key of `KINDS`.
@@ -198,33 +209,33 @@ class Fp8Kernels(TorchKernels):
         self.recipe, self.gradients = recipe, gradients
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Quantise the weight; see `Kernels.prepare_weight`."""
+        """Quantise a linear layer's weight to fp8; see `Kernels.prepare_weight`."""
         return quantize_pair(weight, KINDS[self.recipe][1], leaves=self.leaves)
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
-        """Quantise the grouped weight; see `Kernels.prepare_grouped_weight`."""
+        """Quantise a stack of expert weights to fp8; see `Kernels.prepare_grouped_weight`."""
         return quantize_pair(weight, self._grouped_kinds[1], leaves=self.leaves)
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Quantise the gradient; see `Kernels.prepare_gradient`."""
+        """Quantise an output gradient dY to fp8; see `Kernels.prepare_gradient`."""
         forms = quantize_pair(dy.flatten(0, -2), KINDS[self.recipe][0], self.gradients, self.leaves)
         return QuantizedGradient(forms, dy.shape, dy.dtype)
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Multiply in fp8; see `Kernels.linear_forward`."""
+        """Return Y = X W^T + b, multiplied in fp8; see `Kernels.linear_forward`."""
         w = weight.plain if isinstance(weight, QuantizedPair) else self._weight(weight)
         y = scaled_gemm(self._tokens(x.flatten(0, -2)), w, x.dtype, fast=True)
         y = y.view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
-        """Return the input gradient; see `Kernels.linear_dgrad`."""
+        """Return the input gradient dX = dY W, multiplied in fp8; see `Kernels.linear_dgrad`."""
         w = weight.turned if isinstance(weight, QuantizedPair) else self._weight(weight.t())
         dx = scaled_gemm(dy.forms.plain, w, dy.dtype)
         return dx.view(*dy.shape[:-1], -1)
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient; see `Kernels.linear_wgrad`.
+        """Return the weight gradient dW = dY^T X, multiplied in fp8; see `Kernels.linear_wgrad`.
 
         The result is rounded to the dtype of the activations before it is written to a wider `out`.
         """
@@ -235,7 +246,7 @@ class Fp8Kernels(TorchKernels):
         return out
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Multiply in fp8; see `Kernels.grouped_linear`.
+        """Multiply each row by its group's matrix in fp8; see `Kernels.grouped_linear`.
 
         The tensorwise recipe uses rowwise scales here, which torch supports. The GEMM for dW stays in bf16: it sums over
         the rows of a group, whose number need not be a multiple of the block size.
@@ -243,7 +254,9 @@ class Fp8Kernels(TorchKernels):
         return self._grouped(x, weight.plain if isinstance(weight, QuantizedPair) else weight, rows)
 
     def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Return the input gradient, see `Kernels.grouped_dgrad`; dY in e4m3, the one format of torch's grouped GEMM."""
+        """Return the input gradient of `grouped_linear`, see `Kernels.grouped_dgrad`; dY is in e4m3, the one format of
+        torch's grouped GEMM.
+        """
         return self._grouped(dy, weight.turned if isinstance(weight, QuantizedPair) else weight.mT, rows)
 
     def _grouped(self, x: Tensor, weight: Tensor | QuantizedMatrix, rows: GroupedRows) -> Tensor:

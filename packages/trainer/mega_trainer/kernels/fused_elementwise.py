@@ -28,7 +28,7 @@ APPROXIMATE = {"geglu": "tanh", "geglu_erf": "none"}
 
 
 def gated_activation_leaf(gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
-    """Map [N, 2F] to [N, F]; see `Kernels.gated_activation`."""
+    """Return act(gate) * up: [N tokens, 2F] (gate, then up) -> [N, F]; see `Kernels.gated_activation`."""
     gate, up = gate_up.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -37,7 +37,7 @@ def gated_activation_leaf(gate_up: Tensor, activation: str, limit: float | None)
 
 
 def gated_activation_backward_leaf(dy: Tensor, gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
-    """Map dy [N, F] to the gradients of gate and up side by side [N, 2F]."""
+    """Return the gradient of `gate_up` [N, 2F], gate and up side by side, from dy [N, F], for `gated_activation_leaf`."""
     gate, up = gate_up.chunk(2, dim=-1)
     if limit is not None:
         inside = gate <= limit, up.abs() <= limit
@@ -52,7 +52,7 @@ def gated_activation_backward_leaf(dy: Tensor, gate_up: Tensor, activation: str,
 
 
 def weighted_activation_leaf(gate_up: Tensor, weights: Tensor, activation: str, limit: float | None) -> Tensor:
-    """Return `gated_activation_leaf` with each row multiplied by its weight, [N] in at least fp32."""
+    """Return `gated_activation_leaf` with each token's row multiplied by its weight, [N] in at least fp32."""
     y = gated_activation_leaf(gate_up, activation, limit)
     return y.mul_(weights.to(y.dtype).unsqueeze(-1))
 
@@ -60,7 +60,7 @@ def weighted_activation_leaf(gate_up: Tensor, weights: Tensor, activation: str, 
 def weighted_activation_backward_leaf(
     dy: Tensor, gate_up: Tensor, weights: Tensor, activation: str, limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient as in `gated_activation_backward_leaf`, and the gradient of the weights [N]."""
+    """Return the gradients of `gate_up` [N, 2F] and of the weights [N] from dy [N, F], for `weighted_activation_leaf`."""
     dweights = (dy * gated_activation_leaf(gate_up, activation, limit)).sum(-1, dtype=weights.dtype)
     return gated_activation_backward_leaf(dy * weights.to(dy.dtype).unsqueeze(-1), gate_up, activation, limit), dweights
 
@@ -88,7 +88,9 @@ class _GatedActivation(Function):
 def gated_activation(
     gate_up: Tensor, weights: Tensor | None, activation: str, limit: float | None, leaves: LeafCompiler
 ) -> Tensor:
-    """Apply a gated activation; see `Kernels.gated_activation`."""
+    """Apply a gated activation, differentiable, with forward and backward as one kernel each if `leaves` compiles; see
+    `Kernels.gated_activation`.
+    """
     y: Tensor = apply_function(_GatedActivation, gate_up, weights, activation, limit, leaves)
     return y
 
@@ -97,12 +99,13 @@ def gated_activation(
 
 
 def upcast_to_fp32(x: Tensor) -> Tensor:
-    """Return x in at least fp32."""
+    """Return x in fp32, or unchanged if it is in fp64."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def inverse_rms(x: Tensor, count: int | Tensor, eps: float | Tensor) -> Tensor:
-    """Return the inverse RMS [N, 1] of x [N, D = count].
+    """Return 1 / sqrt(mean square + eps) of each row of x [N, D] as [N, 1]; `count` is D, the number that the sum of
+    squares is divided by.
 
     For few rows pass tensors: torch makes a tensor of a number at each call, which takes as long as the operation.
     """
@@ -111,7 +114,7 @@ def inverse_rms(x: Tensor, count: int | Tensor, eps: float | Tensor) -> Tensor:
 
 
 def rms_norm_leaf(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """Return the norm of x [N, D], and the factor of each row, [N, 1] in at least fp32."""
+    """Return the RMSNorm of x [N, D], and the factor 1 / RMS of each row, [N, 1] in at least fp32."""
     values = upcast_to_fp32(x)
     scale = inverse_rms(values, x.shape[-1], eps)
     normed = (values * scale).mul_(_factor(weight, zero_centered))
@@ -121,7 +124,7 @@ def rms_norm_leaf(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) ->
 def add_rms_norm_leaf(
     x: Tensor, y: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + y, and `rms_norm_leaf` of the sum."""
+    """Return x + y, its RMSNorm, and the factor 1 / RMS of each row; see `rms_norm_leaf`."""
     total = x + y
     return total, *rms_norm_leaf(total, weight, eps, zero_centered)
 
@@ -129,7 +132,7 @@ def add_rms_norm_leaf(
 def rms_norm_backward_leaf(
     dy: Tensor, dx: Tensor | None, x: Tensor, scale: Tensor, weight: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [N, D], including `dx` from its other uses, and of the weight [D]."""
+    """Return RMSNorm's gradients of x [N, D], to which `dx` from other uses of x is added, and of the weight [D]."""
     dvalues, values, factor = upcast_to_fp32(dy), upcast_to_fp32(x), _factor(weight, zero_centered)
     product = dvalues * values
     dweight = (product * scale).sum(tuple(range(x.dim() - 1)))
@@ -170,7 +173,7 @@ class _AddRmsNorm(Function):
 def add_rms_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, leaves: LeafCompiler
 ) -> tuple[Tensor, Tensor]:
-    """Add and normalise; see `Kernels.add_rms_norm`."""
+    """Return x + y (x without y) and its RMSNorm, differentiable; see `Kernels.add_rms_norm`."""
     stream, normed = apply_function(_AddRmsNorm, x, y, weight, eps, zero_centered, leaves)
     return stream, normed
 
@@ -179,7 +182,8 @@ def add_rms_norm(
 
 
 def rotary_leaf(cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, *parts: Tensor) -> Tensor:
-    """Return heads [B, S, H_i, d] as one tensor [B, S, sum H_i, d], the first `turning` heads rotated, or rotated `back`.
+    """Concatenate heads [B, S, H_i, d] to [B, S, sum H_i, d] with the first `turning` heads rotated by the rotary
+    angles, or rotated `back` for the gradient.
 
     Interleaved, rotation maps pairs of neighbours to halves, and rotating back maps halves to pairs.
     """
@@ -256,7 +260,8 @@ class _ApplyRotary(Function):
 def apply_rotary(
     x: Tensor, rotation: RotaryAngles, heads: Sequence[int], turning: int, leaves: LeafCompiler
 ) -> tuple[Tensor, ...]:
-    """Split x [B, S, H, d] into parts of `heads` heads each, of which the first `turning` are rotated.
+    """Split x [B, S, H, d] into parts of `heads` heads each, with the first `turning` heads of x rotated by the rotary
+    angles.
 
     In training all parts are copies, so that x is not kept alive by a part that is not rotated.
     """

@@ -33,7 +33,7 @@ DeltaRulePass = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class DeltaRuleInputs:
-    """Inputs of the delta rule for each token.
+    """Inputs of the gated delta rule for each token: query, key, value, decay and write strength.
 
     Attributes:
         q, k: [B, S, G, K], not normalised.
@@ -50,7 +50,9 @@ class DeltaRuleInputs:
 
 
 def gated_delta_rule(updates: DeltaRuleInputs, chunks: SequenceChunks, pass_states: DeltaRulePass) -> Tensor:
-    """Return y [B, S, H, V], computed and returned in the dtype of g; no state leaves its document."""
+    """Return the outputs [B, S, H value heads, V] of the gated delta rule, computed chunk by chunk in the dtype of g;
+    no state crosses documents.
+    """
     dtype, groups = updates.g.dtype, updates.k.shape[2]
     parts = (updates.q, updates.k, updates.v, updates.g, updates.beta)
     q, k, v, g, beta = (_by_group(chunks.split_chunks(part.to(dtype)), groups) for part in parts)

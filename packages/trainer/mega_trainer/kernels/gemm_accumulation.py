@@ -15,7 +15,7 @@ PIECE, PIECES = 1 << 18, 1 << 8  # elements of a part, and most parts
 
 
 def gemm_into(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """Multiply a [M, K] b [K, N] to a new tensor, or into `out` [M, N], with `add` added to its values."""
+    """Multiply a [M, K] by b [K, N] into a new tensor or into `out` [M, N]; with `add` the product is added to `out`."""
     if out is None:
         return a.mm(b)
     if out.dtype == a.dtype:
@@ -28,14 +28,14 @@ def gemm_into(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = Fa
 
 
 def gemm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply a [M, K] b [K, N] of any precision, with a result in at least fp32."""
+    """Multiply a [M, K] by b [K, N] of any precision, with a result in at least fp32."""
     if a.dtype not in (torch.bfloat16, torch.float16):
         return a.mm(b)
     return torch.mm(a, b, out_dtype=torch.float32) if _is_gpu(a) else a.float().mm(b.float())
 
 
 def write_scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor, *, add: bool) -> Tensor:
-    """Write values, in at least fp32, times a scalar into `out`, as for `gemm_into`: the gradient of a `dtype` weight."""
+    """Write values times a scalar into `out`, or with `add` add them to it: the gradient of a weight of `dtype`."""
     if not _is_gpu(out):  # not fused, for the rounding of a gradient that autograd passes on
         for some, part in zip(_split_for_cache(out), _split_for_cache(values), strict=True):
             write_values(some, (part * scale).to(dtype), add=add)
@@ -44,7 +44,8 @@ def write_scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor,
 
 
 def write_embedding_grad(values: Tensor, row_indices: Tensor, out: Tensor, *, add: bool) -> Tensor:
-    """Write values [.., D] to rows `row_indices` [..] of `out` [R, D], as for `gemm_into`: the gradient of an embedding.
+    """Write an embedding's gradient: sum values [.., D] into the rows `row_indices` [..] of `out` [R, D]; with `add`
+    keep what `out` has.
 
     Values of the same row are added in a fixed order.
     """
@@ -58,7 +59,7 @@ def write_embedding_grad(values: Tensor, row_indices: Tensor, out: Tensor, *, ad
 
 
 def write_values(out: Tensor, values: Tensor, *, add: bool) -> Tensor:
-    """Write values into `out`, or add them with `add`."""
+    """Write values into `out`, or with `add` add them to it."""
     if not add:
         return out.copy_(values)
     if _is_gpu(out) or out.dtype == values.dtype:

@@ -19,7 +19,8 @@ from mega_trainer.kernels import gemm_accumulation
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """Assignment of M rows to groups: the first rows to group 0, and so on; a group may be empty.
+    """Assignment of M rows to groups (experts) for a grouped GEMM: the first rows to group 0, and so on; a group may be
+    empty.
 
     Rows after those of the last group belong to no group: GEMMs skip them, and their outputs are arbitrary.
 
@@ -31,7 +32,7 @@ class GroupedRows:
 
     @classmethod
     def from_counts(cls, counts: Sequence[int], device: torch.device) -> GroupedRows:
-        """Return the assignment from the number of rows of each group."""
+        """Return the assignment for groups with these numbers of rows."""
         return cls(torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device))
 
     @cached_property
@@ -40,13 +41,13 @@ class GroupedRows:
         return [slice(first, stop) for first, stop in pairwise([0, *self.ends.tolist()])]
 
     def group_of_rows(self, count: int) -> Tensor:
-        """Return the group of each of M = `count` rows, int64 [M]; arbitrary for rows without a group."""
+        """Return the group number of each of `count` rows, int64 [count]; arbitrary for rows after the last group."""
         every = torch.arange(count, dtype=torch.int32, device=self.ends.device)
         return torch.searchsorted(self.ends, every, right=True).clamp(max=len(self.ends) - 1)
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows) -> Tensor:
-    """Multiply each row by its group's matrix: [M, D] x [G, D, N] -> [M, N]."""
+    """Multiply each row of x by its group's matrix: [M rows, D] x [G groups, D, N] -> [M, N]."""
     if _has_grouped_kernel(x, weight.shape[-1]):
         y: Tensor = F.grouped_mm(x, weight, offs=rows.ends)
         return y
@@ -59,7 +60,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows) -> Tensor:
 def grouped_outer_gemm(
     y: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
 ) -> Tensor:
-    """Return the sum of outer products of each group's rows, zero for an empty group: [M, N] x [M, D] -> [G, N, D].
+    """Return the weight gradient of a grouped GEMM, y^T x over each group's rows, zero for an empty group: [M, N] x [M,
+    D] -> [G, N, D].
 
     `out` and `add` as for `gemm_accumulation.gemm_into`.
     """

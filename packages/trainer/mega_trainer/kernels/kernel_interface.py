@@ -22,7 +22,7 @@ from mega_trainer.kernels.sequence_chunks import SequenceChunks
 
 @dataclass(frozen=True)
 class DistanceBias:
-    """Attention bias by the distance of key and query.
+    """Attention bias that depends on head and distance between key and query, as a table of values by distance.
 
     Attributes:
         values: [H, n]; the score of a key r positions after its query (negative: before it) gets `values[:, zero + r]`.
@@ -33,16 +33,18 @@ class DistanceBias:
     zero: int
 
     def value_indices(self, queries: range, keys: range, ahead: int) -> Tensor:
-        """Return the indices into `values` for a range of queries and keys: int64 [queries, keys]. `ahead` is T - S."""
+        """Return the index into `values` for each pair of a range of queries and a range of keys: int64 [queries,
+        keys]. `ahead` is the total keys minus the total queries.
+        """
         at = torch.arange(queries.start, queries.stop, device=self.values.device) + (ahead - self.zero)
         return torch.arange(keys.start, keys.stop, device=self.values.device) - at[:, None]
 
     def materialize_bias(self, queries: int, keys: int) -> Tensor:
-        """Return the whole bias, [H, S, T]."""
+        """Return the whole bias, [heads, queries, keys], for queries that end at the last key."""
         return self.values[:, self.value_indices(range(queries), range(keys), keys - queries)]
 
     def select_heads(self, heads: slice) -> DistanceBias:
-        """Return the bias of some of the heads."""
+        """Return the bias of a slice of the heads."""
         return DistanceBias(self.values[heads], self.zero)
 
 
@@ -72,10 +74,10 @@ class FullAttentionKernel(Protocol):
     """Differentiable attention kernel for whole sequences, for the calls that it supports."""
 
     def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether the kernel supports this call."""
+        """Return whether the kernel supports attention with these operands, mask and scores."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
-        """Attend; see `Kernels.attention`."""
+        """Compute attention, differentiable; see `Kernels.attention`."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ class RotaryAngles:
 
     @cached_property
     def duplicated_halves(self) -> tuple[Tensor, Tensor]:
-        """Cosine, and sine negated for the first half, repeated for both halves of r: [B or 1, S, 1, r] each."""
+        """Cosine, and sine negated for the first half, each repeated for both halves of the r rotated elements: [B or
+        1, S, 1, r] each.
+        """
         return torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
 
 
@@ -97,45 +101,51 @@ GemmOperand = Any
 
 
 class Kernels(Protocol):
-    """Operations that transformer layers consist of."""
+    """Interface of kernel back ends: the operations that transformer layers consist of."""
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Prepare W [N, D] for `linear_forward` and `linear_dgrad`, which also accept W itself; valid until W changes."""
+        """Prepare a weight W [N, D] (for example quantise it) for `linear_forward` and `linear_dgrad`, which also
+        accept W itself; valid until W changes.
+        """
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
-        """Prepare W [G, N, D] for `grouped_linear` and `grouped_dgrad`."""
+        """Prepare a stack of G weights W [G, N, D] (for example quantise it) for `grouped_linear` and `grouped_dgrad`."""
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Prepare dY [.., N] for `linear_dgrad` and `linear_wgrad`."""
+        """Prepare an output gradient dY [.., N] (for example quantise it) for `linear_dgrad` and `linear_wgrad`."""
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + b: [.., D] x [N, D] -> [.., N]; `parallel.parallel_linear` makes it differentiable."""
+        """Return Y = X W^T + b: [.., D] x [N, D] -> [.., N]; not differentiable by itself, see
+        `parallel.parallel_linear`.
+        """
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
-        """Return dX = dY W: [.., N] x [N, D] -> [.., D]; dY prepared."""
+        """Return a linear layer's input gradient dX = dY W: [.., N] x [N, D] -> [.., D]; dY from `prepare_gradient`."""
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D]; dY prepared.
+        """Return a linear layer's weight gradient dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D]; dY from
+        `prepare_gradient`.
 
         With `out`, which may have a wider dtype, the result is written there, or added to it with `add`; returns `out`.
         """
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Multiply each row by its group's matrix (grouped GEMM): [M, D] x [G, N, D] -> [M, N]."""
+        """Multiply each row by its group's (expert's) matrix (grouped GEMM): [M, D] x [G, N, D] -> [M, N]."""
 
     def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Return the input gradient of `grouped_linear`: [M, N] x [G, N, D] -> [M, D]."""
+        """Return the gradient of x in `grouped_linear`: [M rows, N] x [G groups, N, D] -> [M, D]."""
 
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """Return the sum of each group's outer products, zero for a group without rows: [M, N] x [M, D] -> [G, N, D].
+        """Return the gradient of the weight in `grouped_linear`, dY^T X of each group's rows, zero for a group without
+        rows: [M, N] x [M, D] -> [G, N, D].
 
         `out` and `add` as for `linear_wgrad`.
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-        """Return x / rms(x) * weight over the last axis (arXiv:1910.07467), statistics in at least fp32.
+        """Return the RMSNorm x / rms(x) * weight over the last axis (arXiv:1910.07467), statistics in at least fp32.
 
         With `zero_centered` the factor is 1 + weight, and the multiplication is also in at least fp32, as in Gemma.
         """
@@ -143,12 +153,12 @@ class Kernels(Protocol):
     def add_rms_norm(
         self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return the residual stream x, or x + y, and its `rms_norm`; one kernel computes the gradient of both."""
+        """Return the sum x + y (x without y) and its `rms_norm`; one kernel computes the gradients of both."""
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
     ) -> Tensor:
-        """Return (x - mean) / std * weight + bias over the last axis (arXiv:1607.06450).
+        """Return the LayerNorm (x - mean) / std * weight + bias over the last axis (arXiv:1607.06450).
 
         `zero_centered` as for `rms_norm`.
         """
@@ -156,14 +166,15 @@ class Kernels(Protocol):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: ScoreTransform
     ) -> Tensor:
-        """Compute scaled dot-product attention with grouped queries.
+        """Compute scaled dot-product attention with grouped queries (GQA) under `mask`, with scores transformed by
+        `how`.
 
         q [B, S, H, d], k [B, T, K, d] and v [B, T, K, e] with H a multiple of K -> [B, S, H, e]. A `mask` tensor is
         boolean, broadcastable to [B, H, S, T], True where a query attends to a key.
         """
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-        """Attend with one query per row to all keys of that row, in generation.
+        """Compute attention of one query per batch row to all cached keys of that row, in generation.
 
         q [N, H, d], keys [1, K, T_i, d], values [1, K, T_i, e] -> [N, H, e]. Not differentiable, for low host overhead.
         """
@@ -171,7 +182,8 @@ class Kernels(Protocol):
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
     ) -> tuple[Tensor, Tensor]:
-        """Attend to some of the keys, for a caller that merges blocks and applies the sinks.
+        """Compute attention to some of the keys and the log-sum-exp, for a caller that merges the blocks and applies
+        attention sinks.
 
         Shapes as for `attention`. Returns y [B, S, H, e], in at least the precision of q, and the log-sum-exp of the
         scores [B, S, H], in at least fp32. Every query must attend to a key. Not differentiable.
@@ -188,7 +200,7 @@ class Kernels(Protocol):
         mask: AttentionMaskSpec,
         how: ScoreTransform,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the part of (dq, dk, dv) that comes from one block, each shaped as its operand.
+        """Return the part of the gradients (dq, dk, dv) that comes from one block of keys, each shaped as its operand.
 
         y [B, S, H, e] and `lse` [B, S, H] are over all blocks, sinks included: with p = exp(score - lse) and delta the
         sum of y dy over each head, the gradient of a score is p (dy v - delta) (arXiv:2205.14135).
@@ -206,7 +218,8 @@ class Kernels(Protocol):
     def short_convolution(
         self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
     ) -> Tensor:
-        """Return silu(b + sum_j w[j] x[t - k + 1 + j]) of each channel, a causal depthwise convolution.
+        """Return the causal depthwise convolution silu(b + sum_j w[j] x[t - k + 1 + j]) of each channel at each token
+        t, with k taps.
 
         x [B, S, c], weight [c, k], bias [c] -> [B, S, c]. `before` are the k - 1 tokens before x [B, k - 1, c], zeros by
         default. `preceding_tokens` int64 [B, S] is the number of earlier tokens in each token's document; other tokens
@@ -216,20 +229,27 @@ class Kernels(Protocol):
     def selective_scan(
         self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return Mamba-2's recurrence, [B, S, H, P] in at least the precision of x; `states` is a `ScanPass`."""
+        """Return the outputs of Mamba-2's recurrence, [B, S, heads, channels], in at least the precision of x; `states`
+        passes states between chunks (a `ScanPass`).
+        """
 
     def gated_delta_rule(
         self, updates: DeltaRuleInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return the gated delta rule, [B, S, H, V] in at least the precision of v; `states` is a `DeltaRulePass`."""
+        """Return the outputs of the gated delta rule, [B, S, heads, channels], in at least the precision of v; `states`
+        passes states between chunks (a `DeltaRulePass`).
+        """
 
     def apply_rotary(self, x: Tensor, rotation: RotaryAngles) -> Tensor:
-        """Rotate the first r elements of each head of x [B, S, H, d]."""
+        """Rotate the first r elements of each head of x [B, S, H, d] by the rotary angles, which have r/2 values per
+        token.
+        """
 
     def apply_rotary_qkv(
         self, qkv: Tensor, rotation: RotaryAngles, heads: int, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a fused [B, S, H + 2K, d] into rotated queries and keys, and values.
+        """Split a fused projection [B, S, H + 2K, d] of `heads` H and `kv_heads` K into rotated queries, rotated keys,
+        and values.
 
         The fused tensor is not saved for the backward.
         """

@@ -22,7 +22,8 @@ R = TypeVar("R")
 
 
 class LeafCompiler:
-    """Caller of leaf functions: eager or, with `compiled`, by torch.compile.
+    """Caller of leaf functions (small elementwise functions that torch.compile fuses): eager or, with `compiled`, by
+    torch.compile.
 
     A leaf is compiled once, and again for dynamic shapes at the second number of rows. Compiled and eager results differ
     only by rounding.
@@ -45,7 +46,9 @@ class LeafCompiler:
 
 
 def apply_function(function: type[Function], *args: Any) -> Any:
-    """Call `function.apply`; with gradients disabled only its forward, which takes at most half of the host time."""
+    """Call `function.apply` of an autograd function; with gradients disabled call only its forward, which takes at most
+    half of the host time.
+    """
     if torch.is_grad_enabled():
         return function.apply(*args)  # type: ignore[no-untyped-call]
     return function.forward(_NoContext(), *args)
@@ -62,7 +65,8 @@ class _NoContext:
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return whether a run on `device` compiles its leaves; `auto` does on a GPU with a working compiler.
+    """Return whether a run on `device` compiles its leaf functions with torch.compile; `auto` does on a GPU with a
+    working compiler.
 
     Raises:
         ConfigError: when `setting` is true and the compiler does not work.

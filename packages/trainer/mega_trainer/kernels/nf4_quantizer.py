@@ -19,17 +19,19 @@ BLOCK = 64
 
 
 class WeightQuantizer(Protocol):
-    """Interface of weight-only quantisation."""
+    """Interface of weight-only 4-bit quantisation for frozen weights (QLoRA)."""
 
     def pack_weight(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Pack [.., D], D a multiple of `BLOCK`, into uint8 [.., D/2] and scales fp32 [.., D/64]."""
+        """Quantise a weight [.., D] to 4 bits, uint8 [.., D/2], and scales fp32 [.., D/64]; D must be a multiple of
+        `BLOCK`.
+        """
 
     def unpack_weight(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values [.., D] of a packed weight."""
+        """Return the values [.., D] of a weight packed by `pack_weight`, in `dtype`."""
 
 
 class Nf4Quantizer:
-    """`WeightQuantizer` by bitsandbytes.
+    """`WeightQuantizer` for the NF4 format, by bitsandbytes.
 
     Raises:
         ConfigError: when bitsandbytes cannot be imported.
@@ -45,14 +47,14 @@ class Nf4Quantizer:
             ) from error
 
     def pack_weight(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Pack a weight, see `WeightQuantizer.pack_weight`; fp64 is rounded to fp32 first."""
+        """Quantise a weight to NF4, see `WeightQuantizer.pack_weight`; fp64 is rounded to fp32 first."""
         flat = values.float() if values.dtype == torch.float64 else values
         packed, state = self._library.quantize_4bit(flat.contiguous(), blocksize=BLOCK, quant_type="nf4")
         rows = values.shape[:-1]
         return packed.view(*rows, -1), state.absmax.view(*rows, -1)
 
     def unpack_weight(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Unpack a weight, see `WeightQuantizer.unpack_weight`; fp64 has fp32 values."""
+        """Return the values of an NF4 weight, see `WeightQuantizer.unpack_weight`; fp64 results are exact to fp32 only."""
         state = self._library.QuantState(
             absmax=scales.view(-1),
             shape=torch.Size(unpacked_shape(packed.shape)),
@@ -65,5 +67,5 @@ class Nf4Quantizer:
 
 
 def unpacked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the values of a packed tensor of `shape`."""
+    """Return the shape of the values of a 4-bit packed tensor of `shape`: the last axis is twice as long."""
     return *shape[:-1], 2 * shape[-1]

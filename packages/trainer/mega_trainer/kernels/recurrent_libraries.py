@@ -21,7 +21,7 @@ LEAST_CHUNK = 16  # least rows of a GEMM tile
 
 
 class CausalConvKernel:
-    """`Kernels.short_convolution` by causal-conv1d, of two to four taps."""
+    """`Kernels.short_convolution` by the causal-conv1d package, for two to four taps."""
 
     def __init__(self) -> None:
         from causal_conv1d import causal_conv1d_fn
@@ -31,7 +31,7 @@ class CausalConvKernel:
     def __call__(
         self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
     ) -> Tensor:
-        """Convolve; see `Kernels.short_convolution`."""
+        """Compute the short causal convolution; see `Kernels.short_convolution`."""
         taps = 0 if before is None else before.shape[1]
         numbers = None if preceding_tokens is None else _document_numbers(preceding_tokens, taps)
         # `before` is passed as tokens: which document an initial state belongs to depends on the library's version
@@ -50,7 +50,7 @@ def _document_numbers(preceding_tokens: Tensor, before: int = 0) -> Tensor:
 
 
 class MambaScanKernel:
-    """`Kernels.selective_scan` of whole sequences by mamba-ssm."""
+    """`Kernels.selective_scan` of whole sequences by the mamba-ssm package."""
 
     def __init__(self) -> None:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -58,7 +58,7 @@ class MambaScanKernel:
         self.scan = mamba_chunk_scan_combined
 
     def __call__(self, steps: ScanInputs, chunks: SequenceChunks) -> Tensor:
-        """Scan; see `Kernels.selective_scan`."""
+        """Compute Mamba-2's selective scan; see `Kernels.selective_scan`."""
         size = max(LEAST_CHUNK, 1 << (chunks.size.bit_length() - 1))  # a power of two
         numbers = None if chunks.preceding_tokens is None else _document_numbers(chunks.preceding_tokens)
         y: Tensor = self.scan(steps.x, steps.d, steps.decay, steps.b, steps.c, chunk_size=size, seq_idx=numbers)
@@ -66,7 +66,9 @@ class MambaScanKernel:
 
 
 class FlaDeltaRuleKernel:
-    """`Kernels.gated_delta_rule` of whole sequences by flash-linear-attention, which needs documents in one row."""
+    """`Kernels.gated_delta_rule` of whole sequences by flash-linear-attention; several documents must be in one batch
+    row.
+    """
 
     def __init__(self) -> None:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -74,7 +76,7 @@ class FlaDeltaRuleKernel:
         self.rule = chunk_gated_delta_rule
 
     def __call__(self, updates: DeltaRuleInputs, chunks: SequenceChunks) -> Tensor:
-        """Apply the delta rule; see `Kernels.gated_delta_rule`."""
+        """Compute the gated delta rule; see `Kernels.gated_delta_rule`."""
         parts = [updates.q, updates.k, updates.v, updates.g, updates.beta]
         device, host = chunks.cu_seqlens or (None, None)
         if device is not None:
@@ -87,7 +89,9 @@ class FlaDeltaRuleKernel:
 
 @dataclass(frozen=True)
 class RecurrentLibraries:
-    """Library kernels that replace the torch implementations of parts of recurrent mixers."""
+    """Kernels of optional packages that replace the torch implementations of a recurrent mixer's convolution, scan and
+    delta rule.
+    """
 
     conv: CausalConvKernel | None = None
     scan: MambaScanKernel | None = None

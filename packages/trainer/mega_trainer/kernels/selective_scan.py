@@ -30,7 +30,7 @@ ScanPass = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """Inputs of the scan for each token.
+    """Inputs of Mamba-2's selective scan for each token: x, step size, decay, B and C.
 
     Attributes:
         x: [B, S, H, P].
@@ -47,7 +47,9 @@ class ScanInputs:
 
 
 def selective_scan(steps: ScanInputs, chunks: SequenceChunks, pass_states: ScanPass) -> Tensor:
-    """Return y [B, S, H, P], computed and returned in the dtype of d; no state leaves its document."""
+    """Return the outputs [B, S, H heads, P channels] of Mamba-2's recurrence, computed chunk by chunk in the dtype of
+    d; no state crosses documents.
+    """
     dtype, groups = steps.d.dtype, steps.b.shape[2]
     x, d, b, c = (chunks.split_chunks(part.to(dtype)) for part in (steps.x, steps.d, steps.b, steps.c))
     b, c = b.movedim(3, 2), c.movedim(3, 2)  # [B, n, G, Q, N]

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class SequenceChunks:
-    """Chunks of a rank's tokens; no chunk crosses two spans of the sequence, and the last chunk of each span is padded.
+    """Division of a rank's tokens into chunks of `size` for recurrences; no chunk crosses two spans of the sequence,
+    and the last chunk of each span is padded.
 
     Attributes:
         spans: number of contiguous spans of the sequence that the rank holds, all of the same length.
@@ -33,20 +34,21 @@ class SequenceChunks:
     cu_seqlens: tuple[Tensor, Tensor] | None = None
 
     def split_chunks(self, x: Tensor) -> Tensor:
-        """Split [B, S, ..] into [B, n, Q, ..], with zeros after the end of each span."""
+        """Split x [batch, tokens, ..] into chunks [batch, n, size, ..], with zeros after the end of each span."""
         parts = x.reshape(x.shape[0], self.spans, -1, *x.shape[2:])
         padding = -parts.shape[2] % self.size
         parts = F.pad(parts, (0, 0) * (parts.dim() - 3) + (0, padding)) if padding else parts
         return parts.reshape(x.shape[0], -1, self.size, *x.shape[2:])
 
     def join_chunks(self, x: Tensor, tokens: int) -> Tensor:
-        """Join [B, n, Q, ..] into [B, S = tokens, ..], the inverse of `split_chunks`."""
+        """Join chunks [batch, n, size, ..] into [batch, tokens, ..], the inverse of `split_chunks`."""
         parts = x.reshape(x.shape[0], self.spans, -1, *x.shape[3:])
         return parts[:, :, : tokens // self.spans].flatten(1, 2)
 
     @cached_property
     def chunk_document_starts(self) -> Tensor | None:
-        """Start of each token's document relative to its chunk, negative if before it: int64 [B, n, Q]; None: all before.
+        """Start of each token's document relative to its chunk, negative if before the chunk: int64 [batch, n, size];
+        None if every document began earlier.
 
         Padding belongs to the last document of its span, so that the state passes through it.
         """
@@ -60,16 +62,16 @@ class SequenceChunks:
 
     @cached_property
     def same_document(self) -> Tensor | None:
-        """Mask of token pairs of a chunk in one document: bool [B, n, Q, Q]; None: all are."""
+        """Mask of the token pairs of each chunk that are in one document: bool [batch, n, size, size]; None if all are."""
         starts = self.chunk_document_starts
         return None if starts is None else starts[..., :, None] == starts[..., None, :]
 
     @cached_property
     def started_before(self) -> Tensor | None:
-        """Mask of tokens whose document began before their chunk: bool [B, n, Q]; None: all did."""
+        """Mask of tokens whose document began before their chunk: bool [batch, n, size]; None if all did."""
         return None if self.chunk_document_starts is None else self.chunk_document_starts < 0
 
 
 def mask_or_keep(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return x [.., H] where `mask` [..] is true, else zero; x itself without a mask."""
+    """Return x [.., H] where `mask` [..] is true and zero elsewhere; x itself if `mask` is None."""
     return x if mask is None else x * mask.unsqueeze(-1)

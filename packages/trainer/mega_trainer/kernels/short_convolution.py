@@ -24,7 +24,7 @@ from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_function
 def convolution_leaf(
     x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
 ) -> Tensor:
-    """Return the convolution; see `short_convolution`."""
+    """Return the causal convolution of x, without autograd; see `Kernels.short_convolution`."""
     taps, seen = _padded_taps(x, before, weight.shape[1], preceding_tokens)
     return F.silu(_convolve(taps, weight, bias, seen)).to(x.dtype)
 
@@ -32,7 +32,9 @@ def convolution_leaf(
 def convolution_backward_leaf(
     dy: Tensor, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, of the k - 1 tokens before it, of the weight and of the bias; z is recomputed."""
+    """Return the convolution's gradients of x, of the k - 1 tokens before it, of the weight and of the bias; the pre-
+    activation is recomputed.
+    """
     taps, seen = _padded_taps(x, before, weight.shape[1], preceding_tokens)
     dz = torch.ops.aten.silu_backward(upcast_to_fp32(dy), _convolve(taps, weight, bias, seen))
     dpadded, factors = torch.zeros_like(taps), upcast_to_fp32(weight)
@@ -99,6 +101,6 @@ def short_convolution(
     preceding_tokens: Tensor | None,
     leaves: LeafCompiler,
 ) -> Tensor:
-    """Convolve; see `Kernels.short_convolution`."""
+    """Compute the causal depthwise convolution with silu, differentiable; see `Kernels.short_convolution`."""
     y: Tensor = apply_function(_ShortConvolution, x, before, weight, bias, preceding_tokens, leaves)
     return y

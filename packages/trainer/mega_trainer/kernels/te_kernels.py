@@ -22,7 +22,7 @@ from mega_trainer.kernels.torch_kernels import TorchKernels
 
 
 class TeLinearKernels(TorchKernels):
-    """`Kernels` whose linear layers use Transformer Engine's GEMMs.
+    """`Kernels` whose linear layers use Transformer Engine's GEMMs, in fp8 if a recipe is set.
 
     In fp8, M, D and N must be multiples of 16 (MXFP8: 32).
 
@@ -53,15 +53,15 @@ class TeLinearKernels(TorchKernels):
         self.precise = recipe == "blockwise"  # block scales are applied during the accumulation
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Quantise the weight; see `Kernels.prepare_weight`."""
+        """Quantise a linear layer's weight for Transformer Engine; see `Kernels.prepare_weight`."""
         return _prepare(self.weight, weight)
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Quantise the gradient; see `Kernels.prepare_gradient`."""
+        """Quantise an output gradient dY for Transformer Engine; see `Kernels.prepare_gradient`."""
         return _prepare(self.dy, dy)
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Multiply; see `Kernels.linear_forward`."""
+        """Return Y = X W^T + b by Transformer Engine's GEMM; see `Kernels.linear_forward`."""
         a, b = _operand(self.weight, weight, rowwise=True), _operand(self.x, x, rowwise=True)
         y, *_ = self.library.general_gemm(
             a, b, out_dtype=x.dtype, layout="TN", bias=bias, use_split_accumulator=self.precise
@@ -69,13 +69,13 @@ class TeLinearKernels(TorchKernels):
         return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
-        """Return the input gradient; see `Kernels.linear_dgrad`."""
+        """Return the input gradient dX = dY W by Transformer Engine's GEMM; see `Kernels.linear_dgrad`."""
         a, b = _operand(self.weight, weight, rowwise=False), dy.matrix
         dx, *_ = self.library.general_gemm(a, b, out_dtype=dy.dtype, layout="NN", grad=True, use_split_accumulator=True)
         return dx.view(*dy.shape[:-1], -1)  # type: ignore[no-any-return]
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient; see `Kernels.linear_wgrad`."""
+        """Return the weight gradient dW = dY^T X by Transformer Engine's GEMM; see `Kernels.linear_wgrad`."""
         a, b = _operand(self.x, x, rowwise=False), dy.matrix
         dw: Tensor
         dw, *_ = self.library.general_gemm(
@@ -86,7 +86,9 @@ class TeLinearKernels(TorchKernels):
 
 
 class PreparedOperand(NamedTuple):
-    """GEMM operand of `shape` [.., K] and `dtype` for two GEMMs: `matrix` [M, K], in fp8 with both usages."""
+    """Operand of Transformer Engine's GEMMs, quantised once for two of them: `matrix` [M, K] in fp8, rowwise and
+    columnwise, with the original `shape` [.., K] and `dtype`.
+    """
 
     matrix: Any
     shape: torch.Size
@@ -125,7 +127,7 @@ def _matrix(quantizer: Any, x: Tensor, **usage: bool) -> Any:
 
 
 class TeAttention:
-    """`FullAttentionKernel` by Transformer Engine's module, one cached per shape."""
+    """`FullAttentionKernel` by Transformer Engine's DotProductAttention, one module cached per shape."""
 
     def __init__(self) -> None:
         import transformer_engine.pytorch as te
@@ -134,12 +136,14 @@ class TeAttention:
         self.modules: dict[tuple[object, ...], Any] = {}
 
     def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether the module supports the call; see `FullAttentionKernel.supports_call`."""
+        """Return whether Transformer Engine supports attention with these operands; see
+        `FullAttentionKernel.supports_call`.
+        """
         band = mask.band if isinstance(mask, PackedMask) else mask
         return fits_gpu_kernels(q, v) and band.right == 0 and q.shape[1] == k.shape[1] and not how.has_unfused_terms
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
-        """Attend; see `FullAttentionKernel.__call__`."""
+        """Compute attention by Transformer Engine; see `Kernels.attention`."""
         band = mask.band if isinstance(mask, PackedMask) else mask
         documents = isinstance(mask, PackedMask)
         key = (q.shape[2:], k.shape[2:], v.shape[2:], band, how.scale, documents)

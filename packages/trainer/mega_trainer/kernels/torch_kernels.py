@@ -31,7 +31,7 @@ FEW_QUERIES = 16  # most queries whose mask is small compared to their keys
 
 
 class TorchKernels:
-    """`Kernels` by torch's own operations.
+    """`Kernels` back end that uses torch's own operations.
 
     Args:
         leaves: calls the leaf functions: operations other than GEMMs and attention.
@@ -52,58 +52,58 @@ class TorchKernels:
         self.whole = whole or (SdpaAttention() if flash is None else None)
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Return the weight as it is; see `Kernels.prepare_weight`."""
+        """Return the weight unchanged; see `Kernels.prepare_weight`."""
         return weight
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
-        """Return the weight as it is; see `Kernels.prepare_grouped_weight`."""
+        """Return the stack of weights unchanged; see `Kernels.prepare_grouped_weight`."""
         return weight
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Return the gradient as it is; see `Kernels.prepare_gradient`."""
+        """Return the output gradient dY unchanged; see `Kernels.prepare_gradient`."""
         return dy
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Multiply; see `Kernels.linear_forward`."""
+        """Return Y = X W^T + b; see `Kernels.linear_forward`."""
         return F.linear(x, weight, bias)
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
-        """Return the input gradient; see `Kernels.linear_dgrad`."""
+        """Return the input gradient dX = dY W; see `Kernels.linear_dgrad`."""
         dx: Tensor = dy.matmul(weight)
         return dx
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient; see `Kernels.linear_wgrad`."""
+        """Return the weight gradient dW = dY^T X; see `Kernels.linear_wgrad`."""
         return gemm_accumulation.gemm_into(dy.flatten(0, -2).t(), x.flatten(0, -2), out, add=add)
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Multiply by groups; see `Kernels.grouped_linear`."""
+        """Multiply each row by its group's matrix; see `Kernels.grouped_linear`."""
         return grouped_gemm.grouped_gemm(x, weight.mT, rows)
 
     def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Return the input gradient; see `Kernels.grouped_dgrad`."""
+        """Return the input gradient of `grouped_linear`; see `Kernels.grouped_dgrad`."""
         return grouped_gemm.grouped_gemm(dy, weight, rows)
 
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """Return the weight gradient; see `Kernels.grouped_wgrad`."""
+        """Return the weight gradient of `grouped_linear`; see `Kernels.grouped_wgrad`."""
         return grouped_gemm.grouped_outer_gemm(dy, x, rows, out, add=add)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-        """Normalise; see `Kernels.rms_norm`."""
+        """Return the RMSNorm of x; see `Kernels.rms_norm`."""
         return self.add_rms_norm(x, None, weight, eps, zero_centered=zero_centered)[1]
 
     def add_rms_norm(
         self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Add and normalise; see `Kernels.add_rms_norm`."""
+        """Return x + y and its RMSNorm; see `Kernels.add_rms_norm`."""
         return fused_elementwise.add_rms_norm(x, y, weight, eps, zero_centered, self.leaves)
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
     ) -> Tensor:
-        """Normalise; see `Kernels.layer_norm`."""
+        """Return the LayerNorm of x; see `Kernels.layer_norm`."""
         if zero_centered:
             offset = None if bias is None else upcast_to_fp32(bias)
             return F.layer_norm(upcast_to_fp32(x), (x.shape[-1],), 1 + upcast_to_fp32(weight), offset, eps).to(x.dtype)
@@ -112,7 +112,9 @@ class TorchKernels:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: ScoreTransform
     ) -> Tensor:
-        """Attend; see `Kernels.attention`."""
+        """Compute scaled dot-product attention by the whole-sequence kernel if it supports the call, else block by
+        block; see `Kernels.attention`.
+        """
         if isinstance(mask, Tensor):
             return reference_attention(q, k, v, mask, how) if how.has_unfused_terms else _sdpa(q, k, v, mask, how.scale)
         if self.whole is not None and self.whole.supports_call(q, k, v, mask, how):
@@ -120,7 +122,7 @@ class TorchKernels:
         return blockwise_attention.blockwise_attention(self.flash, q, k, v, mask, how)
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-        """Attend with one query per row; see `Kernels.decode_attention`.
+        """Compute attention of one query per batch row, in generation; see `Kernels.decode_attention`.
 
         Heads that share a key become queries of that key, so that it is read once.
         """
@@ -133,7 +135,7 @@ class TorchKernels:
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
     ) -> tuple[Tensor, Tensor]:
-        """Attend to one block; see `Kernels.attend_block`."""
+        """Compute attention to one block of keys; see `Kernels.attend_block`."""
         return blockwise_attention.attend_block(self.flash, q, k, v, mask, how)
 
     def attend_block_backward(
@@ -147,19 +149,19 @@ class TorchKernels:
         mask: AttentionMaskSpec,
         how: ScoreTransform,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of one block; see `Kernels.attend_block_backward`."""
+        """Return the gradients of q, k and v from one block of keys; see `Kernels.attend_block_backward`."""
         return blockwise_attention.attend_block_backward(self.flash, dy, q, k, v, y, lse, mask, how)
 
     def gated_activation(
         self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
     ) -> Tensor:
-        """Apply a gated activation; see `Kernels.gated_activation`."""
+        """Return act(gate) * up; see `Kernels.gated_activation`."""
         return fused_elementwise.gated_activation(gate_up, weights, activation, limit, self.leaves)
 
     def short_convolution(
         self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
     ) -> Tensor:
-        """Convolve; see `Kernels.short_convolution`."""
+        """Compute the short causal convolution; see `Kernels.short_convolution`."""
         if self.recurrent.conv is not None:
             return self.recurrent.conv(x, before, weight, bias, preceding_tokens)
         return short_convolution.short_convolution(x, before, weight, bias, preceding_tokens, self.leaves)
@@ -167,7 +169,7 @@ class TorchKernels:
     def selective_scan(
         self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Scan; see `Kernels.selective_scan`."""
+        """Compute Mamba-2's selective scan; see `Kernels.selective_scan`."""
         if chunks.whole and self.recurrent.scan is not None:
             return self.recurrent.scan(steps, chunks)
         return selective_scan(steps, chunks, states)
@@ -175,36 +177,36 @@ class TorchKernels:
     def gated_delta_rule(
         self, updates: DeltaRuleInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Apply the delta rule; see `Kernels.gated_delta_rule`."""
+        """Compute the gated delta rule; see `Kernels.gated_delta_rule`."""
         if chunks.whole and self.recurrent.delta is not None:
             return self.recurrent.delta(updates, chunks)
         return gated_delta_rule(updates, chunks, states)
 
     def apply_rotary(self, x: Tensor, rotation: RotaryAngles) -> Tensor:
-        """Rotate heads; see `Kernels.apply_rotary`."""
+        """Rotate the heads of x by rotary angles; see `Kernels.apply_rotary`."""
         return fused_elementwise.apply_rotary(x, rotation, [x.shape[-2]], 1, self.leaves)[0]
 
     def apply_rotary_qkv(
         self, qkv: Tensor, rotation: RotaryAngles, heads: int, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split and rotate; see `Kernels.apply_rotary_qkv`."""
+        """Split fused queries, keys and values, and rotate queries and keys; see `Kernels.apply_rotary_qkv`."""
         q, k, v = fused_elementwise.apply_rotary(qkv, rotation, [heads, kv_heads, kv_heads], 2, self.leaves)
         return q, k, v
 
 
 class SdpaAttention:
-    """Torch's scaled dot-product attention of whole sequences, causal or full, by the kernel that torch chooses.
+    """`FullAttentionKernel` by torch's scaled_dot_product_attention, causal or full; torch chooses the kernel.
 
     Also of a few queries to cached keys, for generation on a CPU.
     """
 
     def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether torch supports the call; see `FullAttentionKernel.supports_call`."""
+        """Return whether scaled_dot_product_attention supports this call; see `FullAttentionKernel.supports_call`."""
         few = q.shape[1] <= FEW_QUERIES and not torch.is_grad_enabled() and q.device.type == "cpu"
         return not how.has_unfused_terms and (_is_full_or_causal(q, k, mask) or (few and isinstance(mask, BandMask)))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
-        """Attend; see `FullAttentionKernel.__call__`."""
+        """Compute attention by scaled_dot_product_attention; see `Kernels.attention`."""
         if _is_full_or_causal(q, k, mask):
             return _sdpa(q, k, v, None, how.scale, causal=mask == CAUSAL)
         assert isinstance(mask, BandMask)
@@ -250,7 +252,8 @@ def reference_attention(
     how: ScoreTransform,
     drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
 ) -> Tensor:
-    """Compute `Kernels.attention` unfused, for cases that fused kernels do not support.
+    """Compute attention as `Kernels.attention` does, unfused, for cases that fused kernels do not support, such as
+    dropout by `drop`.
 
     `drop` is applied to the probabilities [B, H, S, T].
     """

@@ -39,7 +39,7 @@ GRACE_SECONDS = 5.0  # after the first failure, for the other ranks to report th
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
-    """Return this process's rank from torchrun's variables; None outside of a launched job.
+    """Return this process's rank from torchrun's environment variables; None outside of a launched job.
 
     Raises:
         ConfigError: when only some of the variables are set.
@@ -54,7 +54,8 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def warn_unsafe_restarts(environment: Mapping[str, str]) -> None:
-    """Warn when restarted ranks of several machines may not find each other.
+    """Log a warning when torchrun's settings in `environment` may keep restarted ranks of several machines from finding
+    each other.
 
     With a store that torchrun shares with its ranks, attempts are separated by torchrun's restart count
     (`select_attempt_store`), which may differ between machines.
@@ -71,20 +72,26 @@ def warn_unsafe_restarts(environment: Mapping[str, str]) -> None:
 
 
 def select_attempt_store(store: Store, environment: Mapping[str, str]) -> Store:
-    """Return the part of `store` for this attempt: a store that torchrun shares still has the keys of earlier ones."""
+    """Return the part of the job's key-value `store` for this restart attempt: a store that torchrun shares still has
+    the keys of earlier attempts.
+    """
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store
     return PrefixStore(f"attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def write_exit_status_note(environment: Mapping[str, str], status: int) -> None:
-    """Write the exit status to use if a signal ends torchrun, for `launch.elastic` to read."""
+    """Write the exit status that the launcher returns if a signal ends torchrun, into the file from which
+    `launch.elastic` reads it.
+    """
     if (note := environment.get(STATUS_NOTE)) and environment.get("LOCAL_RANK") == "0":
         Path(note).write_text(str(status))
 
 
 def terminate_torchrun(environment: Mapping[str, str], status: int) -> None:
-    """Terminate torchrun with a status, if it would otherwise restart a rank that was stopped or has a permanent error."""
+    """Terminate torchrun with exit status `status`, if it would otherwise restart a rank that was stopped or has a
+    permanent error.
+    """
     write_exit_status_note(environment, status)
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environment.get("LOCAL_RANK") == "0":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun passes it on, and this rank still reports its error
@@ -93,7 +100,8 @@ def terminate_torchrun(environment: Mapping[str, str], status: int) -> None:
 
 @contextlib.contextmanager
 def name_missing_ranks(ranks: RankInfo) -> Iterator[None]:
-    """Convert torch's errors about ranks, or a job's store, that do not answer into one error.
+    """Convert torch's errors in the `with` block about ranks, or a job's store, that do not answer into one
+    `TrainingError`.
 
     Communicators are made by their first message: a rank that does not come is noticed there.
 
@@ -114,8 +122,8 @@ def name_missing_ranks(ranks: RankInfo) -> Iterator[None]:
 
 @contextlib.contextmanager
 def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> Iterator[Store | None]:
-    """Join the job's process group while the block runs, and yield the job's store; a single rank needs neither and
-    gets None.
+    """Join the job's torch process group while the `with` block runs, and yield the job's key-value store; a single
+    rank needs neither and gets None.
 
     Args:
         ranks: of this process.
@@ -147,13 +155,16 @@ def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> 
 
 
 def default_rank_count(layout_ranks: int, device: str) -> int:
-    """Return the default number of local ranks: one per GPU, or on CPU the number of the layout."""
+    """Return the default number of ranks on this machine: one per GPU, or on CPU `layout_ranks`, the number that the
+    parallel layout needs.
+    """
     on_gpu = device != "cpu" and torch.cuda.is_available()
     return torch.cuda.device_count() if on_gpu else layout_ranks
 
 
 def run_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
-    """Run `command` on `count` ranks of this machine and wait for them; signals to end are passed on to them.
+    """Run `command` on `count` ranks of this machine and wait for them, passing on signals to end; return 0, or
+    `INTERRUPTED_STATUS` if they saved and stopped early.
 
     Returns:
         0, or `INTERRUPTED_STATUS` when they have saved before their end.

@@ -31,7 +31,8 @@ CHEAP: tuple[RecomputedModule, ...] = (
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """Policy of activation checkpointing: none, the `modules` of each layer (selective), or whole layers (full).
+    """Policy of activation checkpointing: recompute nothing, the `modules` of each layer (selective), or whole layers
+    (full).
 
     `layers` limits `full` to the first layers of each stage.
     """
@@ -41,16 +42,18 @@ class RecomputePolicy:
     modules: tuple[RecomputedModule, ...] = CHEAP
 
     def recomputes_module(self, module: RecomputedModule) -> bool:
-        """Return whether a module of each layer is recomputed by itself."""
+        """Return whether the policy is selective and recomputes this kind of module in each layer."""
         return self.kind == "selective" and module in self.modules
 
     def recomputes_layer(self, layer: int) -> bool:
-        """Return whether that layer of a stage is recomputed as a whole."""
+        """Return whether the policy recomputes a whole layer, given by its number in the pipeline stage."""
         return self.kind == "full" and (self.layers is None or layer < self.layers)
 
 
 class SavedActivations:
-    """Saved activations of a stage's layers, under `recompute` and `offload`."""
+    """Handling of the activations that a pipeline stage's layers save for the backward: kept, recomputed (`recompute`)
+    or moved to host memory (`offload`).
+    """
 
     def __init__(self, recompute: RecomputePolicy | None = None, offload: ActivationOffload | None = None) -> None:
         self.recompute, self.offload = recompute or RecomputePolicy(), offload
@@ -58,7 +61,7 @@ class SavedActivations:
         self._last: OffloadedLayer | None = None
 
     def run_layer(self, index: int, run: Callable[..., Result], *inputs: Any) -> Result:
-        """Run the stage's layer `index` under the policy and return its outputs."""
+        """Run layer `index` of the pipeline stage with activation checkpointing and offload, and return its outputs."""
         if index == 0:
             self._last = None  # a new forward begins
         if not torch.is_grad_enabled():
@@ -84,12 +87,16 @@ class SavedActivations:
                 self._open = None
 
     def checkpoint_module(self, module: RecomputedModule, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Run a function; if its module is recomputed, only the inputs are kept."""
+        """Return `function(*inputs)`; if the policy recomputes `module`, keep only the inputs for the backward, which
+        calls the function again.
+        """
         recompute = torch.is_grad_enabled() and self.recompute.recomputes_module(module)
         return checkpoint_function(function, *inputs) if recompute else function(*inputs)
 
     def recompute_output(self, module: RecomputedModule, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Run a function of tensors that are saved anyway; if its module is recomputed, its output is not saved."""
+        """Return `function(*inputs)`, whose inputs stay in memory anyway; if the policy recomputes `module`, operations
+        that use the output do not keep it for the backward.
+        """
         y = function(*inputs)
         self.drop_output(module, y, function, *inputs)
         return y
@@ -97,13 +104,15 @@ class SavedActivations:
     def drop_output(
         self, module: RecomputedModule, y: Tensor, function: Callable[..., Tensor], *inputs: Tensor
     ) -> None:
-        """Drop an existing output y that equals `function(*inputs)`, if its module is recomputed."""
+        """Do not keep y, which equals `function(*inputs)`, for the backward if the policy recomputes `module`."""
         if self._open is not None and self.recompute.recomputes_module(module):
             self._open.drop_output(y, function, *inputs)
 
 
 def checkpoint_function(function: Callable[..., Result], *inputs: Any) -> Result:
-    """Run a function and save only its inputs; the backward runs it again."""
+    """Return `function(*inputs)` and keep only its inputs for the backward, which calls the function again (activation
+    checkpointing).
+    """
     y: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return y
 

@@ -19,7 +19,8 @@ from mega_ckpt.host_staging import allocate_host_memory
 
 
 class ActivationOffload:
-    """Host memory for the activations of the first `layers` layers of a stage, reused after each backward.
+    """Pool of host memory for the activations of the first `layers` layers of a pipeline stage, reused after each
+    backward.
 
     Args:
         layers: number of offloaded layers of a stage.
@@ -32,20 +33,22 @@ class ActivationOffload:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin_layer(self, index: int, before: OffloadedLayer | None) -> OffloadedLayer:
-        """Return the offload state of one forward of the stage's layer `index`, given that of the layer before."""
+        """Return the offload state for one forward of layer `index` of the stage; `before` is the state of the layer
+        before.
+        """
         return OffloadedLayer(self, before, keep=index >= self.layers)
 
     def acquire_buffer(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return host memory to copy to, uint8 [nbytes]."""
+        """Return host memory for a copy of an activation, uint8 [nbytes], pinned for a GPU."""
         free = self._free[nbytes]
         return free.pop() if free else allocate_host_memory(nbytes, pinned=device.type == "cuda")
 
     def release_buffer(self, memory: Tensor) -> None:
-        """Return host memory to the pool; all its copies run on one stream, so reuse is safe."""
+        """Return host memory to the pool for reuse; safe because all copies run in order on one stream."""
         self._free[memory.numel()].append(memory)
 
     def sync_copy_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return the copy stream, made to wait for the work enqueued on the device so far."""
+        """Return the CUDA stream for copies, which waits for the work enqueued on the device so far; None on a CPU."""
         if device.type != "cuda":
             return None
         if device not in self._streams:
@@ -55,14 +58,18 @@ class ActivationOffload:
 
 
 class OffloadedLayer:
-    """Offloaded tensors of one layer's forward; with `keep` none, but the layer before may have some."""
+    """Tensors that one forward of a layer offloads to host memory; with `keep` it offloads none, but its backward
+    prefetches the tensors of the layer before.
+    """
 
     def __init__(self, offload: ActivationOffload, before: OffloadedLayer | None, *, keep: bool) -> None:
         self._offload, self._before, self._keep = offload, before, keep
         self._copies: weakref.WeakValueDictionary[int, _HostCopy] = weakref.WeakValueDictionary()
 
     def pack_saved_tensor(self, tensor: Tensor) -> Any:
-        """Return the object that autograd keeps in place of a saved tensor."""
+        """Copy a saved tensor to host memory and return the object that autograd keeps in its place; weights and small
+        tensors stay on the device.
+        """
         storage = tensor.untyped_storage()
         weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
         if self._keep or weight or storage.nbytes() < self._offload.min_bytes:
@@ -73,7 +80,9 @@ class OffloadedLayer:
         return _View(copy, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack_saved_tensor(self, packed: _Kept | _View) -> Tensor:
-        """Return the saved tensor, and start to prefetch the layer before, whose backward is next."""
+        """Return the saved tensor on the device, and start to prefetch the offloaded tensors of the layer before, whose
+        backward is next.
+        """
         if self._before is not None:
             self._before.prefetch_copies()
         if isinstance(packed, _Kept):
@@ -82,7 +91,7 @@ class OffloadedLayer:
         return tensor.set_(packed.copy.wait_for_storage(), packed.offset, packed.shape, packed.stride)
 
     def prefetch_copies(self) -> None:
-        """Start to copy all offloaded tensors that are still in use back to the device."""
+        """Start to copy all offloaded tensors of this layer that are still in use back to the device."""
         for copy in list(self._copies.values()):
             copy.start_copy_back()
 

@@ -49,7 +49,9 @@ class AttentionCore(nn.Module):
         self.context_parallel = make_context_parallel(build.cp_kind, build.groups.cp, build.kernels)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Attend: q [B, S, H, d], k [B, T, K, d], v [B, T, K, e] -> [B, S, H, e]."""
+        """Compute attention of q [batch, S, H, d] to k [batch, T, K, d] and v [batch, T, K, e]: [batch, S, H, e], with
+        H query heads and K key/value heads.
+        """
         if context.cache is not None:
             return self.attend_with_cache(q, k, v, context.cache, context.relative)
         length, how, whole = q.shape[1] * self.cp_size, self.score_transform, partial(self._attend_whole, context)
@@ -63,13 +65,15 @@ class AttentionCore(nn.Module):
 
     @property
     def score_transform(self) -> ScoreTransform:
-        """Transform of the attention scores before the softmax."""
+        """Transform of the attention scores before the softmax: scale, soft cap and sinks of this layer."""
         return ScoreTransform(self.scale, self.softcap, self.sinks)
 
     def attend_with_cache(
         self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: RelativePositionBias | None = None
     ) -> Tensor:
-        """Attend to this call's keys and those in the cache; see `KVCache.update_and_attend`."""
+        """Append this call's keys and values to the KV cache and attend to all cached ones; see
+        `KVCache.update_and_attend`.
+        """
         return cache.update_and_attend(
             self.layer, q, k, v, self.window, CachedAttention(self.kernels, self.score_transform, relative)
         )
@@ -99,7 +103,7 @@ class AttentionCore(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Fused query-key-value projection, rotation, attention and output projection.
+    """Self-attention layer: fused query-key-value projection, rotation, attention and output projection.
 
     With `attention_gate` the attention output is multiplied by the sigmoid of another projection, as in Qwen3-Next
     (arXiv:2505.06708).
@@ -130,7 +134,7 @@ class SelfAttention(nn.Module):
         self.k_norm = build.build_qk_norm(f"{name}.k_norm", config.key_value_heads) if config.qk_norm else None
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map [B, S or S/T, D] to the same shape."""
+        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
         gate, qkv = None, self.qkv(x, context.dropout)
         if self.gated:
             gate, qkv = torch.tensor_split(qkv, [self.heads * self.size], -1)

@@ -20,12 +20,15 @@ from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
 
 class RewardModel(Decoder):
-    """Decoder that passes scores to the objective instead of log-probabilities; the token losses are minus the scores."""
+    """Decoder with a scalar head: its scores replace the log-probabilities in an objective, and its token losses are
+    minus the scores.
+    """
 
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the objective from the residual stream [B, S or S/T, D]; see `Decoder.compute_objective`.
+        """Return the objective from the final hidden states [B, S or S/T, D], with reward scores for log-probabilities;
+        see `Decoder.compute_objective`.
 
         It is zero without a `weight_fn`.
         """
@@ -37,13 +40,14 @@ class RewardModel(Decoder):
         return total, torch.stack([total.detach(), total.new_zeros(())]), -scores
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Return scores [B, S, 1] of the residual stream."""
+        """Return the reward score of each token, [B, S, 1], from the final hidden states."""
         own = upcast_to_fp32(nn.functional.linear(self.head.norm(x), self.output_weight))
         return all_gather(own, self.groups.tp, 1) if self.sp else own
 
 
 class DistillationTeacher(Decoder):
-    """Decoder that returns the top-k of each token instead of its loss: [B, S, 2 K], log-probabilities, then ids.
+    """Teacher model that returns, in place of each token's loss, its K most likely next tokens: [B, S, 2 K], log-
+    probabilities and then ids.
 
     fp32 represents ids exactly up to 2^24.
 
@@ -56,7 +60,9 @@ class DistillationTeacher(Decoder):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a zero objective and the top-k of each token; see `Decoder.compute_objective`."""
+        """Return a zero objective and the K most likely next tokens of each token, from the final hidden states [B, S
+        or S/T, D]; see `Decoder.compute_objective`.
+        """
         hidden = self.head.prepare_hidden(self.head.norm(x)).flatten(0, 1)
         output = self.get_output_projection(tied_weight)
         ids, log_probs = topk_log_probs(

@@ -25,7 +25,8 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
 
 @dataclass(frozen=True)
 class EncoderContext:
-    """Encoder side of one forward pass.
+    """Encoder side of one forward pass: the data that a decoder layer's cross attention needs about the encoder's
+    outputs.
 
     Attributes:
         context: forward context of the encoder's layers.
@@ -43,14 +44,17 @@ class EncoderContext:
 
 
 def with_encoder_memory(context: ForwardContext, memory: Tensor) -> ForwardContext:
-    """Return the context of a layer whose cross attention attends to an encoder's outputs [B, E or E/T, D]."""
+    """Return a copy of the forward context in which cross attention attends to `memory`, an encoder's outputs [batch,
+    encoder tokens, D].
+    """
     assert context.source is not None
     return replace(context, source=replace(context.source, memory=memory))
 
 
 @dataclass(frozen=True)
 class CrossAttentionChunks:
-    """Chunked cross attention: queries are cut into chunks, and each attends to an equal part of the keys.
+    """Chunked cross attention, as in Retro: queries are cut into chunks, and each chunk attends to its own equal part
+    of the keys.
 
     Attributes:
         count: number of chunks of all rows together.
@@ -68,7 +72,8 @@ class CrossAttentionChunks:
     def attend_chunks(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Attend chunk by chunk: q [.., S, H, d], k and v [.., T, K, d] -> shape of q, 0 for queries without keys.
+        """Call `attend` on all chunks at once: q [.., S, H, d], k and v [.., T, K, d], cut into `count` chunks in
+        order; return the shape of q, 0 for queries without keys.
 
         The rows and tokens of k and v are `count` chunks in order.
         """
@@ -79,7 +84,7 @@ class CrossAttentionChunks:
 
 
 class CrossAttention(nn.Module):
-    """Cross attention with heads split over the tensor ranks.
+    """Cross attention to an encoder's outputs, with heads split over the tensor ranks.
 
     In every context-parallel mode the ranks all-gather the keys and values of E: every token attends to all of E, so no
     block can be skipped, and all ranks have equal work.
@@ -101,7 +106,9 @@ class CrossAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map [B, S or S/T, D] to the same shape; the encoder's outputs are in `context.source` or in the cache."""
+        """Map decoder hidden states [B, S or S/T, D] to the same shape; `context.source` has the encoder's outputs, or
+        in generation the KV cache has their keys and values.
+        """
         q = torch.unflatten(self.q(x), -1, (-1, self.size))
         if context.cache is not None:
             y = context.cache.cross_attend(self.layer, q, partial(self.kernels.attention, how=self.how))
@@ -116,7 +123,9 @@ class CrossAttention(nn.Module):
         return out
 
     def project_keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Project encoder outputs [B, E/C or E/(C T), D] to keys and values [B, E, K, d], context ranks in order."""
+        """Project this rank's encoder outputs [B, its encoder tokens, D] to keys and values [B, all E encoder tokens, K
+        heads, d], gathered from the context ranks in order.
+        """
         pair = self.kv(memory)
         if self.groups.cp.size > 1:
             pair = gather_sequence(pair, self.groups.cp, sp=True)

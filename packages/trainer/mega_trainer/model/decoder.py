@@ -36,7 +36,8 @@ from mega_trainer.parallel.zero_buffers import ForwardUnit
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Layers [first, last) of a pipeline stage, with the embedding (`embeds`) and the head (`heads`) if the stage has them.
+    """Part of a model in one pipeline stage: layers [first, last), with the embedding (`embeds`) and the output head
+    (`heads`) where the stage has them.
 
     MTP layers are in the stage of the head. `has_embedding_and_head`: one rank has the stages of both embedding and head.
     """
@@ -49,24 +50,32 @@ class StageLayers:
 
     @classmethod
     def for_whole_model(cls, config: ModelConfig) -> StageLayers:
-        """Return the stage that holds the whole model."""
+        """Return the `StageLayers` of a single stage with the whole model."""
         return cls(0, config.num_layers)
 
     def separates_tied_embedding(self, config: ModelConfig) -> bool:
-        """Return whether the head uses the embedding and the stage does not hold both."""
+        """Return whether the output head needs the embedding matrix (tied weights or MTP layers) and this stage does
+        not have both.
+        """
         return (config.tie_embeddings or config.mtp_layers > 0) and not (self.embeds and self.heads)
 
     def has_embedding_copy(self, config: ModelConfig) -> bool:
-        """Return whether the stages of the embedding and the head each have a copy of the tied embedding."""
+        """Return whether the first and the last stage each keep a copy of the embedding, because they are on different
+        ranks.
+        """
         return self.separates_tied_embedding(config) and not self.has_embedding_and_head
 
     def borrows_embedding(self, config: ModelConfig) -> bool:
-        """Return whether this is the head's stage and receives the tied embedding with each micro-batch."""
+        """Return whether this is the output head's stage and gets the embedding with each micro-batch from another
+        stage of the same rank.
+        """
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.heads
 
 
 class InputEmbeddings(nn.Module):
-    """Input embedding norm(x + position + segment type), with the terms that the model has, whole on every tensor rank."""
+    """Learned position and segment-type embeddings and their norm: norm(x + position + type), with the terms that the
+    model has; weights are whole on every tensor rank.
+    """
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -82,7 +91,9 @@ class InputEmbeddings(nn.Module):
         self.norm = build.build_residual_norm("model.embed_norm") if config.embedding_norm else None
 
     def forward(self, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """Map [B, S or S/T, D] to the same shape; positions int64 [B or 1, S], types int64 [B, S] (None: all 0)."""
+        """Add position and type embeddings to token embeddings x [B, S or S/T, D], and normalise; positions int64 [B or
+        1, S], types int64 [B, S] (None: all are 0).
+        """
         part = local_sequence_slice(positions.shape[-1], self.tp, sp=self.sp)
         if self.positions is not None:
             x = x + F.embedding(positions[:, part] + self.offset if self.offset else positions[:, part], self.positions)
@@ -92,14 +103,16 @@ class InputEmbeddings(nn.Module):
 
 
 def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
-    """Scale token embeddings [.., D] as configured; Gemma's factor is rounded to their dtype, as in its training."""
+    """Multiply token embeddings [.., D] by the configuration's factors; Gemma's sqrt(D) is rounded to their dtype, as
+    in training.
+    """
     if config.scale_embeddings:
         x = x * x.new_tensor(math.sqrt(config.hidden_size))
     return x if config.embedding_multiplier == 1 else x * config.embedding_multiplier
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and output head, restricted to the parts in `stage`."""
+    """Decoder model: embedding, layers, final norm and output head, of which a pipeline stage has the parts in `stage`."""
 
     def __init__(
         self,
@@ -146,7 +159,9 @@ class Decoder(nn.Module):
         return build_transformer_layer(build, index)
 
     def list_parameter_units(self) -> list[ForwardUnit]:
-        """Return the model's units in forward order, each with the parameters that it is the first to use."""
+        """Return the model's units (such as layers) in forward order, each with the parameters that it is the first to
+        use; ZeRO waits for gathered weights unit by unit.
+        """
         units = [ForwardUnit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
             vision = [ForwardUnit(self.vision, list(self.vision.parameters()))] if self.vision else []
@@ -160,16 +175,20 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """Device of the model's weights."""
         return next(self.parameters()).device
 
     @property
     def output_weight(self) -> Tensor:
-        """Output matrix [V/T, D], which may be the tied embedding."""
+        """Output matrix [V/T, D] over this tensor rank's part of the vocabulary; the embedding matrix if weights are
+        tied.
+        """
         return self.embedding.weight if self.matrix is None else self.matrix
 
     def get_output_projection(self, tied_weight: Tensor | None = None) -> OutputProjection:
-        """Return the output projection (weight and bias); a stage that borrows the tied embedding [V/T, D] passes it."""
+        """Return the output projection (weight and bias); `tied_weight` [V/T, D] is the embedding that this stage gets
+        from another stage, if it does.
+        """
         borrowed = tied_weight if self.config.tie_embeddings else None
         return OutputProjection(self.output_weight if borrowed is None else borrowed, self.head_bias)
 
@@ -183,7 +202,8 @@ class Decoder(nn.Module):
         sequence_bounds: SequenceBounds | None = None,
         routing: StepRouting | None = None,
     ) -> ForwardContext:
-        """Return the forward context for tokens at some positions.
+        """Return the forward context for tokens at `positions`, int64 [B or 1, S], or [3, B, S] for multimodal rotary
+        positions.
 
         Args:
             positions: int64 [B or 1, S], or [3, B, S] as for `RotaryEmbedding.compute_rotation`.
@@ -206,7 +226,7 @@ class Decoder(nn.Module):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of a micro-batch."""
+        """Return the forward context of a micro-batch: positions, attention mask, dropout and expert routing."""
         drop, images = dropout(batch.tokens.shape[1], 0), batch.images
         positions = batch.positions if images is None or images.positions is None else images.positions
         return self.make_forward_context(
@@ -214,7 +234,7 @@ class Decoder(nn.Module):
         )
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Return a micro-batch's residual stream at the input of the first layer."""
+        """Embed a micro-batch's tokens (and images) and return the input of the first layer, [B, S or S/T, D]."""
         return self.embed_inputs(batch.tokens, batch.positions, context.dropout, batch.token_types, batch.images)
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
@@ -231,7 +251,9 @@ class Decoder(nn.Module):
         types: Tensor | None = None,
         images: BatchImages | None = None,
     ) -> Tensor:
-        """Embed tokens, positions and segment types, int64 [B, S], and images into the residual stream [B, S or S/T, D]."""
+        """Embed tokens, positions and segment types, int64 [B, S], and optional images, and return the input of the
+        first layer, [B, S or S/T, D].
+        """
         x = apply_embedding_scale(self.embedding(tokens), self.config)
         if self.vision is not None and images is not None:
             x = self.vision(x, images)
@@ -242,13 +264,15 @@ class Decoder(nn.Module):
         return x if dropout is None else dropout.drop_residual(x, self.config.embedding_dropout, layer, "embedding")
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Pass the residual stream through this stage's layers."""
+        """Pass hidden states [B, S or S/T, D] through this stage's layers, without embedding and output head."""
         for index, layer in enumerate(self.layers):
             x = self.saved.run_layer(index, layer, x, context)
         return x
 
     def compute_token_loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of cross entropies of labels int64 [B, S] with weights fp32 [B, S], and each token's [B, S]."""
+        """Return the sum of the cross entropies of labels int64 [B, S], weighted by fp32 [B, S], and each token's
+        unweighted cross entropy [B, S].
+        """
         return self.head.compute_token_loss(
             self.head.norm(x), self.get_output_projection(), HeadTargets(labels, weights)
         )
@@ -256,7 +280,8 @@ class Decoder(nn.Module):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the training objective from the residual stream [B, S or S/T, D], and its components.
+        """Return the training loss from the final hidden states [B, S or S/T, D], the weighted sums of the next-token
+        and further losses [2], and each token's loss [B, S].
 
         Args:
             tied_weight: the tied embedding [V/T, D], for a stage that `borrows` it.
@@ -294,10 +319,14 @@ class Decoder(nn.Module):
         return total
 
     def whole(self, batch: MicroBatch, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a model of one stage from tokens to `compute_objective`, in one forward around which ZeRO-3 gathers weights."""
+        """Run the whole model, on one pipeline stage, from a micro-batch's tokens to `compute_objective`, as one
+        forward, so that ZeRO-3 gathers weights around it.
+        """
         x = self.forward(self.embed_micro_batch(batch, context), context)
         return self.compute_objective(x, batch, context)
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Return logits [B, S, V] of the residual stream, whole on every tensor rank; for inference only."""
+        """Return logits [B, S, V] of the final hidden states, over the whole vocabulary on every tensor rank. Not for
+        training.
+        """
         return self.head.compute_logits(self.head.norm(x), self.get_output_projection())

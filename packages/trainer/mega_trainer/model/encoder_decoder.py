@@ -38,7 +38,9 @@ from mega_trainer.parallel.zero_buffers import ForwardUnit
 
 
 class EncoderDecoderModel(Decoder):
-    """Part of an encoder-decoder model in `stage`; after the last layer the stream is the decoder's tokens alone."""
+    """Encoder-decoder model (T5), of which a pipeline stage has the part in `stage`; after the last layer the hidden
+    states are the decoder's tokens alone.
+    """
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class EncoderDecoderModel(Decoder):
         self.tables = nn.ParameterList(build_bias_table(build, f"model.{name}_relative_bias") for name in names)
 
     def list_parameter_units(self) -> list[ForwardUnit]:
-        """Return the model's units in forward order; see `Decoder.list_parameter_units`."""
+        """Return the model's ZeRO units in forward order; see `Decoder.list_parameter_units`."""
         first, *others = super().list_parameter_units()
         if self.stage.embeds:
             first = ForwardUnit(first.module, [*first.parameters, *self.tables])
@@ -71,20 +73,26 @@ class EncoderDecoderModel(Decoder):
 
     @property
     def bias_table_rows(self) -> int:
-        """Number R of stream rows that carry the relative position bias tables."""
+        """Number of extra rows along the sequence axis of a pipeline message that carry the relative position bias
+        tables.
+        """
         if self.table_shape is None:
             return 0
         rows, heads = self.table_shape
         return -(-2 * rows * heads // self.config.hidden_size)
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of the activations between two stages; see `Decoder.pipeline_message_shape`."""
+        """Return the shape of a micro-batch's activations between two pipeline stages, with encoder tokens, decoder
+        tokens and bias tables; see `Decoder.pipeline_message_shape`.
+        """
         assert batch.source is not None
         rows, length, width = super().pipeline_message_shape(batch)
         return rows, self._local_length(batch.source.tokens.shape[1]) + length + self.bias_table_rows, width
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Return the stream of both sequences with the bias tables appended; see `Decoder.embed_micro_batch`."""
+        """Return the embedded encoder and decoder tokens, concatenated, with the relative position bias tables
+        appended; see `Decoder.embed_micro_batch`.
+        """
         assert batch.source is not None
         assert context.source is not None
         encoder = self.embed_inputs(batch.source.tokens, batch.source.positions, context.source.context.dropout)
@@ -93,7 +101,9 @@ class EncoderDecoderModel(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
     ) -> ForwardContext:
-        """Return the decoder layers' context, including the encoder layers'; see `Decoder.make_batch_context`."""
+        """Return the forward context of the decoder's layers, which includes the forward context of the encoder's; see
+        `Decoder.make_batch_context`.
+        """
         context, source = super().make_batch_context(batch, dropout, routing), batch.source
         assert source is not None
         length, bounds = source.tokens.shape[1], source.sequence_bounds
@@ -104,7 +114,9 @@ class EncoderDecoderModel(Decoder):
         return replace(context, source=EncoderContext(own, self._local_length(length), source.attention_mask))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Pass the stream through this stage's layers; with a cache, which has the encoder's outputs, only the decoder's."""
+        """Pass encoder and decoder hidden states through this stage's layers; with a KV cache, through the decoder's
+        alone, since the cache has the encoder's keys and values.
+        """
         if context.cache is not None:
             own = replace(context, relative=self._position_bias(causal=True))
             for layer in self.layers[self.encoder_layers :]:
@@ -124,7 +136,8 @@ class EncoderDecoderModel(Decoder):
 
     @torch.inference_mode()
     def encode_keys_values(self, tokens: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the cross-attention keys and values [1, E, K, d] of each decoder layer for a text, int64 [1, E].
+        """Encode a text, int64 [1, E], and return the cross-attention keys and values [1, E, K, d] of each decoder
+        layer by layer number.
 
         For inference only.
         """
@@ -154,7 +167,9 @@ class EncoderDecoderModel(Decoder):
         return rows.expand(len(x), -1, -1)
 
     def split_contexts(self, context: ForwardContext, rows: Tensor) -> tuple[ForwardContext, ForwardContext]:
-        """Return the contexts of the encoder's and the decoder's layers, with the bias tables read from rows [B, R, D]."""
+        """Return the contexts of the encoder's and the decoder's layers, with the relative position bias tables read
+        from rows [B, R, D] of a pipeline message.
+        """
         assert context.source is not None
         if self.table_shape is None:
             return context.source.context, context
@@ -167,7 +182,7 @@ class EncoderDecoderModel(Decoder):
 
 
 def select_model_class(config: ModelConfig) -> type[Decoder]:
-    """Return the class of a model of this configuration."""
+    """Return the model class for a configuration: `RewardModel`, `RetroDecoder`, `EncoderDecoderModel` or `Decoder`."""
     if config.score:
         return RewardModel
     if config.retro:

@@ -44,7 +44,8 @@ EPSILON = 1e-8
 
 
 def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequence[CommGroup]) -> Tensor:
-    """Return the Sinkhorn-scaled matrix rows of this rank's tokens, [N, E], from their logits; zero for masked tokens.
+    """Return the Sinkhorn-normalised router scores [N, E] of this rank's tokens from their logits; zero for masked
+    tokens.
 
     `groups` are the ranks that share the sequence's tokens, which are gathered.
     """
@@ -61,7 +62,9 @@ def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequenc
 
 
 def sinkhorn_normalize(logits: Tensor) -> Tensor:
-    """Scale exp(logits) of each sequence by rows and columns: [B, S, E] -> [B, S, E]. Rows of -inf are not tokens."""
+    """Scale exp(logits) [B, S, E] of each sequence by rows and columns until all experts have equal sums (Sinkhorn); a
+    row of -inf is not a token.
+    """
     top = logits.amax(-1, keepdim=True)
     valid = top > float("-inf")
     matrix = (logits - top.masked_fill(~valid, 0.0)).exp()  # the row scaling absorbs a factor per row
@@ -80,7 +83,8 @@ def sinkhorn_normalize(logits: Tensor) -> Tensor:
 
 
 class ExpertRouter(nn.Module):
-    """Scores, choice and weights of the experts; see `MoeConfig` for the kinds.
+    """Router of a mixture-of-experts layer: scores the experts, selects K for each token and weights them; see
+    `MoeConfig` for the kinds.
 
     Logits are in at least fp32. Every tensor rank has different tokens, so the gradients of the weights are partial.
     """
@@ -106,7 +110,8 @@ class ExpertRouter(nn.Module):
     def forward(
         self, x: Tensor, tokens: RoutedTokens, routing: StepRouting | None, routes: RoutingReplay | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Route x [N, D]: return each token's experts, int64 [N, K] with -1 for none, weights [N, K], and x for experts.
+        """Route tokens x [N, D]: return each token's experts int64 [N, K], -1 for none, their weights [N, K], and x for
+        the experts.
 
         With replayed experts (`routes`) the weights are still computed from this router's scores. The gradients of the
         auxiliary losses are attached to the weights.
@@ -198,7 +203,8 @@ class _Logits(Function):
 
 
 def compute_router_logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x W^T in at least fp32, without an fp32 copy of x: [N, D] x [E, D] -> [N, E]; and x for its other uses.
+    """Return router logits x W^T, [N, D] x [E, D] -> [N, E], in at least fp32 without a copy of x in fp32; and x for
+    its other users.
 
     The backward adds the gradient of the returned x in the GEMM. For bf16, the logits' gradient is split into the sum of
     two bf16 numbers, which keeps 16 bits.
@@ -220,7 +226,8 @@ class _AttachLoss(Function):
 
 
 def update_selection_bias(routers: Sequence[ExpertRouter], loads: Tensor, layers: Sequence[int]) -> None:
-    """Update the selection biases towards an even load (arXiv:2408.15664): up for experts below the mean load.
+    """Update the routers' selection biases towards an even load (arXiv:2408.15664): experts below the mean load get a
+    higher bias.
 
     `loads` are the choices of each expert in a step, [layers, E].
     """
@@ -232,7 +239,7 @@ def update_selection_bias(routers: Sequence[ExpertRouter], loads: Tensor, layers
 
 
 def select_experts(scores: Tensor, moe: MoeConfig, bias: Tensor | None) -> Tensor:
-    """Return the experts of each token, int64 [N, K], the best first, from scores [N, E] and the selection bias [E]."""
+    """Choose K experts for each token, int64 [N, K], the best first, by scores [N, E] plus the selection bias [E]."""
     if bias is not None:
         scores = scores + bias
     if moe.groups > 1:
@@ -245,7 +252,9 @@ def select_experts(scores: Tensor, moe: MoeConfig, bias: Tensor | None) -> Tenso
 
 
 def count_expert_choices(expert_ids: Tensor, tokens: RoutedTokens, num_experts: int) -> Tensor:
-    """Count this rank's choices of every expert and, last, its unmasked tokens, per sequence: int64 [B, E + 1]."""
+    """Count, for each of B sequences, how often this rank's tokens chose every expert and, last, its unmasked tokens:
+    int64 [B, E + 1].
+    """
     width = num_experts + 1
     cell = torch.where(expert_ids < 0, tokens.sequences * width, tokens.row.unsqueeze(-1) * width + expert_ids)
     token = torch.where(tokens.affects_loss_mask, tokens.row * width + num_experts, tokens.sequences * width)
@@ -255,7 +264,7 @@ def count_expert_choices(expert_ids: Tensor, tokens: RoutedTokens, num_experts: 
 
 
 def drop_over_capacity(expert_ids: Tensor, tokens: RoutedTokens, moe: MoeConfig, groups: Sequence[CommGroup]) -> Tensor:
-    """Return `expert_ids` [N, K] with choices over capacity set to -1.
+    """Return `expert_ids` [N, K] with -1 for choices over an expert's capacity in a sequence.
 
     An expert takes the first ceil(capacity_factor K T / E) choices of a sequence of T tokens, in the order of positions,
     whichever ranks hold them. `groups` are the ranks that share the sequence's tokens.
@@ -286,7 +295,7 @@ def _own_rows(gathered: Tensor, groups: Sequence[CommGroup]) -> Tensor:
 
 
 def all_reduce_over_groups(tensor: Tensor, groups: Sequence[CommGroup]) -> Tensor:
-    """Return the sum over the ranks of several groups, one group after another."""
+    """Return the sum of `tensor` over all ranks of the groups, reduced in one group after the other."""
     tensor = tensor.clone()
     for group in groups:
         all_reduce(tensor, group)

@@ -19,7 +19,8 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads
 
 
 def apply_activation(x: Tensor, weights: Tensor | None = None, *, config: ModelConfig, kernels: Kernels) -> Tensor:
-    """Apply the activation: gated [.., 2F] (gate, then up) -> [.., F], others [.., F] -> [.., F].
+    """Apply the model's feed-forward activation: gated [.., 2F] (gate, then up) -> [.., F], others [.., F] -> [.., F];
+    `weights` multiply each row.
 
     Rows are multiplied by `weights` [..], if given.
     """
@@ -30,7 +31,7 @@ def apply_activation(x: Tensor, weights: Tensor | None = None, *, config: ModelC
 
 
 def apply_ungated_activation(x: Tensor, activation: str) -> Tensor:
-    """Apply an activation without a gate, element by element."""
+    """Apply the activation of that name (such as gelu or relu2), without a gate, element by element."""
     if activation == "relu2":  # arXiv:2109.08668
         return F.relu(x).square()
     if activation == "quick_gelu":  # CLIP's
@@ -46,7 +47,7 @@ def apply_sigmoid_gate(y: Tensor, gate: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """MLP down(act(gate x) * up x), or down(act(up x)) without a gate.
+    """Feed-forward layer: MLP down(act(gate x) * up x), or down(act(up x)) without a gate.
 
     Args:
         build: builder of the model.
@@ -66,7 +67,9 @@ class FeedForward(nn.Module):
         self.down = build.build_row_linear(f"{name}.down_proj", width, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
-        """Map [B, S or S/T, D] to the same shape; of the context only the dropout is used, for LoRA adapters."""
+        """Map hidden states [B, S or S/T, D] to the same shape; of the context only the dropout is used, for LoRA
+        adapters.
+        """
         dropout = None if context is None else context.dropout
         h = self.saved.recompute_output("activation", self.activate, self.up(x, dropout))
         y: Tensor = self.down(h, dropout)

@@ -57,11 +57,11 @@ class SequenceMask:
     _preceding: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the mask of all tokens; see `AttentionMask`."""
+        """Return the mask of all queries and keys, of which a query attends to at most `window`; see `AttentionMask`."""
         return self._square(range(self.length), window)
 
     def mask_between(self, queries: range, keys: range, window: int | None) -> list[MaskPart]:
-        """Return the mask of a (query range, key range) pair in parts; the ranges are equal or do not overlap."""
+        """Return the mask for a range of queries and a range of keys, in parts; the ranges are equal or do not overlap."""
         if queries == keys:
             return [
                 MaskPart(slice(None), queries, keys, self._square(queries, window)),
@@ -90,7 +90,8 @@ class SequenceMask:
         return BandMask(left, 0 if self.causal else left)
 
     def count_preceding_tokens(self, group: CommGroup) -> Tensor | None:
-        """Return the number of earlier tokens in its document for each token of a rank of `group`: int64 [B, s].
+        """Return, for each token of this rank in the context-parallel `group`, the number of earlier tokens in its
+        document: int64 [B, s].
 
         None without document bounds: all earlier tokens.
         """
@@ -105,7 +106,8 @@ class SequenceMask:
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
-        """Starts of all documents, rows concatenated, and the end: int64 [documents + 1], on device and host.
+        """Starts of all documents, in the batch rows one after another, and the end: int64 [documents + 1], on device
+        and host; None without documents.
 
         None without document bounds.
         """
@@ -131,7 +133,8 @@ class SequenceMask:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """State shared by all layers of one forward pass.
+    """State shared by all layers of one forward pass: attention mask, rotary angles, KV cache, dropout and expert
+    routing.
 
     Attributes:
         attention_mask: attention mask over the tokens.

@@ -24,19 +24,21 @@ RecurrenceFunction = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, S
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """Attention of a layer, for the KV cache to call: the score transform and the relative position bias."""
+    """Attention function that a layer passes to the KV cache, with the layer's score transform and relative position
+    bias.
+    """
 
     kernels: Kernels
     how: ScoreTransform
     relative: RelativePositionBias | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec) -> Tensor:
-        """Attend; see `AttendFunction`."""
+        """Compute the layer's attention of q to cached k and v; see `Kernels.attention`."""
         how = self.how if self.relative is None else self.relative.add_to_scores(self.how, q.shape[1], k.shape[1])
         return self.kernels.attention(q, k, v, mask, how)
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Attend with one query per row; see `Kernels.decode_attention`."""
+        """Compute the layer's attention with one query per batch row; see `Kernels.decode_attention`."""
         if self.relative is None and not self.how.has_unfused_terms:
             return self.kernels.decode_attention(q, keys, values, self.how.scale)
         rows = zip(q[:, None, None], keys, values, strict=True)
@@ -44,12 +46,15 @@ class CachedAttention:
 
 
 class KVCache(Protocol):
-    """Cache of earlier tokens for generation: keys and values, MLA latents, or recurrent states."""
+    """Interface of a cache of earlier tokens for generation: keys and values, MLA latents, or recurrent states of each
+    layer.
+    """
 
     def update_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CachedAttention
     ) -> Tensor:
-        """Store this call's k and v and attend to them and the cached ones, with at most `window` keys.
+        """Append this call's k and v to the cache and attend from q to all cached keys; a query attends to at most the
+        last `window` keys.
 
         q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are also the values.
         """
@@ -58,4 +63,6 @@ class KVCache(Protocol):
         """Attend from this call's queries [B, S, H, d] to the cached encoder keys and values: [B, S, H, d]."""
 
     def update_and_recur(self, layer: int, x: Tensor, step: RecurrenceFunction) -> Tensor:
-        """Continue the cached recurrent states with this call's tokens x [B, S, c] and store the new ones: [B, S, e]."""
+        """Call `step` with this call's tokens x [B, S, c] and the layer's cached recurrent states, store the new
+        states, and return the outputs [B, S, e].
+        """

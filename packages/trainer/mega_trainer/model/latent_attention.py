@@ -38,7 +38,9 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
 
 
 class MultiLatentAttention(nn.Module):
-    """Multi-head latent attention: queries, latent, attention and output projection."""
+    """Multi-head latent attention (MLA, DeepSeek): low-rank projections of queries and of keys and values, attention
+    and output projection.
+    """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class MultiLatentAttention(nn.Module):
         self.out = build.build_row_linear(f"{name}.o_proj", heads * mla.v_head_dim, bias=config.attention_out_bias)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map [B, S or S/T, D] to the same shape."""
+        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
         rotation = context.rotation_for_window(self.core.window)
         assert rotation is not None
         q, latent, k_rot = self._project_latents(x, context.dropout)
@@ -115,7 +117,9 @@ class MultiLatentAttention(nn.Module):
 
 
 class LatentProjection(nn.Module):
-    """Projection x A with `width` normalised columns and then `extra` others, whole on every tensor rank."""
+    """Down-projection x A to MLA's latent: `width` normalised columns and then `extra` others without norm, whole on
+    every tensor rank.
+    """
 
     def __init__(self, build: LayerBuilder, projection: str, width: int, norm: str, extra: int = 0) -> None:
         super().__init__()
@@ -132,7 +136,7 @@ class LatentProjection(nn.Module):
         )
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map [B, S or S/T, D] to [B, S or S/T, width + extra]."""
+        """Map hidden states [B, S or S/T, D] to [B, S or S/T, width + extra]."""
         y = self.linear(x, self.weight, self.bias)
         y = y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
         normed: Tensor = self.norm(y[..., : self.width])
@@ -140,7 +144,9 @@ class LatentProjection(nn.Module):
 
 
 def mla_score_scale(config: ModelConfig) -> float:
-    """Return the factor on scores: 1 / sqrt(n + r), times YaRN's squared mscale if `rope.mscale_all_dim` is set."""
+    """Return MLA's factor on attention scores: 1 / sqrt(query size), times YaRN's squared mscale if
+    `rope.mscale_all_dim` is set.
+    """
     scale = config.attention_scale or 1 / math.sqrt(config.query_key_head_dim)
     if config.rope.scaling == "yarn" and config.rope.mscale_all_dim:
         scale *= yarn_mscale_factor(config.rope, config.rope.mscale_all_dim) ** 2

@@ -43,7 +43,7 @@ from mega_trainer.parallel.tensor_parallel import (
 
 @dataclass(frozen=True)
 class LayerBuilder:
-    """Settings and factory methods that every layer of one model is built from.
+    """Factory of the modules and parameters of a model's layers, with the settings that all of them share.
 
     Attributes:
         config: the model's configuration.
@@ -91,16 +91,18 @@ class LayerBuilder:
 
     @property
     def linear_kernels(self) -> Kernels:
-        """Back end of the linear layers."""
+        """Kernel back end of the linear layers, which may use fp8."""
         return self.products or self.kernels
 
     @property
     def without_fp8(self) -> LayerBuilder:
-        """Builder for linear layers that are never in fp8, such as those with a few numbers per head."""
+        """Copy of this builder whose linear layers never use fp8, for layers with few outputs per head."""
         return replace(self, products=None)
 
     def builder_for_layer(self, layer: int) -> LayerBuilder:
-        """Return the builder for the modules of that layer."""
+        """Return this builder with the linear back end of layer number `layer`, since some layers may be kept out of
+        fp8.
+        """
         return replace(self, products=self.by_layer.get(layer))
 
     @property
@@ -112,7 +114,9 @@ class LayerBuilder:
         return config.init_std / (math.sqrt(branches) if config.scale_residual_init else 1.0)
 
     def build_column_linear(self, blocks: Sequence[SplitHeads], *, bias: bool) -> ColumnParallelLinear:
-        """Build a fused column-parallel layer of several [count * size, D] projections, named without `.weight`."""
+        """Build a fused column-parallel layer of several [count * size, D] projections, one for each of `blocks`, whose
+        names are without `.weight`.
+        """
         config = self.config
         weights = self.build_head_parameters(_suffixed(blocks, "weight"), (config.hidden_size,), std=config.init_std)
         biases = self.build_head_parameters(_suffixed(blocks, "bias")) if bias else []
@@ -123,17 +127,19 @@ class LayerBuilder:
         return layer
 
     def build_column_weight(self, name: str, rows: int, width: int) -> nn.Parameter:
-        """Build a weight [rows/T, width] split by rows, for an input that every tensor rank already has whole."""
+        """Build a weight [rows/T, width] split by rows over T tensor ranks, for an input that every tensor rank already
+        has whole.
+        """
         return self.build_head_parameters([SplitHeads(f"{name}.weight", rows)], (width,), std=self.config.init_std)[0]
 
     def build_column_weight_adapter(self, name: str, rows: int, width: int) -> LoraAdapterLayer | PerRowAdapters | None:
-        """Build the LoRA adapter of a weight of `build_column_weight`, or return None."""
+        """Build the LoRA adapter of a weight made by `build_column_weight`, or return None if it is not adapted."""
         return build_column_adapter(self, [SplitHeads(name, rows)], width, whole=True)
 
     def build_head_parameters(
         self, blocks: Sequence[SplitHeads], tail: tuple[int, ...] = (), **start: Any
     ) -> list[nn.Parameter]:
-        """Build this rank's heads of several tensors [count * size, *tail], concatenated.
+        """Build the parameters with this tensor rank's heads of several tensors [count * size, *tail], concatenated.
 
         Consecutive blocks whose heads are shared by the same number of ranks are one parameter; usually there is one.
         `start` is the initialisation, as for `make_parameter`.
@@ -154,7 +160,7 @@ class LayerBuilder:
         return out
 
     def build_row_linear(self, name: str, width: int, *, bias: bool) -> RowParallelLinear:
-        """Build a row-parallel projection [D, width] into the residual stream."""
+        """Build a row-parallel projection with a weight [D, width], whose output is added to the residual stream."""
         config, tp = self.config, self.groups.tp
         own, out = width // tp.size, config.hidden_size
         piece = TensorPiece(f"{name}.weight", (out, width), (0, tp.rank * own), (0, 0), (out, own))
@@ -165,7 +171,7 @@ class LayerBuilder:
         return layer
 
     def build_expert_rows(self, names: Sequence[str], *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Build fused projections [F, D] of this rank's experts, split by rows, and their biases.
+        """Build the fused input projections, each [F, D], of this rank's experts, split by rows, and their biases.
 
         The weight is [E/P, n F/Q, D], the bias [E/P, n F/Q].
         """
@@ -181,7 +187,9 @@ class LayerBuilder:
         return out[0], out[1] if bias else None
 
     def build_expert_columns(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Build a projection [D, F] of this rank's experts, split by columns, [E/P, D, F/Q], and its whole bias [E/P, D]."""
+        """Build the output projection of this rank's experts, split by columns, [local experts, D, local part of F],
+        and its whole bias [local experts, D].
+        """
         own, width, out = self._expert_widths()
         piece = self.make_expert_piece(f"{name}.weight", (out, width), axis=1)
         weight = self.build_expert_parameter((out, own), [piece], std=self.residual_init_std)
@@ -203,7 +211,8 @@ class LayerBuilder:
     def make_expert_piece(
         self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0, among: int = 1
     ) -> TensorPiece:
-        """Return this rank's piece of a stack of expert tensors of `shape`, split over `expert_tp` along `axis`.
+        """Return the piece of the canonical tensor `name`, a stack of experts of `shape`, that this rank has; it is
+        split over `expert_tp` along `axis`.
 
         In the local parameter it is part number `place` of several, concatenated on the first axis; so it is in the
         canonical tensor `name`, if that has `among` > 1 parts.
@@ -228,7 +237,9 @@ class LayerBuilder:
         std: float | None = None,
         replicas: Sequence[CommGroup] = (),
     ) -> nn.Parameter:
-        """Build a parameter of this rank's experts, each of `shape`; the other arguments are those of `ParameterInfo`."""
+        """Build a parameter that stacks this rank's experts, each of `shape`; the other arguments are the ones of
+        `ParameterInfo`.
+        """
         groups = self.groups
         return make_parameter(
             (pieces[0].shape[0], *shape), pieces, data=groups.expert_data, dtype=self.dtype, device=self.device,
@@ -252,7 +263,7 @@ class LayerBuilder:
         std: float | None = None,
         partial_grad: bool = False,
     ) -> nn.Parameter:
-        """Build a parameter that every tensor rank holds whole.
+        """Build a parameter of `shape` that every tensor rank holds whole.
 
         Its gradient is summed over them if each rank has only a part of it: from its part of the sequence (sequence
         parallelism) or, with `partial_grad`, from its heads or tokens.
@@ -263,7 +274,7 @@ class LayerBuilder:
         return self.build_parameter(shape, pieces, fill=fill, std=std, grad_sync=sync, replicas=(tp,))
 
     def build_residual_norm(self, name: str) -> Norm:
-        """Build the norm of the residual stream that the configuration asks for."""
+        """Build the model's norm, RMSNorm or LayerNorm as configured, for the residual stream."""
         config, shape = self.config, (self.config.hidden_size,)
         layer = config.norm == "layernorm"
         bias = self.build_replicated(f"{name}.bias", shape) if layer and config.norm_bias else None
@@ -272,7 +283,7 @@ class LayerBuilder:
 
     @property
     def norm_init_value(self) -> float:
-        """Initial value of a norm's weight."""
+        """Initial value of a norm's weight: 0 for zero-centred norms, else 1."""
         return 0.0 if self.config.zero_centered_norm else 1.0
 
     def build_qk_norm(self, name: str, heads: int) -> Norm | AllHeadsRMSNorm | PerHeadLayerNorm:
@@ -299,7 +310,9 @@ class LayerBuilder:
         )[0]
 
     def build_vocab_parameter(self, name: str, *, shared: Sequence[CommGroup] = ()) -> nn.Parameter:
-        """Build a [V, D] parameter split by rows; `shared` groups hold copies of it (a tied embedding on two stages)."""
+        """Build a [vocabulary, D] parameter split by rows over tensor ranks; `shared` groups hold copies of it (a tied
+        embedding on two stages).
+        """
         # not in place if used twice per micro-batch, or if a split backward computes it before the weight half
         config = self.config
         accumulate_in_place = not (config.tie_embeddings or config.mtp_layers or config.has_encoder or self.deferred)
@@ -310,20 +323,22 @@ class LayerBuilder:
         )  # fmt: skip
 
     def build_output_matrix(self) -> nn.Parameter:
-        """Build the output matrix [V/T, D]; of a reward model [1, D], whole on every tensor rank."""
+        """Build the output matrix [V/T, D], split by vocabulary rows over T tensor ranks; for a reward model [1, D],
+        whole on every rank.
+        """
         if not self.config.score:
             return self.build_vocab_parameter(HEAD)
         return self.build_replicated(SCORE, (1, self.config.hidden_size), std=self.config.init_std)
 
     def build_vocab_bias(self, name: str) -> nn.Parameter:
-        """Build a [V] parameter, split like the rows of `build_vocab_parameter`."""
+        """Build a bias [vocabulary], split over tensor ranks like the rows of `build_vocab_parameter`."""
         return make_vocab_parameter(
             name, self.config.vocab_size, group=self.groups.tp, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
             parts=self.groups.tp,
         )  # fmt: skip
 
     def build_token_embedding(self, weight: nn.Parameter) -> VocabParallelEmbedding:
-        """Build the token embedding over `weight`."""
+        """Build the token embedding module that looks up rows of `weight`, split by vocabulary rows over tensor ranks."""
         return VocabParallelEmbedding(weight, self.groups.tp, sp=self.sp)
 
     def build_parameter(
@@ -337,7 +352,9 @@ class LayerBuilder:
         grad_sync: Sequence[CommGroup] = (),
         replicas: Sequence[CommGroup] = (),
     ) -> nn.Parameter:
-        """Build a parameter whose gradient is summed over all data ranks; the other arguments are those of `ParameterInfo`."""
+        """Build a parameter whose gradient is summed over all data and context ranks; the other arguments are the ones
+        of `ParameterInfo`.
+        """
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
             std=std, fill=fill, uniform=uniform, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,

@@ -49,12 +49,12 @@ def build_column_adapter(
 
 
 def build_row_adapter(build: LayerBuilder, name: str, width: int) -> LoraAdapterLayer | PerRowAdapters | None:
-    """Build the LoRA adapter of a row-parallel projection [D, width]."""
+    """Build the LoRA adapter of a row-parallel projection [D, width], or return None if it is not adapted."""
     return _make_each_adapter(build, partial(_row_adapter, name=name, width=width))
 
 
 def build_replicated_adapter(build: LayerBuilder, name: str) -> LoraAdapterLayer | PerRowAdapters | None:
-    """Build the LoRA adapter of a projection that every tensor rank holds whole."""
+    """Build the LoRA adapter of a projection that every tensor rank holds whole, or return None if it is not adapted."""
     return _make_each_adapter(build, partial(_whole_adapter, name=name))
 
 
@@ -126,8 +126,8 @@ def _whole_adapter(build: LayerBuilder, name: str) -> LoraAdapterLayer | None:
 def build_expert_adapter(
     build: LayerBuilder, name: str, *, parts: int = 1, columns: bool = False
 ) -> ExpertLoraAdapter | None:
-    """Build the LoRA adapter of an expert projection: `parts` stacked projections split by rows, or one split by
-    columns.
+    """Build the LoRA adapter of an expert projection, `parts` stacked projections split by rows or one split by
+    columns; None if it is not adapted.
     """
     module = build.adapts.get(name)
     if module is None:
@@ -147,7 +147,9 @@ def build_expert_adapter(
 
 
 def lora_init_std(width: int) -> float:
-    """Return the initial standard deviation of A, equal to that of PEFT's uniform distribution; B starts at zero."""
+    """Return the initial standard deviation of LoRA's matrix A for an input of `width`, as of PEFT's uniform
+    distribution; B starts at zero.
+    """
     return 1 / math.sqrt(3 * width)
 
 

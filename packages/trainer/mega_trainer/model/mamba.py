@@ -32,7 +32,9 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads, sum_input_gradient
 
 
 class MambaMixer(nn.Module):
-    """Token mixer of projections, short convolution, selective scan, gated norm and output projection."""
+    """Mamba-2 layer, a state-space token mixer: projections, short convolution, selective scan, gated norm and output
+    projection.
+    """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class MambaMixer(nn.Module):
         return steps + torch.log(-torch.expm1(-steps))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map [B, S or S/T, D] to the same shape."""
+        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
         z, dt, conv_input = torch.split(self.projection(x), self.widths, -1)
         y = self.recurrence(self._apply_scan, conv_input, (dt,), context)
         out: Tensor = self.out(self.norm(y.flatten(-2), z))
@@ -86,7 +88,9 @@ class MambaMixer(nn.Module):
 
 
 class GatedGroupNorm(nn.Module):
-    """RMSNorm of y silu(z) over the channels of each group, across all ranks that share a group."""
+    """Gated RMSNorm of Mamba-2: normalises y silu(z) over the channels of each group, across all ranks that share a
+    group.
+    """
 
     def __init__(self, build: LayerBuilder, name: str) -> None:
         super().__init__()
@@ -98,7 +102,9 @@ class GatedGroupNorm(nn.Module):
         self.weight = build.build_head_parameters([SplitHeads(name, mamba.num_heads, mamba.head_dim)], fill=1.0)[0]
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """Map y and z [B, S, H P] to the same shape, in the dtype of z; statistics in at least fp32."""
+        """Map y and gate z [B, S, H P], with H heads of P channels, to the same shape, in the dtype of z; statistics in
+        at least fp32.
+        """
         gated = torch.unflatten(upcast_to_fp32(y) * F.silu(upcast_to_fp32(z)), -1, (self.groups, -1))
         mean = gated.square().mean(-1, keepdim=True) / self.sharing.size
         mean = sum_input_gradient(sum_partial_results(mean, self.sharing, sp=False), self.sharing)

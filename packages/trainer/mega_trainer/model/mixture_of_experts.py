@@ -29,7 +29,8 @@ from mega_trainer.parallel.parallel_linear import apply_grouped_linear
 
 
 class MixtureOfExperts(nn.Module):
-    """Weighted sum of each token's experts, plus the shared expert of all tokens, if the model has one.
+    """Mixture-of-experts layer: weighted sum of each token's experts, plus the shared expert of all tokens, if the
+    model has one.
 
     With `latent_size` L, tokens are projected to [N, L] before the dispatch, and back to [N, D] after the combine.
     """
@@ -64,7 +65,7 @@ class MixtureOfExperts(nn.Module):
             )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map [B, S or S/T, D] to the same shape."""
+        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
         flat = x.flatten(0, 1)
         # tensor ranks split the tokens, so that no expert computes a token twice
         own = flat if self.sp else take_token_share(flat, self.tp)
@@ -103,7 +104,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """This rank's E/P experts, each with F/Q of the expert width: the sum over the parts is the expert's output.
+    """This rank's experts, each with its part of the expert's hidden width (`expert_tp`): outputs must be summed over
+    the ranks that share an expert.
 
     Gradients are summed over the ranks that hold the same experts.
     """
@@ -122,7 +124,7 @@ class GroupedExperts(nn.Module):
         self.down_adapter = build_expert_adapter(build, f"{name}.down_proj", columns=True)
 
     def forward(self, x: Tensor, weights: Tensor, rows: GroupedRows) -> Tensor:
-        """Map rows sorted by expert and their weights, [M, D] and [M], to the weighted outputs [M, D]."""
+        """Map token rows sorted by expert [M, D] and their routing weights [M] to the weighted expert outputs [M, D]."""
         h = self.linear(x, self.up, rows)
         h = h if self.up_adapter is None else self.up_adapter(x, h, rows)
         h = h if self.up_bias is None else add_grouped_bias(h, self.up_bias, rows)

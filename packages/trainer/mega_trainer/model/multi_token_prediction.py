@@ -22,7 +22,8 @@ from mega_trainer.model.transformer_layer import build_transformer_layer
 
 
 class MultiTokenPredictor(nn.Module):
-    """One MTP layer, which predicts one more token ahead; its number `layer` follows those of the model's layers.
+    """Multi-token prediction (MTP) layer, which predicts one more token ahead; its number `layer` follows the numbers
+    of the model's layers.
 
     W [D, 2 D] is whole on every tensor rank: under sequence parallelism each rank applies it to its part of the sequence.
     """
@@ -38,7 +39,9 @@ class MultiTokenPredictor(nn.Module):
         self.norm = build.build_residual_norm(f"{name}.shared_head.norm")
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Map the embeddings of tokens k positions ahead and the previous layer's h, [B, S or S/T, D], to this layer's h."""
+        """Map the embeddings of tokens k positions ahead and the previous layer's hidden states, [B, S or S/T, D], to
+        this layer's hidden states.
+        """
         joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
         y: Tensor = self.norm(self.block(self.linear(joined, self.join), context))
         return y

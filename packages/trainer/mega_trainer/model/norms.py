@@ -33,11 +33,13 @@ class Norm(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [.., D] to [.., D]."""
+        """Normalise x [.., D] over the last axis."""
         return self.add_and_norm(x)[1]
 
     def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return x + y, or x, and its norm, all [.., D]; one kernel each way if the back end has it."""
+        """Return the sum x + y (x without y) and its norm, all [.., D]; forward and backward are one kernel each if the
+        back end has it.
+        """
         if not self.layer:
             return self.kernels.add_rms_norm(x, y, self.weight, self.eps, zero_centered=self.zero_centered)
         x = x if y is None else x + y
@@ -45,7 +47,7 @@ class Norm(nn.Module):
 
 
 class AllHeadsRMSNorm(nn.Module):
-    """RMSNorm over all heads of a token together, which are split evenly over the ranks of `group`.
+    """RMSNorm of queries or keys over all heads of a token together, which are split evenly over the ranks of `group`.
 
     The mean of squares is averaged over the ranks, and its gradient is summed over them. Heads that several ranks hold
     count the same number of times each, which does not change the mean.
@@ -56,7 +58,7 @@ class AllHeadsRMSNorm(nn.Module):
         self.weight, self.eps, self.group, self.zero_centered = weight, eps, group, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, S, H/T, d] to the same shape; statistics in at least fp32."""
+        """Normalise this rank's heads [B, S, H/T, d] over the heads of all T ranks; statistics in at least fp32."""
         wide = upcast_to_fp32(x.flatten(-2))
         mean = wide.square().mean(-1, keepdim=True) / self.group.size
         mean = sum_input_gradient(sum_partial_results(mean, self.group, sp=False), self.group)
@@ -65,14 +67,14 @@ class AllHeadsRMSNorm(nn.Module):
 
 
 class PerHeadLayerNorm(nn.Module):
-    """LayerNorm without bias over each head, with a weight [H/T, d] per head."""
+    """LayerNorm of queries or keys without bias over each head, with a weight [H/T, d] that differs by head."""
 
     def __init__(self, weight: nn.Parameter, eps: float, *, zero_centered: bool) -> None:
         super().__init__()
         self.weight, self.eps, self.zero_centered = weight, eps, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, S, H/T, d] to the same shape; statistics in at least fp32."""
+        """Normalise each head of [B, S, H/T, d]; statistics in at least fp32."""
         wide = upcast_to_fp32(x)
         factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
         return (F.layer_norm(wide, x.shape[-1:], eps=self.eps) * factor).to(x.dtype)

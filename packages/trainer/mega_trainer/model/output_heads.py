@@ -22,7 +22,7 @@ from mega_trainer.parallel.tensor_parallel import gather_sequence
 
 
 class MaskedLanguageHead(nn.Module):
-    """Transform norm(act(W x + b)) before the output matrix."""
+    """BERT's transform norm(act(W x + b)) of hidden states before the output matrix."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class MaskedLanguageHead(nn.Module):
         self.linear, self.norm = build.unsharded_linear, build.build_residual_norm("lm_head.norm")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, S or S/T, D] to the same shape."""
+        """Map hidden states [B, S or S/T, D] to the same shape."""
         y: Tensor = self.norm(F.gelu(self.linear(x, self.weight, self.bias), approximate=self.approximate))
         return y
 
 
 class SequencePooler(nn.Module):
-    """Pooler tanh(W x + b) of the first token, with an optional classifier for swapped segments."""
+    """BERT's pooler tanh(W x + b) of the first token, with an optional classifier of whether two segments are swapped."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -53,16 +53,19 @@ class SequencePooler(nn.Module):
         self.has_first = groups.cp.rank == 0 and (groups.tp.rank == 0 or not build.sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, S or S/T, D] to [B, D]; only meaningful on a rank that has the first token."""
+        """Map hidden states [B, S or S/T, D] to the pooled first token [B, D]; only meaningful on a rank that has the
+        first token.
+        """
         return self.linear(x[:, :1], self.weight, self.bias).tanh()[:, 0]
 
     def segment_order_logits(self, x: Tensor) -> Tensor:
-        """Map [B, S or S/T, D] to logits [B, 2] of segments in order and swapped."""
+        """Map hidden states [B, S or S/T, D] to logits [B, 2]: segments in order, and segments swapped."""
         assert self.classes is not None
         return self.linear(self(x), self.classes, self.offset)
 
     def segment_order_loss(self, x: Tensor, pairs: SegmentOrderTargets) -> Tensor:
-        """Return the weighted sum of the segment-order cross entropies, from the stream [B, S or S/T, D].
+        """Return the weighted sum of the cross entropies of the segment-order classifier, from hidden states [B, S or
+        S/T, D].
 
         A rank without the first token computes it from another token, times zero: all ranks run the same operations.
         """
@@ -73,21 +76,25 @@ class SequencePooler(nn.Module):
 def build_dense_layer(
     build: LayerBuilder, name: str, rows: int, *, bias: bool
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Build a weight [rows, D] and a bias [rows] that every tensor rank holds whole."""
+    """Build the weight [rows, D] and, with `bias`, the bias [rows] of a linear layer that every tensor rank holds
+    whole.
+    """
     config = build.config
     weight = build.build_replicated(f"{name}.weight", (rows, config.hidden_size), std=config.init_std)
     return weight, build.build_replicated(f"{name}.bias", (rows,)) if bias else None
 
 
 class OutputProjection(NamedTuple):
-    """Output matrix [V/T, D] and bias of the logits [V/T]."""
+    """Weight [V/T, D] and bias [V/T] that map hidden states to this tensor rank's part of the logits."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class OutputHead(nn.Module):
-    """Final norm, and logits and losses by an output matrix, which may be the tied embedding or another stage's."""
+    """Output head: final norm, and logits and losses by an output matrix, which may be the tied embedding or another
+    stage's.
+    """
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -98,7 +105,8 @@ class OutputHead(nn.Module):
         self.pooler = SequencePooler(build) if config.pooler else None
 
     def prepare_hidden(self, hidden: Tensor) -> Tensor:
-        """Return the operand [B, S, D] of the output matrix from normalised hidden states [B, S or S/T, D].
+        """Return the hidden states [B, S, D] that multiply the output matrix, gathered and scaled, from normalised
+        hidden states [B, S or S/T, D].
 
         `logit_scale` is applied here, where there are fewer elements than in the logits.
         """
@@ -107,7 +115,9 @@ class OutputHead(nn.Module):
         return gather_sequence(x, self.tp, sp=self.sp)
 
     def compute_logits(self, hidden: Tensor, output: OutputProjection) -> Tensor:
-        """Return logits [B, S, V] of normalised hidden states, whole on every tensor rank. Not for training."""
+        """Return logits [B, S, V] of normalised hidden states, over the whole vocabulary on every tensor rank. Not for
+        training.
+        """
         local = F.linear(self.prepare_hidden(hidden), *output)
         logits, cap = all_gather(local, self.tp, -1)[..., : self.config.vocab_size], self.config.logit_softcap
         return logits if cap is None else cap * (logits / cap).tanh()

@@ -29,7 +29,8 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads, concat_parameters
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise causal convolution silu(b + weighted sum over the last k tokens of a channel), within documents.
+    """Depthwise causal convolution with k taps: silu(b + weighted sum over the last k tokens of each channel), within
+    documents.
 
     Args:
         build: builder of the model.
@@ -52,7 +53,9 @@ class ShortConvolution(nn.Module):
         self.biases = build_parameters("bias", ()) if bias else nn.ParameterList()
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Convolve this rank's tokens and channels [B, s, c]; the tokens before its chunks come from other ranks."""
+        """Convolve this context rank's tokens [B, s, c]; the tokens before its part of the sequence come from other
+        ranks.
+        """
         assert isinstance(context.attention_mask, SequenceMask)
         preceding = context.attention_mask.count_preceding_tokens(self.cp)
         if self.cp.size == 1:
@@ -63,7 +66,9 @@ class ShortConvolution(nn.Module):
         return self._convolve(chunks, before, preceding).view_as(x)
 
     def convolve_channels(self, x: Tensor, context: ForwardContext, channels: Tensor) -> Tensor:
-        """Convolve some `channels` int64 [c'] of this rank over all tokens: [B, S, c'] to the same shape."""
+        """Convolve all tokens of some of this rank's channels, whose numbers are `channels`, int64 [c']: x [B, S, c']
+        to the same shape.
+        """
         assert isinstance(context.attention_mask, SequenceMask)
         weight, bias = concat_parameters(self.weights), concat_parameters(self.biases)
         assert weight is not None
@@ -73,7 +78,8 @@ class ShortConvolution(nn.Module):
         )
 
     def convolve_step(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolve the next tokens [B, S, c] of one document each after the `tail` of k - 1 tokens, zeros at first.
+        """Convolve the next tokens x [B, S, c] after `tail`, the k - 1 tokens before them (zeros at first), in
+        generation; each batch row is one document.
 
         Returns the result and the new tail.
         """
@@ -86,16 +92,21 @@ class ShortConvolution(nn.Module):
 
 
 class RecurrenceRule(Protocol):
-    """Interface of a recurrence over some of a tensor rank's heads."""
+    """Interface of a recurrence over the sequence, computed for some of a tensor rank's heads: Mamba-2's scan or the
+    gated delta rule.
+    """
 
     def __call__(
         self, parts: Sequence[Tensor], steps: Sequence[Tensor], heads: slice, chunks: SequenceChunks, states: ScanPass
     ) -> Tensor:
-        """Return y [B, S, H, P] from each convolved block's heads [B, S, count, size] and numbers per head [B, S, H]."""
+        """Return outputs y [B, S, H, P] from each convolved block's heads [B, S, count, size] and from per-token
+        numbers for each head [B, S, H].
+        """
 
 
 class RecurrentMixer(nn.Module):
-    """Convolution of some blocks of channels, and a recurrence of their heads over whole sequences.
+    """Short convolution of blocks of channels, and then a recurrence of their heads over whole sequences, also under
+    context parallelism.
 
     Args:
         build, layer: builder of the model, and number of the layer.
@@ -130,13 +141,15 @@ class RecurrentMixer(nn.Module):
 
     @property
     def convolved_channels(self) -> int:
-        """Number c of convolved channels of this tensor rank."""
+        """Number of convolved channels of this tensor rank."""
         return sum(count * size for count, size in zip(self.counts, self.sizes, strict=True))
 
     def forward(
         self, rule: RecurrenceRule, conv_input: Tensor, steps: Sequence[Tensor], context: ForwardContext
     ) -> Tensor:
-        """Apply `rule` to this rank's channels [B, s, c] and numbers per head [B, s, H]: [B, s, H, P]."""
+        """Convolve this rank's channels [B, s, c] and apply the recurrence `rule` with per-token numbers for each head,
+        `steps` [B, s, H]: [B, s, H, P].
+        """
         if context.cache is not None:
             return context.cache.update_and_recur(
                 self.layer, torch.cat([conv_input, *steps], -1), partial(self._continue_cached, rule)
@@ -158,12 +171,16 @@ class RecurrentMixer(nn.Module):
         )
 
     def state_passing_bytes(self, conv_input: Tensor) -> int:
-        """Return the bytes that a forward gathers to pass states: of two spans per rank, and the convolution's halo."""
+        """Return the bytes that a forward gathers over context ranks to pass states: two spans' states per rank, and
+        the convolution's halo.
+        """
         halo = (self.conv.taps - 1) * conv_input.shape[-1] * conv_input.itemsize
         return conv_input.shape[0] * 2 * self.cp.size * (self.heads * self.state * max(4, conv_input.itemsize) + halo)
 
     def head_exchange_bytes(self, conv_input: Tensor, steps: int) -> int:
-        """Return the bytes that a forward sends to exchange heads: channels, numbers per head, and y back."""
+        """Return the bytes that a forward sends between context ranks to exchange tokens for heads: channels, numbers
+        per head, and the outputs back.
+        """
         channels = sum(max(n, self.cp.size) * size for n, size in zip(self.counts, self.sizes, strict=True))
         return (
             conv_input.shape[0]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RelativePositionBias:
-    """Relative position bias table with its distance buckets.
+    """T5's relative position bias table, with the buckets of distances that index it.
 
     Attributes:
         table: bias of this rank's heads in each bucket, [buckets, H/T].
@@ -37,7 +37,7 @@ class RelativePositionBias:
     _buckets: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def make_distance_bias(self, queries: int, keys: int) -> DistanceBias:
-        """Return the bias of the scores of S queries at the end of K keys."""
+        """Return the attention bias of the last `queries` positions of a sequence of `keys` positions."""
         if (queries, keys) not in self._buckets:
             distances = torch.arange(1 - keys, queries)
             buckets = bucket_distances(distances, self.config.buckets, self.config.max_distance, causal=self.causal)
@@ -45,24 +45,24 @@ class RelativePositionBias:
         return DistanceBias(nn.functional.embedding(self._buckets[queries, keys], self.table).t(), keys - 1)
 
     def add_to_scores(self, how: ScoreTransform, queries: int, keys: int) -> ScoreTransform:
-        """Return the score transform with this bias."""
+        """Return a copy of the score transform with this bias for the last `queries` of `keys` positions."""
         return replace(how, bias=self.make_distance_bias(queries, keys))
 
 
 class LayerBiasTable(nn.Module):
-    """Relative position bias table of a layer that does not share one."""
+    """Relative position bias table that only one layer uses, not shared by all layers."""
 
     def __init__(self, build: LayerBuilder, name: str, *, causal: bool) -> None:
         super().__init__()
         self.config, self.causal, self.table = build.config.relative, causal, build_bias_table(build, name)
 
     def add_to_context(self, context: ForwardContext) -> ForwardContext:
-        """Return the context with this layer's bias table."""
+        """Return a copy of the forward context with this layer's relative position bias table."""
         return replace(context, relative=RelativePositionBias(self.table, self.config, self.causal))
 
 
 def build_bias_table(build: LayerBuilder, name: str) -> nn.Parameter:
-    """Build this rank's columns [buckets, H/T] of a bias table; `name` is without `.weight`."""
+    """Build this tensor rank's heads [buckets, H/T] of a relative position bias table; `name` is without `.weight`."""
     rows, heads, tp = build.config.relative.buckets, build.config.num_attention_heads, build.groups.tp
     own = heads // tp.size
     piece = TensorPiece(f"{name}.weight", (rows, heads), (0, tp.rank * own), (0, 0), (rows, own))
@@ -70,8 +70,8 @@ def build_bias_table(build: LayerBuilder, name: str) -> nn.Parameter:
 
 
 def bucket_distances(distances: Tensor, count: int, max_distance: int, *, causal: bool) -> Tensor:
-    """Return the bucket of each distance key - query, int64 of any shape; logarithms are in fp32, as in transformers
-    and Megatron.
+    """Return the relative position bucket of each distance key - query, int64 of any shape, among `count` buckets;
+    logarithms are in fp32, as in transformers and Megatron.
     """
     base = torch.zeros_like(distances)
     if causal:

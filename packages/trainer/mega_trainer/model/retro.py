@@ -46,7 +46,7 @@ from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
 @dataclass(frozen=True)
 class NeighborEncoderBuilder(LayerBuilder):
-    """Builder of the neighbour encoder's layers inside a decoder layer.
+    """Builder of the layers of Retro's neighbour encoder, which is inside a decoder layer.
 
     Attributes:
         prefix: prefix of the tensor names in place of `model.layers.`.
@@ -56,19 +56,19 @@ class NeighborEncoderBuilder(LayerBuilder):
 
     @classmethod
     def from_layer_builder(cls, build: LayerBuilder, layer: int) -> NeighborEncoderBuilder:
-        """Return the builder of the neighbour encoder in that layer of the model."""
+        """Return the builder of the neighbour encoder in decoder layer number `layer`."""
         fields = {name: getattr(build, name) for name in LayerBuilder.__dataclass_fields__}
         config = build.config.neighbor_encoder_config
         return cls(**fields | {"config": config, "by_layer": {}, "adapts": {}}, prefix=retro_encoder_prefix(layer))
 
     def build_parameter(self, shape: Sequence[int], pieces: Sequence[TensorPiece], **start: Any) -> nn.Parameter:
-        """Build a parameter under the encoder's name; see `LayerBuilder.build_parameter`."""
+        """Build a parameter whose name begins with the neighbour encoder's prefix; see `LayerBuilder.build_parameter`."""
         own = [replace(piece, name=piece.name.replace("model.layers.", self.prefix, 1)) for piece in pieces]
         return super().build_parameter(shape, own, **start)
 
 
 class NeighborEncodingLayer(nn.Module):
-    """First layer that attends to neighbours, together with the neighbour encoder."""
+    """Retro's first decoder layer that attends to retrieved neighbours, together with the encoder of the neighbours."""
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
@@ -77,7 +77,9 @@ class NeighborEncodingLayer(nn.Module):
         self.encoder = nn.ModuleList(build_transformer_layer(own, index) for index in range(own.config.num_layers))
 
     def forward(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Return the stream [B, S or S/T, D] after this layer, and the encoded neighbours (as `context.source.memory`)."""
+        """Return the hidden states [B, S or S/T, D] after this layer, and the encoded neighbours (shaped as
+        `context.source.memory`).
+        """
         mixer, cross, feed, source = self.block.mixer, self.block.cross, self.block.feed, context.source
         assert mixer is not None
         assert cross is not None
@@ -94,7 +96,9 @@ class NeighborEncodingLayer(nn.Module):
 
 
 class RetroDecoder(Decoder):
-    """Part of a Retro model in `stage`; after the last layer the stream is the text's tokens alone."""
+    """Retro model, of which a pipeline stage has the part in `stage`; after the last layer the hidden states are the
+    text's tokens alone, without neighbours.
+    """
 
     def _build_layer(self, build: LayerBuilder, index: int) -> nn.Module:
         return (NeighborEncodingLayer if index == build.config.retrieval_layers[0] else build_transformer_layer)(
@@ -102,7 +106,9 @@ class RetroDecoder(Decoder):
         )
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of the activations between two stages; see `Decoder.pipeline_message_shape`."""
+        """Return the shape of a micro-batch's activations between two stages, neighbours included; see
+        `Decoder.pipeline_message_shape`.
+        """
         rows, length, width = super().pipeline_message_shape(batch)
         return rows, length + self._neighbor_length(batch), width
 
@@ -113,7 +119,9 @@ class RetroDecoder(Decoder):
         return chunks * count * len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Return the stream of the text with its neighbours appended; see `Decoder.embed_micro_batch`."""
+        """Return the embedded tokens of the text with the embedded retrieved neighbours appended; see
+        `Decoder.embed_micro_batch`.
+        """
         assert batch.neighbors is not None
         assert context.source is not None
         tokens = batch.neighbors.tokens.flatten(0, 2)
@@ -125,7 +133,9 @@ class RetroDecoder(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context, including the neighbour encoder's; see `Decoder.make_batch_context`."""
+        """Return the forward context of a micro-batch, with the neighbour encoder's forward context; see
+        `Decoder.make_batch_context`.
+        """
         context, neighbors = super().make_batch_context(batch, dropout, routing), batch.neighbors
         assert neighbors is not None
         rows, chunks, count, length = neighbors.tokens.shape
@@ -149,7 +159,7 @@ class RetroDecoder(Decoder):
         return replace(context, source=EncoderContext(own, self._neighbor_length(batch), visible, chunks=parts))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Pass the stream, with the neighbours appended, through this stage's layers."""
+        """Pass the text's hidden states, with the neighbours appended, through this stage's layers."""
         assert context.source is not None
         length = context.source.length
         x, neighbors = torch.split(x, [x.shape[1] - length, length], 1)
@@ -163,7 +173,9 @@ class RetroDecoder(Decoder):
         return x if self.stage.heads else torch.cat([x, memory.reshape(neighbors.shape)], 1)
 
     def unpack_neighbors(self, neighbors: Tensor) -> Tensor:
-        """Reshape a message's neighbours, [B, 2 m L K or 2 m L K/T, D], for the layers: [B L K, 2 m or 2 m/T, D]."""
+        """Reshape the neighbours of a pipeline message, [B, L chunks * K neighbours * 2 m tokens (/T), D], for the
+        layers: [B L K, 2 m or 2 m/T, D].
+        """
         assert self.config.retro is not None
         length = self.config.retro.neighbor_length
         return neighbors.reshape(-1, length // self.groups.tp.size if self.sp else length, neighbors.shape[-1])

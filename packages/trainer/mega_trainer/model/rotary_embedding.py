@@ -20,7 +20,7 @@ from mega_trainer.kernels.kernel_interface import RotaryAngles
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """Rotary embedding of one model, or of its layers with a window.
+    """Rotary position embedding of a model, or of only its sliding-window layers.
 
     Frequencies are cached on the device: a copy from host memory would wait for all pending work of the device.
 
@@ -36,13 +36,14 @@ class RotaryEmbedding:
 
     @classmethod
     def from_model_config(cls, config: ModelConfig, rope: RopeConfig) -> RotaryEmbedding:
-        """Return the rotary embedding of a model, or of the layers that `rope` is for."""
+        """Return the rotary embedding of a model with the settings `rope`, which may be for only some of its layers."""
         return cls(rope, config.mla.qk_rope_head_dim if config.mla else config.query_key_head_dim, config.max_position)
 
     def compute_rotation(
         self, positions: Tensor, dtype: torch.dtype, lengths: Sequence[int] | None = None
     ) -> RotaryAngles:
-        """Return the rotation at integer `positions` [B or 1, S], in `dtype`; angles are in fp32, as in transformers.
+        """Return cosine and sine of the rotary angles at integer `positions` [B or 1, S], in `dtype`; angles are in
+        fp32, as in transformers.
 
         With `sections` (M-RoPE, arXiv:2409.12191) a token may have three positions, [3, B, S]; each rotates its section
         of the pairs.
@@ -72,7 +73,8 @@ class RotaryEmbedding:
 
 
 def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:
-    """Return the angles per position [r/2] in fp32, and the factor on cos and sin (1 except for YaRN and LongRoPE).
+    """Return the rotary frequencies in fp32 (angles per position, one for each pair of elements), and the factor on cos
+    and sin (1 except for YaRN and LongRoPE).
 
     Args:
         rope: kind and parameters of the embedding.

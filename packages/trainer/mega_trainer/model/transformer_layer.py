@@ -37,7 +37,9 @@ FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "mo
 
 
 class ResidualBranch(nn.Module):
-    """Residual branch norm(work(norm x)) of a mixer, a cross attention or a feed-forward; either norm may be missing."""
+    """Residual branch norm(work(norm x)), where `work` is a token mixer, a cross attention or a feed-forward; either
+    norm may be missing.
+    """
 
     def __init__(self, build: LayerBuilder, layer: int, name: str, kind: LayerFactory, before: str, after: str) -> None:
         super().__init__()
@@ -49,7 +51,9 @@ class ResidualBranch(nn.Module):
         self.after = build.build_residual_norm(f"model.layers.{layer}.{after}_layernorm") if after else None
 
     def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the stream, x or x + y, and the branch's input: the stream, normalised if the branch has a pre-norm."""
+        """Return the residual stream, x or x + y, and the branch's input: the stream, normalised if the branch has a
+        pre-norm.
+        """
         if self.before is None:
             x = x if y is None else x + y
             return x, x
@@ -58,7 +62,7 @@ class ResidualBranch(nn.Module):
         return x, normed
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the addend to the residual stream, from the normalised stream."""
+        """Return the output that is added to the residual stream, from the normalised stream x [B, S or S/T, D]."""
         y: Tensor = (
             self.saved.checkpoint_module(self.feed, self.work, x, context) if self.feed else self.work(x, context)
         )
@@ -69,7 +73,7 @@ class ResidualBranch(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: x + mixer(norm x), then x + feed(norm x), with the branches that the layer has.
+    """Pre-norm layer: x + mixer(norm x), then x + feed_forward(norm x), with the branches that the layer has.
 
     With `norm_position` "post" the addends are norm(mixer x) and norm(feed x) (arXiv:2501.00656), with "both"
     norm(mixer(norm x)) and norm(feed(norm x)) (arXiv:2408.00118). With `parallel_residual` the feed-forward has the mixer's
@@ -103,7 +107,7 @@ class TransformerLayer(nn.Module):
 
 
 class PostNormLayer(TransformerLayer):
-    """Post-norm layer: x = norm(x + mixer x), then x = norm(x + feed x), as in BERT (arXiv:1706.03762)."""
+    """Post-norm layer: x = norm(x + mixer x), then x = norm(x + feed_forward x), as in BERT (arXiv:1706.03762)."""
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__(build, layer)
@@ -123,7 +127,9 @@ class PostNormLayer(TransformerLayer):
 
 
 def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer:
-    """Build the layer of that number according to the configuration."""
+    """Build layer number `layer` of the model, pre-norm or post-norm, with the mixer and feed-forward that the
+    configuration gives it.
+    """
     post_norm = build.config.norm_position == "sum"
     block = (PostNormLayer if post_norm else TransformerLayer)(build, layer)
     if build.config.has_cross_attention(layer):

@@ -94,13 +94,17 @@ SavedTensors = tuple[Tensor, ...]  # first the log-sum-exp [n] over all ranks
 
 
 class LossTargets(Protocol):
-    """Interface of the targets of a loss from logits over a vocabulary split among ranks."""
+    """Interface of the targets of a loss that is computed from logits over a vocabulary split among ranks."""
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the tensors that `logits_to_gradient` needs, and the losses [n] in at least fp32, from logits [n, R]."""
+        """Return the tensors that `logits_to_gradient` needs, and the losses [n] in at least fp32, from this rank's
+        logits [n, R] of the tokens `part`.
+        """
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite the logits [n, R] with the gradient of the losses, weighted by [n]."""
+        """Overwrite this rank's logits [n, R] of the tokens `part` with the gradient of the losses, weighted by
+        `weights` [n].
+        """
 
 
 class LabelTargets:
@@ -114,7 +118,7 @@ class LabelTargets:
         self.rows = torch.arange(len(labels), device=labels.device)
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the cross entropies; see `LossTargets`."""
+        """Return the cross entropies of the labels; see `LossTargets.compute_losses`."""
         save = not self.leaves.compiled  # a compiled kernel recomputes exponentials faster than it reads them
         sums, label, *exponentials = self.leaves(
             row_logsumexp_leaf, logits, self.is_local[part], self.target[part], self.softcap, save
@@ -123,7 +127,7 @@ class LabelTargets:
         return (lse, *exponentials), lse - label
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite the logits with their gradient; see `LossTargets`."""
+        """Overwrite the logits with the gradient of the cross entropies; see `LossTargets.logits_to_gradient`."""
         is_local, target = self.is_local[part], self.target[part]
         label_grad = self.leaves(loss_gradient_leaf, logits, is_local, target, weights, self.softcap, *saved)
         # not scatter_, which copies all logits first on a CPU
@@ -131,7 +135,9 @@ class LabelTargets:
 
 
 def locate_local_rows(ids: Tensor, rows: int, group: CommGroup) -> tuple[Tensor, Tensor]:
-    """Return a mask of the token ids in this rank's vocabulary rows, and their local rows; arbitrary rows for others."""
+    """Return a mask of the token ids that are among this rank's vocabulary rows, and their local row numbers; arbitrary
+    numbers for other ids.
+    """
     local = ids - group.rank * rows
     return (local >= 0) & (local < rows), local.clamp(0, rows - 1)
 
@@ -149,7 +155,8 @@ def fused_linear_cross_entropy(
     weigh: Callable[[Tensor], Tensor] | None = None,
     soft: LossTargets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy of `hidden` through `head` against `labels`.
+    """Return the weighted sum of the cross entropies of `labels` and each token's cross entropy [N], from `hidden` and
+    the output matrix `head`, split over `group`, without keeping the logits.
 
     Args:
         hidden: [N, D], equal on all ranks of `group`. Its gradient is partial, to be summed over the ranks.
@@ -185,14 +192,18 @@ def fused_linear_cross_entropy(
 
 
 def tokens_per_chunk(hidden: Tensor, rows: int) -> int:
-    """Return the number of tokens whose logits over `rows` rows of the head are computed at a time."""
+    """Return the number of tokens whose logits over `rows` local vocabulary rows are computed at a time, to limit
+    memory.
+    """
     return max(16, CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"]) // rows)
 
 
 def compute_local_logits(
     hidden: Tensor, head: Tensor, bias: Tensor | None, group: CommGroup, vocab_size: int, out: Tensor | None = None
 ) -> Tensor:
-    """Return this rank's logits [n, R], in `out` [n or more, R] if given; minus infinity for padding rows."""
+    """Return this rank's logits [n tokens, R local vocabulary rows], in `out` [n or more, R] if given; minus infinity
+    for padding rows.
+    """
     logits = torch.mm(hidden, head.t(), out=None if out is None else out[: len(hidden)])
     own = vocab_size - group.rank * head.shape[0]
     if bias is not None:
@@ -205,7 +216,7 @@ def compute_local_logits(
 def row_logsumexp_leaf(
     logits: Tensor, is_local: Tensor, target: Tensor, softcap: float | None, save: bool
 ) -> tuple[Tensor, ...]:
-    """Return the log-sum-exp [n] of each row of logits [n, R], and the logit [n] at its label, in at least fp32.
+    """Return the log-sum-exp [n] of each row of local logits [n, R], and the logit [n] at its label, in at least fp32.
 
     `target` int64 [n, 1] is the label's row on this rank; if the label is not `is_local` [n], it is an arbitrary row, and
     the logit is returned as 0. With `save`, also exp(logits - top) [n, R] and top [n, 1], the maximum of each row.
@@ -231,7 +242,8 @@ def loss_gradient_leaf(
     exponentials: Tensor | None = None,
     top: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite logits [n, R] with their gradient as if no label were local; return the gradient at the labels [n, 1].
+    """Overwrite logits [n, R] with the cross entropy's gradient as if no label were local, and return the gradient at
+    the labels [n, 1].
 
     The gradient is weight (softmax over all ranks' rows - 1 at the label); `lse` [n] is over all ranks. Exponentials
     saved by `row_logsumexp_leaf` are overwritten.
@@ -251,7 +263,7 @@ def loss_gradient_leaf(
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return the soft-capped logits in at least fp32; minus infinity stays."""
+    """Return softcap * tanh(logits / softcap) in at least fp32, or the logits without a softcap; minus infinity stays."""
     values = upcast_to_fp32(logits)
     if softcap is None:
         return values
@@ -259,12 +271,14 @@ def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def softcap_derivative(logits: Tensor, softcap: float) -> Tensor:
-    """Return the derivative of the soft cap."""
+    """Return the derivative of `apply_softcap` at the uncapped logits, 1 - tanh(logits / softcap)^2."""
     return 1 - torch.tanh(upcast_to_fp32(logits) / softcap).square_()
 
 
 def combine_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -> tuple[Tensor, Tensor]:
-    """Combine the log-sum-exp and label logits of this rank's vocabulary rows with those of all ranks."""
+    """Return log-sum-exp and label logits over the whole vocabulary from every rank's values over its own vocabulary
+    rows.
+    """
     if group.size == 1:
         return lse, label
     top = lse.clone()
@@ -275,7 +289,7 @@ def combine_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -> tuple[Te
 
 
 class TeacherTargets:
-    """Loss targets from a teacher's distribution; implements `LossTargets`."""
+    """Loss targets from a teacher's top-k next-token distribution, for distillation; implements `LossTargets`."""
 
     def __init__(self, soft: TeacherSoftLabels, rows: int, group: CommGroup, softcap: float | None) -> None:
         self.is_local, self.target = locate_local_rows(soft.ids.flatten(0, 1), rows, group)
@@ -283,7 +297,7 @@ class TeacherTargets:
         self.group, self.softcap, self.temperature = group, softcap, soft.temperature
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the distillation losses; see `LossTargets`."""
+        """Return the distillation losses (divergence from the teacher); see `LossTargets.compute_losses`."""
         scaled, log_probs = apply_softcap(logits, self.softcap) / self.temperature, self.log_probs[part]
         probs = log_probs.exp()
         local = torch.where(self.is_local[part], scaled.gather(1, self.target[part]), 0.0)
@@ -291,7 +305,9 @@ class TeacherTargets:
         return (lse,), self.temperature**2 * ((probs * log_probs).sum(-1) - mean + lse)
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite the logits with t (student - teacher); see `LossTargets`."""
+        """Overwrite the logits with their gradient, t (student - teacher) at temperature t; see
+        `LossTargets.logits_to_gradient`.
+        """
         (lse,) = saved
         out = (apply_softcap(logits, self.softcap) / self.temperature - lse[:, None]).exp_()
         probs = torch.where(self.is_local[part], self.log_probs[part].exp(), 0.0)
@@ -310,7 +326,8 @@ def topk_log_probs(
     softcap: float | None,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the top-K next tokens in descending order: ids int64 [N, K] and log-probabilities [N, K].
+    """Return the `count` most likely next tokens over all ranks' vocabulary rows in descending order: ids int64 [N, K]
+    and log-probabilities [N, K].
 
     Log-probabilities are in at least fp32.
 

@@ -29,7 +29,9 @@ TILE_ELEMENTS = 1 << 17  # few enough for one pass of a GPU's threads; the order
 
 
 def initialize_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter from (seed, canonical name); padding becomes zero."""
+    """Initialise every parameter with values that depend only on `seed` and its canonical name, not on the sharding;
+    padding becomes zero.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             packed = get_packed_weight(parameter)
@@ -67,7 +69,9 @@ def _draw_tiles(view: Tensor, piece: TensorPiece, seed: int, start: NormalInit |
 
 
 def init_tile_shape(shape: TensorShape) -> TensorShape:
-    """Return the tile shape of a tensor of that global shape; it is cut along the last two axes, which layouts split."""
+    """Return the shape of the tiles in which a tensor of that global shape is drawn at random; it is cut along the last
+    two axes, which layouts split.
+    """
     if len(shape) < 2:
         return (TILE_ELEMENTS,) * len(shape)
     columns = min(shape[-1], TILE_COLUMNS)

@@ -27,23 +27,23 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 
 class TeacherSource(Protocol):
-    """Interface of sources of a teacher's top-k tokens."""
+    """Interface of sources of a teacher model's K most likely next tokens."""
 
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Return each micro-batch's token ids int64 [B, s, K] and log-probabilities [B, s, K]; arbitrary except on the
-        last stage.
+        """Return, for each micro-batch, the teacher's K most likely next tokens, ids int64 [B, s, K] and log-
+        probabilities [B, s, K]; arbitrary except on the last pipeline stage.
         """
 
 
 class LiveTeacher:
-    """Teacher in memory; its stages are `DistillationTeacher` models."""
+    """`TeacherSource` that runs a teacher in memory, whose pipeline stages are `DistillationTeacher` models."""
 
     def __init__(self, executor: PipelineExecutor) -> None:
         self.executor = executor
 
     @torch.no_grad()
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Compute the top-k; see `TeacherSource`."""
+        """Run the teacher and return its K most likely next tokens; see `TeacherSource.get_top_k`."""
         with self.executor.evaluation_mode():
             self.executor.run_operations(micro, 1.0)
         if self.executor.last_stage_index not in self.executor.stages:
@@ -53,13 +53,13 @@ class LiveTeacher:
 
 
 class CachedTeacher:
-    """Teacher whose top-k tokens of each sample are in cache files."""
+    """`TeacherSource` that reads each sample's precomputed top-k tokens from cache files."""
 
     def __init__(self, files: SampleCache) -> None:
         self._files = files
 
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Read the top-k; see `TeacherSource`.
+        """Read the teacher's K most likely next tokens from the cache files; see `TeacherSource.get_top_k`.
 
         Raises:
             DataError: for a sample that is not in the cache.
@@ -73,14 +73,16 @@ class CachedTeacher:
 
 
 class DistillationObjective(TrainingObjective):
-    """Mean divergence of the model's next tokens from a teacher's, over the unmasked tokens."""
+    """Distillation objective: mean divergence of the model's next-token distribution from a teacher's, over the
+    unmasked tokens.
+    """
 
     def __init__(self, config: RunConfig, executor: PipelineExecutor, source: TeacherSource) -> None:
         super().__init__(executor.parallel_groups, config.model.mtp_layers)
         self._source, self._temperature = source, config.objective.temperature
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the micro-batches with the teacher's soft labels; see `TrainingObjective`."""
+        """Return the micro-batches with the teacher's soft labels added; see `TrainingObjective.prepare_micro_batches`."""
         return [
             replace(one, soft_labels=TeacherSoftLabels(ids, log_probs, self._temperature))
             for one, (ids, log_probs) in zip(micro, self._source.get_top_k(micro), strict=True)
@@ -90,7 +92,8 @@ class DistillationObjective(TrainingObjective):
 def collect_teacher_top_k(
     teacher: LiveTeacher, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
-    """Return the teacher's top-k of each sample of a step for the cache, on every rank.
+    """Return the teacher's K most likely next tokens for each sample of a step, to be written to the cache; equal on
+    every rank.
 
     A collective call of all ranks.
     """

@@ -23,7 +23,8 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 @dataclass(frozen=True)
 class PreferenceAnswers:
-    """Answers in n rows: documents 2 i and 2 i + 1 of each row are a pair, and an odd last one is padding.
+    """Chosen and rejected answers in n batch rows: documents 2 i and 2 i + 1 of each row are a pair, and an odd last
+    document is padding.
 
     Attributes:
         documents: int64 [n, s], document of each token; row i has the numbers from i W on.
@@ -52,7 +53,8 @@ class PreferenceAnswers:
         *,
         scored: bool = False,
     ) -> PreferenceAnswers:
-        """Return the answers in some rows of this data rank; a context rank has only its own tokens.
+        """Return the answers in some rows of this data rank's batch; a context rank gets only its own tokens. `width`
+        is `row_document_bound` of the batch.
 
         With `scored`, as for reward models, only the last token of each document has a weight.
         """
@@ -79,27 +81,31 @@ class PreferenceAnswers:
         )
 
     def sum_log_probs(self, log_probs: Tensor) -> Tensor:
-        """Sum log-probabilities [n, s] over each answer: fp64 [P, 2]. A collective call of the context ranks."""
+        """Sum this rank's token log-probabilities [n, s] over each answer of P pairs: fp64 [P, 2]. A collective call of
+        the context ranks.
+        """
         out = log_probs.new_zeros(len(log_probs) * self.width, dtype=torch.float64)
         out.index_add_(0, self.documents.flatten(), (log_probs.double() * self.weights).flatten())
         all_reduce(out, self.context)
         return out.view(-1, 2)[self.pairs]
 
     def spread_gradient(self, gradient: Tensor) -> Tensor:
-        """Map the gradient of the answer sums [P, 2] to the gradient of the log-probabilities [n, s]."""
+        """Map the gradient of the answers' summed log-probabilities [P, 2] to the gradient of each token's log-
+        probability [n, s].
+        """
         out = gradient.new_zeros(len(self.weights) * self.width // 2, 2)
         out[self.pairs] = gradient
         return out.flatten()[self.documents] * self.weights
 
 
 def count_row_pairs(documents: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the number of pairs in each row of documents [n, S]: int64 [n]."""
+    """Return the number of answer pairs in each row, from the document number of each token [n, S]: int64 [n]."""
     found: npt.NDArray[np.int64] = (documents.max(axis=1).astype(np.int64) + 1) // 2
     return found
 
 
 def count_answers(batch: StepBatch) -> int:
-    """Return the number of answers in a batch, not counting missing ones."""
+    """Return the number of answers in a batch's pairs, without answers that are missing (KTO)."""
     assert batch.document_ids is not None
     return sum(
         len(np.unique(ids[(weights > 0) & (ids < 2 * pairs)]))
@@ -110,13 +116,14 @@ def count_answers(batch: StepBatch) -> int:
 
 
 def row_document_bound(batch: StepBatch) -> int:
-    """Return W, an even number of documents that no row of the batch exceeds."""
+    """Return an even number that is at least the number of documents in any row of the batch."""
     assert batch.document_ids is not None
     return 2 * (int(batch.document_ids.max()) // 2 + 1)
 
 
 def mismatch_answers(batch: StepBatch) -> StepBatch:
-    """Return the batch with each answer of a row moved to the question of the next document, cyclically.
+    """Return the batch with each answer moved to the question of the next document in its row, cyclically, for KTO's KL
+    estimate.
 
     A document without an answer is unchanged. Rows keep their lengths: their questions and answers are only rearranged.
     """
@@ -155,7 +162,9 @@ def _cycle_row(batch: StepBatch, row: int) -> tuple[npt.NDArray[np.generic], ...
 def split_answers(
     batch: StepBatch, micro: Sequence[MicroBatch], context: CommGroup, *, scored: bool = False
 ) -> list[PreferenceAnswers]:
-    """Return the answers of each micro-batch of a batch; `scored` as in `PreferenceAnswers.from_step_batch`."""
+    """Return the preference answers of each micro-batch of `batch`; with `scored`, as for reward models, only each
+    document's last token has a weight.
+    """
     width, found, start = row_document_bound(batch), [], 0
     for one in micro:
         rows = slice(start, start := start + len(one.samples))
@@ -167,7 +176,9 @@ def split_answers(
 def score_answers(
     executor: PipelineExecutor, micro: Sequence[MicroBatch], answers: Sequence[PreferenceAnswers]
 ) -> list[Tensor]:
-    """Return a model's answer sums of each micro-batch, fp64 [P, 2]; zero except on the last stage."""
+    """Run a model and return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2]; zero except on
+    the last pipeline stage.
+    """
     with executor.evaluation_mode():
         executor.run_operations(micro, 1.0)
     if executor.last_stage_index not in executor.stages:
@@ -176,6 +187,8 @@ def score_answers(
 
 
 def is_reporting_rank(executor: PipelineExecutor) -> bool:
-    """Return whether this rank, among the ranks with equal answer sums, contributes them to a sum over all ranks."""
+    """Return whether this rank is the only one, among the ranks with equal answer sums, that contributes them to a sum
+    over all ranks.
+    """
     groups = executor.parallel_groups
     return groups.tp.rank == 0 and groups.cp.rank == 0 and executor.last_stage_index in executor.stages

@@ -21,7 +21,8 @@ from mega_trainer.config.objective_config import ObjectiveConfig
 
 @dataclass(frozen=True)
 class PairLogProbs:
-    """Log-probabilities of the answers of P pairs, summed over the unmasked tokens.
+    """Log-probabilities of the chosen and the rejected answers of P pairs, each summed over the answer's unmasked
+    tokens.
 
     Attributes:
         policy: [P, 2], under the trained model.
@@ -42,20 +43,26 @@ PreferenceLoss = Callable[[PairLogProbs], tuple[Tensor, Tensor]]
 
 
 def dpo_loss(pairs: PairLogProbs, beta: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return -log sigmoid(r_chosen - r_rejected), rewards r = beta log(policy / reference) (arXiv:2305.18290)."""
+    """Return DPO losses -log sigmoid(r_chosen - r_rejected) [P] and rewards r = beta log(policy / reference) [P, 2]
+    (arXiv:2305.18290).
+    """
     rewards = beta * (pairs.policy - pairs.reference)
     return _logistic_loss(rewards[:, 0] - rewards[:, 1], label_smoothing), rewards
 
 
 def ipo_loss(pairs: PairLogProbs, beta: float) -> tuple[Tensor, Tensor]:
-    """Return (h_chosen - h_rejected - 1 / (2 beta))^2, h the mean log ratio of a token (arXiv:2310.12036, equation 17)."""
+    """Return IPO losses (h_chosen - h_rejected - 1 / (2 beta))^2 [P], h the mean log ratio of a token, and rewards [P,
+    2] (arXiv:2310.12036, equation 17).
+    """
     ratios = pairs.policy - pairs.reference
     means = ratios / pairs.tokens.clamp(min=1)
     return (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square(), beta * ratios
 
 
 def simpo_loss(pairs: PairLogProbs, beta: float, gamma: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return -log sigmoid(r_chosen - r_rejected - gamma), r = beta times the mean log-probability (arXiv:2405.14734)."""
+    """Return SimPO losses -log sigmoid(r_chosen - r_rejected - gamma) [P] and rewards r [P, 2], beta times the mean
+    log-probability of a token (arXiv:2405.14734).
+    """
     rewards = beta * pairs.policy / pairs.tokens.clamp(min=1)
     return _logistic_loss(rewards[:, 0] - rewards[:, 1] - gamma, label_smoothing), rewards
 
@@ -63,7 +70,8 @@ def simpo_loss(pairs: PairLogProbs, beta: float, gamma: float, label_smoothing: 
 def kto_loss(
     pairs: PairLogProbs, beta: float, desirable: float = 1.0, undesirable: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return half of w (1 - sigmoid(r - beta kl)) of the chosen and w' (1 - sigmoid(beta kl - r)) of the rejected answer.
+    """Return KTO losses and rewards r [P, 2]: half of w (1 - sigmoid(r - beta kl)) for the chosen plus w' (1 -
+    sigmoid(beta kl - r)) for the rejected answer, w = `desirable`, w' = `undesirable`.
 
     The mean over pairs equals the mean over answers (arXiv:2402.01306). An answer without tokens is missing: its loss and
     reward are zero.
@@ -76,7 +84,8 @@ def kto_loss(
 
 
 def reward_model_loss(pairs: PairLogProbs, margin: float = 0.0, center: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return -log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2, r the scores.
+    """Return reward-model losses -log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2 [P],
+    and the scores r [P, 2].
 
     Bradley and Terry 1952.
     """
@@ -90,7 +99,9 @@ def _logistic_loss(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def select_pair_loss(config: ObjectiveConfig) -> PreferenceLoss:
-    """Return the pair loss of the configuration."""
+    """Return the loss function that the configuration's objective names (DPO, IPO, SimPO, KTO or reward model), with
+    its settings bound.
+    """
     smoothing = config.label_smoothing
     losses: Mapping[str, PreferenceLoss] = {
         "dpo": partial(dpo_loss, label_smoothing=smoothing, beta=config.effective_beta),
@@ -114,7 +125,8 @@ ANSWER_SHARES = ("chosen", "rejected", "paired")  # share of pairs that have the
 
 
 def compute_pair_metrics(pairs: PairLogProbs, rewards: Tensor) -> Tensor:
-    """Return the metrics of P pairs in the order of `PAIR_METRICS` (TRL's names) and `ANSWER_SHARES`: [10, P].
+    """Return the metrics of each of P answer pairs, one row per metric in the order of `PAIR_METRICS` (TRL's names) and
+    then `ANSWER_SHARES`: [10, P].
 
     Missing answers have zeros.
     """

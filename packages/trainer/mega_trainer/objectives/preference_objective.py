@@ -43,7 +43,7 @@ MEANINGLESS_METRICS = {"kto": (), "reward": ("kl", "logps/chosen", "logps/reject
 
 
 class PreferenceObjective(TrainingObjective):
-    """Mean of a preference loss over the pairs of a step.
+    """Objective of preference training: mean of a preference loss (such as DPO) over the answer pairs of a step.
 
     Args:
         config: configuration of the run.
@@ -63,13 +63,13 @@ class PreferenceObjective(TrainingObjective):
         self._sums = torch.zeros(1 + len(self.metric_names), dtype=torch.float64, device=device)
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of pairs, without MTP terms; see `TrainingObjective`."""
+        """Return the number of answer pairs in the step, without MTP terms; see `TrainingObjective.count_step_terms`."""
         counts = torch.tensor(self.count_local_terms(batch), dtype=torch.float64)
         all_reduce(counts, self.groups.world)
         return counts.tolist()
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return this rank's number of pairs; see `TrainingObjective`."""
+        """Return the number of answer pairs that this rank counts; see `TrainingObjective.count_local_terms`."""
         mtp_terms = [float("inf")] * self.mtp_layers
         if batch is None or any(group.rank for group in (self.groups.tp, self.groups.cp, self.groups.pp)):
             return [0.0, *mtp_terms]
@@ -79,7 +79,9 @@ class PreferenceObjective(TrainingObjective):
         return [float(count_row_pairs(batch.document_ids).sum()), *mtp_terms]
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the micro-batches with the loss's weight function; see `TrainingObjective`."""
+        """Return the micro-batches with a `weight_fn` that maps log-probabilities to token weights; see
+        `TrainingObjective.prepare_micro_batches`.
+        """
         self._sums.zero_()
         answers = split_answers(batch, micro, self.groups.cp, scored=self.config.model.score)
         reference_sums = [torch.zeros_like(each.tokens) for each in answers]
@@ -111,7 +113,9 @@ class PreferenceObjective(TrainingObjective):
     def compute_token_weights(
         self, log_probs: Tensor, answers: PreferenceAnswers, reference: Tensor, kl: Tensor
     ) -> Tensor:
-        """Return the weights of a micro-batch's labels [B, s]: minus the loss's gradient in their log-probabilities."""
+        """Return a weight for each label's log-probability in a micro-batch [B, s], minus the preference loss's
+        gradient, and add the losses and metrics to this objective's sums.
+        """
         with torch.enable_grad():
             policy = answers.sum_log_probs(log_probs).requires_grad_()
             pairs = PairLogProbs(policy, reference, answers.tokens, kl)
@@ -123,17 +127,21 @@ class PreferenceObjective(TrainingObjective):
         return -answers.spread_gradient(gradient).to(log_probs.dtype)
 
     def measure_losses(self, sums: Tensor) -> Tensor:
-        """Return the sums of losses and metrics; see `TrainingObjective`."""
+        """Return the sums of the step's preference losses and metrics; see `TrainingObjective.measure_losses`."""
         return torch.cat([self._sums[:1], sums[1:], self._sums[1:]])
 
     def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:
-        """Return the sums of a validation and its number of pairs; see `TrainingObjective`."""
+        """Return the sums of a validation's preference losses and metrics, and its number of pairs; see
+        `TrainingObjective.validation_totals`.
+        """
         answers = [one.weight_fn.answers for one in micro if isinstance(one.weight_fn, _TokenWeights)]
         pairs = sum(int((each.tokens > 0).sum()) / 2 for each in answers)
         return torch.cat([self._sums, self._sums.new_tensor([pairs * self._reports])])
 
     def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
-        """Return means over pairs, and the number of pairs and answer tokens; see `TrainingObjective`."""
+        """Return mean metrics over answer pairs, and for a step the number of pairs and of answer tokens; see
+        `TrainingObjective.metrics`.
+        """
         means = dict(super().metrics(figures, count))
         _divide_by_shares(means)
         tokens, excluded = means.pop("tokens"), MEANINGLESS_METRICS.get(self.config.objective.kind, ("kl",))

@@ -27,7 +27,7 @@ SampleHalf = Literal["answers", "mismatched"]
 
 
 class ReferenceModel(Protocol):
-    """Interface of the reference model's answer log-probabilities."""
+    """Interface of sources of the reference model's summed answer log-probabilities, for preference losses."""
 
     def get_answer_sums(
         self,
@@ -36,14 +36,15 @@ class ReferenceModel(Protocol):
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Return the sums of log-probabilities over each micro-batch's answers, or over `mismatched` ones: fp64 [P, 2].
+        """Return the reference model's summed log-probabilities of each micro-batch's answers, or of the `mismatched`
+        answers (KTO): fp64 [P, 2].
 
         A collective call of the ranks of a model; the result is arbitrary except on the last stage.
         """
 
 
 class LiveReference:
-    """Reference model in memory."""
+    """`ReferenceModel` that runs the reference model in memory."""
 
     def __init__(self, executor: PipelineExecutor) -> None:
         self._executor = executor
@@ -55,12 +56,12 @@ class LiveReference:
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Compute the sums; see `ReferenceModel`."""
+        """Run the reference model and return its summed answer log-probabilities; see `ReferenceModel.get_answer_sums`."""
         return score_answers(self._executor, micro, answers)
 
 
 class CachedReference:
-    """Reference model whose answer sums of each sample are in cache files."""
+    """`ReferenceModel` that reads each sample's precomputed answer sums from cache files."""
 
     def __init__(self, files: SampleCache) -> None:
         self._files = files
@@ -72,7 +73,8 @@ class CachedReference:
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Read the sums; see `ReferenceModel`.
+        """Read the reference model's summed answer log-probabilities from the cache files; see
+        `ReferenceModel.get_answer_sums`.
 
         Raises:
             DataError: for a sample that is not in the cache.
@@ -87,7 +89,8 @@ class CachedReference:
 def collect_reference_sums(
     executor: PipelineExecutor, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
-    """Return each sample's answer sums for the cache, also over `mismatched` answers if the loss needs them.
+    """Return the reference model's summed answer log-probabilities of each sample, to be written to the cache, also of
+    `mismatched` answers if the loss needs them.
 
     Each is fp64 [2 P], on every rank. A collective call of all ranks.
     """

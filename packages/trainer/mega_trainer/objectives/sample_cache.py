@@ -27,7 +27,8 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 
 
 class SampleCache:
-    """Cache folder with the outputs of one model for the samples of one data set.
+    """Folder of safetensors files with the precomputed outputs of one model (teacher or reference) for the samples of
+    one data set.
 
     Args:
         folder: folder for the outputs of one model for one data set, and nothing else.
@@ -38,13 +39,15 @@ class SampleCache:
         self._files: dict[range, Mapping[str, Tensor]] = {}
 
     def first_missing_sample(self, start: int) -> int:
-        """Return the first sample from `start` on that is in no file."""
+        """Return the number of the first sample, from `start` on, that is in no file of the cache."""
         while (found := self._find_span(start)) is not None:
             start = found.stop
         return start
 
     def write_samples(self, first: int, arrays: Mapping[str, Sequence[np.ndarray]]) -> None:
-        """Write a file of the samples from `first` on, with each sample's arrays by name; durable when this returns."""
+        """Write one safetensors file with the arrays of consecutive samples from number `first` on, by array name;
+        durable when this returns.
+        """
         tensors: dict[str, Tensor] = {}
         for name, each in arrays.items():
             bounds = np.cumsum([0, *map(len, each)])
@@ -58,7 +61,7 @@ class SampleCache:
                 stream.write(tensor_bytes(tensors[name].contiguous()))
 
     def read_array(self, name: str, sample: int) -> np.ndarray:
-        """Return one array of a sample.
+        """Return the array `name` of a sample from the cache files.
 
         Raises:
             DataError: when no file contains the sample.
@@ -102,7 +105,7 @@ def precompute_samples(
     samples: range,
     samples_per_file: int,
 ) -> None:
-    """Compute and write the samples that are missing from the cache, one file at a time.
+    """Compute the samples of a range that are missing from the cache, and write them to it, one file at a time.
 
     A collective call of all ranks; rank 0 writes.
 

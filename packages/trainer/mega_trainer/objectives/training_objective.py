@@ -15,7 +15,8 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 
 class TrainingObjective:
-    """Mean cross entropy, and base class of the other objectives.
+    """Objective of ordinary training, the mean cross entropy over unmasked tokens, and base class of the other
+    objectives.
 
     Another objective is a function of the log-probabilities of a micro-batch's tokens: it sets the micro-batches'
     `weight_fn`, which gives the gradient in the log-probabilities, and sums its metrics.
@@ -31,26 +32,32 @@ class TrainingObjective:
         self.groups, self.mtp_layers = groups, mtp_layers
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of terms in the means of a step's loss and of each MTP layer's loss, over all data ranks."""
+        """Return the number of terms (tokens) that the step's loss and each MTP layer's loss are means of, over all
+        data ranks.
+        """
         return count_step_tokens(batch, self.mtp_layers, self.groups)
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return this rank's part of `count_step_terms`."""
+        """Return this rank's contribution to `count_step_terms`; the sum over all ranks is the total."""
         return count_local_tokens(batch, self.mtp_layers, self.groups)
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return this rank's micro-batches of a step or validation, with objective-specific targets."""
+        """Return this rank's micro-batches of a step or validation, with the targets that the objective needs added."""
         return micro
 
     def measure_losses(self, sums: Tensor) -> Tensor:
-        """Return the sums of a step's losses and metrics; see `StepHooks.measure_losses`."""
+        """Return the sums of a step's losses and metrics, from the loss sums of the pipeline; see
+        `StepHooks.measure_losses`.
+        """
         return sums
 
     def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:
-        """Return the sums of a validation's losses and metrics, and their count."""
+        """Return the sums of a validation's losses and metrics, and the number of terms that they sum over."""
         count = torch.stack([batch.weights.sum(dtype=torch.float64) for batch in micro]).sum()
         return torch.stack([sums[0], count])
 
     def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
-        """Return the metrics of metrics.jsonl from a step's means over `count` terms, or from a validation's."""
+        """Return the metrics to write to metrics.jsonl, from `figures`, the means of a step over `count` terms or of a
+        validation (`count` None).
+        """
         return dict(zip(self.metric_names, figures, strict=True))

@@ -25,7 +25,8 @@ WIDTHS = {"cpu": (1 << 10, 1 << 15), "cuda": (1, 1 << 22)}
 def compute_grad_norm(
     buffers: Sequence[ParameterBuffer], model_groups: Sequence[CommGroup], leaves: LeafCompiler
 ) -> Tensor:
-    """Return the L2 norm over the whole model, each canonical element counted once; fp64 scalar, equal on all ranks.
+    """Return the L2 norm of the gradients over the whole model, each element of a canonical tensor counted once; fp64
+    scalar, equal on all ranks.
 
     Args:
         buffers: this rank's buffers, with their reduced gradients.
@@ -56,7 +57,7 @@ def _all_gather(sums: Tensor, group: CommGroup | None) -> Tensor:
 
 
 def sum_of_squares(tensors: Sequence[Tensor], leaves: LeafCompiler) -> Tensor:
-    """Return [1, 2] fp64: the sum of the squares of all elements, and the correction with its lower digits."""
+    """Return the sum of the squares of all elements as [1, 2] fp64: the sum, and the correction with its lower digits."""
     fewest, _ = WIDTHS[tensors[0].device.type]
     sums = torch.cat([leaves(accumulate_squares, block) for block in _split_blocks(tensors)], 1)
     while sums.shape[1] > ROWS * fewest:
@@ -80,7 +81,7 @@ def _split_blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def accumulate_squares(values: Tensor) -> Tensor:
-    """Map [R, N] to fp64 [2, N]: the sums of the squares of each column, and their rounding errors.
+    """Map values [R, N] to fp64 [2, N]: the sum of squares of each column, and the rounding error of that sum.
 
     Does `_two_sum` in place, whose time on a CPU is mostly that of new memory.
     """
@@ -96,7 +97,7 @@ def accumulate_squares(values: Tensor) -> Tensor:
 
 
 def accumulate_sums(sums: Tensor) -> Tensor:
-    """Sum each column of sums and rounding errors [2, R, N]: [2, N]."""
+    """Add up the R sums, with their rounding errors, of each column: [2, R, N] -> [2, N]."""
     high, low = sums[0, 0], sums[1, 0]
     for more, error in zip(sums[0, 1:], sums[1, 1:], strict=True):
         high, rounding = _two_sum(high, more)
@@ -122,5 +123,7 @@ def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_clip_factor(norm: float, limit: float) -> float:
-    """Return the factor that limits a gradient of this norm to `limit`; a limit of 0 disables clipping."""
+    """Return the factor for the gradients, at most 1, that limits their norm from `norm` to `limit`; a limit of 0
+    disables clipping.
+    """
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass
 class LossScale:
-    """Factor on the loss before it is differentiated, chosen as large as the gradients allow.
+    """Dynamic loss scale for fp16: factor on the loss before it is differentiated, chosen as large as the gradients
+    allow.
 
     The scale halves when a gradient overflows and doubles after `growth_interval` consecutive steps without overflow. A
     power of two changes no bits except those that fp16 would lose.
@@ -25,11 +26,13 @@ class LossScale:
     good_steps: int = 0
 
     def can_fix_overflow(self, *, loss_finite: bool, norm_finite: bool) -> bool:
-        """Return whether a smaller scale may fix the numbers: the gradient is not finite and the loss is."""
+        """Return whether a smaller loss scale may help: the loss is finite, the gradient norm is not, and the scale is
+        above its minimum.
+        """
         return loss_finite and not norm_finite and self.value > self.minimum
 
     def update_scale(self, *, overflowed: bool) -> None:
-        """Adapt the scale after a step."""
+        """Halve the scale after a step with overflow; double it after `growth_interval` steps without."""
         self.good_steps = 0 if overflowed else self.good_steps + 1
         if overflowed:
             self.value = max(self.minimum, self.value / 2)

@@ -32,7 +32,8 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return U V^T, approximately, where `matrix` = U S V^T: every singular value that is not tiny comes near 1.
+    """Return approximately U V^T of the singular value decomposition `matrix` = U S V^T (Newton-Schulz): every singular
+    value that is not tiny comes near 1.
 
     Newton-Schulz iteration, X <- a X + b (X X^T) X + c (X X^T)^2 X, on the matrix divided by its Frobenius norm.
 
@@ -56,7 +57,8 @@ def orthogonalize(matrix: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.
 
 
 def muon_update_scale(rows: int, columns: int) -> float:
-    """Return 0.2 sqrt(max(M, N)), which scales an orthogonal [M, N] matrix to the RMS of AdamW's updates, 0.2.
+    """Return Muon's factor 0.2 sqrt(max(rows, columns)) on an orthogonal update, which gives it the RMS of AdamW's
+    updates, 0.2.
 
     Muon can then use AdamW's learning rate and weight decay (arXiv:2502.16982, equation 4).
     """
@@ -64,7 +66,8 @@ def muon_update_scale(rows: int, columns: int) -> float:
 
 
 def is_hidden_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether Muon applies: True for a layer's matrices and stacks of matrices.
+    """Return whether Muon updates this parameter: True for matrices and stacks of matrices in layers, not for
+    embeddings, heads, convolutions, norms and biases.
 
     False for embeddings, tables, heads, convolutions, norms and biases.
     """
@@ -76,7 +79,7 @@ def is_hidden_matrix(parameter: nn.Parameter) -> bool:
 
 
 class MuonUpdateRule:
-    """`UpdateRule` by Muon.
+    """`UpdateRule` that updates slots of main weights by Muon.
 
     Args:
         slots: slots to update: slices of buckets of hidden matrices.
@@ -104,7 +107,7 @@ class MuonUpdateRule:
         self.momenta = [torch.zeros_like(slot.main) for slot in slots]
 
     def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights; see `UpdateRule.update_slots`."""
+        """Update the main weights of the slots by Muon; see `UpdateRule.update_slots`."""
         for slot, momentum in zip(self.slots, self.momenta, strict=True):
             with transfers.update_context([slot]):
                 self._update_slot(slot, momentum, lr * self.lr_factor * slot.kind.lr_factor)
@@ -117,7 +120,7 @@ class MuonUpdateRule:
         slot.main.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr)
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return the momentum."""
+        """Return Muon's momentum of each slot; see `UpdateRule.state_tensors`."""
         return {"muon_momentum": list(zip(self.slots, self.momenta, strict=True))}
 
     def _gather_and_orthogonalize(self, slot: OptimizerSlot, direction: Tensor) -> Tensor:

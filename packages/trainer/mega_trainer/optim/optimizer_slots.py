@@ -26,7 +26,7 @@ from mega_trainer.parallel.parameter_shards import (
 
 @dataclass(eq=False)
 class OptimizerSlot:
-    """Shard with the tensors that the optimizer works on.
+    """Unit of an optimizer update: a parameter shard with its main weights and gradients.
 
     Attributes:
         kind, sharded, shard: as in `ParameterBuffer`.
@@ -44,7 +44,8 @@ class OptimizerSlot:
 
     @classmethod
     def from_shard(cls, buffer: ParameterBuffer, shard: ParameterShard, *, offload: bool = False) -> OptimizerSlot:
-        """Return the slot of a shard: low-precision weights get fp32 main weights, with `offload` in host memory.
+        """Return the slot of a parameter shard: low-precision weights get fp32 main weights, with `offload` in host
+        memory.
 
         A shard whose length needs padding is copied too, on its device: rows of ZeRO-3, usually only norms and biases.
         """
@@ -56,26 +57,28 @@ class OptimizerSlot:
 
     @property
     def has_higher_precision(self) -> bool:
-        """True if the main weights are more precise than the weights that the model computes with."""
+        """True if the main weights have a more precise dtype than the weights that the model computes with."""
         return self.main.dtype != self.kind.dtype
 
     @property
     def has_separate_main_weights(self) -> bool:
-        """True if the main weights have memory of their own."""
+        """True if the main weights are a copy and not the memory of the model's weights."""
         return self.main.data_ptr() != self.shard.weights.data_ptr()
 
     def copy_grad_to_main(self) -> None:
-        """Copy the gradient to the device of the main weights."""
+        """Copy the gradient to the device of the main weights (such as host memory), if the slot has a separate copy of
+        it.
+        """
         if self.grads is not self.shard.grads:
             self._own(self.grads).copy_(self.shard.grads, non_blocking=True)
 
     def copy_main_to_model(self) -> None:
-        """Copy the updated main weights to the model."""
+        """Copy the updated main weights to the model's weights, rounding to their dtype."""
         if self.has_separate_main_weights:
             self.shard.weights.copy_(self._own(self.main), non_blocking=True)
 
     def load_main_from_model(self) -> None:
-        """Set the main weights to those that the model computes with."""
+        """Set the main weights to the weights that the model computes with."""
         self._own(self.main).copy_(self.shard.weights.to(self.kind.dtype))
 
     def _own(self, values: Tensor) -> Tensor:
@@ -94,7 +97,8 @@ def _padded_copy(tensor: Tensor, *, to_host: bool) -> Tensor:
 
 
 class SlotTransfers:
-    """Transfers of gradients to the main weights, and of new weights back to the model.
+    """Copies of gradients to the main weights' device, and of updated weights back to the model, overlapped if main
+    weights are offloaded to host memory.
 
     Main weights that are `offloaded` from a device are updated slot by slot. On a GPU the copies run on a second stream:
     an update waits only for its own gradient, and its weights are sent while the next update is computed.
@@ -107,7 +111,7 @@ class SlotTransfers:
         self._arrivals: dict[OptimizerSlot, torch.cuda.Event] = {}
 
     def start_gradients(self, slots: Iterable[OptimizerSlot]) -> None:
-        """Start to transfer all gradients, in the order of the slots."""
+        """Start to copy the gradients of all slots to their main weights' device, in the order of the slots."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
@@ -118,7 +122,9 @@ class SlotTransfers:
 
     @contextmanager
     def update_context(self, slots: Sequence[OptimizerSlot]) -> Iterator[None]:
-        """Wrap the update of some slots: wait for their gradients before, send their weights after."""
+        """Return a context around the update of some slots: entering waits for their gradients, leaving starts to copy
+        their weights to the model.
+        """
         for slot in slots:
             if slot in self._arrivals:
                 self._arrivals.pop(slot).synchronize()
@@ -128,25 +134,31 @@ class SlotTransfers:
                 slot.copy_main_to_model()
 
     def wait_for_weights(self) -> None:
-        """Make later work on the device wait for the new weights."""
+        """Make later work on the device wait until the updated weights have arrived."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 class UpdateRule(Protocol):
-    """Interface of the update of some slots."""
+    """Interface of an optimizer's update of its slots of main weights, such as AdamW's or Muon's."""
 
     slots: list[OptimizerSlot]
 
     def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of the slots from their gradients; `decoupled_lr` is for decoupled param groups."""
+        """Update the main weights of all `slots` from their gradients at learning rate `lr`, or `decoupled_lr` for
+        param groups that are decoupled (embedding and output).
+        """
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return each slot's tensors by kind of state, with the length of the main weights."""
+        """Return the optimizer state by kind (such as `exp_avg`): a tensor for each slot, as long as the slot's main
+        weights.
+        """
 
 
 def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
-    """Return slot tensors, each at least as long as its shard, by canonical name."""
+    """Return the values of slot tensors as sharded tensors by canonical parameter name; each tensor is at least as long
+    as its shard.
+    """
     return merge_sharded(
         boxes_of_flat_range(values[part.shard_slice], part.pieces, part.shape, part.start)
         for slot, values in pairs
@@ -155,7 +167,9 @@ def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, Sh
 
 
 def checkpoint_boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
-    """Return slot tensors by canonical name, and of replicated tensors only the part that this rank saves."""
+    """Return the values of slot tensors by canonical parameter name, of replicated tensors only the part that this rank
+    saves to a checkpoint.
+    """
     by_replicas: dict[tuple[CommGroup, ...], list[tuple[OptimizerSlot, Tensor]]] = defaultdict(list)
     for slot, values in pairs:
         by_replicas[replica_groups(slot.kind, sharded=slot.sharded)].append((slot, values))

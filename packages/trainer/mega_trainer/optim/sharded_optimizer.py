@@ -27,7 +27,7 @@ from mega_trainer.parallel.parameter_shards import ShardedStage
 
 
 class ShardedOptimizer:
-    """Optimizer of the weights of this rank's stages.
+    """Optimizer of the weights of this rank's pipeline stages, with state sharded over data ranks (ZeRO).
 
     Args:
         stages: all stages of this rank.
@@ -68,11 +68,12 @@ class ShardedOptimizer:
             self._rules.append(separate([slot for slot in self.slots if slot.kind.separate]))
 
     def compute_grad_norm(self) -> Tensor:
-        """Return the L2 norm of the gradient over the whole model; fp64 scalar."""
+        """Return the L2 norm of the gradients over the whole model, not only this rank's shards; fp64 scalar."""
         return compute_grad_norm(self.buffers, self.model_groups, self._leaves)
 
     def apply_update(self, lr: float, scale: float, decoupled_lr: float | None = None) -> None:
-        """Run one update with the gradients times `scale`, and start to all-gather the new weights.
+        """Run one update with the gradients multiplied by `scale` in place, and start to all-gather the new weights;
+        `wait_for_params` waits for them.
 
         `decoupled_lr` is the rate of the input embedding and the output layer, if they have separate param groups.
         """
@@ -89,12 +90,16 @@ class ShardedOptimizer:
             stage.all_gather_params()
 
     def wait_for_params(self) -> None:
-        """Wait for the weights of the last update; needed before any access to them other than a forward."""
+        """Wait until the weights of the last update are gathered; needed before any access to them other than a
+        forward.
+        """
         for stage in self.stages:
             stage.wait_for_params()
 
     def persistent_tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors kept between steps, flat: weights, gradients, main weights and the rules' state."""
+        """Yield all flat tensors kept between steps: weights, gradients, main weights, moving averages and optimizer
+        state.
+        """
         for slot in self.slots:
             yield from (slot.shard.weights.detach(), slot.shard.grads, slot.main, slot.grads)
         yield from self._averages
@@ -102,7 +107,9 @@ class ShardedOptimizer:
             yield from (tensor for pairs in rule.state_tensors().values() for _, tensor in pairs)
 
     def gradients_by_name(self) -> dict[str, ShardedTensor]:
-        """Return the reduced gradients by canonical name, as views; after an update they are times its scale."""
+        """Return views of the reduced gradients by canonical parameter name; after `apply_update` they are multiplied
+        by its `scale`.
+        """
         return boxes_by_name((slot, slot.shard.grads) for slot in self.slots)
 
     @property
@@ -116,7 +123,8 @@ class ShardedOptimizer:
         self._adamw.update_count = value
 
     def checkpoint_tensors(self, *, to_save: bool = False) -> dict[str, ShardedTensor]:
-        """Return views of the state by canonical name; with `to_save` only this rank's share of replicated tensors.
+        """Return views of the optimizer state by checkpoint name; with `to_save` only this rank's share of replicated
+        tensors.
 
         Names are `optimizer/<kind>/<name>` for each kind of the rules' state, `optimizer/main/<name>` for main weights
         that are more precise than the model's, and `optimizer/ema/<name>` for averages.
@@ -129,23 +137,25 @@ class ShardedOptimizer:
         }
 
     def state_tensors(self) -> list[tuple[str, list[tuple[OptimizerSlot, Tensor]]]]:
-        """Return the flat tensor of each slot by kind, `main` last; each is at least as long as its shard."""
+        """Return, for each kind of optimizer state, each slot's flat tensor, `main` (main weights) last; each is at
+        least as long as the slot's shard.
+        """
         kinds = [kind for rule in self._rules for kind in rule.state_tensors().items()]
         if self._averages:
             kinds.append(("ema", list(zip(self.slots, self._averages, strict=True))))
         return [*kinds, ("main", [(slot, slot.main) for slot in self.slots if slot.has_higher_precision])]
 
     def start_weight_average(self) -> None:
-        """Initialise the moving average (EMA) with the main weights, if the run has one."""
+        """Set the moving average of the weights (EMA) to the main weights, if the run has one."""
         for slot, average in zip(self.slots, self._averages, strict=bool(self._averages)):
             average.copy_(slot.main)
 
     def load_main_from_model(self) -> None:
-        """Set the main weights to the model's weights, after loading a model without main weights."""
+        """Set the main weights to the model's weights, after loading a checkpoint without main weights."""
         for slot in self.slots:
             slot.load_main_from_model()
 
     def copy_main_to_model(self) -> None:
-        """Copy the loaded main weights to the model; under ZeRO-3 they are the model's only weights."""
+        """Copy main weights, loaded from a checkpoint, to the model; under ZeRO-3 they are the model's only weights."""
         for slot in self.slots:
             slot.copy_main_to_model()

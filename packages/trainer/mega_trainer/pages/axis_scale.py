@@ -11,7 +11,9 @@ from mega_common.progress_logging import format_number
 
 @dataclass(frozen=True)
 class AxisScale:
-    """Mapping of values from `low` to `high` to `length` units of a picture from `start`; logarithmic with `log`."""
+    """Scale of a figure's axis: maps values from `low` to `high` to positions from `start` to `start` + `length` in
+    picture units; logarithmic with `log`.
+    """
 
     low: float
     high: float
@@ -23,8 +25,8 @@ class AxisScale:
     def from_values(
         cls, values: Iterable[float], start: float, length: float, *, zero: bool = False, log_from: float = math.inf
     ) -> AxisScale:
-        """Return a scale that contains all values, and 0 with `zero`; logarithmic if the largest is `log_from` times
-        the smallest.
+        """Return an axis scale that contains all values, and 0 with `zero`; logarithmic if the largest value is at
+        least `log_from` times the smallest.
         """
         found = [*values] or [0.0, 1.0]
         low, high = min(found), max(found)
@@ -35,14 +37,14 @@ class AxisScale:
         return cls(low if zero else low - margin, high + margin, start, length)
 
     def to_position(self, value: float) -> float:
-        """Return the position of a value in the picture."""
+        """Return the position of a value in the picture, in picture units."""
         low, high = self.low, self.high
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
         return self.start + (value - low) / (high - low) * self.length
 
     def compute_ticks(self, most: int) -> list[float]:
-        """Return about `most` round values within the range."""
+        """Return about `most` round values within the range, for tick labels on the axis."""
         if self.log:
             powers = [
                 10.0**power for power in range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)))
@@ -64,25 +66,27 @@ def _round_step(size: float) -> float:
 
 
 def format_compact(value: float) -> str:
-    """Return a number in a few characters: 12.3k, 0.0003 -> 3e-04."""
+    """Return a number as text of a few characters: 12345 -> 12.3k, 0.0003 -> 3e-04."""
     if value and abs(value) < 1e-2:
         return f"{value:.1e}".replace(".0e", "e")
     return format_number(round(value, 6))
 
 
 def format_bytes(value: float) -> str:
-    """Return bytes with a binary unit and three digits: 12.3 GiB; 1000 of a unit or more use the next unit."""
+    """Return a number of bytes as text with a binary unit and three digits, such as 12.3 GiB; 1000 of a unit or more
+    use the next unit.
+    """
     power = min(4, int(math.log(max(abs(value) * 1.024, 1.0), 1024)))
     return f"{value / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def format_gib(value: float) -> str:
-    """Return a number of GiB as text."""
+    """Return a number of GiB as text with three digits and the unit: 12.3 GiB."""
     return f"{value:.3g} GiB"
 
 
 def format_duration(value: float) -> str:
-    """Return seconds as a duration: 2 d 3 h, 3 h 5 min, 12 min 5 s, 3.2 s, 12 ms."""
+    """Return a number of seconds as text: 2 d 3 h, 3 h 5 min, 12 min 5 s, 3.2 s, 12 ms."""
     if not value:
         return "0"
     if value < 1:
@@ -97,11 +101,11 @@ def format_duration(value: float) -> str:
 
 
 def format_percent(value: float) -> str:
-    """Return a share in percent: 0.123 -> 12.3 %."""
+    """Return a share as text in percent: 0.123 -> 12.3 %."""
     return f"{100 * value:.3g} %"
 
 
 def pick_evenly_spaced(count: int, most: int) -> Sequence[int]:
-    """Return at most `most` of the numbers below `count`, evenly spaced, the last one included."""
+    """Return at most `most` of the integers 0 to `count` - 1, evenly spaced, the last one included."""
     step = max(1, math.ceil(count / most))
     return range((count - 1) % step, count, step)

@@ -34,7 +34,7 @@ FormatNumber = Callable[[float], str]
 
 @dataclass(frozen=True)
 class LineSeries:
-    """Line of y over x; a y of None is a gap.
+    """Series of (x, y) points that a figure draws as one line; a y of None is a gap.
 
     Attributes:
         name: entry of the legend.
@@ -53,7 +53,7 @@ class LineSeries:
 
 @dataclass(frozen=True)
 class FigureEvent:
-    """Event at x."""
+    """Event at position x of a figure, drawn as a dashed vertical line with the text `what`."""
 
     x: float
     what: str
@@ -68,7 +68,9 @@ def draw_line_figure(
     log_from: float = math.inf,
     events: Sequence[FigureEvent] = (),
 ) -> str:
-    """Draw lines over a common axis; events are dashed vertical lines. Empty without a point."""
+    """Return an HTML figure with lines over a common x axis; events are dashed vertical lines. "" if no series has a
+    point.
+    """
     kept = [(line, drawn) for line in series if (drawn := _finite_points(line.points))]
     if not kept:
         return ""
@@ -94,7 +96,9 @@ def draw_area_figure(
     write: FormatNumber = format_compact,
     events: Sequence[FigureEvent] = (),
 ) -> str:
-    """Draw stacked areas of series with equal x, as means over pieces of the axis. Empty without a point."""
+    """Return an HTML figure with stacked areas of series with equal x, as means over pieces of the axis. "" if the
+    series have no points.
+    """
     if not series or not series[0].points:
         return ""
     thin = [_piece_means([(x, y or 0.0) for x, y in area.points], PIECES) for area in series]
@@ -117,7 +121,7 @@ def draw_area_figure(
 
 @dataclass(frozen=True)
 class StackedBar:
-    """Bar of parts (kind, size) with a label before it and a `note` after it."""
+    """Horizontal bar of stacked parts (kind, size), with a label before it and a `note` after it."""
 
     label: str
     parts: Sequence[tuple[str, float]]
@@ -132,7 +136,9 @@ def draw_bar_figure(
     limit: float | None = None,
     limit_name: str = "limit",
 ) -> str:
-    """Draw horizontal bars of stacked parts, one colour for each kind; a dashed line at the limit."""
+    """Return an HTML figure with horizontal bars of stacked parts, one colour for each kind, and a dashed line at
+    `limit`.
+    """
     kinds = list(dict.fromkeys(kind for row in rows for kind, _ in row.parts))
     totals = [sum(size for _, size in row.parts) for row in rows]
     left = 10 + 7.2 * max((len(row.label) for row in rows), default=0)
@@ -167,7 +173,7 @@ def draw_bar_figure(
 
 @dataclass(frozen=True)
 class ScatterPoint:
-    """Point at (x, y): `name` is its legend entry, `what` its tooltip."""
+    """Point of a scatter figure at (x, y): `name` is its legend entry, `what` its tooltip."""
 
     x: float
     y: float
@@ -180,7 +186,7 @@ def draw_scatter_figure(
     title: str, found: Sequence[ScatterPoint], *, x_name: str, y_name: str, write_x: FormatNumber = format_compact, write_y: FormatNumber = format_compact,
     limit: float | None = None,
 ) -> str:  # fmt: skip
-    """Draw points, one colour for each name; a dashed line at `limit` on the x axis."""
+    """Return an HTML figure with points, one colour for each name, and a dashed line at `limit` on the x axis."""
     x = AxisScale.from_values([dot.x for dot in found] + ([] if limit is None else [limit]), LEFT, WIDTH - LEFT - RIGHT)
     bottom = BOTTOM + 14
     y = AxisScale.from_values([dot.y for dot in found], HEIGHT - bottom, TOP + bottom - HEIGHT)
@@ -204,12 +210,14 @@ def draw_scatter_figure(
 
 
 def format_figure(title: str, picture: str, below: str = "") -> str:
-    """Return a picture with its title, and content below it."""
+    """Return the HTML of a figure: a picture with its title above and the content `below` under it."""
     return f"<figure><figcaption>{escape(title)}</figcaption>{picture}{below}</figure>"
 
 
 def format_svg(title: str, body: Iterable[str], height: float = HEIGHT, axes: Sequence[AxisScale] = ()) -> str:
-    """Return the SVG of a picture; with its axes, the page shows the values of its lines at the pointer."""
+    """Return an SVG picture with the elements `body`; with its `axes`, the page shows the values of its lines at the
+    mouse pointer.
+    """
     numbers = " ".join(f"{n:.9g}" for axis in axes for n in (axis.low, axis.high, axis.start, axis.length))
     data = f' data-axes="{numbers} {axes[-1].log:d}"' if axes else ""
     return (
@@ -219,7 +227,7 @@ def format_svg(title: str, body: Iterable[str], height: float = HEIGHT, axes: Se
 
 
 def format_legend(names: Iterable[tuple[str, int, bool]]) -> str:
-    """Return the legend of the colours; -1 is the colour of events."""
+    """Return the HTML legend of a figure from (name, colour number, dashed) entries; -1 is the colour of events."""
     items = (
         f'<span><i class="{f"b{colour}" if colour >= 0 else "b-event"}{" dashed" * dashed}"></i>{escape(name)}</span>'
         for name, colour, dashed in names
@@ -228,7 +236,9 @@ def format_legend(names: Iterable[tuple[str, int, bool]]) -> str:
 
 
 def downsample_extremes(points: Sequence[AxisLimits], pieces: int) -> Sequence[AxisLimits]:
-    """Return the lowest and the highest point of each piece of the sequence, in order."""
+    """Return the lowest and the highest point of each of `pieces` pieces of the sequence, in order; all points if they
+    are few.
+    """
     if len(points) <= 2 * pieces:
         return points
     found: list[AxisLimits] = []
@@ -342,7 +352,7 @@ def _svg_text(x: float, y: float, content: str, anchor: str, name: str = "") -> 
 
 @dataclass(frozen=True)
 class PageSection:
-    """Section of a page: heading, text, and figures or tables in HTML; empty ones are left out."""
+    """Section of an HTML page: heading, text, and figures or tables in HTML; empty figures and tables are left out."""
 
     title: str
     parts: Sequence[str]
@@ -350,7 +360,7 @@ class PageSection:
     wide: bool = False
 
     def render_html(self) -> str:
-        """Return the section as HTML; "" without a part."""
+        """Return the section as HTML; "" if it has no figure or table."""
         parts = [part for part in self.parts if part]
         if not parts:
             return ""
@@ -360,7 +370,7 @@ class PageSection:
 
 
 def render_page(title: str, subtitle: str, tiles: Iterable[tuple[str, str]], sections: Iterable[PageSection]) -> str:
-    """Return the whole page as HTML; `tiles` are (name, value) pairs shown first."""
+    """Return a whole page as HTML from its title, subtitle and sections; `tiles` are (name, value) pairs shown first."""
     here = files(__package__ or "mega_trainer.pages")
     css, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     first = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in tiles)
@@ -376,7 +386,9 @@ def render_page(title: str, subtitle: str, tiles: Iterable[tuple[str, str]], sec
 
 
 def render_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Return a table as HTML, with right-aligned columns `numbers`; "" without a row."""
+    """Return a table as HTML from the column names `head` and the rows, with the columns `numbers` (by index) right-
+    aligned; "" without a row.
+    """
 
     def render_row(cells: Sequence[str], tag: str) -> str:
         marked = (
@@ -389,12 +401,12 @@ def render_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Se
 
 
 def wrap_wide_picture(picture: str) -> str:
-    """Return a picture in a container that scrolls horizontally."""
+    """Return the HTML of a picture in a container that scrolls horizontally."""
     return f'<div class="scroll wide">{picture}</div>'
 
 
 def write_html_page(path: Path, text: str, option: str) -> None:
-    """Write the page atomically.
+    """Write an HTML page to `path` atomically; raise `ConfigError` that names the command line `option` if that fails.
 
     Raises:
         ConfigError: when the file cannot be written; the message names the `option` with its path.

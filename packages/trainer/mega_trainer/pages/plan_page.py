@@ -27,7 +27,7 @@ MAX_ROWS = 16  # pipeline ranks whose memory is shown
 
 
 class PipelineShape(NamedTuple):
-    """Shape of a pipeline: schedule, ranks, stages per rank and micro-batches."""
+    """Shape of a pipeline for a picture: schedule, ranks, stages per rank and micro-batches."""
 
     schedule: str
     ranks: int
@@ -37,8 +37,8 @@ class PipelineShape(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchedLayout:
-    """Layout found by a search: seconds per step, tokens per second and GPU, bytes, settings in words, and an
-    explanation of its time.
+    """Layout found by `mega plan --search`, for its page: seconds per step, tokens per second and GPU, bytes, settings
+    in words, and an explanation of its time.
     """
 
     seconds: float
@@ -57,7 +57,7 @@ def render_plan_page(
     costs: PipelineOpCosts | None = None,
     found: Sequence[SearchedLayout] = (),
 ) -> str:
-    """Return the HTML page of a plan.
+    """Return the HTML page of the predictions of `mega plan`: memory, step time, pipeline and searched layouts.
 
     Args:
         title: title of the page.
@@ -81,7 +81,9 @@ def render_plan_page(
 
 
 def draw_schedule(pipeline: PipelineShape, costs: PipelineOpCosts | None = None) -> tuple[str, str]:
-    """Return a picture of a pipeline's schedule, with as many micro-batches as are readable, and its caption."""
+    """Return an SVG picture of a pipeline's schedule over time, with as many micro-batches as are readable, and its
+    caption.
+    """
     each = pipeline.ranks * pipeline.stages * (3 if pipeline.schedule.startswith("zb") else 2)
     most = min(MAX_OPERATIONS // each, max(pipeline.ranks, MAX_RANK_OPERATIONS * pipeline.ranks // each))
     shown = max(1, min(pipeline.microbatches, most))

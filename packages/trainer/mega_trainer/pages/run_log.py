@@ -24,17 +24,17 @@ LAUNCHER = "the launcher"  # source of an error that no rank reported
 
 @dataclass
 class MetricColumn:
-    """Values of one key, from the lines that have it; NaN for null."""
+    """Values of one metrics.jsonl key with their steps, from the lines that have the key; NaN for null."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def list_points(self) -> list[tuple[float, float]]:
-        """Return (step, value) pairs."""
+        """Return the (step, value) pairs of the metric."""
         return list(zip(self.steps, self.values, strict=True))
 
     def iterate_deltas(self) -> Iterator[tuple[float, float]]:
-        """Yield (step, difference to the previous line)."""
+        """Yield (step, difference of the metric from the previous line)."""
         before = 0.0
         for step, value in zip(self.steps, self.values, strict=True):
             yield step, value - before
@@ -43,7 +43,7 @@ class MetricColumn:
 
 @dataclass
 class RunLog:
-    """Content of a run's folder so far.
+    """Log of a run as its folder contains it so far: metrics, settings, starts, errors and checkpoints; read-only.
 
     Attributes:
         folder: folder of the run.
@@ -63,7 +63,8 @@ class RunLog:
     def read_folder(
         cls, path: Path, *, tail: int | None = None, advance: Callable[[int], object] = lambda size: None
     ) -> RunLog:
-        """Read the folder `path`, or the folder of a metrics.jsonl; with `tail` only the last `tail` bytes of lines.
+        """Read the log in a run's folder `path`, or in the folder of a metrics.jsonl; with `tail` only the last `tail`
+        bytes of the metrics lines.
 
         `advance` is called with the number of bytes that were read.
 
@@ -93,32 +94,32 @@ class RunLog:
         return self.folder.resolve().name
 
     def metric_points(self, key: str) -> list[tuple[float, float]]:
-        """Return (step, value) of each line that has the key."""
+        """Return (step, value) of each metrics line that has the key."""
         return self.columns[key].list_points() if key in self.columns else []
 
     def list_key_suffixes(self, prefix: str) -> list[str]:
-        """Return the suffixes of all keys that begin with `prefix`."""
+        """Return the remainders, without the prefix, of all metrics keys that begin with `prefix`."""
         return [key.removeprefix(prefix) for key in self.columns if key.startswith(prefix)]
 
     @property
     def planned_steps(self) -> int | None:
-        """Number of steps in the run's settings, or None."""
+        """Number of training steps in the run's settings, or None if unknown."""
         found = self.settings.get("train", {}).get("steps")
         return found if isinstance(found, int) else None
 
     @property
     def is_finished(self) -> bool:
-        """True if the last step is done."""
+        """True if the last planned step is done."""
         return self.planned_steps is not None and self.last["step"] >= self.planned_steps
 
     @cached_property
     def restart_points(self) -> list[tuple[float, float]]:
-        """Pairs (step, lost seconds) of the first line after each restart or rollback."""
+        """Pairs (step, lost seconds), one for the first metrics line after each restart or rollback."""
         column = self.columns.get("lost/restart")
         return [(step, more) for step, more in column.iterate_deltas() if more > 0] if column else []
 
     def list_checkpoints(self) -> list[SavedCheckpoint]:
-        """Return the complete checkpoints in this file system, by step."""
+        """Return the run's complete checkpoints in this file system, in order of steps."""
         kept = self.settings.get("checkpoint", {}).get("path")
         root = self.folder / "checkpoints" if kept is None else parse_location(kept)
         found = []
@@ -130,14 +131,14 @@ class RunLog:
 
     def list_rank_errors(self) -> list[tuple[float, str, str]]:
         """Return (time, ranks, message) of each error that ended ranks, oldest first; consecutive equal errors of
-        several ranks are one.
+        several ranks are merged into one.
         """
         errors = sorted(read_complete_lines(self.folder / ERRORS, "time"), key=lambda line: float(line["time"]))
         groups = [list(lines) for _, lines in itertools.groupby(errors, key=lambda line: str(line["error"]))]
         return [(lines[0]["time"], _format_ranks(lines), lines[0]["error"]) for lines in groups]
 
     def read_rank_states(self) -> list[dict[str, Any]]:
-        """Return the last reported state of each rank, as written by the watchdog; empty for a run on one rank."""
+        """Return the last state of each rank as the hang watchdog wrote it to ranks.json; empty for a run on one rank."""
         try:
             found = parse_json_text((self.folder / RANKS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -153,7 +154,7 @@ def _format_ranks(lines: Sequence[dict[str, Any]], most: int = 8) -> str:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """Complete checkpoint, and the time it was written."""
+    """Complete checkpoint of a run on disk, and the time at which it was written."""
 
     step: int
     written: float
@@ -161,14 +162,16 @@ class SavedCheckpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its files."""
+        """Total bytes of the checkpoint's files."""
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
 
 def read_complete_lines(
     path: Path, key: str = "step", *, tail: int | None = None, advance: Callable[[int], object] = lambda size: None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the JSON mappings with a number under `key`, one per line; truncated lines are left out."""
+    """Yield the JSON mappings of a .jsonl file that have a number under `key`, one per line; truncated lines are left
+    out.
+    """
     if not path.exists():
         return
     with open(path, "rb") as stream:

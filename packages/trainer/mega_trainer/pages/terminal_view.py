@@ -26,7 +26,7 @@ LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def render_run_view(run: RunLog, now: float) -> RenderableType:
-    """Return the state of the run at `now`, in seconds of the Unix clock."""
+    """Return the state of a run, for display in the terminal, at time `now` in seconds of the Unix clock."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()
@@ -44,7 +44,7 @@ def render_run_view(run: RunLog, now: float) -> RenderableType:
 
 
 def draw_sparkline(values: Sequence[float], points: int = POINTS) -> str:
-    """Return the means of `points` pieces of these values as bar characters.
+    """Return a sparkline of the values as text: one bar character for the mean of each of `points` pieces.
 
     >>> draw_sparkline([1, 2, 3, 4])
     '▁▃▆█'

@@ -27,14 +27,16 @@ AllToAllFunction = Callable[[Tensor, Any, Any, int], tuple[Tensor, CollectiveWor
 
 @dataclass(frozen=True)
 class HostSplitWire:
-    """`AllToAllFunction` with row counts on the host."""
+    """`AllToAllFunction` by torch.distributed's all-to-all, which needs the row counts on the host."""
 
     group: CommGroup
 
     def __call__(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], length: int
     ) -> tuple[Tensor, CollectiveWork]:
-        """See `AllToAllFunction`."""
+        """Start an all-to-all of the first of `rows`, with `sent` and `received` rows per rank, and return the received
+        table of `length` rows and a handle to wait for.
+        """
         table = rows.new_empty((length, *rows.shape[1:]))
         out, own = table[: sum(received)], rows[: sum(sent)].contiguous()
         work = all_to_all_into(out, own, self.group, received, sent, async_op=True)
@@ -44,7 +46,7 @@ class HostSplitWire:
 
 @dataclass
 class AsyncAllToAll:
-    """One all-to-all, and the reverse all-to-all of its gradient.
+    """One asynchronous all-to-all of rows, and the reverse all-to-all of its gradient in the backward.
 
     Attributes:
         wire: performs the exchange.
@@ -59,16 +61,16 @@ class AsyncAllToAll:
     _pending: tuple[Tensor, CollectiveWork] | None = None  # set between the two nodes of a pass
 
     def start_forward(self, rows: Tensor) -> Tensor:
-        """Start to send the first of `rows`; the received table is complete after `wait_for_table`."""
+        """Start to send the first of `rows` to the other ranks; the returned table is complete after `wait_for_table`."""
         self._pending = self.wire(rows, self.sent, self.received, self.length)
         return self._pending[0]
 
     def start_backward(self, rows: Tensor, length: int) -> None:
-        """Start the reverse exchange of `rows` into a table of `length` rows."""
+        """Start the reverse all-to-all, which sends gradient `rows` back, into a table of `length` rows."""
         self._pending = self.wire(rows, self.received, self.sent, length)
 
     def wait_for_table(self) -> Tensor:
-        """Wait for the exchange in progress and return its table."""
+        """Wait for the all-to-all in progress and return the table of received rows."""
         assert self._pending is not None
         (table, work), self._pending = self._pending, None
         work.wait()
@@ -102,7 +104,9 @@ class _WaitForExchange(Function):
 
 
 def start_host_copy(table: Tensor) -> Callable[[], Any]:
-    """Start to copy numbers to the host; the returned function waits for them and returns them as `tolist` does."""
+    """Start to copy a tensor to the host; the returned function waits for the copy and returns the numbers as `tolist`
+    does.
+    """
     host = table.to("cpu", non_blocking=True)
     if not table.is_cuda:
         return host.tolist
@@ -117,7 +121,9 @@ def start_host_copy(table: Tensor) -> Callable[[], Any]:
 
 
 def start_exchange(rows: Tensor, exchange: AsyncAllToAll) -> Callable[[], Tensor]:
-    """Start to send the first of `rows`; the returned function waits for the received table [length, ..]."""
+    """Start the all-to-all `exchange` of the first of `rows`, differentiable; the returned function waits for the
+    received table [length, ..].
+    """
     out: Tensor = _StartExchange.apply(rows, exchange)  # type: ignore[no-untyped-call]
 
     def wait_for_table() -> Tensor:

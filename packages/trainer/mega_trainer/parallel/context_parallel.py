@@ -47,7 +47,7 @@ FullAttention = Callable[[Tensor, Tensor, Tensor, ScoreTransform, int], Tensor]
 
 
 class ContextParallelAttention(Protocol):
-    """Interface of attention of a rank's tokens to those of all context ranks."""
+    """Interface of attention under context parallelism: this rank's queries attend to the keys of all context ranks."""
 
     def compute_attention(
         self,
@@ -58,7 +58,8 @@ class ContextParallelAttention(Protocol):
         visible_parts: VisibleRanges,
         attend_whole: FullAttention,
     ) -> Tensor:
-        """Compute attention: q [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
+        """Compute attention of this rank's s tokens to the whole sequence: q [B, s, H, d], k [B, s, K, d], v [B, s, K,
+        e] -> [B, s, H, e].
 
         Blockwise kinds use `visible_parts`; the kind that exchanges heads has whole sequences, and uses `attend_whole`.
         """
@@ -67,7 +68,9 @@ class ContextParallelAttention(Protocol):
 def make_context_parallel(
     kind: ContextParallelKind, group: CommGroup, kernels: Kernels
 ) -> ContextParallelAttention | None:
-    """Return the attention of that kind over `group`; None if each rank has whole sequences."""
+    """Return the context-parallel attention of that kind (ring, allgather or alltoall) over `group`; None if the group
+    has one rank.
+    """
     if group.size == 1:
         return None
     if kind == "alltoall":
@@ -76,19 +79,23 @@ def make_context_parallel(
 
 
 def rank_chunks(rank: int, length: int, ranks: int) -> tuple[range, range]:
-    """Return the index ranges of the two chunks that a rank holds of a sequence of `length` tokens."""
+    """Return the index ranges of the two chunks of a sequence of `length` tokens that a context rank has: chunk `rank`,
+    and its mirror from the end.
+    """
     chunk = length // (2 * ranks)
     first, second = rank * chunk, (2 * ranks - 1 - rank) * chunk
     return range(first, first + chunk), range(second, second + chunk)
 
 
 def rank_token_indices(length: int, group: CommGroup) -> Tensor:
-    """Return the index in the sequence of each token that this rank holds: int64 [s]."""
+    """Return the index in the sequence of each token that this context rank has: int64 [s]."""
     return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in _rank_ranges(length, group)])
 
 
 def residual_token_ranges(length: int, cp: CommGroup, tp: CommGroup, *, sp: bool) -> list[range]:
-    """Return the index ranges of the tokens in a rank's residual stream; under `sp` a part of its context rank's tokens."""
+    """Return the index ranges of the tokens in this rank's residual stream: the context rank's tokens, or under
+    sequence parallelism (`sp`) the tensor rank's part of them.
+    """
     part, before, out = range(length // cp.size)[local_sequence_slice(length // cp.size, tp, sp=sp)], 0, []
     for chunk in _rank_ranges(length, cp):
         out.append(chunk[max(0, part.start - before) : max(0, part.stop - before)])
@@ -101,7 +108,8 @@ def _rank_ranges(length: int, group: CommGroup) -> tuple[range, ...]:
 
 
 def gather_preceding_tokens(x: Tensor, count: int, group: CommGroup) -> Tensor:
-    """Return the tokens before each of a rank's two chunks, zeros before the sequence: [B, s, w] -> [B, 2, count, w].
+    """Return the `count` tokens before each of this context rank's two chunks, zeros before the sequence's start: [B,
+    s, w] -> [B, 2, count, w].
 
     The ends of all chunks are gathered, since a chunk may be shorter than `count`; the backward sums their gradients.
     """
@@ -113,13 +121,18 @@ def gather_preceding_tokens(x: Tensor, count: int, group: CommGroup) -> Tensor:
 
 
 class KeyValueExchange(Protocol):
-    """Exchange that brings keys and values, packed in one flat tensor, to the queries of all ranks."""
+    """Interface of an exchange of keys and values, packed in one flat tensor, between context ranks, so that every
+    rank's queries can attend to all of them.
+    """
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call `work` with each rank's number and keys and values, this rank's first."""
+        """Call `work` with every context rank's number and packed keys and values, this rank's first; `mine` are this
+        rank's.
+        """
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Return the gradient of this rank's keys and values, the sum over all ranks.
+        """Call `work` with every context rank's keys and values, and return the gradient of this rank's, summed over
+        what `work` returned on all ranks.
 
         Calls `work` as `visit_all_ranks` does; it returns partial gradients in at least fp32.
         """
@@ -127,19 +140,25 @@ class KeyValueExchange(Protocol):
 
 @dataclass(frozen=True)
 class RingExchange:
-    """Exchange from rank to rank: the next part is sent while `work` runs, and no rank holds more than two parts."""
+    """`KeyValueExchange` around a ring: the next rank's part is sent while `work` runs, and no rank has more than two
+    parts in memory.
+    """
 
     group: CommGroup
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """See `KeyValueExchange.visit_all_ranks`."""
+        """Call `work` with every rank's keys and values, passed around the ring; see
+        `KeyValueExchange.visit_all_ranks`.
+        """
         for rank, coming in self._ring_steps():
             passing = start_ring_transfer(mine, self.group) if coming else None
             work(rank, mine)
             mine = passing.wait() if passing is not None else mine
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """See `KeyValueExchange.collect_gradients`; the sum moves one step behind its keys, plus a last step home."""
+        """Sum gradients around the ring, each one step behind its keys and values, plus a last step back to their rank;
+        see `KeyValueExchange.collect_gradients`.
+        """
         following: RingTransfer | None = None
         for rank, coming in self._ring_steps():
             passing = start_ring_transfer(mine, self.group) if coming else None
@@ -160,7 +179,7 @@ class RingExchange:
 
 @dataclass(frozen=True)
 class AllGatherExchange:
-    """Exchange by all-gather, overlapped with `work` on the local part.
+    """`KeyValueExchange` by all-gather, overlapped with `work` on this rank's part.
 
     The backward gathers again, so that only a rank's own keys and values are saved.
     """
@@ -168,12 +187,12 @@ class AllGatherExchange:
     group: CommGroup
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """See `KeyValueExchange.visit_all_ranks`."""
+        """Call `work` with every rank's keys and values from an all-gather; see `KeyValueExchange.visit_all_ranks`."""
         for rank, part in self._gather_parts(mine):
             work(rank, part)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """See `KeyValueExchange.collect_gradients`."""
+        """Sum gradients of keys and values by reduce-scatter; see `KeyValueExchange.collect_gradients`."""
         wide = torch.promote_types(mine.dtype, torch.float32)
         gradients = mine.new_empty(self.group.size, mine.numel(), dtype=wide)
         for rank, part in self._gather_parts(mine):
@@ -193,7 +212,9 @@ class AllGatherExchange:
 
 @dataclass(frozen=True)
 class BlockwiseAttention:
-    """Attention block by block of a chunk's queries and a chunk's keys; blocks without visible pairs are skipped."""
+    """`ContextParallelAttention` block by block, one chunk of queries and one chunk of keys each; blocks that the mask
+    hides are skipped.
+    """
 
     exchange: KeyValueExchange
     group: CommGroup
@@ -208,12 +229,12 @@ class BlockwiseAttention:
         visible_parts: VisibleRanges,
         attend_whole: FullAttention | None = None,
     ) -> Tensor:
-        """See `ContextParallelAttention.compute_attention`."""
+        """Compute attention block by block over the exchanged keys; see `ContextParallelAttention.compute_attention`."""
         y: Tensor = _BlockwiseFunction.apply(q, k, v, how.sinks, how, visible_parts, self)  # type: ignore[no-untyped-call]
         return y
 
     def visible_blocks(self, length: int, rank: int, visible_parts: VisibleRanges) -> Iterator[AttentionBlock]:
-        """Yield the blocks of this rank's queries and the keys of `rank` that have visible pairs.
+        """Yield the blocks of this rank's queries and `rank`'s keys that have pairs visible under the mask.
 
         Blocks of equal chunks come first, so that every query then has attended to a key. Under causal attention a first
         chunk never attends to a second one. Adjacent chunks are merged into one block if possible.
@@ -241,28 +262,32 @@ class BlockwiseAttention:
 
 @dataclass(frozen=True)
 class LocalExchange:
-    """Exchange of keys and values that are all on this rank."""
+    """`KeyValueExchange` without communication, for keys and values that are all on this rank."""
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """See `KeyValueExchange.visit_all_ranks`."""
+        """Call `work` once, with this rank's keys and values; see `KeyValueExchange.visit_all_ranks`."""
         work(0, mine)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """See `KeyValueExchange.collect_gradients`."""
+        """Return the gradient that `work` returns for this rank's keys and values; see
+        `KeyValueExchange.collect_gradients`.
+        """
         return work(0, mine)
 
 
 @dataclass(frozen=True)
 class PartwiseAttention(BlockwiseAttention):
-    """Attention of whole sequences whose mask is not a single `AttentionMaskSpec`."""
+    """Blockwise attention of whole sequences on one rank, for a mask of several parts that no single
+    `AttentionMaskSpec` describes.
+    """
 
     @classmethod
     def on_one_rank(cls, kernels: Kernels) -> PartwiseAttention:
-        """Return the attention for one rank."""
+        """Return the partwise attention that uses `kernels`, without communication."""
         return cls(LocalExchange(), ALONE, kernels)
 
     def visible_blocks(self, length: int, rank: int, visible_parts: VisibleRanges) -> Iterator[AttentionBlock]:
-        """Yield the visible blocks, part by part."""
+        """Yield one block for each part of the mask, over the whole sequence."""
         for part in visible_parts(range(length), range(length)):
             queries, keys = (_chunk_slice(indices, range(length), 0) for indices in (part.queries, part.keys))
             yield AttentionBlock(part.rows, queries, keys, part.mask, first=part.queries == part.keys)
@@ -270,7 +295,8 @@ class PartwiseAttention(BlockwiseAttention):
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Queries and keys of some batch rows, as slices of the ranks' tokens.
+    """Block of an attention computation: a slice of the batch rows, of the queries and of the keys, and the mask
+    between them.
 
     `first`: queries and keys are the same tokens, none of which has attended to a key before.
     """
@@ -384,7 +410,8 @@ class _KeyValuePacking:
 
 @dataclass(frozen=True)
 class AllToAllAttention:
-    """Attention by exchanging sequence for heads: between two exchanges each rank has all S tokens of H/N heads.
+    """`ContextParallelAttention` by all-to-all (Ulysses): between two exchanges each of N ranks has all S tokens of H/N
+    heads.
 
     If K < N, every key/value head is sent to the N/K ranks that have its query heads.
     """
@@ -400,7 +427,9 @@ class AllToAllAttention:
         visible_parts: VisibleRanges,
         attend_whole: FullAttention,
     ) -> Tensor:
-        """See `ContextParallelAttention.compute_attention`."""
+        """Exchange tokens for heads, compute attention over whole sequences, and exchange back; see
+        `ContextParallelAttention.compute_attention`.
+        """
         own = self.local_head_slice(q.shape[2])
         if how.sinks is not None:
             how = replace(how, sinks=how.sinks[own])
@@ -410,12 +439,14 @@ class AllToAllAttention:
         return self.exchange_to_tokens(attend_whole(q, k, v, how, own.start))
 
     def local_head_slice(self, heads: int) -> slice:
-        """Return the slice of `heads` heads that this rank has between the exchanges."""
+        """Return the slice of `heads` heads that this rank computes between the two exchanges."""
         first = self.group.rank * heads // self.group.size
         return slice(first, first + max(1, heads // self.group.size))
 
     def exchange_to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange several [B, s, H_i, d_i] of this rank's tokens -> [B, S, H_i/N or 1, d_i] of all tokens in order."""
+        """Exchange tensors [B, s, H_i, d_i] of this rank's tokens for [B, S, H_i/N (at least 1), d_i] of all tokens in
+        order, with N ranks.
+        """
         size, (rows, tokens) = self.group.size, parts[0].shape[:2]
         parts = [t.repeat_interleave(size // t.shape[2], dim=2) if t.shape[2] < size else t for t in parts]
         shares = [t.reshape(rows, tokens, size, -1) for t in parts]
@@ -424,7 +455,7 @@ class AllToAllAttention:
         return [part.reshape(rows, size * tokens, -1, t.shape[-1]) for part, t in zip(split, parts, strict=True)]
 
     def exchange_to_tokens(self, y: Tensor) -> Tensor:
-        """Exchange [B, S, H/N, d] of all tokens -> [B, s, H, d] of this rank's tokens."""
+        """Exchange [B, S, H/N, d] of all tokens for [B, s, H, d] of this rank's tokens, with N ranks."""
         mine = self._exchange_ranks(_rank_order(y.flatten(-2), self.group.size))
         return mine.movedim(0, 2).reshape(len(y), -1, self.group.size * y.shape[2], y.shape[3])
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeepEpDispatcher:
-    """`ExpertDispatcher` by DeepEP for all layers of a model, in bf16; its buffer is made at the first dispatch.
+    """`ExpertDispatcher` by the DeepEP library for all layers of a model, in bf16; its communication buffer is made at
+    the first dispatch.
 
     The host reads the number of received tokens once per layer. With a `bound` it reads nothing, and buffers hold every
     token of every rank.
@@ -46,7 +47,7 @@ class DeepEpDispatcher:
     _buffers: dict[tuple[int, int, int], ElasticBuffer] = field(default_factory=dict, compare=False)
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """See `ExpertDispatcher.dispatch_tokens`."""
+        """Start to send tokens to their experts by DeepEP; see `ExpertDispatcher.dispatch_tokens`."""
         shape = (*x.shape, chosen.shape[1])
         if shape not in self._buffers:
             self._buffers[shape] = self._make_buffer(*shape)
@@ -85,7 +86,8 @@ class DeepEpDispatcher:
 
 @dataclass
 class DeepEpDispatchState:
-    """State of one DeepEP dispatch: its buffer and the library's results.
+    """State of one DeepEP dispatch, for its combine and its backward: the communication buffer and the library's
+    results.
 
     Attributes:
         buffer: buffer of the dispatch.

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 @dataclass(frozen=True)
 class DeferredWgrad:
-    """Weight gradient (wgrad) to be computed later.
+    """Weight gradient (wgrad) whose GEMM runs after the backward, as zero-bubble pipeline schedules need.
 
     Attributes:
         weight: a parameter, or a tensor made from parameters.
@@ -35,29 +35,32 @@ class DeferredWgrad:
     compute_grad: Callable[[], Tensor | None]
 
     def autograd_root(self) -> Tensor:
-        """Return a scalar whose backward computes the gradient and passes it to the weight."""
+        """Return a zero scalar whose backward computes the weight gradient and passes it to the weight."""
         scalar: Tensor = _ComputeInBackward.apply(self.weight, self.compute_grad)  # type: ignore[no-untyped-call]
         return scalar
 
 
 class DeferredWgradQueue:
-    """Deferred weight gradients of one stage's backward, in the order of the backward."""
+    """Queue of the deferred weight gradients of one stage's backward, in the order of the backward."""
 
     def __init__(self) -> None:
         self._wgrads: list[DeferredWgrad] = []
 
     def defer_wgrad(self, weight: Tensor, gradient: Callable[[], Tensor | None]) -> None:
-        """Queue the gradient of `weight`, a parameter or a tensor made from parameters; called in a backward."""
+        """Queue the function `gradient` that computes the gradient of `weight`, a parameter or a tensor made from
+        parameters; called in a backward.
+        """
         self._wgrads.append(DeferredWgrad(weight, get_gradient_edge(weight), gradient))
 
     def take_all_wgrads(self) -> list[DeferredWgrad]:
-        """Return all queued gradients and empty the queue."""
+        """Return all queued weight gradients and empty the queue."""
         wgrads, self._wgrads = self._wgrads, []
         return wgrads
 
 
 def run_deferred_wgrads(deferred: list[DeferredWgrad], computed: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Compute gradients and pass them to their parameters, the last layer's first, as a backward would.
+    """Compute deferred weight gradients and pass them to their parameters, the last layer's first, as a backward would;
+    empties `deferred`.
 
     Args:
         deferred: gradients queued by a backward; emptied, so that each is freed once it is computed.

@@ -42,7 +42,7 @@ ExpertFunction = Callable[[Tensor, Tensor, GroupedRows], Tensor]
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Tokens for this rank's experts, sorted by expert, a row for each token and expert.
+    """Token rows for this rank's experts, sorted by expert, with one row for each pair of a token and an expert.
 
     Attributes:
         x: [M, D], sorted by expert.
@@ -67,7 +67,7 @@ def sort_rows_by_expert(
     rows: int,
     sum_rows: Callable[..., Tensor] = sum_choice_rows,
 ) -> ExpertRows:
-    """Return rows for T tokens sorted by expert, built and summed on this rank.
+    """Return the rows of T tokens for this rank's experts, sorted by expert, without communication.
 
     Args:
         x: [T, D].
@@ -89,7 +89,8 @@ def sort_rows_by_expert(
 
 @dataclass(frozen=True)
 class TokenDispatch:
-    """Dispatch of tokens in progress.
+    """Expert-parallel dispatch in progress, with the functions that wait for the received tokens and that send their
+    outputs back.
 
     Attributes:
         wait_for_rows: waits for the received tokens.
@@ -103,10 +104,12 @@ class TokenDispatch:
 
 
 class ExpertDispatcher(Protocol):
-    """Interface of expert-parallel dispatch and combine. The order of the collectives must not depend on the tokens."""
+    """Interface of expert-parallel dispatch and combine of tokens. The order of the collectives must not depend on the
+    tokens.
+    """
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens to their experts.
+        """Start to send tokens to the ranks of their experts, and return the dispatch in progress.
 
         Args:
             x: [N, D].
@@ -116,7 +119,9 @@ class ExpertDispatcher(Protocol):
 
 
 def run_through_experts(dispatch: TokenDispatch, experts: ExpertFunction) -> tuple[Tensor, Tensor]:
-    """Return the weighted sums of the experts' outputs [N, D], zero for tokens without experts, and the dropped choices."""
+    """Apply `experts` to a dispatch's tokens and return the weighted sums of their outputs [N, D], zero for tokens
+    without experts, and the number of dropped choices.
+    """
     received = dispatch.wait_for_rows()
     y = experts(received.x, received.weights, received.rows)
     return dispatch.combine_outputs(received.sum_outputs(y)), dispatch.dropped + received.dropped
@@ -124,7 +129,7 @@ def run_through_experts(dispatch: TokenDispatch, experts: ExpertFunction) -> tup
 
 @dataclass(frozen=True)
 class AllToAllDispatcher:
-    """`ExpertDispatcher` by one all-to-all each way, after a small one for the counts.
+    """`ExpertDispatcher` by torch.distributed's all-to-all, one each way, after a small one for the row counts.
 
     A group of one rank exchanges nothing. In larger groups the host must know the row counts: it reads them once per layer,
     while the device has other work. With a `bound` the host reads nothing: each rank is sent a fixed number of rows, and
@@ -143,7 +148,7 @@ class AllToAllDispatcher:
     bound: float | None = None
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """See `ExpertDispatcher.dispatch_tokens`."""
+        """Start to send tokens to their experts by all-to-all; see `ExpertDispatcher.dispatch_tokens`."""
         if self.group.size == 1:
             rows = sort_rows_by_expert(x, chosen, weights, self.experts_per_rank, chosen.numel())
             return TokenDispatch(lambda: rows, lambda y: y, chosen.new_zeros(()))
@@ -176,7 +181,7 @@ class AllToAllDispatcher:
 
     @property
     def experts_per_rank(self) -> int:
-        """Number of experts that a rank holds, whole or a part of each."""
+        """Number of experts that a rank has, each whole or, with `expert_tp`, a part of it."""
         return self.num_experts * self.parts // self.group.size
 
     def _rank_capacity(self, tokens: int, choices: int) -> int | None:
@@ -209,7 +214,7 @@ class AllToAllDispatcher:
 
 
 def target_ranks(chosen: Tensor, experts_per_rank: int, parts: int) -> Tensor:
-    """Return the target ranks of each token, without repeats: int64 [N, K parts], -1 for none.
+    """Return the ranks that have the chosen experts of each token, each rank once: int64 [N, K parts], -1 for none.
 
     A rank has `experts_per_rank` experts.
     """
@@ -221,20 +226,26 @@ def target_ranks(chosen: Tensor, experts_per_rank: int, parts: int) -> Tensor:
 
 
 def local_expert_ids(chosen: Tensor, holder: int, experts_per_rank: int) -> Tensor:
-    """Return the local ids of this rank's `experts_per_rank` experts, -1 for others; `holder` is its index along ep."""
+    """Return the chosen expert ids as local ids among this rank's `experts_per_rank` experts, -1 for experts of other
+    ranks; `holder` is the rank's index along ep.
+    """
     local = chosen - holder * experts_per_rank
     return local.masked_fill((local < 0) | (local >= experts_per_rank), -1)
 
 
 def pack_routing(chosen: Tensor, weights: Tensor, slots: RowAssignment) -> Tensor:
-    """Return each row's token weights and choices as one tensor [M + 1, 2 K]; the choices are bit-cast, -1 if unused."""
+    """Pack the routing weights and chosen experts of each row's token in one tensor [M + 1, 2 K], to be sent together;
+    expert ids are bit-cast, -1 for unused rows.
+    """
     row_choices = chosen[slots.token_of_row].masked_fill(slots.choice.unsqueeze(-1) < 0, -1)
     bits = row_choices.to(torch.int64 if weights.dtype == torch.float64 else torch.int32)
     return torch.cat([gather_token_rows(weights, slots), bits.view(weights.dtype)], 1)
 
 
 def unpack_routing(packed: Tensor, choices: int, received_rows: Tensor | int = -1) -> tuple[Tensor, Tensor]:
-    """Return the weights and choices of `pack_routing`; rows from `received_rows` on were not sent and get no choices."""
+    """Return the weights and expert ids that `pack_routing` packed; rows from `received_rows` on were not received and
+    get expert id -1.
+    """
     weights, bits = packed[:, :choices], packed[:, choices:].detach().clone(memory_format=torch.contiguous_format)
     chosen = bits.view(torch.int64 if packed.dtype == torch.float64 else torch.int32).long()
     if isinstance(received_rows, Tensor):
@@ -269,7 +280,9 @@ class _GroupedBias(Function):
 
 
 def add_grouped_bias(x: Tensor, bias: Tensor, rows: GroupedRows, weights: Tensor | None = None) -> Tensor:
-    """Add to each row its group's bias, times the row's weight [M] if weights are given: [M, N] + [G, N] -> [M, N]."""
+    """Add to each row of x the bias of its group (expert), times the row's weight [M] if weights are given: [M, N] +
+    [G, N] -> [M, N].
+    """
     y: Tensor = _GroupedBias.apply(x, bias, weights, rows)  # type: ignore[no-untyped-call]
     return y
 
@@ -305,7 +318,8 @@ def _padded_share(x: Tensor, group: CommGroup) -> Tensor:
 
 
 def take_token_share(x: Tensor, group: CommGroup) -> Tensor:
-    """Return this rank's share of tokens [N, ..] that all ranks hold: [ceil(N / ranks), ..], padded with zeros.
+    """Return this rank's share of tokens x [N, ..] that all ranks of `group` have: [ceil(N / ranks), ..], padded with
+    zeros.
 
     The backward gathers the gradients of all ranks, so that each has the whole gradient.
     """
@@ -313,5 +327,7 @@ def take_token_share(x: Tensor, group: CommGroup) -> Tensor:
 
 
 def gather_token_shares(x: Tensor, group: CommGroup, tokens: int) -> Tensor:
-    """Gather the shares [ceil(N / ranks), ..] of all ranks: [N = tokens, ..]; the backward takes a rank's own share."""
+    """Gather the shares [ceil(N / ranks), ..] of all ranks, made by `take_token_share`, to [tokens, ..]; the backward
+    takes this rank's share.
+    """
     return x if group.size == 1 else _GatherShares.apply(x, group, tokens)  # type: ignore[no-untyped-call]

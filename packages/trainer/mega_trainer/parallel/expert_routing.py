@@ -21,7 +21,8 @@ SUMS = 6  # numbers of a layer before the loads of its experts
 
 @dataclass(frozen=True)
 class StepRouting:
-    """Router inputs and load counters of all layers for one micro-batch of a training step.
+    """Routing state of one micro-batch in a training step: the routers' inputs (masks, loss weights) and load counters
+    of all layers.
 
     Attributes:
         affects_loss_mask: bool [B, S], tokens that can affect the loss; None: all.
@@ -40,13 +41,14 @@ class StepRouting:
     loads: dict[int, Tensor] = field(default_factory=dict)
 
     def record_dropped_choices(self, layer: int, choices: Tensor) -> None:
-        """Record the number of expert choices that the dispatch dropped."""
+        """Record, for a layer, the number of expert choices that the expert-parallel dispatch dropped."""
         self.loads[layer][SUMS - 1] = choices
 
 
 @dataclass(frozen=True)
 class RoutingReplay:
-    """Experts of a micro-batch's tokens for rollout routing replay (R3), given or recorded.
+    """Experts of a micro-batch's tokens for rollout routing replay (R3): given ones replace the router's choices, and
+    all are recorded.
 
     Legend: L layers with experts, K experts per token.
 
@@ -63,7 +65,9 @@ class RoutingReplay:
     recorded: Tensor
 
     def apply_replay(self, layer: int, expert_ids: Tensor, tokens: RoutedTokens) -> Tensor:
-        """Return and record the experts of this rank's tokens, int64 [N, K]: given ones or the router's `expert_ids`."""
+        """Record and return the experts of this rank's tokens in a layer, int64 [N, K]: the given ones, or else the
+        router's `expert_ids`.
+        """
         if layer not in self.layers:  # an MTP layer
             return expert_ids
         number = self.layers.index(layer)
@@ -77,7 +81,7 @@ class RoutingReplay:
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """This rank's N tokens of a micro-batch.
+    """The N tokens of a micro-batch that this rank routes: their sequence, position and mask.
 
     Attributes:
         row, position: int64 [N], sequence in the micro-batch, and position in the sequence.
@@ -109,7 +113,7 @@ class RoutedBatch(Protocol):
 
 
 def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_scale: float) -> list[StepRouting]:
-    """Return the routing state of each of a rank's micro-batches of a step; `data` are the data-parallel ranks."""
+    """Return the routing state of each of this rank's micro-batches in a step; `data` is the data-parallel group."""
     sequences = sum(len(batch.tokens) for batch in batches) * data.size
     return [
         StepRouting(batch.affects_loss_mask, batch.token_indices, loss_scale / sequences, loss_scale / len(batches))
@@ -118,13 +122,15 @@ def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_sca
 
 
 def sum_expert_loads(routings: Sequence[StepRouting]) -> dict[int, Tensor]:
-    """Return the loads of all micro-batches, by layer."""
+    """Return the expert load counters by layer, summed over micro-batches."""
     layers = routings[0].loads if routings else {}
     return {layer: torch.stack([one.loads[layer] for one in routings]).sum(0) for layer in layers}
 
 
 def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
-    """Return this rank's loads, zeros for layers of other ranks: fp64 [layers, 6 + E], rows as `StepRouting.loads`."""
+    """Return this rank's expert loads as fp64 [layers, 6 + experts], zeros for layers of other ranks; rows as in
+    `StepRouting.loads`.
+    """
     if config.moe is None:
         return torch.zeros(0, SUMS, dtype=torch.float64, device=device)
     none = torch.zeros(SUMS + config.moe.num_experts, dtype=torch.float64, device=device)
@@ -132,12 +138,13 @@ def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, devi
 
 
 def list_expert_layers(config: ModelConfig) -> list[int]:
-    """Return the numbers of the layers with experts, MTP layers included."""
+    """Return the numbers of the layers that have experts, MTP layers included."""
     return [layer for layer in range(config.num_layers + config.mtp_layers) if config.is_moe_layer(layer)]
 
 
 def compute_routing_metrics(moe: MoeConfig | None, table: Tensor, loss_scale: float) -> dict[str, float]:
-    """Return the routing metrics of a step, from the sum of all ranks' `tabulate_expert_loads`; empty without experts.
+    """Return a step's routing metrics (such as load balance and dropped choices) from `table`, the sum of all ranks'
+    `tabulate_expert_loads`; empty without experts.
 
     `aux_loss` and `z_loss` are weighted as in the training loss. `expert_load_max` and `expert_load_min` are the most and
     fewest choices of an expert, relative to the mean of its layer. `drop_rate` is the share of dropped choices.

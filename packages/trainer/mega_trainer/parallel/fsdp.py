@@ -64,7 +64,8 @@ def fully_shard_stage(
     reduce_dtype: torch.dtype | None = None,
     layers: int = 1,
 ) -> None:
-    """Shard a whole model over its `shard` group, in place; its parameters become `DTensor`s with pieces of their rows.
+    """Shard a whole model over its `shard` group by torch's FSDP2, in place: each parameter becomes a `DTensor` of
+    which a rank has some rows.
 
     Args:
         model: parameters are in the dtype of the main weights, fp32 or fp64, and may be on the meta device, since no rank
@@ -107,7 +108,8 @@ def fully_shard_stage(
 
 
 def list_fsdp_units(model: Decoder, layers: int) -> list[list[nn.Module]]:
-    """Return the units, lists of modules, inner ones first; a unit has its modules' parameters that no earlier unit has.
+    """Return the modules that FSDP gathers together, inner units first; a unit has the parameters of its modules that
+    no earlier unit has.
 
     Recomputed and other layers are in different units: FSDP waits until the forward of all modules of a unit has run.
     """
@@ -131,7 +133,9 @@ def _process_group(group: CommGroup) -> dist.ProcessGroup:
 
 
 def slice_piece_rows(pieces: Sequence[TensorPiece], first: int, stop: int) -> Iterator[TensorPiece]:
-    """Yield the pieces of rows [first, stop) of a local tensor that has these pieces."""
+    """Yield the pieces (`TensorPiece`) that describe rows [first, stop) of a local tensor, from the pieces of the whole
+    local tensor.
+    """
     for piece in pieces:
         low, high = max(first, piece.local_start[0]), min(stop, piece.local_start[0] + piece.shape[0])
         if low < high:
@@ -145,7 +149,7 @@ def slice_piece_rows(pieces: Sequence[TensorPiece], first: int, stop: int) -> It
 
 
 class RowShardBuffer(ParameterBuffer):
-    """Parameters of one parameter group, with the rows of each on this rank as a shard."""
+    """Parameters of one parameter group under FSDP, where the shard of each parameter is this rank's rows."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], kind: ParamGroupKey) -> None:
         self.kind, self.sharded = kind, True
@@ -160,7 +164,7 @@ def _row_shard(parameter: nn.Parameter) -> ParameterShard:
 
 
 class FsdpUnitGradients:
-    """Gradients of one unit, concatenated in `values`, to which FSDP adds.
+    """Gradients of one FSDP unit in one flat tensor `values`, to which FSDP adds.
 
     With several copies of the weights, they are all-reduced over the copies as soon as the step's last backward has
     finished the unit, while the backward of earlier units still runs.
@@ -182,7 +186,7 @@ class FsdpUnitGradients:
                 parameter.register_post_accumulate_grad_hook(self._grad_completed)  # type: ignore[no-untyped-call]
 
     def expect_last_backward(self) -> None:
-        """Prepare for the step's last backward."""
+        """Prepare for the step's last backward, after which the gradients are all-reduced over copies of the weights."""
         self._missing = set(self._parameters) if self._copies.size > 1 else set()
 
     def _grad_completed(self, parameter: Tensor) -> None:
@@ -196,7 +200,7 @@ class FsdpUnitGradients:
         self._flight = all_reduce(sent, self._copies, async_op=True), sent
 
     def wait_for_reduce(self) -> None:
-        """Wait for the all-reduce over the copies; start it here if a parameter got no gradient."""
+        """Wait for the all-reduce over the copies of the weights; start it first if a parameter got no gradient."""
         if self._missing:
             self._start_sum()
         if self._flight is not None:
@@ -219,7 +223,7 @@ def _trainable_parameters(units: Sequence[Sequence[nn.Module]]) -> Iterator[list
 
 
 class FullyShardedStage:
-    """Stage after `fully_shard_stage`, with the interface of `FlatBufferStage`."""
+    """`ShardedStage` of a model that `fully_shard_stage` has sharded (ZeRO-3)."""
 
     def __init__(
         self,
@@ -247,14 +251,18 @@ class FullyShardedStage:
 
     @contextmanager
     def backward_context(self, last: bool) -> Iterator[None]:
-        """Wrap a backward: FSDP's hooks reduce over a copy's ranks, those of this class over copies in the last one."""
+        """Wrap one micro-batch's backward: FSDP reduces gradients over the shard group, and in the last backward of the
+        step this class reduces them over copies.
+        """
         if last:
             for gradients in self._gradients:
                 gradients.expect_last_backward()
         yield
 
     def finish_gradients(self) -> None:
-        """Wait for the all-reduces over the copies, and sum over the other groups that share gradients (`grad_sync`)."""
+        """Wait for the all-reduces over copies of the weights, and sum over the other groups that share gradients
+        (`grad_sync`).
+        """
         for gradients in self._gradients:
             gradients.wait_for_reduce()
         for buffer in self.buffers:
@@ -268,7 +276,7 @@ class FullyShardedStage:
         """Do nothing: FSDP gathers weights when they are needed."""
 
     def wait_for_params(self) -> None:
-        """Free gathered weights that an evaluation has left, so that the parameters are the shards again."""
+        """Free gathered weights that an evaluation has left, so that parameters are shards again."""
         for unit, *_ in self._units:
             assert isinstance(unit, FSDPModule)
             unit.reshard()

@@ -28,7 +28,7 @@ SLICE_ELEMENTS = 64
 
 
 class GradientBucket(ABC):
-    """Elements [start, stop) of a flat gradient buffer, reduced over the data ranks together.
+    """Bucket of a flat gradient buffer, elements [start, stop), reduced over the data ranks in one collective.
 
     Args:
         start: first element, in the buffer.
@@ -67,24 +67,30 @@ class GradientBucket(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Discard the sums of the previous step."""
+        """Discard the reduced gradients of the previous step."""
 
     @abstractmethod
     def should_reduce(self, last: bool) -> bool:
-        """Return whether the next backward, which may be the step's last, ends with a reduction."""
+        """Return whether the next backward ends with a reduction over the data ranks; `last` says that it is the step's
+        last.
+        """
 
     def begin_backward(self) -> None:
-        """Expect a gradient of every parameter."""
+        """Expect a gradient of every parameter in the next backward."""
         self._missing = set(self.param_slices)
 
     def grad_destination(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        """Return the view for the next part of a parameter's gradient, and whether to add to it: see `MainGrad`."""
+        """Return the view into which to write the next part of a parameter's gradient, and whether to add to it or
+        overwrite it: see `MainGrad`.
+        """
         add = parameter in self._filled
         self._filled.add(parameter)
         return self._grad_view(parameter), add
 
     def accumulate_grad(self, parameter: nn.Parameter) -> None:
-        """Move a parameter's gradient from autograd to the bucket; its gradient of this micro-batch is then complete."""
+        """Move a parameter's gradient from `parameter.grad` to the bucket, and mark it as complete for this micro-
+        batch.
+        """
         if parameter.grad is not None:
             out, add = self.grad_destination(parameter)
             write_values(out, parameter.grad, add=add)
@@ -93,7 +99,7 @@ class GradientBucket(ABC):
 
     @property
     def is_complete(self) -> bool:
-        """True if all gradients of this backward have arrived."""
+        """True if the gradients of all of the bucket's parameters have arrived in this backward."""
         return not self._missing
 
     @abstractmethod
@@ -102,7 +108,7 @@ class GradientBucket(ABC):
 
     @abstractmethod
     def start_reduce(self) -> None:
-        """Start the reduction over the ranks; a missing gradient counts as zero."""
+        """Start the reduction over the data ranks; a missing gradient counts as zero."""
 
     @abstractmethod
     def wait_for_reduce(self) -> None:
@@ -127,7 +133,9 @@ class GradientBucket(ABC):
 
 
 class StepGradientBucket(GradientBucket):
-    """Gradient bucket that accumulates the whole gradient over the micro-batches and reduces it in the last backward."""
+    """Gradient bucket that accumulates local gradients over a step's micro-batches and reduces them over the data ranks
+    in the last backward (ZeRO-0 and ZeRO-1).
+    """
 
     def __init__(
         self,
@@ -150,15 +158,15 @@ class StepGradientBucket(GradientBucket):
         self._flight: tuple[CollectiveWork | None, Tensor, Tensor] | None = None  # from `_start_sum`
 
     def begin_step(self) -> None:
-        """Let the next gradient of each parameter overwrite the old one."""
+        """Let the next gradient of each parameter overwrite the previous step's."""
         self._filled.clear()
 
     def should_reduce(self, last: bool) -> bool:
-        """Return True for the last backward only."""
+        """Return `last`: only the step's last backward ends with a reduction."""
         return last
 
     def local_gradients(self) -> ItemsView[nn.Parameter, Tensor]:
-        """Return each parameter's gradient on this rank since `begin_step`, as a view."""
+        """Return views of each parameter's gradient on this rank, accumulated since `begin_step`, before reduction."""
         self._zero_missing(self._whole)
         return self._views.items()
 
@@ -166,12 +174,12 @@ class StepGradientBucket(GradientBucket):
         return self._views[parameter]
 
     def start_reduce(self) -> None:
-        """See `GradientBucket.start_reduce`."""
+        """Start the reduction of the step's gradients over the data ranks; see `GradientBucket.start_reduce`."""
         self._zero_missing(self._whole)
         self._flight = self._start_sum(self._whole, self.grads)
 
     def wait_for_reduce(self) -> None:
-        """See `GradientBucket.wait_for_reduce`."""
+        """Wait for the step's reduction; see `GradientBucket.wait_for_reduce`."""
         if self._flight is None:
             return
         work, _, reduced = self._flight
@@ -183,18 +191,20 @@ class StepGradientBucket(GradientBucket):
 
 
 class MicroBatchGradientBucket(GradientBucket):
-    """Gradient bucket that holds the whole gradient only from a backward's first gradient to the end of its reduction."""
+    """Gradient bucket that reduces after every micro-batch (ZeRO-2): whole gradients exist only from a backward's first
+    gradient to the end of its reduction.
+    """
 
     _whole: Tensor | None = None
     _flight: tuple[CollectiveWork | None, Tensor, Tensor] | None = None  # from `_start_sum`
     _first = True
 
     def begin_step(self) -> None:
-        """Let the next sum overwrite the old one."""
+        """Let the next reduced gradient overwrite the previous step's sum."""
         self._first = True
 
     def should_reduce(self, last: bool) -> bool:
-        """Return True for every backward."""
+        """Return True: every backward ends with a reduction."""
         return True
 
     def _grad_view(self, parameter: nn.Parameter) -> Tensor:
@@ -204,7 +214,7 @@ class MicroBatchGradientBucket(GradientBucket):
         return self._whole[self.param_slices[parameter]].view(parameter.shape)
 
     def start_reduce(self) -> None:
-        """See `GradientBucket.start_reduce`."""
+        """Start the reduction of this micro-batch's gradients over the data ranks; see `GradientBucket.start_reduce`."""
         self.wait_for_reduce()
         whole = self.grads.new_zeros(self.size) if self._whole is None else self._whole
         self._zero_missing(whole)
@@ -213,7 +223,7 @@ class MicroBatchGradientBucket(GradientBucket):
         self._whole, self._flight = None, self._start_sum(whole, reduced)
 
     def wait_for_reduce(self) -> None:
-        """See `GradientBucket.wait_for_reduce`."""
+        """Wait for the micro-batch's reduction and add it to `grads`; see `GradientBucket.wait_for_reduce`."""
         if self._flight is None:
             return
         work, _, reduced = self._flight

@@ -32,7 +32,9 @@ from mega_trainer.parallel.parallel_linear import LinearFunction
 
 @dataclass(frozen=True)
 class LoraUpdate:
-    """Columns [first, first + rows) of a layer's output to which an adapter of `rank` adds, times `scale`."""
+    """Part of a linear layer's output that one LoRA adapter changes: columns [first, first + rows), to which it adds an
+    update of `rank`, times `scale`.
+    """
 
     first: int
     rows: int
@@ -41,7 +43,7 @@ class LoraUpdate:
 
 
 class LoraAdapterLayer(nn.Module):
-    """LoRA adapters of the projections that one GEMM computes.
+    """LoRA adapters of the projections that one fused linear layer computes.
 
     Args:
         linear: linear function of both GEMMs.
@@ -80,7 +82,8 @@ class LoraAdapterLayer(nn.Module):
         dropout: SeededDropout | None = None,
         factors: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Return a layer's output `y`, computed from input `x` by `weight` and `bias`, with the updates added.
+        """Return the layer's output `y`, computed from input `x` by `weight` and `bias`, with the adapters' updates
+        added.
 
         `factors` are cached `magnitude_factors` of this weight.
         """
@@ -100,7 +103,8 @@ class LoraAdapterLayer(nn.Module):
         return torch.cat([*parts, y[..., done:]], -1)
 
     def magnitude_factors(self, weight: Tensor) -> list[Tensor]:
-        """Return m / |W + s B A| of each adapter [rows], in at least fp32; empty without magnitudes.
+        """Return DoRA's factor m / |W + s B A| on the output rows of each adapter [rows], in at least fp32; empty if
+        the adapters have no magnitudes m.
 
         Only m gets a gradient.
         """
@@ -116,7 +120,7 @@ class LoraAdapterLayer(nn.Module):
 
 
 class ExpertLoraAdapter(nn.Module):
-    """LoRA adapter of each of this rank's experts: A [G, r, D] and B [G, N, r], or a part of D or N.
+    """LoRA adapters of this rank's G experts: A [G, r, D] and B [G, N, r], or a part of D or N.
 
     With a part of D, the update is a partial sum over the ranks that share the experts, like the layer's own output.
     """
@@ -127,7 +131,9 @@ class ExpertLoraAdapter(nn.Module):
         self.a, self.b = a, b
 
     def forward(self, x: Tensor, y: Tensor, rows: GroupedRows) -> Tensor:
-        """Return the layer's output [M, N] for rows sorted by expert [M, D], with the updates added."""
+        """Return the expert layer's output `y` [M, N] for rows x [M, D] sorted by expert, with the adapters' updates
+        added.
+        """
         return y + self.linear(self.linear(x, self.a, rows) * self.scale, self.b, rows)
 
 
@@ -144,7 +150,7 @@ class AdapterSelection:
         self.rows: Mapping[str, Tensor] = {}
 
     def select_adapters(self, chosen: Sequence[str | None], device: torch.device) -> None:
-        """Set the adapter name of each batch row of the next pass, None for no adapter."""
+        """Set the adapter that each batch row of the next forward pass uses, by name; None for no adapter."""
         by_name: defaultdict[str, list[int]] = defaultdict(list)
         for row, name in enumerate(chosen):
             if name is not None:
@@ -153,7 +159,8 @@ class AdapterSelection:
 
 
 class PerRowAdapters(nn.Module):
-    """Several adapters of one layer, for inference; an adapter missing in `adapters` does not change this layer.
+    """Several LoRA adapters of one layer, chosen per batch row, for inference; an adapter that is not in `adapters`
+    does not change this layer.
 
     Adapters and the layer's weight must not change after the first pass, which caches the magnitude factors.
     """
@@ -165,7 +172,7 @@ class PerRowAdapters(nn.Module):
         self.adapters = nn.ModuleList(adapters.values())
 
     def find_adapter(self, name: str) -> LoraAdapterLayer | None:
-        """Return the adapter of that name, or None."""
+        """Return this layer's part of the adapter of that name, or None if the adapter does not change the layer."""
         index = self.names.get(name)
         if index is None:
             return None

@@ -46,7 +46,8 @@ ALIGNMENT, SMALLEST = 64, 4 << 20
 
 @dataclass(frozen=True)
 class NvshmemDispatcher:
-    """`ExpertDispatcher` over NVSHMEM for all layers of a model. All ranks must have the same number of tokens.
+    """`ExpertDispatcher` over NVSHMEM for all layers of a model, with row counts on the device only. All ranks must
+    have the same number of tokens.
 
     Attributes:
         num_experts: E.
@@ -64,7 +65,7 @@ class NvshmemDispatcher:
     _wires: dict[int, SymmetricWire] = field(default_factory=dict, compare=False)
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """See `ExpertDispatcher.dispatch_tokens`."""
+        """Start to send tokens to their experts over NVSHMEM; see `ExpertDispatcher.dispatch_tokens`."""
         (tokens, choices), size = chosen.shape, self.group.size
         own, targets = self.num_experts * self.parts // size, min(choices, size // self.parts) * self.parts  # per token
         leaving, capacity = tokens * targets, min(size * tokens, math.ceil(self.bound * tokens * targets))
@@ -103,7 +104,7 @@ class NvshmemDispatcher:
 
 @dataclass(frozen=True)
 class SymmetricTables:
-    """Row tables in memory that all ranks of a group can read.
+    """Tables of rows to send and received rows in symmetric memory, which all ranks of a group can access.
 
     Attributes:
         leaving, arriving: [length, width].
@@ -119,7 +120,8 @@ class SymmetricTables:
 
 @dataclass(eq=False)
 class SymmetricWire:
-    """`AllToAllFunction` whose row counts are tensors, int64 [R], and which builds rows in the memory they are sent from.
+    """`AllToAllFunction` over symmetric memory: row counts are tensors, int64 [ranks], and rows are built in the memory
+    from which they are sent.
 
     Attributes:
         group: the ranks of the exchange.
@@ -135,15 +137,19 @@ class SymmetricWire:
     _stream: torch.cuda.Stream | None = None
 
     def spread_token_rows(self, x: Tensor, slots: RowAssignment) -> Tensor:
-        """Copy tokens to their rows, as `pick_token_rows`; a row without a token holds arbitrary values."""
+        """Copy tokens to their rows in the memory from which they are sent, as `pick_token_rows` does; a row without a
+        token has arbitrary values.
+        """
         return self.leaves(spread_rows_kernel, x, slots.row, self._next_leaving(slots.row_count + 1, x))
 
     def sum_choice_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """See `sum_choice_rows`."""
+        """Sum each token's rows into the memory from which the sums are sent; see `token_rows.sum_choice_rows`."""
         return self.leaves(sum_rows_kernel, rows, numbers, self._next_leaving(len(numbers), rows))
 
     def __call__(self, rows: Tensor, sent: Tensor, received: Tensor, length: int) -> tuple[Tensor, CollectiveWork]:
-        """See `AllToAllFunction`. An exchange must have ended before the second next one of its shape starts."""
+        """Start the all-to-all of `rows`; see `AllToAllFunction`. It must have ended before the second next one of
+        equal width and dtype starts.
+        """
         tables = self._filled.pop(_storage_id(rows), None)
         if tables is None:  # rows in other memory
             per_row = ALIGNMENT // rows.element_size()
@@ -181,7 +187,7 @@ def _storage_id(tensor: Tensor) -> int:
 
 
 def launch_all_to_all(tables: SymmetricTables, group: CommGroup) -> None:
-    """Launch the exchange on a GPU; the kernel also writes the tables' `received`."""
+    """Launch the NVSHMEM all-to-all kernel that `tables` describe, on a GPU; it also writes `tables.received`."""
     assert group.process_group is not None
     torch.ops.symm_mem.all_to_all_vdev(
         tables.leaving, tables.arriving, tables.sent, tables.received, group.process_group.group_name
@@ -189,7 +195,9 @@ def launch_all_to_all(tables: SymmetricTables, group: CommGroup) -> None:
 
 
 def exchange_by_gloo(tables: SymmetricTables, group: CommGroup, received: Tensor) -> CollectiveWork:
-    """Exchange the tables on a CPU; the received row counts are already known."""
+    """Exchange the tables' rows on a CPU by gloo, as the NVSHMEM kernel does on a GPU; `received` are the row counts
+    from each rank.
+    """
     to_ranks, from_ranks = tables.sent.tolist(), received.tolist()
     own, out = tables.leaving[: sum(to_ranks)], tables.arriving[: sum(from_ranks)]
     work = dist.all_to_all_single(out, own, from_ranks, to_ranks, group=group.process_group, async_op=True)
@@ -206,7 +214,8 @@ class _LaunchedWork:
 
 
 def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> SymmetricTables:
-    """Allocate tables for rows of this width, in the memory of `like`'s device. A collective call.
+    """Allocate tables of at least `length` rows of this width and `like`'s dtype, in symmetric memory of `like`'s
+    device. A collective call of the group.
 
     Raises:
         ConfigError: when NVSHMEM is not available.
@@ -237,7 +246,7 @@ def spread_rows_kernel(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 
 def sum_rows_kernel(rows: Tensor, numbers: Tensor, out: Tensor) -> Tensor:
-    """Sum rows as `sum_choice_rows` does, into `out` [N, D]."""
+    """Sum for each token the rows with its `numbers`, as `sum_choice_rows` does, into `out` [N, D]."""
     total = upcast_to_fp32(out.new_zeros(()))
     for number in numbers.unbind(1):
         total = total + torch.where((number == len(rows) - 1).unsqueeze(-1), 0.0, upcast_to_fp32(rows[number]))

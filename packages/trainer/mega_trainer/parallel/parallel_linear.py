@@ -42,27 +42,28 @@ ALONE = CommGroup("alone")
 
 
 class LinearGemms(Protocol):
-    """Interface of the GEMMs of a linear layer: `Kernels`, or a replacement for some of them."""
+    """Interface of the GEMMs of a linear layer: a `Kernels` back end, or a replacement for some of its methods."""
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """See `Kernels.prepare_weight`."""
+        """Prepare the weight for its GEMMs; see `Kernels.prepare_weight`."""
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """See `Kernels.prepare_gradient`."""
+        """Prepare the output gradient dY for its GEMMs; see `Kernels.prepare_gradient`."""
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """See `Kernels.linear_forward`."""
+        """Return Y = X W^T + b; see `Kernels.linear_forward`."""
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
-        """See `Kernels.linear_dgrad`."""
+        """Return the input gradient dX = dY W; see `Kernels.linear_dgrad`."""
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """See `Kernels.linear_wgrad`."""
+        """Return the weight gradient dW = dY^T X; see `Kernels.linear_wgrad`."""
 
 
 @dataclass(frozen=True)
 class LinearFunction:
-    """Y = X W^T + b, differentiable.
+    """Differentiable linear layer Y = X W^T + b, optionally gathering the sequence-parallel parts of X over `group`, or
+    deferring its wgrad GEMM.
 
     Attributes:
         gemms: GEMMs of the back end.
@@ -77,7 +78,9 @@ class LinearFunction:
     sp: bool = False
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply the layer: [B, S or S/T, D], [N/T, D] and [N/T] -> [B, S, N/T]."""
+        """Return Y for x [B, S or, with `sp`, S/T, D], weight [N/T, D] and bias [N/T]: [B, S, N/T], with T tensor
+        ranks.
+        """
         if not torch.is_grad_enabled():
             return self.gemms.linear_forward(
                 self.gather_input(x), self.weight_operand(weight, get_weight_preparer(weight)), bias
@@ -86,18 +89,21 @@ class LinearFunction:
         return y
 
     def weight_operand(self, weight: Tensor, preparer: PreparedWeight | PackedWeight | None) -> GemmOperand:
-        """Return the GEMM operand of the weight.
+        """Return the weight as GEMM operand: prepared by `preparer` (such as quantised or unpacked), or unchanged
+        without one.
 
         Called in each pass, so that the unpacked values of a packed weight are not kept between passes.
         """
         return weight if preparer is None else preparer.gemm_operand(weight, self.gemms.prepare_weight)
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """Return all of X: [B, S, D]."""
+        """Return the input of all tensor ranks, [B, S, D], all-gathered along the sequence with `sp`."""
         return all_gather(x, self.group, SEQUENCE) if self.sp else x
 
     def compute_wgrad(self, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> Tensor | None:
-        """Return dW from all of X and the prepared dY; None if it is written to the main gradient."""
+        """Return the weight gradient dW from the gathered input x and the prepared dY; with `main` write it to the main
+        gradient and return None.
+        """
         if main is None:
             return self.gemms.linear_wgrad(dy, x)
         out, add = main()
@@ -105,7 +111,7 @@ class LinearFunction:
         return None
 
     def defer_wgrad(self, weight: Tensor, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> None:
-        """Queue dW for later, with X as the layer keeps it: with `sp` this rank's part."""
+        """Queue the weight gradient for later, keeping only this rank's part of the input x; it is gathered again then."""
         assert self.deferred is not None
         self.deferred.defer_wgrad(weight, lambda: self.compute_wgrad(self.gather_input(x), dy, main))
 
@@ -178,7 +184,7 @@ class _GroupedGemms:
 def apply_grouped_linear(
     x: Tensor, weight: Tensor, rows: GroupedRows, kernels: Kernels, deferred: DeferredWgradQueue | None = None
 ) -> Tensor:
-    """Multiply each row by its group's matrix: [M, D] x [G, N, D] -> [M, N].
+    """Multiply each row by its group's (expert's) matrix, differentiable: [M, D] x [G, N, D] -> [M, N].
 
     The weight gradient of a group without rows is zero. `deferred` is as in `LinearFunction`.
     """

@@ -28,27 +28,30 @@ class NormalInit:
     std: float
 
     def draw_values(self, out: Tensor, stream: torch.Generator) -> Tensor:
-        """Fill `out` with random numbers and return it."""
+        """Fill `out` with normally distributed numbers from the generator and return it."""
         return out.normal_(0.0, self.std, generator=stream)
 
 
 @dataclass(frozen=True)
 class UniformInit:
-    """Initialisation from a uniform distribution, with an optional function of each element."""
+    """Initialisation from a uniform distribution between `low` and `high`, with an optional function `then` of the
+    values.
+    """
 
     low: float
     high: float
     then: Callable[[Tensor], Tensor] | None = None
 
     def draw_values(self, out: Tensor, stream: torch.Generator) -> Tensor:
-        """Fill `out` with random numbers and return it."""
+        """Fill `out` with uniformly distributed numbers from the generator, apply `then`, and return them."""
         out.uniform_(self.low, self.high, generator=stream)
         return out if self.then is None else self.then(out)
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """Parameter attributes that the rest of the trainer needs.
+    """Description of a parameter for initialisation, gradient reduction, norms and checkpoints: its place in canonical
+    tensors, its groups and initial values.
 
     Attributes:
         pieces: location of the elements in the canonical tensors; padding belongs to no piece.
@@ -98,7 +101,7 @@ def make_parameter(
     uniform: UniformInit | None = None,
     packing: WeightQuantizer | None = None,
 ) -> nn.Parameter:
-    """Return a parameter of the local `shape`, uninitialised, with its description attached.
+    """Return an uninitialised parameter of the local `shape`, with its `ParameterInfo` attached.
 
     With `packing` the values are in a `PackedWeight`; the parameter has the shape and dtype, and one zero in memory.
 
@@ -119,25 +122,27 @@ def make_parameter(
 
 
 def get_local_values(parameter: Tensor) -> Tensor:
-    """Return a view of this rank's part of a parameter: under ZeRO-3 its rows, for a packed weight its packed bytes."""
+    """Return a view of the part of a parameter that this rank has: under ZeRO-3 its rows, for a packed weight its
+    packed bytes.
+    """
     packed = get_packed_weight(parameter)
     values = parameter.detach() if packed is None else packed.packed
     return values.to_local() if isinstance(values, DTensor) else values
 
 
 def get_parameter_info(parameter: Tensor) -> ParameterInfo:
-    """Return the description that `make_parameter` attached."""
+    """Return the `ParameterInfo` that `make_parameter` attached to the parameter."""
     info: ParameterInfo = parameter.mega  # type: ignore[attr-defined]
     return info
 
 
 def is_trainable(parameter: Tensor) -> bool:
-    """Return whether the parameter is trainable."""
+    """Return whether the parameter is trainable, which is not so for frozen ones."""
     return parameter.requires_grad
 
 
 def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> None:
-    """Freeze the parameters whose canonical tensors are not trainable.
+    """Freeze the model's parameters for whose canonical tensor names `trainable` returns False.
 
     Raises:
         ConfigError: when only some of the tensors fused in one parameter are trainable.
@@ -161,30 +166,34 @@ def is_weight_matrix(parameter: Tensor) -> bool:
 
 
 def get_main_grad(weight: Tensor) -> MainGrad | None:
-    """Return the main-gradient callback of a parameter in a flat buffer; None if autograd holds the gradient."""
+    """Return the function by which a backward writes a weight's gradient directly to a flat buffer (`MainGrad`); None
+    if autograd accumulates it.
+    """
     main: MainGrad | None = getattr(weight, "main_grad", None)
     return main
 
 
 class PreparedWeight:
-    """GEMM operand that a back end has prepared from a parameter, cached until the weight changes."""
+    """Cache of the GEMM operand that a back end prepares from a parameter (such as its fp8 copy), valid until the
+    weight changes.
+    """
 
     def __init__(self) -> None:
         self._operand: GemmOperand | None = None
 
     def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
-        """Return the operand that `prepare` makes from the weight, cached."""
+        """Return the operand that `prepare` makes from the weight, from the cache if it is there."""
         if self._operand is None:
             self._operand = prepare(weight.detach())
         return self._operand
 
     def invalidate(self) -> None:
-        """Discard the operand after a change of the weight."""
+        """Discard the cached operand, after the weight has changed."""
         self._operand = None
 
 
 class PackedWeight:
-    """Quantised elements of a frozen parameter, unpacked again for each GEMM.
+    """Frozen parameter whose elements are quantised (QLoRA) and are unpacked again for each GEMM.
 
     Args:
         name: name of the parameter, for error messages.
@@ -210,16 +219,16 @@ class PackedWeight:
         self.scales = torch.zeros(*rows, width // BLOCK, dtype=torch.float32, device=device)
 
     def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
-        """Return the operand that `prepare` makes from the unpacked values, not cached."""
+        """Return the operand that `prepare` makes from the unpacked weight; nothing is cached."""
         return prepare(self.unpack_values())
 
     def unpack_values(self) -> Tensor:
-        """Return the unpacked values, in new memory."""
+        """Return the dequantised values of the weight, in new memory."""
         return self.packing.unpack_weight(self.packed, self.scales, self.dtype)
 
     @contextmanager
     def writable_values(self) -> Iterator[Tensor]:
-        """Yield a zero tensor to fill with values, and pack it at the end of the block."""
+        """Yield a zero tensor to be filled with the weight's values, and quantise it at the end of the `with` block."""
         values = torch.zeros(unpacked_shape(self.packed.shape), dtype=self.dtype, device=self.packed.device)
         yield values
         packed, scales = self.packing.pack_weight(values)
@@ -228,24 +237,27 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of packed elements and scales."""
+        """Number of bytes of the packed elements and their scales."""
         return self.packed.nbytes + self.scales.nbytes
 
 
 def get_packed_weight(parameter: Tensor) -> PackedWeight | None:
-    """Return the `PackedWeight` of a quantised parameter, else None."""
+    """Return the `PackedWeight` of a quantised parameter, or None for other parameters."""
     prepared = getattr(parameter, "prepared", None)
     return prepared if isinstance(prepared, PackedWeight) else None
 
 
 def get_weight_preparer(weight: Tensor) -> PreparedWeight | PackedWeight | None:
-    """Return the object that prepares the GEMM operand of a parameter, or None."""
+    """Return the `PreparedWeight` or `PackedWeight` that supplies a parameter's GEMM operand, or None if the parameter
+    itself is the operand.
+    """
     prepared: PreparedWeight | PackedWeight | None = getattr(weight, "prepared", None)
     return prepared
 
 
 class NonTrainableBuffer(nn.Module):
-    """Non-trainable tensor of the model, whole on every rank of its stage, zero until loaded.
+    """Non-trainable tensor of the model that checkpoints contain, whole on every rank of its pipeline stage, zero until
+    loaded.
 
     Args:
         name: canonical name.
@@ -261,7 +273,9 @@ class NonTrainableBuffer(nn.Module):
 
 
 def non_trainable_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
-    """Yield the non-trainable tensors (`NonTrainableBuffer`) of a model with their pieces."""
+    """Yield the non-trainable tensors (`NonTrainableBuffer.values`) of a model, with the pieces that locate them in
+    canonical tensors.
+    """
     for module in model.modules():
         if isinstance(module, NonTrainableBuffer):
             yield module.values, module.pieces

@@ -22,7 +22,8 @@ EMBEDDING_AND_OUTPUT = frozenset({"model.embed_tokens.weight", "lm_head.weight"}
 
 @dataclass(frozen=True)
 class ParamGroupKey:
-    """Attributes shared by the parameters of one group.
+    """Key of a param group: the attributes that all of its parameters share, such as weight decay, dtype and reduction
+    groups.
 
     Attributes:
         data, grad_sync, replicas, parts: as in `ParameterInfo`.
@@ -45,18 +46,24 @@ class ParamGroupKey:
 
     @property
     def counts_in_norms(self) -> bool:
-        """True if this rank is the one among the replicas whose part counts in a norm over the model."""
+        """True if this rank is the first of the ranks that replicate the parameters, the only one that counts them in a
+        norm over the model.
+        """
         return all(group.rank == 0 for group in self.replicas)
 
 
 def replica_groups(group: ParamGroupKey | ParameterInfo, *, sharded: bool) -> tuple[CommGroup, ...]:
-    """Return the groups over which equal values are replicated; `sharded` excludes the data ranks."""
+    """Return the groups over whose ranks a parameter's values are replicated; with `sharded` (optimizer state split
+    over data ranks) without the data group.
+    """
     groups = (*group.replicas, *group.grad_sync, *(() if sharded else (group.data,)))
     return tuple(dict.fromkeys(groups))
 
 
 def split_replicas(tensors: Mapping[str, ShardedTensor], groups: Sequence[CommGroup]) -> dict[str, ShardedTensor]:
-    """Return the part of replicated tensors that this rank saves to a checkpoint."""
+    """Return the share of each replicated tensor that this rank saves to a checkpoint, when the ranks of `groups` split
+    the work.
+    """
     rank, size = 0, 1
     for group in groups:
         rank, size = rank * group.size + group.rank, size * group.size
@@ -108,7 +115,7 @@ def _common_lr_factor(info: ParameterInfo, lr_factor: LrFactor) -> float:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Elements of a parameter in a shard.
+    """Part of a `ParameterShard` that belongs to one parameter, and its place in both.
 
     Attributes:
         pieces, shape: pieces and shape of the local tensor.
@@ -124,7 +131,7 @@ class ShardPart:
 
 @dataclass(eq=False)
 class ParameterShard:
-    """Parameter elements that this rank updates and saves.
+    """Flat range of parameter elements that this rank updates and saves.
 
     Attributes:
         weights: flat view of the weights that the model computes with or, under ZeRO-3, gathers.
@@ -140,7 +147,7 @@ class ParameterShard:
 
 
 class ParameterBuffer:
-    """Parameters of one parameter group, as shards.
+    """Parameters of one param group, with this rank's shards of them.
 
     Attributes:
         kind: param group.
@@ -154,11 +161,11 @@ class ParameterBuffer:
 
 
 class ShardedStage(Protocol):
-    """Interface of a stage's weights and gradients, sharded over its data ranks."""
+    """Interface of the weights and gradients of one pipeline stage, sharded over its data ranks (ZeRO)."""
 
     @property
     def buffers(self) -> Sequence[ParameterBuffer]:
-        """Buffers of the stage; every trainable parameter is in one."""
+        """Parameter buffers of the stage; every trainable parameter is in one."""
 
     def begin_step(self) -> None:
         """Discard the gradients of the previous step."""
@@ -167,10 +174,12 @@ class ShardedStage(Protocol):
         """Wrap one micro-batch's backward through the stage; `last` marks the last backward of the step."""
 
     def finish_gradients(self) -> None:
-        """Wait for the reductions of the step, and sum over the other groups that share gradients (`grad_sync`)."""
+        """Wait for the step's gradient reductions over data ranks, and sum gradients over the other groups that share
+        them (`grad_sync`).
+        """
 
     def all_gather_params(self) -> None:
-        """Start to give every rank the updated weights it needs."""
+        """Start to send every data rank the updated weights that it needs."""
 
     def wait_for_params(self) -> None:
-        """Wait for the updated weights; needed before any access to them other than a forward."""
+        """Wait until the updated weights have arrived; needed before any access to them other than a forward."""

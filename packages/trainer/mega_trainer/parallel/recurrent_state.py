@@ -25,7 +25,8 @@ from mega_trainer.parallel.tensor_parallel import gather_sequence
 def pass_recurrent_states(
     maps: Tensor, added: Tensor, initial_state: Tensor | None, group: CommGroup
 ) -> tuple[Tensor, Tensor]:
-    """Return the state before each chunk, and the state after the last.
+    """Return the recurrent state before each chunk of this context rank, and the state after the whole sequence, from
+    each chunk's affine map S -> M S + Z (`maps` M, `added` Z).
 
     Args:
         maps: M, [B, n, H] or [B, n, H, K, K].
@@ -62,7 +63,7 @@ def _gather_spans(parts: Sequence[Tensor], group: CommGroup) -> list[Tensor]:
 
 
 def fold_affine_maps(maps: Tensor, added: Tensor, initial_state: Tensor) -> Tensor:
-    """Compute S[0] = initial_state, S[i + 1] = M[i] S[i] + Z[i].
+    """Return all states S of the recurrence S[0] = initial_state, S[i + 1] = maps[i] S[i] + added[i].
 
     [B, n, H, K or 1, K or 1], [B, n, H, K, V], [B, H, K, V] -> [B, n + 1, H, K, V].
     """

@@ -21,7 +21,7 @@ from mega_trainer.parallel.expert_parallel import ExpertRows, TokenDispatch
 
 @dataclass(frozen=True)
 class TransformerEngineDispatcher:
-    """`ExpertDispatcher` by Transformer Engine for all layers of a model, in bf16.
+    """`ExpertDispatcher` by NCCL's kernels in Transformer Engine, for all layers of a model, in bf16.
 
     All ranks must have the same number of tokens.
 
@@ -36,7 +36,7 @@ class TransformerEngineDispatcher:
     bound: float
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """See `ExpertDispatcher.dispatch_tokens`."""
+        """Start to send tokens to their experts by Transformer Engine; see `ExpertDispatcher.dispatch_tokens`."""
         try:
             from transformer_engine.pytorch import ep
         except ImportError as error:

@@ -80,12 +80,16 @@ class _SumBackward(Function):
 
 
 def sum_partial_results(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Sum partial results [B, S, D] over the ranks: to [B, S, D], or with `sp` to this rank's part [B, S/T, D]."""
+    """Sum partial results x [B, S, D] over the tensor ranks: to [B, S, D], or with `sp` reduce-scattered to this rank's
+    part [B, S/T, D].
+    """
     return x if group.size == 1 else _SumForward.apply(x, group, sp)  # type: ignore[no-untyped-call]
 
 
 def gather_sequence(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Gather [B, S or, with `sp`, S/T, D] -> [B, S, D], and sum the gradients of all ranks in the backward."""
+    """Gather x [B, S/T, D] along the sequence over T ranks to [B, S, D] with `sp`, else return x; the backward sums the
+    gradients of all ranks.
+    """
     if group.size == 1 or not sp:
         return sum_input_gradient(x, group)
     y: Tensor = _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]
@@ -93,18 +97,20 @@ def gather_sequence(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
 
 
 def sum_input_gradient(x: Tensor, group: CommGroup) -> Tensor:
-    """Return X unchanged, and sum the gradients of all ranks in the backward."""
+    """Return x unchanged; the backward sums its gradient over the ranks of `group`."""
     return x if group.size == 1 else _SumBackward.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def local_sequence_slice(length: int, group: CommGroup, *, sp: bool) -> slice:
-    """Return the slice of a sequence of `length` tokens in a rank's residual stream: its share under `sp`, else all."""
+    """Return the slice of a sequence of `length` tokens in this rank's residual stream: its part under sequence
+    parallelism (`sp`), else all.
+    """
     share = length // group.size
     return slice(group.rank * share, (group.rank + 1) * share) if sp else slice(None)
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y = X W^T + b with the rows of W, and so the columns of Y, split over `group`.
+    """Column-parallel linear layer Y = X W^T + b: the rows of W, and so the columns of Y, are split over `group`.
 
     Args:
         kernels: back end of the GEMMs.
@@ -132,7 +138,7 @@ class ColumnParallelLinear(nn.Module):
         self.adapter: LoraAdapterLayer | PerRowAdapters | None = None
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Apply the layer: [B, S or S/T, D] -> [B, S, N/T]; `dropout` is for the adapter."""
+        """Map [B, S or S/T, D] to this rank's columns of Y, [B, S, N/T]; `dropout` is for the LoRA adapter."""
         weight, bias = concat_parameters(self.weights), concat_parameters(self.biases)
         assert weight is not None
         y = self.linear(x, weight, bias)
@@ -140,14 +146,15 @@ class ColumnParallelLinear(nn.Module):
 
 
 def concat_parameters(parts: nn.ParameterList) -> Tensor | None:
-    """Return parameters [N_i, ..] as one tensor [N, ..], or None if there are none."""
+    """Return parameters [N_i, ..] concatenated to one tensor [N, ..], or None if there are none."""
     if len(parts) < 2:
         return parts[0] if len(parts) else None
     return torch.cat(list(parts))
 
 
 class RowParallelLinear(nn.Module):
-    """Y = X W^T + b with the columns of W and X split over `group`; the bias is added after the sum.
+    """Row-parallel linear layer Y = X W^T + b: the columns of W and X are split over `group`, results are summed, and
+    the bias is added after the sum.
 
     Args as for `ColumnParallelLinear`; the local weight is [D, N/T], and the bias [D] is whole on every rank.
     """
@@ -168,7 +175,9 @@ class RowParallelLinear(nn.Module):
         self.adapter: LoraAdapterLayer | PerRowAdapters | None = None
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Apply the layer: [B, S, N/T] -> [B, S or S/T, D]; `dropout` is for the adapter."""
+        """Map this rank's columns of X, [B, S, N/T], to Y [B, S or S/T, D], summed over ranks; `dropout` is for the
+        LoRA adapter.
+        """
         y = self._summed_output(x)
         return y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
 
@@ -180,7 +189,8 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding with the rows split over `group`: each rank looks up its own rows, zeros for others, and ranks are summed.
+    """Token embedding with the vocabulary rows split over `group`: each rank looks up its own rows, zeros for others,
+    and the results are summed over ranks.
 
     The vocabulary is padded so that every rank holds the same number of rows; padding is in no piece.
     """
@@ -190,12 +200,14 @@ class VocabParallelEmbedding(nn.Module):
         self.weight, self.group, self.sp = weight, group, sp
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up token ids int64 [B, S] -> [B, S or S/T, D]."""
+        """Map token ids int64 [B, S] to embeddings [B, S or, under sequence parallelism, S/T, D]."""
         return embed_token_ids(tokens, self.weight, self.group, sp=self.sp)
 
 
 def embed_token_ids(tokens: Tensor, weight: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Look up token ids int64 [B, S] in a matrix split by rows over `group`, [R, D] each: [B, S or S/T, D]."""
+    """Map token ids int64 [B, S] to rows of an embedding matrix whose rows are split over `group`: [B, S, D], or with
+    `sp` this rank's part [B, S/T, D].
+    """
     if group.size == 1:
         return _lookup_rows(tokens, weight)
     rows = weight.shape[0]
@@ -231,12 +243,14 @@ class _MainGradEmbedding(Function):
 
 
 def vocab_rows_per_rank(vocab_size: int, group: CommGroup) -> int:
-    """Return the rows of a vocabulary-parallel tensor on each rank, padding included."""
+    """Return the number of vocabulary rows on each rank of a tensor split over `group`, padding included."""
     return -(-vocab_size // group.size)
 
 
 def make_vocab_parameter(name: str, vocab_size: int, *tail: int, group: CommGroup, **kwargs: Any) -> nn.Parameter:
-    """Return the local part of a [V, *tail] tensor split by rows; the last ranks' padding rows have no piece."""
+    """Return this rank's part of a parameter [vocab_size, *tail] split by rows over `group`; padding rows of the last
+    ranks belong to no piece.
+    """
     rows = vocab_rows_per_rank(vocab_size, group)
     first = min(group.rank * rows, vocab_size)
     own = min(rows, vocab_size - first)
@@ -247,7 +261,9 @@ def make_vocab_parameter(name: str, vocab_size: int, *tail: int, group: CommGrou
 
 @dataclass(frozen=True)
 class SplitHeads:
-    """Tensor whose first axis is `count` heads (or rows, or groups) of `size` rows each, split among tensor ranks."""
+    """Tensor `name` whose first axis is `count` heads (or rows, or groups) of `size` rows each, split by heads among
+    tensor ranks.
+    """
 
     name: str
     count: int
@@ -257,7 +273,8 @@ class SplitHeads:
 def split_fused_heads(
     blocks: Sequence[SplitHeads], tail: tuple[int, ...], group: CommGroup
 ) -> tuple[list[int], list[TensorPiece]]:
-    """Return shape and pieces of this rank's heads of several tensors [count * size, *tail], concatenated.
+    """Return the local shape and the pieces of a parameter that concatenates this tensor rank's heads of several
+    tensors [count * size, *tail].
 
     So the output of a fused gate-up or query-key-value GEMM has whole heads, and matching gate and up columns, on each
     rank. If there are fewer heads than ranks, consecutive ranks hold the same head.

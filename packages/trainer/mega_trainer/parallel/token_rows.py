@@ -25,18 +25,18 @@ from torch.nn import functional as F
 
 
 def pick_token_rows(x: Tensor, slots: RowAssignment) -> Tensor:
-    """Return the token of each row, x [N, ..] -> [M + 1, ..]; a row without a token has an arbitrary one."""
+    """Return the token of each row: x [N tokens, ..] -> [M rows + 1, ..]; a row without a token has an arbitrary one."""
     return x[slots.token_of_row]
 
 
 def sum_choice_rows(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return for each token the sum of rows [M + 1, D] with the numbers int64 [N, K]; the last row counts as zero."""
+    """Return for each token the sum of the rows [M + 1, D] whose numbers are int64 [N, K]; the last row counts as zero."""
     return F.embedding_bag(numbers, rows, mode="sum", padding_idx=len(rows) - 1)
 
 
 @dataclass(frozen=True)
 class RowAssignment:
-    """Assignment of choices to rows.
+    """Assignment of tokens' choices of groups (ranks or experts) to rows sorted by group.
 
     Attributes:
         row: int64 [N, K], the row of each choice; M for a choice without a row.
@@ -55,7 +55,8 @@ class RowAssignment:
 
     @classmethod
     def assign_rows(cls, groups: Tensor, count: int, rows: int, capacity: int | Tensor | None = None) -> RowAssignment:
-        """Assign rows to the choices of `groups`, int64 [N, K], each one of `count` or -1.
+        """Assign rows to the choices in `groups`, int64 [N tokens, K], each a group number below `count` or -1 for
+        none; choices that exceed `capacity` or `rows` are dropped.
 
         Rows are sorted by group, then by token and choice. With a `capacity` every group has a range of that many rows;
         choices beyond it, or beyond `rows`, are dropped.
@@ -83,17 +84,17 @@ class RowAssignment:
         return cls(row.view_as(groups), choice, ends.int(), dropped)
 
     def truncate_rows(self, rows: int) -> RowAssignment:
-        """Return the assignment with fewer rows; the removed rows must have no choice."""
+        """Return the assignment with only the first `rows` rows; the removed rows must not be assigned to a choice."""
         return replace(self, row=self.row.clamp(max=rows), choice=self.choice[: rows + 1])
 
     @property
     def row_count(self) -> int:
-        """Number of rows, M."""
+        """Number of rows that choices can be assigned to."""
         return len(self.choice) - 1
 
     @property
     def token_of_row(self) -> Tensor:
-        """Token of each row, int64 [M + 1]; arbitrary for rows without a choice."""
+        """Token number of each row, int64 [M rows + 1]; arbitrary for rows without a choice."""
         return self.choice.clamp(min=0) // self.row.shape[1]
 
 
@@ -135,18 +136,20 @@ class _PickChoiceValues(Function):
 
 
 def gather_token_rows(x: Tensor, slots: RowAssignment) -> Tensor:
-    """Return the token of each row: [N, D] -> [M + 1, D]."""
+    """Return the token of each row, differentiable: x [N tokens, D] -> [M rows + 1, D]."""
     y: Tensor = _GatherRows.apply(x, slots)  # type: ignore[no-untyped-call]
     return y
 
 
 def sum_token_rows(y: Tensor, slots: RowAssignment) -> Tensor:
-    """Return for each token the sum of its rows: [M + 1, D] -> [N, D], zero for a token without rows."""
+    """Return for each token the sum of its rows, differentiable: y [M rows + 1, D] -> [N tokens, D], zero for a token
+    without rows.
+    """
     x: Tensor = _SumTokenRows.apply(y, slots)  # type: ignore[no-untyped-call]
     return x
 
 
 def pick_choice_values(values: Tensor, slots: RowAssignment) -> Tensor:
-    """Return the value of each row's choice: [N, K] -> [M + 1]."""
+    """Return for each row the value of the choice that it is assigned to: values [N tokens, K] -> [M rows + 1]."""
     y: Tensor = _PickChoiceValues.apply(values, slots)  # type: ignore[no-untyped-call]
     return y

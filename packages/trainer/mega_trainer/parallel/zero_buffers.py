@@ -41,7 +41,7 @@ IN_FLIGHT = 2  # most reductions in progress at once where their send buffers sh
 
 @dataclass(frozen=True)
 class ParameterSpan:
-    """Range of a parameter in its buffer: elements [start, start + numel)."""
+    """Range of a parameter in its flat buffer: elements [start, start + numel)."""
 
     parameter: nn.Parameter
     start: int
@@ -49,7 +49,7 @@ class ParameterSpan:
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """Sharding and reduction settings of the data ranks.
+    """Settings of ZeRO: how data ranks shard optimizer state and gradients, and how gradients are reduced.
 
     Attributes:
         shard_grads: each rank keeps, updates and saves only its slice of every bucket (ZeRO-1 and up).
@@ -71,20 +71,23 @@ class ZeroConfig:
     cache_prepared_weights: bool = False
 
     def min_bucket_elements(self, ranks: int) -> int:
-        """Return the least elements of a bucket that `ranks` data ranks share."""
+        """Return the least number of elements of a gradient bucket that `ranks` data ranks share."""
         return self.bucket_elements or max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks)
 
 
 @dataclass(frozen=True)
 class ForwardUnit:
-    """Module whose forward is the first to use these parameters, its own or others."""
+    """Module with the parameters (not only its own) that its forward is the first to use, whose weights are waited for
+    just before it.
+    """
 
     module: nn.Module
     parameters: list[nn.Parameter]
 
 
 class FlatParameterBuffer(ParameterBuffer):
-    """Parameters of one parameter group, laid out one after another, last first (the order of the backward).
+    """Flat buffer of the parameters of one param group, laid out one after another in the order of the backward, with
+    the last parameter first.
 
     Args:
         parameters: parameters in the order of the forward; they become views of `weights`.
@@ -139,7 +142,8 @@ class FlatParameterBuffer(ParameterBuffer):
 
 
 class FlatBufferStage:
-    """Flat buffers of one pipeline stage: accumulates gradients as they arrive and starts the reductions over the ranks.
+    """`ShardedStage` with flat buffers (ZeRO-0 to ZeRO-2): accumulates gradients as they arrive and starts their
+    reductions over the data ranks.
 
     All ranks must reduce their buckets in the same order, or they would deadlock: a bucket that is complete on one rank may
     lack a gradient on another (an expert without tokens). The order is the expected order of completion in a backward. A
@@ -178,7 +182,7 @@ class FlatBufferStage:
                 self._register_grad_hook(bucket, parameter)
 
     def begin_step(self) -> None:
-        """Discard the gradients of the previous step."""
+        """Discard the stage's gradients of the previous step."""
         for bucket in self._buckets:
             bucket.begin_step()
 
@@ -214,7 +218,9 @@ class FlatBufferStage:
             self._in_flight.popleft().wait_for_reduce()
 
     def finish_gradients(self) -> None:
-        """Wait for the reductions of the step, and sum over the other groups that share gradients (`grad_sync`)."""
+        """Wait for the step's gradient reductions over data ranks, and sum gradients over the other groups that share
+        them (`grad_sync`).
+        """
         while self._in_flight:
             self._in_flight.popleft().wait_for_reduce()
         for buffer in self.buffers:
@@ -223,13 +229,15 @@ class FlatBufferStage:
                     all_reduce(shard.grads, group)
 
     def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield this rank's gradients of its micro-batches so far, before any reduction; only for ZeRO-0 and ZeRO-1."""
+        """Yield each parameter with its gradient on this rank, over the micro-batches so far and before any reduction;
+        only for ZeRO-0 and ZeRO-1.
+        """
         for bucket in self._buckets:
             assert isinstance(bucket, StepGradientBucket)
             yield from bucket.local_gradients()
 
     def all_gather_params(self) -> None:
-        """Start to all-gather the updated weights, in the order of the forward."""
+        """Start to all-gather the updated weights over the data ranks, in the order of the forward."""
         for parameter, prepared in self._prepared.items():
             if is_trainable(parameter):
                 prepared.invalidate()
@@ -240,7 +248,7 @@ class FlatBufferStage:
                 self._arriving[bucket] = (all_gather_into(whole, mine, buffer.kind.data, async_op=True), mine)
 
     def wait_for_params(self) -> None:
-        """Wait until all weights are gathered, before any access to them other than a forward."""
+        """Wait until all updated weights are gathered; needed before any access to them other than a forward."""
         self._wait_for_buckets(list(self._arriving))
 
     def _wait_for_buckets(self, buckets: Sequence[GradientBucket]) -> None:
@@ -260,7 +268,7 @@ class FlatBufferStage:
 
 
 def flatten_parameters(model: nn.Module, zero: ZeroConfig, units: Sequence[ForwardUnit] = ()) -> FlatBufferStage:
-    """Sort the parameters of a model (or of one pipeline stage) into flat buffers.
+    """Move the parameters of a model (or of one pipeline stage) into flat buffers by param group, and return the stage.
 
     Weight decay applies to matrices, not to biases and norms. Call after initialisation or loading, or before: the
     parameters keep their values and from then on are views of the buffers.

@@ -37,7 +37,8 @@ FORWARD_ONLY = frozenset({"F", "SEND_F", "RECV_F"})
 
 @dataclass
 class PipelineExecutor:
-    """Executes the operations of one rank for one step.
+    """Executor of one pipeline rank: runs its forwards, backwards and messages for each step, in the order of the
+    schedule.
 
     Attributes:
         schedule: operations of all ranks for one number of micro-batches; it is made again for another number.
@@ -71,7 +72,8 @@ class PipelineExecutor:
     _contexts: dict[int, ForwardContext] = field(default_factory=dict)
 
     def run_operations(self, batches: Sequence[MicroBatch], scale: float, loss_scale: float = 1.0) -> Tensor:
-        """Run all operations of a step; the parameters' hooks collect the gradients.
+        """Run all of this rank's operations of a step and return the loss sums; gradients are collected by the
+        parameters' hooks. With gradients disabled only forwards run.
 
         With gradients disabled only the forward operations run. A subsequence of the common order of all ranks that
         leaves out whole messages (send and receive) is as free of deadlock as the whole order.
@@ -120,7 +122,7 @@ class PipelineExecutor:
 
     @property
     def first_local_stage(self) -> Decoder:
-        """First of this rank's stages, for attributes that all stages share."""
+        """First of this rank's pipeline stages, for attributes that all stages share."""
         return next(iter(self.stages.values()))
 
     @property
@@ -135,7 +137,7 @@ class PipelineExecutor:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Put this rank's stages in evaluation mode for the block."""
+        """Return a context in which this rank's stages are in evaluation mode, without dropout."""
         training = self.first_local_stage.training
         for stage in self.stages.values():
             stage.eval()
@@ -145,7 +147,7 @@ class PipelineExecutor:
 
     @property
     def last_stage_index(self) -> int:
-        """Number of the stage with the head."""
+        """Number of the last pipeline stage, which has the output head."""
         return len(self.schedule.owners) - 1
 
     def _schedule_for(self, microbatches: int) -> PipelineSchedule:

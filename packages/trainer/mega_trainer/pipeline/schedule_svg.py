@@ -32,7 +32,8 @@ _TOOLTIP_WIDTH = 3.0  # least width of a box with a tooltip
 
 
 def draw_schedule_svg(schedule: PipelineSchedule, timeline: PipelineTimeline) -> str:
-    """Return an SVG of `schedule` as timed in `timeline`: the number in a box is its micro-batch, the shade its chunk.
+    """Return an SVG drawing of `schedule` with the times of `timeline`: the number in a box is its micro-batch, the
+    shade its chunk (stage of the rank).
 
     The right margin shows the share of idle time of each rank, and the most activations it holds at once (in
     micro-batches, counted once per chunk).

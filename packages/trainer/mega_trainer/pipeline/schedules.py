@@ -36,7 +36,8 @@ COMPUTE: frozenset[PipelineOpKind] = frozenset({"F", "B", "I", "W"})
 
 
 class PipelineOp(NamedTuple):
-    """One operation of one rank.
+    """One operation of a pipeline rank: a forward, a backward or half of one, or a message, for one stage and micro-
+    batch.
 
     Attributes:
         kind: `F` forward; `B` whole backward; `I` and `W` its two halves, gradient of the input and of the weights;
@@ -57,7 +58,7 @@ class PipelineOp(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """Operations of every rank of a pipeline in one training step.
+    """Pipeline schedule: the operations of every pipeline rank in one training step, in order.
 
     Attributes:
         name: `gpipe`, `1f1b`, `zb-h1` or `zbv`.
@@ -76,25 +77,28 @@ class PipelineSchedule:
     ranks: tuple[tuple[PipelineOp, ...], ...]
 
     def stages_of_rank(self, rank: int) -> list[int]:
-        """Return the stages that `rank` holds, in model order: its chunks."""
+        """Return the numbers of the stages that `rank` has (its chunks), in model order."""
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
 
     @property
     def splits_backward(self) -> bool:
-        """True if the backward is two operations, `I` and `W`."""
+        """True if each backward is two operations: `I`, the gradient of the input, and `W`, the gradient of the
+        weights.
+        """
         return self.ranks[0][-1].kind == "W"
 
     def with_microbatches(self, microbatches: int) -> PipelineSchedule:
-        """Return this schedule for another number of micro-batches."""
+        """Return the schedule of the same kind for another number of micro-batches."""
         return make_schedule(self.name, pp=self.pp, microbatches=microbatches, virtual_stages=self.virtual_stages)
 
     def compute_ops(self, rank: int) -> list[PipelineOp]:
-        """Return the operations of `rank` without its messages."""
+        """Return the forwards and backwards of `rank` in order, without its messages."""
         return [op for op in self.ranks[rank] if op.kind in COMPUTE]
 
 
 def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int = 1) -> PipelineSchedule:
-    """Return the schedule `name` for `pp` ranks with `virtual_stages` stages each and any number of micro-batches.
+    """Return the pipeline schedule `name` (`gpipe`, `1f1b`, `zb-h1` or `zbv`) for `pp` ranks with `virtual_stages`
+    stages each and any number of micro-batches.
 
     Raises:
         ConfigError: for an unknown name, or a number of virtual stages that the schedule does not support.
@@ -119,7 +123,9 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
 
 
 def place_stages(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return the rank of each stage. `zbv` goes down the ranks and up again, like a V; the others are round-robin."""
+    """Return the rank of each stage in stage order. `zbv` goes down the ranks and up again, like a V; other schedules
+    are round-robin.
+    """
     if name == "zbv":
         return (*range(pp), *reversed(range(pp)))
     return tuple(stage % pp for stage in range(pp * virtual_stages))
@@ -215,7 +221,7 @@ _SCHEDULES: dict[str, tuple[Callable[[int, int, int, int], list[ScheduleStep]], 
 
 @dataclass(frozen=True)
 class PipelineOpCosts:
-    """Time of the operations of one stage, in any unit. A whole backward `B` takes `input_grad + weight_grad`.
+    """Time of each kind of operation of one stage, in any unit. A whole backward `B` takes `input_grad + weight_grad`.
 
     Attributes:
         forward: time of `F`.
@@ -232,7 +238,7 @@ class PipelineOpCosts:
     stages: tuple[float, ...] = ()
 
     def op_duration(self, op: PipelineOp) -> float:
-        """Return the time of a compute operation."""
+        """Return the time of a forward or backward operation in its stage."""
         seconds = {
             "F": self.forward,
             "B": self.input_grad + self.weight_grad,
@@ -244,7 +250,7 @@ class PipelineOpCosts:
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """Start and end of each compute operation.
+    """Start and end time of each forward and backward of a pipeline schedule.
 
     Attributes:
         costs: simulated costs of the operations.
@@ -260,12 +266,13 @@ class PipelineTimeline:
 
     @property
     def mean_bubble_share(self) -> float:
-        """Share of all ranks' time that is idle."""
+        """Fraction of all ranks' time that is idle (the pipeline bubble)."""
         return sum(self.bubble) / len(self.bubble)
 
 
 def simulate_schedule(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> PipelineTimeline:
-    """Return the timeline of `schedule`.
+    """Simulate a pipeline schedule and return its timeline; by default a forward, an input gradient and a weight
+    gradient take one unit each.
 
     Every rank computes one operation at a time; messages overlap with computation. The default costs, forward : input
     gradient : weight gradient = 1 : 1 : 1, are those of a GEMM.
@@ -279,7 +286,8 @@ def simulate_schedule(schedule: PipelineSchedule, costs: PipelineOpCosts | None 
 
 
 def bubble_formula(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> float | None:
-    """Return the bubble in closed form, for equal stages and messages that take no time; None if no form is known.
+    """Return the idle fraction (bubble) of a schedule in closed form, for equal stages and messages that take no time;
+    None if no form is known.
 
     `gpipe` and `1f1b`: (p-1) / (v m + p-1), from p microbatches on. `zb-h1`: (p-1)(F+I-W) / (m (F+I+W) + (p-1)(F+I-W))
     where F = I >= W. `zbv`, where F = I = W: (p-1) / (6 m + p-1), only because ranks start one after another.
@@ -298,7 +306,8 @@ def bubble_formula(schedule: PipelineSchedule, costs: PipelineOpCosts | None = N
 
 
 def peak_activations(schedule: PipelineSchedule) -> list[int]:
-    """Return the most micro-batches whose activations each rank holds at once, counted once for each chunk.
+    """Return for each rank the most micro-batches whose activations it has in memory at once, counted once for each of
+    its chunks.
 
     The activations of a micro-batch are freed after its whole backward, or the weight half of it.
     """
@@ -309,7 +318,8 @@ def peak_activations(schedule: PipelineSchedule) -> list[int]:
 def peak_held_memory(
     schedule: PipelineSchedule, rank: int, activations: Sequence[float], deferred: Sequence[float]
 ) -> float:
-    """Return the peak memory that `rank` holds for backwards, in the unit of `activations` and `deferred`.
+    """Return the peak memory that `rank` keeps for backwards, in the unit of `activations` and `deferred` (memory of
+    one micro-batch in each stage).
 
     Args:
         schedule: operations of all ranks.

@@ -19,8 +19,8 @@ CHOSEN = ("batch.micro", "recompute", "offload.activations", "optimizer.offload"
 def choose_layout(
     config: RunConfig, ranks: int, machine: str, saved: Mapping[str, Any] | None
 ) -> tuple[LayoutSettings, str]:
-    """Return settings for a run without a `parallel` section on `ranks` ranks of a machine, and a line that describes
-    them.
+    """Return layout settings by path for a run whose run.yaml has no `parallel` section, on `ranks` ranks of a machine,
+    and a line of text that describes them.
 
     A resumed run keeps the layout of its `saved` configuration if that is legal on its ranks. Otherwise the layout is the best
     result of `mega plan --search`, which is deterministic and equal on all ranks. If no layout fits by prediction, nothing is

@@ -35,7 +35,7 @@ CONVENTIONS: dict[FlopsConvention, str] = {
 
 @dataclass(frozen=True)
 class LayerParameterCounts:
-    """Parameter counts of one layer.
+    """Parameter counts of one layer, by part.
 
     Attributes:
         split: parameters that tensor parallelism splits.
@@ -49,13 +49,13 @@ class LayerParameterCounts:
 
     @property
     def total(self) -> int:
-        """Total number of parameters."""
+        """Total number of parameters of the layer."""
         return self.split + self.whole + self.experts
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameter counts of a model.
+    """Parameter counts of a model, by part and by layer.
 
     Attributes:
         embedding: tables of tokens, learned or relative positions, and segment types.
@@ -76,25 +76,27 @@ class ParameterCounts:
 
     @property
     def routed_experts(self) -> int:
-        """Number of parameters of all routed experts."""
+        """Number of parameters of all routed experts of the model."""
         return sum(layer.experts for layer in self.layers)
 
     @property
     def total(self) -> int:
-        """Total number of parameters."""
+        """Total number of parameters of the model."""
         ends = self.embedding + self.vision + self.final_norm + self.head
         return ends + sum(layer.total for layer in self.layers)
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters used for a token: without experts that it is not routed to, and without the vision
-        encoder.
+        """Number of parameters used for one token: without the routed experts that it is not sent to, and without the
+        vision encoder.
         """
         return self.total - self.vision - self.routed_experts * (self.num_experts - self.top_k) // self.num_experts
 
 
 def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None = None) -> ParameterCounts:
-    """Count the parameters of `model` tensor by tensor; if `tensors` are given, by canonical name, count only these."""
+    """Return the parameter counts of `model`, counted tensor by tensor; if `tensors` (canonical name -> shape) are
+    given, count only these.
+    """
     ends: Counter[str] = Counter()
     layers = [Counter[str]() for _ in range(model.num_layers + model.mtp_layers)]
     for name, shape in (canonical_tensors(model) if tensors is None else tensors).items():
@@ -129,7 +131,7 @@ def _parameter_group(name: str) -> str:
 def forward_flops(
     model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None
 ) -> dict[str, float]:
-    """Return the FLOPs of the forward pass per token, by part, all layers together; only GEMMs count.
+    """Return the forward FLOPs per token by part of the model, summed over all layers; only GEMMs count.
 
     `causal` leaves out the masked half of scores; see `mean_visible_keys`. A multi-token-prediction (MTP) layer counts as a
     layer and one more use of the head; its input projection is the part "further tokens". For an encoder-decoder model the
@@ -156,7 +158,9 @@ def forward_flops(
 def stack_layer_flops(
     model: ModelConfig, source: int, target: int, *, encodes: bool, causal: bool = True
 ) -> dict[str, float]:
-    """Return the FLOPs of the forward pass of a sample in one encoder layer, or in one decoder layer, by part."""
+    """Return the forward FLOPs per sample of one encoder layer if `encodes`, else of one decoder layer, by part of the
+    layer; the encoder reads `source` tokens, the decoder `target` tokens.
+    """
     feed, every = model.get_feed_forward_kind(0), list(itertools.chain(*projection_shapes(model, "attention")))
     own, length = sum(map(math.prod, every)), source if encodes else target
     parts = {
@@ -174,7 +178,8 @@ def stack_layer_flops(
 
 
 def retrieval_flops(model: ModelConfig, layer: int) -> dict[str, float]:
-    """Return the additional forward FLOPs per text token of a layer that attends to retrieved neighbours.
+    """Return the additional forward FLOPs per text token, by part, of layer number `layer`, which attends to retrieved
+    neighbours (RETRO).
 
     Each text token has 2 K tokens of neighbours, which the encoder reads in the first such layer. In the encoder and in the
     decoder a query attends to all neighbours of its chunk.
@@ -240,19 +245,24 @@ def _count_layer_kinds(model: ModelConfig) -> Counter[tuple[MixerKind | None, Fe
 
 
 def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None) -> float:
-    """Return the FLOPs of forward and backward per token, as MFU counts them; the backward is twice the forward."""
+    """Return the FLOPs of forward and backward per token, as model FLOPs utilisation (MFU) counts them: three times the
+    forward, without recomputation.
+    """
     return 3 * sum(forward_flops(model, seq_length, causal=causal, target=target).values())
 
 
 def hardware_flops(model: ModelConfig, seq_length: int, *, recompute: RecomputeKind, causal: bool = True) -> float:
-    """Return `model_flops` plus recomputed GEMMs: none for `selective`, all layers for `full`."""
+    """Return `model_flops` plus the FLOPs of recomputed GEMMs: none for `recompute` = `selective`, the forward of all
+    layers for `full`.
+    """
     forward = forward_flops(model, seq_length, causal=causal)
     recomputed = sum(forward.values()) - forward["head"] if recompute == "full" else 0.0
     return 3 * sum(forward.values()) + recomputed
 
 
 def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
-    """Return 6 N + 12 L H Q S FLOPs per token, forward and backward (arXiv:2204.02311, appendix B).
+    """Return 6 N + 12 L H Q S FLOPs per token, forward and backward (arXiv:2204.02311, appendix B), for N active
+    parameters without embedding tables, L attention layers, H heads of size Q, and sequence length S.
 
     N is the number of active parameters without embedding tables; a tied table counts once, as the head. In models with an
     encoder or retrieval no token uses all N parameters; for these, count all GEMMs, and attention over the full square.
@@ -270,8 +280,8 @@ def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -
 def published_flops(
     model: ModelConfig, seq_length: int, convention: FlopsConvention, target: int | None = None
 ) -> float:
-    """Return the FLOPs per token, forward and backward, by the convention of a source of published figures; see
-    `CONVENTIONS`.
+    """Return the FLOPs per token, forward and backward, by the convention of a source of published throughput figures;
+    see `CONVENTIONS`.
 
     The conventions were identified by published pairs of FLOP/s and tokens per second (benchmarks/plan_flops.py).
     """
@@ -306,7 +316,9 @@ def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
 
 
 def head_cost_in_layers(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
-    """Return the cost of the output head in mean layers, for `split_stage_layers`."""
+    """Return the FLOPs of the output head and multi-token-prediction layers in units of an average layer, by which
+    `split_stage_layers` balances pipeline stages.
+    """
     forward = forward_flops(model, seq_length, target=target)
     last = forward["head"] + forward.get("further tokens", 0.0)
     layer = (sum(forward.values()) - last) / (model.num_layers + model.mtp_layers)
@@ -314,7 +326,9 @@ def head_cost_in_layers(model: ModelConfig, seq_length: int, target: int | None 
 
 
 def relative_layer_costs(model: ModelConfig, seq_length: int, target: int | None = None) -> list[float] | None:
-    """Return the cost of each layer in mean layers if `layers`, an encoder or retrieval make them differ, else None."""
+    """Return the FLOPs of each layer in units of an average layer, if the `layers` setting, an encoder or retrieval
+    make layers differ; None if all are equal.
+    """
     if model.encoder is not None:
         sizes = seq_length, target or seq_length
         stacks = [sum(stack_layer_flops(model, *sizes, encodes=encodes).values()) for encodes in (False, True)]
@@ -356,7 +370,8 @@ _PEAKS: dict[str, dict[str, float]] = {
 
 
 def find_peak_flops(device: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of `device` (a name as from `torch.cuda.get_device_name`); None for an unknown device.
+    """Return the data sheet's peak FLOP/s of GPU `device` (a name as from `torch.cuda.get_device_name`) in `precision`;
+    None for an unknown device or a precision that it lacks.
 
     `precision` is one of fp64, fp32, tf32, bf16, fp16 and fp8.
     """

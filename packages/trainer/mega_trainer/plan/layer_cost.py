@@ -42,8 +42,8 @@ EXPERT_KERNELS = 20  # kernels that route, sort and pack the rows of experts, in
 
 @dataclass(frozen=True)
 class TrainerProfile:
-    """Properties of a trainer that its layout leaves open. The defaults describe this trainer; others describe
-    published runs.
+    """Properties of a training program, for step-time prediction, that its layout leaves open. The defaults describe
+    mega; others describe published runs.
 
     Attributes:
         attention: attention kernel; `unfused` writes and reads all scores.
@@ -64,19 +64,19 @@ class TrainerProfile:
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of a forward, and of both halves of a backward: gradients of inputs, and of weights."""
+    """Seconds of a forward pass, and of the two halves of a backward pass: gradients of inputs, and of weights."""
 
     forward: float = 0.0
     inputs: float = 0.0
     weights: float = 0.0
 
     def add_seconds(self, other: PassSeconds) -> PassSeconds:
-        """Return the sum of two passes."""
+        """Return the sum of these seconds and `other`, separately for forward, input gradients and weight gradients."""
         return PassSeconds(self.forward + other.forward, self.inputs + other.inputs, self.weights + other.weights)
 
     @property
     def total(self) -> float:
-        """Sum of forward and backward."""
+        """Total seconds of forward and backward."""
         return self.forward + self.inputs + self.weights
 
 
@@ -84,7 +84,9 @@ PassWork = dict[str, PassSeconds]  # seconds by kind of work
 
 
 def combine_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
-    """Return the sum of several works."""
+    """Return the sum of several works: the seconds of forward and backward by kind of work, such as GEMMs or
+    communication.
+    """
     out: PassWork = {}
     for work in works:
         for kind, cost in work.items():
@@ -93,7 +95,7 @@ def combine_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
 
 
 def repeat_work(work: PassWork, count: float) -> PassWork:
-    """Return this work repeated `count` times."""
+    """Return the work (seconds by kind) of `count` repetitions of `work`."""
     return {kind: PassSeconds(*(count * seconds for seconds in cost)) for kind, cost in work.items()}
 
 
@@ -112,7 +114,9 @@ class GpuThroughput:
     def from_machine(
         cls, machine: MachineSpec, efficiency: MachineEfficiency, profile: TrainerProfile
     ) -> GpuThroughput:
-        """Return the throughput of a machine, with the attention kernel of a trainer."""
+        """Return the throughput of a machine's GPU under these efficiencies, with the attention kernel of the trainer
+        `profile`.
+        """
         peak = machine.get_peak_flops("bf16")
         eager = machine.get_peak_flops("fp32")
         product = {
@@ -130,8 +134,8 @@ class GpuThroughput:
         )
 
     def exposed_seconds(self, communication: float, work: float) -> float:
-        """Return the cost of communication that overlaps with `work` seconds of work: its exposed part, and the slowdown
-        of the work.
+        """Return the seconds that `communication` seconds cost when overlapped with `work` seconds of computation: the
+        exposed part, plus the slowdown of the computation.
         """
         exposed = max(0.0, communication - work)
         return exposed + self.contention * (communication - exposed)
@@ -139,7 +143,7 @@ class GpuThroughput:
 
 @dataclass(frozen=True)
 class LayerCostModel:
-    """Cost model of the work of one rank of a run on a machine."""
+    """Cost model of one rank's work in a run on a machine: seconds of forward and backward of each part of the model."""
 
     model: ModelConfig
     run: RunShape
@@ -150,16 +154,16 @@ class LayerCostModel:
 
     @property
     def micro_batch_tokens(self) -> float:
-        """Tokens T of a micro-batch on a rank."""
+        """Tokens of a micro-batch on one rank, after context parallelism splits the sequence."""
         return self.run.micro_batch * self.run.seq_length / self.run.cp
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of an activation."""
+        """Bytes of one activation element in the run's precision."""
         return {"fp64": 8, "fp32": 4}.get(self.run.precision, 2)
 
     def compute_layer_work(self, index: int) -> PassWork:
-        """Return the work of one layer."""
+        """Return the seconds of layer number `index` for one micro-batch, by kind of work."""
         kind = self.model.get_layer_kind(index)
         products = combine_work([*self._dense_gemms(kind), *self._expert_work(index)])
         forward, inputs, weights = products.get("products", PassSeconds())
@@ -446,8 +450,8 @@ class LayerCostModel:
         return self.interconnect.all_gather_seconds(passed, ranks)
 
     def compute_offload_wait(self, layers: int, work: PassWork) -> PassWork:
-        """Return the exposed time of copying the activations of `layers` layers to host memory and back, overlapped with
-        `work`.
+        """Return the exposed seconds of copying the activations of `layers` layers to host memory and back, overlapped
+        with their computation `work`.
         """
         if not layers:
             return {}
@@ -457,14 +461,18 @@ class LayerCostModel:
         return {"offload": PassSeconds(max(0.0, way - forward), max(0.0, way - backward))}
 
     def compute_embedding_work(self) -> PassWork:
-        """Return the work of the embedding: rows read and written, and their gradients added to the table."""
+        """Return the seconds of the token embedding for one micro-batch: rows read and written, and their gradients
+        added to the table.
+        """
         moved = (
             self.micro_batch_tokens * self.model.hidden_size / (self.run.tp if self.run.sp else 1) / self.rates.memory
         )
         return {"elementwise": PassSeconds(4 * moved, 18 * moved)}
 
     def compute_head_work(self) -> PassWork:
-        """Return the work of the head: norm, logits and loss; its forward also computes the gradients."""
+        """Return the seconds of the output head for one micro-batch: norm, logits and loss; its forward also computes
+        the gradients.
+        """
         rows = self.model.vocab_size / self.run.tp
         forward, inputs, weights = self._gemm(self.micro_batch_tokens, rows, self.model.hidden_size, precision="bf16")
         three = forward + inputs + (weights if self.trained.head else 0.0)

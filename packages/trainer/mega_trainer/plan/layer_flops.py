@@ -19,8 +19,8 @@ MatrixShape = tuple[int, int]  # (out, in)
 
 
 def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list[MatrixShape], list[MatrixShape]]:
-    """Return the shapes of a mixer's projections: those split by heads, the output projection last, and those into
-    latents.
+    """Return the shapes [out, in] of a mixer's projection matrices as two lists: the ones that tensor ranks split by
+    heads, with the output projection last, and the ones that project into latents (MLA).
     """
     width = model.hidden_size
     if mixer == "mamba" and (mamba := model.mamba):
@@ -50,7 +50,8 @@ def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[Matri
 
 
 def mean_visible_keys(window: int | None, seq_length: int, *, causal: bool = True) -> float:
-    """Return the mean number of keys that a query attends to, within a window or in the whole sequence.
+    """Return the mean number of keys that a query attends to, within a sliding window of `window` tokens or, for None,
+    in the whole sequence.
 
     `causal` counts only keys that are not masked; without it, all that a dense product computes.
     """
@@ -61,8 +62,8 @@ def mean_visible_keys(window: int | None, seq_length: int, *, causal: bool = Tru
 def mixing_flops(
     model: ModelConfig, mixer: MixerKind, window: int | None, seq_length: int, *, causal: bool = True
 ) -> float:
-    """Return the FLOPs per token of a mixer between its projections; `causal` leaves out the masked half of token
-    pairs.
+    """Return the forward FLOPs per token of a mixer (attention or recurrence) between its projections; `causal` leaves
+    out the masked half of token pairs.
 
     Recurrences are counted in their chunked form: scores and states (arXiv:2405.21060), and for the delta rule the triangular
     solve (arXiv:2412.06464).
@@ -83,7 +84,9 @@ def mixing_flops(
 
 
 def recurrent_state_elements(model: ModelConfig, mixer: MixerKind) -> int:
-    """Return the elements of a recurrent state and of its transition over a chunk; 0 for attention."""
+    """Return the number of elements of the recurrent states of a mixer's heads and of their transition over a chunk; 0
+    for attention.
+    """
     if mixer == "mamba" and (mamba := model.mamba):
         return mamba.num_heads * (mamba.head_dim * mamba.state_size + 1)
     if mixer == "delta" and (delta := model.delta):
@@ -92,14 +95,18 @@ def recurrent_state_elements(model: ModelConfig, mixer: MixerKind) -> int:
 
 
 def active_ffn_width(model: ModelConfig, feed: FeedForwardKind | None) -> int:
-    """Return the feed-forward width used for a token, summed over the experts that it is routed to."""
+    """Return the feed-forward width used for one token, summed over shared experts and the experts that it is routed
+    to; 0 without a feed-forward.
+    """
     if feed == "moe" and (moe := model.moe):
         return moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
     return model.ffn_hidden_size if feed else 0
 
 
 def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int:
-    """Return the elements of all feed-forward matrices used for a token."""
+    """Return the number of elements of all feed-forward matrices, router included, that are used for one token in a
+    layer.
+    """
     width, matrices = model.hidden_size, 3 if model.has_gated_mlp else 2
     moe = model.moe if feed == "moe" else None
     if moe is None:
@@ -110,13 +117,13 @@ def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int
 
 
 def max_active_ffn_width(model: ModelConfig) -> int:
-    """Return the largest feed-forward width used for a token in any layer."""
+    """Return the largest feed-forward width used for one token in any layer of the model."""
     return max(active_ffn_width(model, feed) for feed in {kind.feed_forward for kind in model.layer_kinds})
 
 
 def saved_activation_elements(model: ModelConfig, run: RunShape, wide: int) -> float:
-    """Return the approximate elements per token that a layer of this feed-forward width saves for its backward on a
-    rank: the inputs of its GEMMs.
+    """Return the approximate number of elements per token that a layer of feed-forward width `wide` saves on one rank
+    for its backward: the inputs of its GEMMs.
     """
     width = model.hidden_size
     residual = width / (run.tp if run.sp else 1)
@@ -129,7 +136,8 @@ def saved_activation_elements(model: ModelConfig, run: RunShape, wide: int) -> f
 
 
 def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConfig | None = None) -> dict[str, float]:
-    """Return the FLOPs of an image, forward and backward, by part: GEMMs with weights, and attention scores.
+    """Return the FLOPs of the vision encoder and projector for one image, forward and backward, by part: GEMMs with
+    weights, and attention scores.
 
     A GEMM with a weight has 2 rows K N operations in the forward, as many for the weight gradient if the weight is trained, and
     as many for the input gradient if any parameter before it is trained. For models with images of any shape, the image is

@@ -24,8 +24,8 @@ RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 def generate_candidates(
     config: RunConfig, ranks: int, machine: MachineSpec
 ) -> Iterator[tuple[LayoutSettings, RunShape]]:
-    """Yield combinations of settings that divide the ranks, layers and batch evenly, with their run shapes; tensor
-    ranks share a node.
+    """Yield (settings, run shape) of all candidate layouts of a run that divide the ranks, layers and batch evenly and
+    keep tensor ranks on one node.
     """
     model, batch, length = config.model, config.batch.global_, config.data.seq_length
     base = make_run_shape(config.model_copy(update={"parallel": type(config.parallel)()}), 1)
@@ -63,7 +63,7 @@ def generate_candidates(
 
 
 def list_layout_settings(run: RunShape) -> LayoutSettings:
-    """Return the settings of a run of this shape, by path."""
+    """Return the run.yaml settings, {dotted path: value}, that give a run this shape."""
     return {
         "parallel.tp": run.tp, "parallel.sp": run.sp, "parallel.pp": run.pp, "parallel.virtual_stages": run.virtual_stages,
         "parallel.schedule": run.schedule, "parallel.pipeline_layout": None, "parallel.cp": run.cp, "parallel.cp_kind": run.cp_kind,
@@ -79,8 +79,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def list_pipeline_schedules(layers: int, pp: int) -> list[tuple[str, int]]:
-    """Return pipeline schedules and numbers of virtual stages for these layers, down to one layer a stage in steps of
-    two.
+    """Return (pipeline schedule, number of virtual stages) pairs that fit `layers` layers on `pp` pipeline ranks, down
+    to one layer per stage (1f1b) or two virtual stages (zbv).
     """
     if pp == 1:
         return [("1f1b", 1)]
@@ -111,13 +111,13 @@ class RoughMemoryEstimate:
 
     @classmethod
     def from_parameters(cls, model: ModelConfig, count: ParameterCounts) -> RoughMemoryEstimate:
-        """Return the estimate's constants, which are equal in all layouts."""
+        """Return an estimate with the constants of the model, which are equal in all layouts."""
         layers = count.layers
         split, whole = (sum(getattr(layer, name) for layer in layers) for name in ("split", "whole"))
         return cls(model, count, split, whole, max(layer.experts for layer in layers), max_active_ffn_width(model))
 
     def estimate_bytes(self, run: RunShape) -> float:
-        """Return the estimated bytes in this layout."""
+        """Return the estimated peak bytes of the first pipeline rank in the layout `run`."""
         model, count, block, alone = self.model, self.count, run.ep * run.expert_tp, run.pp == 1
         dense = (self.split / run.tp + self.whole) / run.pp + (count.embedding + count.head * alone) / run.tp
         experts = count.routed_experts / block / run.pp

@@ -45,12 +45,12 @@ ROUGH_TOLERANCE = 1.15  # rough memory estimate / memory of a GPU, above which a
 
 
 class NoLayoutFitsError(ConfigError):
-    """Error: no layout fits the memory of the GPUs by prediction."""
+    """Error of a layout search: by prediction, no layout fits the memory of the GPUs."""
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """Layout that fits, with its predicted step time and memory.
+    """Layout of a run that fits the GPUs, with its predicted step time and memory.
 
     Attributes:
         settings: values by path; a run with these settings is valid.
@@ -64,7 +64,9 @@ class PlannedLayout:
 
 
 def explain_layout_time(layout: PlannedLayout, best: PlannedLayout) -> str:
-    """Return the largest parts of the best layout's time, or the largest differences of another layout from it."""
+    """Return a text with the largest parts of the step time if `layout` is `best`, else with the largest differences of
+    `layout` from `best`.
+    """
     whole, parts = layout.time.seconds, layout.time.parts
     if layout is best:
         return ", ".join(
@@ -80,7 +82,7 @@ def explain_layout_time(layout: PlannedLayout, best: PlannedLayout) -> str:
 
 
 def format_layout(settings: Mapping[str, Any]) -> str:
-    """Return the non-default settings of a layout in a few words."""
+    """Return the non-default settings of a layout as a short text."""
     plain = {**ParallelConfig().model_dump(exclude={"tp", "pp", "zero"}), "activations": 0}
     words = []
     for path, value in settings.items():
@@ -93,7 +95,7 @@ def format_layout(settings: Mapping[str, Any]) -> str:
 
 
 def layout_to_yaml(layout: PlannedLayout) -> str:
-    """Return the sections of run.yaml that set a layout: `parallel`, `batch.micro` and `recompute`."""
+    """Return run.yaml text that sets a layout: the sections `parallel`, `batch.micro` and `recompute`."""
     given = {path: value for path, value in layout.settings.items() if value is not None}
     nested = apply_overrides({}, format_overrides(given))
     if not nested.get("offload", {}).get("activations"):
@@ -102,7 +104,7 @@ def layout_to_yaml(layout: PlannedLayout) -> str:
 
 
 def make_trainer_profile(config: RunConfig) -> TrainerProfile:
-    """Return the profile of this trainer under a configuration."""
+    """Return the profile of mega as a trainer, for step-time prediction, under a configuration."""
     parallel = config.parallel
     return TrainerProfile(
         passes=1.0 if config.compile else 2.0,
@@ -114,7 +116,7 @@ def make_trainer_profile(config: RunConfig) -> TrainerProfile:
 def make_planned_run(
     config: RunConfig, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None
 ) -> PlannedRun:
-    """Return a run on `ranks` ranks of a machine, for prediction.
+    """Return the run of `config` on `ranks` ranks of a machine as a `PlannedRun`, for prediction of its step time.
 
     Raises:
         ConfigError: when the machine has no rate for the run's precision.
@@ -161,8 +163,8 @@ def find_best_layouts(
     fixed: Collection[str] = (),
     precisions: Collection[str] = (),
 ) -> list[PlannedLayout]:
-    """Return the fastest layouts of the run that fit, fastest first, at most `keep`; `report` is called with progress
-    messages.
+    """Return the layouts of the run that fit by prediction, fastest first, at most `keep`; `report` is called with
+    progress messages.
 
     Settings whose paths are in `fixed` are unchanged. `precisions` are searched in addition to the run's own.
 
@@ -294,13 +296,17 @@ def _plan_layout(
 def plan_if_fitting(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None
 ) -> PlannedLayout | None:
-    """Return the planned layout with these settings, or None if it is not legal or does not fit the machine's memory."""
+    """Return the planned layout with these settings, or None if it is invalid for the run or does not fit the machine's
+    memory.
+    """
     layout = _plan_layout(config, settings, ranks, machine, count)
     return layout if layout is not None and layout.memory <= machine.usable_memory_bytes else None
 
 
 def find_faster_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, keep: int = 3) -> list[PlannedLayout]:
-    """Return single changes that would make a run faster and still fit, largest gains first, at most `keep`."""
+    """Return layouts that differ from the run's by a single change, would be faster and still fit, largest gains first,
+    at most `keep`.
+    """
     count, now = count_parameters_by_layer(config.model), make_planned_run(config, ranks, machine)
     seconds, limit = now.predict_step_time().seconds, now.estimate_minimum_seconds()
     gains: list[tuple[float, LayoutSettings]] = []

@@ -32,7 +32,8 @@ _HERE = files(__package__ or "mega_trainer.plan")
 
 
 class MachineEfficiency(StrictConfig):
-    """Achieved shares of data sheet figures; GEMMs and attention as shares of the dense peak of their type.
+    """Achieved fractions of data sheet figures; for GEMMs and attention, fractions of the dense peak FLOP/s of their
+    data type.
 
     Attributes:
         bf16, fp8: GEMMs, without the time to read their operands, which is added.
@@ -64,7 +65,9 @@ class MachineEfficiency(StrictConfig):
 
 
 class MachineSpec(StrictConfig):
-    """GPUs of a machine and their interconnect. Rates in GB/s are of one GPU, one way; GB are 1e9 bytes."""
+    """Specification of a machine: its GPUs and their interconnect. Rates in GB/s are of one GPU, one way; GB are 1e9
+    bytes.
+    """
 
     gpu: str = Field(description="name as in torch.cuda.get_device_name, which determines peak rates")
     generation: GpuGeneration = Field(description="GPU generation, which determines the default efficiency")
@@ -84,7 +87,7 @@ class MachineSpec(StrictConfig):
     )
 
     def get_peak_flops(self, precision: str) -> float:
-        """Return the dense peak in FLOP/s; without fp8 support, the bf16 peak.
+        """Return the dense peak of one GPU in FLOP/s for `precision`; of bf16 if the GPU does not support it.
 
         Raises:
             ConfigError: for an unknown GPU without `tflops`.
@@ -102,33 +105,37 @@ class MachineSpec(StrictConfig):
         return self.tflops[kind] * 1e12 if kind in self.tflops else find_peak_flops(self.gpu, kind)
 
     def supports_precision(self, precision: str) -> bool:
-        """Return whether the GPU has GEMMs of that type."""
+        """Return whether the GPU has GEMMs in `precision`."""
         return self._lookup_peak(precision) is not None
 
     @property
     def usable_memory_bytes(self) -> float:
-        """Bytes of a GPU that tensors can use."""
+        """Bytes of one GPU's memory that tensors can use, without the CUDA context and the overhead of torch's
+        allocator.
+        """
         return (self.memory_gb * 1e9 - CONTEXT) / SLACK
 
     @property
     def achieved_efficiency(self) -> MachineEfficiency:
-        """Efficiency of this machine, or of its generation."""
+        """Achieved fractions of the data sheet's peak FLOPS and bandwidths: the machine's own if set, else the defaults
+        of its GPU generation.
+        """
         return self.efficiency or load_efficiency()[self.generation]
 
     @property
     def network_gb_s(self) -> float:
-        """Bandwidth of the selected network in GB/s."""
+        """Bandwidth of the selected network between nodes, in GB/s of one GPU, one way."""
         return next(iter(self.networks_gb_s.values()))
 
 
 def list_machine_names() -> list[str]:
-    """Return the names of the built-in machines."""
+    """Return the names of the built-in machines, which `load_machine` loads."""
     return sorted(entry.name.removesuffix(".yaml") for entry in (_HERE / "machines").iterdir())
 
 
 def find_machine_name(device: str, memory_bytes: int) -> str | None:
-    """Return the built-in machine with this GPU (a name as from `torch.cuda.get_device_name`) and about that memory, or
-    None.
+    """Return the name of the built-in machine with this GPU (a name as from `torch.cuda.get_device_name`) and about
+    `memory_bytes` of GPU memory, or None.
     """
     words = set(re.split(r"[\s-]+", device.upper()))
     machines = {name: load_machine(name) for name in list_machine_names()}
@@ -143,7 +150,7 @@ def find_machine_name(device: str, memory_bytes: int) -> str | None:
 
 
 def load_machine(name: str) -> MachineSpec:
-    """Load a machine by name (`h100`), by name and network (`h100-ethernet`), or from a YAML file.
+    """Load the specification of a machine by name (`h100`), by name and network (`h100-ethernet`), or from a YAML file.
 
     Raises:
         ConfigError: for an unknown name, or an invalid file.
@@ -174,7 +181,9 @@ def load_machine(name: str) -> MachineSpec:
 
 
 def load_efficiency() -> dict[str, MachineEfficiency]:
-    """Load the efficiency of each GPU generation."""
+    """Return the default efficiency of each GPU generation, {generation: efficiency}, from the packaged
+    efficiency.yaml.
+    """
     raw = load_yaml_mapping(Path(str(_HERE / "efficiency.yaml")))
     return {
         generation: MachineEfficiency.parse(figures, source="efficiency.yaml") for generation, figures in raw.items()
@@ -183,20 +192,20 @@ def load_efficiency() -> dict[str, MachineEfficiency]:
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Group of ranks: its size, and how many of its ranks are on one node."""
+    """Placement of a group of ranks on nodes: its size, and how many of its ranks are on one node."""
 
     size: int
     local: int
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes that the group spans."""
+        """Number of nodes that the group of ranks spans."""
         return -(-self.size // self.local)
 
 
 @dataclass(frozen=True)
 class Interconnect:
-    """Interconnect of the GPUs of a machine.
+    """Achieved bandwidths and latency between the GPUs of a machine, for predicting communication times.
 
     Attributes:
         link: bytes per second from a GPU to the others of its node, one way, for large messages.
@@ -216,34 +225,40 @@ class Interconnect:
 
     @classmethod
     def from_machine(cls, machine: MachineSpec, efficiency: MachineEfficiency) -> Interconnect:
-        """Return the interconnect of a machine."""
+        """Return the interconnect of a machine, with its bandwidths reduced to what `efficiency` achieves."""
         link, network = machine.link_gb_s * efficiency.link, machine.network_gb_s * efficiency.network
         exchange = machine.network_gb_s * efficiency.exchange
         host = machine.host_gb_s * efficiency.link
         return cls(link * 1e9, network * 1e9, exchange * 1e9, efficiency.hop, machine.ranks_per_node, host * 1e9)
 
     def make_rank_group(self, size: int, stride: int) -> RankPlacement:
-        """Return a group of `size` ranks that are `stride` ranks apart, in a job whose ranks fill node by node."""
+        """Return the placement of a group of `size` ranks that are `stride` ranks apart, in a job whose ranks fill node
+        by node.
+        """
         return RankPlacement(size, min(size, max(1, self.node // stride)))
 
     def all_gather_seconds(self, total: float, ranks: RankPlacement) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of `total` bytes."""
+        """Return the seconds of an all-gather to, or a reduce-scatter from, `total` bytes over the group `ranks`."""
         if ranks.size == 1:
             return 0.0
         rate = self.link if ranks.local == ranks.size else min(self.link, ranks.local * self.network)
         return total * (ranks.size - 1) / ranks.size / rate + self.hop * ranks.size
 
     def all_reduce_seconds(self, total: float, ranks: RankPlacement) -> float:
-        """Return the seconds of an all-reduce of `total` bytes: a reduce-scatter and an all-gather."""
+        """Return the seconds of an all-reduce of `total` bytes over the group `ranks`: a reduce-scatter and an all-
+        gather.
+        """
         return 2 * self.all_gather_seconds(total, ranks)
 
     def all_to_all_seconds(self, sent: float, ranks: RankPlacement) -> float:
-        """Return the seconds of an even all-to-all in which each rank sends `sent` bytes, its own share included."""
+        """Return the seconds of an even all-to-all over the group `ranks` in which each rank sends `sent` bytes, its
+        own share included.
+        """
         if ranks.size == 1:
             return 0.0
         near, far = (ranks.local - 1) / ranks.size, (ranks.size - ranks.local) / ranks.size
         return sent * max(near / self.link, far / self.exchange) + self.hop
 
     def send_seconds(self, size: float, stride: int) -> float:
-        """Return the seconds of a message of `size` bytes to the rank that is `stride` ranks away."""
+        """Return the seconds to send a message of `size` bytes to the rank that is `stride` ranks away."""
         return size / (self.link if stride < self.node else self.network) + self.hop

@@ -30,19 +30,20 @@ REPORTED_ERROR = 0.1  # smallest relative error of the fitted step time that is 
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Median seconds of a step, and of its phases by name if the run logged them."""
+    """Measured median seconds of a run's step, and of the phases of a step by name if the run logged them."""
 
     seconds: float
     phases: Mapping[str, float]
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of forward and backward, or of the whole step without phases."""
+        """Measured seconds of forward and backward of a step, or of the whole step if no phases were logged."""
         return self.phases["forward"] + self.phases["backward"] if "forward" in self.phases else self.seconds
 
 
 def read_measured_times(path: Path) -> MeasuredTimes:
-    """Return the median times of a run's metrics.jsonl; steps that evaluate or save are left out if phases are logged.
+    """Return the median step and phase times from a run's metrics.jsonl; steps that evaluate or save are left out if
+    phases are logged.
 
     Raises:
         ConfigError: when the file cannot be read or has too few steps.
@@ -70,7 +71,8 @@ def _is_interrupted(line: Mapping[str, object]) -> bool:
 
 
 def calibrate_machine(planned: PlannedRun, machine: MachineSpec, measured: MeasuredTimes) -> MachineSpec:
-    """Return the machine with efficiencies for which the planned run takes the measured time, as far as possible.
+    """Return the machine with efficiencies under which the predicted time of the planned run equals the measured time,
+    as far as possible.
 
     Raises:
         ConfigError: when the measured time is shorter than at the machine's peak, as of another machine or number of ranks.
@@ -124,7 +126,9 @@ def _scale_efficiency(
 
 
 def compare_predictions(before: PlannedRun, after: PlannedRun, measured: MeasuredTimes) -> Iterator[str]:
-    """Yield lines that compare predicted and measured times, before and after calibration."""
+    """Yield lines of text that compare the predicted with the measured times, before and after calibration of the
+    machine.
+    """
     old, new = before.predict_step_time().seconds, after.predict_step_time().seconds
     yield f"step time: measured {measured.seconds:.4g} s, predicted {old:.4g} s before and {new:.4g} s after the fit"
     if abs(new / measured.seconds - 1) > REPORTED_ERROR:

@@ -15,7 +15,9 @@ from mega_trainer.plan.run_shape import RunShape
 
 
 def make_run_shape(config: RunConfig, world_size: int) -> RunShape:
-    """Return the shape of a run on `world_size` ranks."""
+    """Return the shape of the configured run on `world_size` ranks: its split over ranks and its batch sizes, for
+    predictions.
+    """
     parallel, dp = config.parallel, config.data_parallel_size(world_size)
     return RunShape(
         seq_length=config.data.seq_length, target_length=config.sequence_lengths[1],
@@ -51,7 +53,7 @@ def format_overrides(settings: Mapping[str, object]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Change of settings, as for `--set`, and the bytes that it frees on the rank with the highest peak."""
+    """Change of settings, in the form of `--set`, and the bytes that it frees on the rank with the highest peak memory."""
 
     settings: tuple[str, ...]
     freed: int
@@ -59,20 +61,20 @@ class MemoryAdvice:
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Predicted memory of a rank in bytes by kind, and changes of settings that would free memory."""
+    """Predicted memory of one rank in bytes by kind, and changes of settings that would free memory."""
 
     predicted: Mapping[str, int]
     advices: list[MemoryAdvice]
 
     @classmethod
     def predict_for_rank(cls, config: RunConfig, world_size: int, pipeline_rank: int) -> MemoryNeeds:
-        """Predict the memory of a rank of one pipeline rank."""
+        """Return the predicted memory of a rank in pipeline rank `pipeline_rank`, with advice on freeing memory."""
         predicted = predict_memory(config.model, make_run_shape(config, world_size))[pipeline_rank]
         return cls(predicted, find_memory_savings(config, world_size))
 
 
 def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice]:
-    """Return single changes that would free memory of a run, largest savings first."""
+    """Return single changes of settings that would free memory of the run, largest savings first."""
     now = _peak_rank_bytes(config, world_size)
     found = []
     for changes in _iterate_changes(config):

@@ -29,7 +29,7 @@ UNIT_ELEMENTS = 350_000
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory of a rank of one pipeline rank.
+    """Predicted peak memory of one rank in a pipeline rank, by kind, and the operation at the peak.
 
     Attributes:
         bytes: bytes at the peak, by kind, as in `predict_memory`.
@@ -41,12 +41,12 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Sum over all kinds."""
+        """Peak bytes summed over all kinds of memory."""
         return sum(self.bytes.values())
 
 
 def split_layers_into_stages(model: ModelConfig, run: RunShape) -> list[range]:
-    """Return the layers of each stage, as the trainer splits them.
+    """Return the range of layer indices of each pipeline stage, split as mega trains them.
 
     Raises:
         ConfigError: when the layers do not fit the stages.
@@ -59,14 +59,17 @@ def split_layers_into_stages(model: ModelConfig, run: RunShape) -> list[range]:
 
 
 def zero3_unit_layers(model: ModelConfig, run: RunShape) -> int:
-    """Return how many layers ZeRO-3 gathers together, without experts: enough that a rank's share has `UNIT_ELEMENTS`."""
+    """Return how many layers' weights (experts excluded) ZeRO-3 gathers as one unit: configured, or enough that a
+    rank's share has `UNIT_ELEMENTS` elements.
+    """
     layers = count_parameters_by_layer(model).layers
     mean = sum(layer.split / run.tp + layer.whole for layer in layers) / len(layers)
     return run.zero3_layers or math.ceil(UNIT_ELEMENTS * run.zero3_shard_ranks / mean)
 
 
 def predict_memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
-    """Return peak bytes by kind on a rank of each pipeline rank, in pipeline order.
+    """Return the predicted peak bytes by kind (such as weights or activations) of one rank in each pipeline rank, in
+    pipeline order.
 
     Kinds: `weights`, `gradients`, `optimizer` (moments and, under a 16-bit precision, fp32 weights), `activations` (saved
     tensors, micro-batches and pipeline messages), `work` (temporary tensors of the running operation, including gathered
@@ -79,7 +82,9 @@ def predict_memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
 
 
 def predict_peak_memory(model: ModelConfig, run: RunShape) -> list[RankMemory]:
-    """Return `predict_memory` with the moment of each peak."""
+    """Return the predicted peak memory of one rank in each pipeline rank, as `predict_memory`, with the operation at
+    which the peak occurs.
+    """
     from mega_trainer.plan.part_memory import count_model_parts  # imports torch
 
     parts, stages = count_model_parts(model, run), split_layers_into_stages(model, run)

@@ -30,29 +30,29 @@ from mega_trainer.parallel.expert_parallel import AllToAllDispatcher
 
 
 class MetaKernels(TorchKernels):
-    """Kernels that return empty tensors with the shapes of a GPU's kernels."""
+    """Kernels for memory prediction that compute nothing: they return empty tensors with the shapes of a GPU's kernels."""
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Return an empty output of a grouped linear layer."""
+        """Return an uninitialised output tensor of a grouped linear layer."""
         return x.new_empty(len(x), weight.shape[1])
 
     def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Return an empty input gradient of a grouped linear layer."""
+        """Return an uninitialised input gradient of a grouped linear layer."""
         return dy.new_empty(len(dy), weight.shape[2])
 
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """Return an empty weight gradient of a grouped linear layer."""
+        """Return an uninitialised weight gradient of a grouped linear layer."""
         sums = dy.new_empty(len(rows.ends), dy.shape[1], x.shape[1])
         return sums if out is None else gemm_accumulation.write_values(out, sums, add=add)
 
 
 class MetaWeightQuantizer:
-    """Weight packing that returns empty tensors."""
+    """Weight quantizer for memory prediction that returns empty tensors of the packed shapes."""
 
     def pack_weight(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return empty packed values and scales."""
+        """Return uninitialised packed values and scales for a weight."""
         rows, width = values.shape[:-1], values.shape[-1]
         return (
             values.new_empty(*rows, width // 2, dtype=torch.uint8),
@@ -60,15 +60,15 @@ class MetaWeightQuantizer:
         )
 
     def unpack_weight(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return an empty unpacked weight."""
+        """Return an uninitialised weight of the unpacked shape."""
         return packed.new_empty(unpacked_shape(packed.shape), dtype=dtype)
 
 
 class MetaFusedAttention:
-    """Flash attention that accepts every mask and score and returns empty tensors."""
+    """Flash attention for memory prediction that accepts every mask and score and returns empty tensors."""
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return True: every call is supported."""
+        """Return True: every attention call is supported."""
         return True
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
@@ -76,7 +76,7 @@ class MetaFusedAttention:
         return True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-        """Return an empty output and log-sum-exp."""
+        """Return an uninitialised attention output and log-sum-exp of the shapes that a real kernel returns."""
         *rows, queries, heads, _ = q.shape
         lse = q.new_empty(*rows, heads, queries, dtype=torch.promote_types(q.dtype, torch.float32))
         return q.new_empty(*rows, queries, heads, v.shape[-1]), lse
@@ -84,12 +84,14 @@ class MetaFusedAttention:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return empty gradients of q, k and v."""
+        """Return uninitialised gradients of q, k and v."""
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class BalancedAllToAll(AllToAllDispatcher):
-    """All-to-all dispatch with an equal load on every expert and independent choices."""
+    """All-to-all expert dispatcher for memory prediction, which assumes an equal load on every expert and independent
+    choices of experts.
+    """
 
     def _rank_capacity(self, tokens: int, choices: int) -> int:
         """Return the rows of a rank under an even load."""
@@ -98,7 +100,7 @@ class BalancedAllToAll(AllToAllDispatcher):
 
 
 class MetaDropout(SeededDropout):
-    """Dropout whose masks are empty tensors."""
+    """Dropout for memory prediction whose masks are empty tensors."""
 
     def _draw(self, x: Tensor, key: Sequence[int | str], shape: Sequence[int]) -> Tensor:
         """Return an empty mask."""
@@ -106,23 +108,25 @@ class MetaDropout(SeededDropout):
 
 
 class FakeGroups(ProcessGroupCache):
-    """Group maker that creates no process groups."""
+    """Process group cache for planning that creates no process groups, so that no other ranks need to exist."""
 
     def get_process_group(self, ranks: Sequence[int]) -> None:
-        """Return no process group."""
+        """Return None: no process group is created for `ranks`."""
 
 
 class MetaActivation(Function):
-    """Autograd function that creates an activation, which is freed with its last reference."""
+    """Autograd function for memory prediction that creates an activation of a given shape, which is freed with its last
+    reference.
+    """
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor of this shape."""
+        """Return an uninitialised activation of this shape."""
         return seed.new_empty(tuple(shape), dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        """Return no gradients."""
+        """Return None for every input: there are no gradients."""
         return None, None, None
 
 
@@ -131,7 +135,8 @@ R = TypeVar("R")
 
 
 class LiveTensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts storages from their creation until they are freed.
+    """Torch dispatch mode that counts the bytes of tensor storages from their creation until they are freed, and the
+    peak.
 
     Attributes:
         now, peak: current bytes, and peak bytes since `reset_peak`.
@@ -144,12 +149,12 @@ class LiveTensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._quiet = False
 
     def reset_peak(self) -> None:
-        """Reset the peak to the current bytes."""
+        """Reset the peak to the current bytes of live storages."""
         self.peak = self.now
 
     @property
     def storage_sizes(self) -> list[int]:
-        """Bytes of each live storage."""
+        """Bytes of each live tensor storage."""
         return [size for _, size in self._held.values()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,7 +165,7 @@ class LiveTensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def run_as_one_kernel(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a function as one fused kernel: only its outputs are counted."""
+        """Run a function as if it were one fused kernel: only the storages of its outputs are counted."""
         self._quiet, known = True, set(_collect_storages((args, kwargs)))
         out = function(*args, **kwargs)
         self._quiet = False
@@ -188,12 +193,12 @@ def _collect_storages(tree: object) -> dict[int, torch.UntypedStorage]:
 
 
 class FusedLeafCounter(LeafCompiler):
-    """Compiler of leaves that counts each leaf as one fused kernel."""
+    """Compiler of leaf functions, for memory prediction, that counts each leaf function as one fused kernel."""
 
     def __init__(self, live: LiveTensorCounter) -> None:
         super().__init__()
         self.live = live
 
     def __call__(self, leaf: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a leaf as one kernel, as `LeafCompiler` requires."""
+        """Run a leaf function as one kernel and return its result, as `LeafCompiler` requires."""
         return self.live.run_as_one_kernel(leaf, *args, **kwargs)

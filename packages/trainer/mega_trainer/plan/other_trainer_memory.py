@@ -23,7 +23,7 @@ TRAINERS: tuple[TrainerName, ...] = ("megatron", "nanotron", "fsdp2")
 
 @dataclass(frozen=True)
 class TrainerMemoryOptions:
-    """Memory options of a trainer that its layout leaves open.
+    """Memory options of a training program other than mega (such as Megatron-LM) that its layout leaves open.
 
     Attributes:
         gradients: bytes per element of the gradients.
@@ -40,7 +40,7 @@ class TrainerMemoryOptions:
 
 
 def make_memory_options(run: RunShape) -> TrainerMemoryOptions:
-    """Return the options that follow from the recompute settings of a run."""
+    """Return the memory options that follow from the recompute settings of the run shape."""
     recomputed = {"none": (), "selective": run.modules, "full": ("full",)}[run.recompute]
     return TrainerMemoryOptions(recomputed=frozenset(recomputed))
 
@@ -48,8 +48,8 @@ def make_memory_options(run: RunShape) -> TrainerMemoryOptions:
 def predict_other_trainer_memory(
     model: ModelConfig, run: RunShape, like: TrainerName, options: TrainerMemoryOptions | None = None
 ) -> list[dict[str, int]]:
-    """Return peak bytes by kind on a rank of each pipeline stage: `weights`, `gradients`, `optimizer`, `activations` and
-    `work`, which is the loss and, under FSDP2, gathered weights.
+    """Return the peak bytes by kind that the trainer `like` needs on a rank of each pipeline stage: `weights`,
+    `gradients`, `optimizer`, `activations` and `work`, which is the loss and, under FSDP2, gathered weights.
 
     Raises:
         ConfigError: when the layers do not fit the stages; for a model with an encoder.

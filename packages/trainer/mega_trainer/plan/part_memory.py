@@ -73,7 +73,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class WeightCounts:
-    """Numbers of elements of a rank's parameters.
+    """Numbers of elements of one rank's parameters, by how they are reduced, trained and updated.
 
     Attributes:
         dense, experts: unquantised parameters, reduced over all data ranks or over expert-data ranks.
@@ -94,7 +94,7 @@ class WeightCounts:
 
     @classmethod
     def from_parameters(cls, parameters: Sequence[nn.Parameter], build: LayerBuilder) -> WeightCounts:
-        """Count the elements of parameters by group."""
+        """Return the numbers of elements of these parameters, by group."""
         packed = [each for each in map(get_packed_weight, parameters) if each is not None]
         parameters = [parameter for parameter in parameters if get_packed_weight(parameter) is None]
         is_expert = [
@@ -122,7 +122,7 @@ class WeightCounts:
 
 @dataclass(frozen=True)
 class PartMemory:
-    """Bytes of one part of a model for one micro-batch on one rank.
+    """Memory in bytes of one part of a model (a layer, the embedding or the head) for one micro-batch on one rank.
 
     Attributes:
         kept: bytes held from forward to backward.
@@ -147,7 +147,7 @@ def _count_elements(parameters: Iterable[nn.Parameter]) -> int:
 
 
 class PartMemoryCounter:
-    """Counter of the memory of the parts of one model in one layout.
+    """Counter of the memory of each part of one model in one layout, by running it on tensors without storage.
 
     Args:
         model: configuration of the model.
@@ -181,14 +181,16 @@ class PartMemoryCounter:
         return BalancedAllToAll(moe.num_experts, self.groups.ep, run.expert_tp, 1.0)
 
     def fake_tensor_context(self) -> ExitStack:
-        """Return a context in which tensors have no storage."""
+        """Return a context for a `with` block in which tensors have no storage and nothing is computed."""
         stack = ExitStack()
         if self.device.type == "cpu":
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return stack
 
     def count_layer(self, index: int, *, whole: bool) -> PartMemory:
-        """Count the model's layer `index`, recomputed as a `whole` or else by the run's setting."""
+        """Return the memory of the model's layer `index`, recomputed as a `whole` or else by the run's recompute
+        setting.
+        """
         with self.fake_tensor_context():
             kind: RecomputeKind = "full" if whole else "none" if self.run.recompute == "full" else self.run.recompute
             model = self._make_decoder(StageLayers(index, index + 1, embeds=False, heads=False), kind)
@@ -225,8 +227,8 @@ class PartMemoryCounter:
         return replace(part, kept=part.kept + more, forward=part.forward + more, backward=part.backward + more)
 
     def count_embedding(self, *, alone: bool) -> PartMemory:
-        """Count the embedding of the first stage, which also has the head if `alone`, and the vision encoder with as many
-        images as fit in a sequence.
+        """Return the memory of the first stage's embedding (the stage also has the head if `alone`), and of the vision
+        encoder with as many images as fit in a sequence.
         """
         with self.fake_tensor_context():
             model = self._make_decoder(StageLayers(0, 0, True, alone))
@@ -237,7 +239,9 @@ class PartMemoryCounter:
             return self._count_part(model, lambda x: begin(), None, parameters)
 
     def count_head(self, *, alone: bool, has_embedding_and_head: bool) -> PartMemory:
-        """Count the last norm, the head and its loss, and the multi-token-prediction (MTP) layers."""
+        """Return the memory of the last norm, the output head and its loss, and the multi-token-prediction (MTP)
+        layers; `alone` if the stage also has the embedding.
+        """
         with self.fake_tensor_context():
             kind = self.run.recompute if self.run.recompute_layers is None else "none"
             last = self.model.num_layers
@@ -253,7 +257,7 @@ class PartMemoryCounter:
             return self._count_part(model, compute_objective, self.residual_shape, own)
 
     def count_context_bytes(self) -> int:
-        """Count the bytes that all layers of a micro-batch share: the rotary embeddings."""
+        """Return the bytes of the rotary embeddings, which all layers of a micro-batch share."""
         with self.fake_tensor_context():
             model = self._make_decoder(StageLayers(0, 0, False, False))
             with self.live:
@@ -265,12 +269,12 @@ class PartMemoryCounter:
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of a sample on a rank; in an encoder-decoder model, tokens of the decoder."""
+        """Tokens of one sample on one rank; in an encoder-decoder model, tokens of the decoder."""
         return (self.run.target_length or self.run.seq_length) // self.run.cp
 
     @property
     def residual_shape(self) -> tuple[int, ...]:
-        """Shape of the hidden states on a rank."""
+        """Shape of the hidden states of one micro-batch on one rank."""
         return self.run.micro_batch, self.rank_tokens // (self.run.tp if self.run.sp else 1), self.model.hidden_size
 
     def _stack_shape(self, *, encodes: bool) -> tuple[int, ...]:
@@ -407,7 +411,7 @@ def _free_gradient(parameter: Tensor) -> None:
 
 @dataclass(frozen=True)
 class ModelPartMemory:
-    """Memory of all parts of a model in one layout.
+    """Memory of all parts of one model in one layout: layers, embedding and head.
 
     Attributes:
         layers: memory of each layer.
@@ -424,7 +428,9 @@ class ModelPartMemory:
 
 
 def count_model_parts(model: ModelConfig, run: RunShape) -> ModelPartMemory:
-    """Return the memory of all parts, cached for all layouts whose ranks hold equal parts."""
+    """Return the memory of all parts of a model; the result is cached and shared by all layouts whose ranks hold equal
+    parts.
+    """
     alone, has_embedding_and_head = run.pp * run.virtual_stages == 1, run.schedule == "zbv"
     bare = replace(
         run, microbatches=1, pp=1, virtual_stages=1, schedule="zb-h1" if run.defers_wgrads else "1f1b", pipeline_layout=None,

@@ -14,7 +14,8 @@ MAX_OPERATIONS = 1_200_000  # operations of a schedule for planning memory
 
 
 def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> PipelineSchedule:
-    """Return the schedule of enough micro-batches to fill the pipeline; gpipe, which holds all of them, has all.
+    """Return the pipeline schedule `name` with enough micro-batches to fill the pipeline but at most `microbatches`;
+    gpipe, which holds all micro-batches in memory, gets all.
 
     Raises:
         ConfigError: for more operations than a plan can list, or as `make_schedule`.
@@ -26,7 +27,8 @@ def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_sta
 
 
 def check_operation_count(microbatches: int, stages: int, subject: str) -> None:
-    """Refuse a schedule of more operations than can be listed in reasonable time.
+    """Raise `ConfigError` for a schedule of more operations than can be listed in reasonable time; `subject` begins the
+    message.
 
     Raises:
         ConfigError: with the number of micro-batches and stages.
@@ -42,7 +44,7 @@ def check_operation_count(microbatches: int, stages: int, subject: str) -> None:
 def estimate_makespan(
     name: str, *, pp: int, microbatches: int, virtual_stages: int, costs: PipelineOpCosts | None = None
 ) -> float:
-    """Return the time of all micro-batches of a step, in the unit of `costs`."""
+    """Return the time of all micro-batches of a step under the pipeline schedule `name`, in the unit of `costs`."""
 
     def simulate_makespan(count: int) -> float:
         schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
@@ -56,7 +58,9 @@ def estimate_makespan(
 
 
 def estimate_bubble(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> float:
-    """Return the mean idle share of the ranks for equal stages; exact if a step has few operations."""
+    """Return the pipeline bubble: the mean idle share of the ranks, 0 to 1, for equal stages; exact if a step has few
+    operations.
+    """
     if 3 * microbatches * pp * virtual_stages <= MAX_SIMULATED:
         schedule = make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
         return simulate_schedule(schedule).mean_bubble_share

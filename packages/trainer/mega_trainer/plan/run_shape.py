@@ -11,7 +11,7 @@ _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 @dataclass(frozen=True)
 class RunShape:
-    """Split of a model over ranks, and sizes of its batches.
+    """Shape of a run for predictions: split of the model over ranks, batch sizes, and memory options.
 
     Attributes:
         seq_length: tokens of a sample, before context parallelism splits them; of the encoder in an encoder-decoder model.
@@ -71,30 +71,30 @@ class RunShape:
 
     @property
     def sample_tokens(self) -> int:
-        """Tokens per sample (encoder + decoder)."""
+        """Tokens per sample; for an encoder-decoder, encoder and decoder tokens together."""
         return self.seq_length + (self.target_length or 0)
 
     @property
     def zero3_shard_ranks(self) -> int:
-        """Number of ranks that share one copy of the weights under ZeRO-3."""
+        """Number of ranks over which one copy of the weights is sharded under ZeRO-3."""
         return self.zero3_shard or self.dp * self.cp
 
     @property
     def is_zero3_sharded(self) -> bool:
-        """True if weights are gathered on use (ZeRO-3)."""
+        """True if weights are sharded and gathered on use (ZeRO-3)."""
         return self.zero == 3 and self.dp * self.cp > 1
 
     @property
     def defers_wgrads(self) -> bool:
-        """True if weight-gradient GEMMs are deferred (zero-bubble schedules)."""
+        """True if the pipeline schedule defers weight-gradient GEMMs (zero-bubble schedules)."""
         return self.schedule.startswith("zb")
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight."""
+        """Bytes per element of the model's weights in the run's precision."""
         return _ELEMENT[self.precision]
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient."""
+        """Bytes per element of the gradients in the run's precision."""
         return max(4, self.weight_bytes)

@@ -40,7 +40,7 @@ HOST_WAIT = 1e-3  # seconds per step in which the host waits for results
 
 @dataclass(frozen=True)
 class PredictedStepTime:
-    """Seconds of a step, and of its parts on the slowest pipeline rank; the parts sum to the total."""
+    """Predicted seconds of a step, and of the parts of a step on the slowest pipeline rank; the parts sum to the total."""
 
     seconds: float
     parts: dict[str, float]
@@ -48,19 +48,19 @@ class PredictedStepTime:
 
 @dataclass(frozen=True)
 class StageCosts(PipelineOpCosts):
-    """Seconds of the operations of each stage."""
+    """Seconds of the forward and backward operations of each pipeline stage, as costs for schedule simulation."""
 
     passes: tuple[PassSeconds, ...] = ()
 
     def op_duration(self, op: PipelineOp) -> float:
-        """Return the seconds of one operation."""
+        """Return the seconds of one pipeline operation."""
         cost = self.passes[op.stage]
         return {"F": cost.forward, "B": cost.inputs + cost.weights, "I": cost.inputs, "W": cost.weights}[op.kind]
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Run on a machine, for prediction of its step time.
+    """Run of a model on a machine, described for the prediction of its step time.
 
     Attributes:
         model: configuration of the model.
@@ -88,8 +88,8 @@ class PlannedRun:
         profile: TrainerProfile,
         count: ParameterCounts | None = None,
     ) -> PlannedRun:
-        """Return the planned run for a model, run shape, machine and trainer profile; `count` is the model's
-        parameters, if known.
+        """Return the planned run for a model, run shape, machine, efficiency and trainer profile; `count` is the
+        model's parameters, if already counted.
 
         Raises:
             ConfigError: for a model with an encoder.
@@ -107,7 +107,7 @@ class PlannedRun:
 
     @cached_property
     def stage_layers(self) -> list[range]:
-        """Layers of each stage.
+        """Range of layer indices of each pipeline stage.
 
         Raises:
             ConfigError: when the layers do not fit the stages.
@@ -132,7 +132,7 @@ class PlannedRun:
         return sum_layer_work
 
     def compute_stage_work(self) -> list[PassWork]:
-        """Return the work of a micro-batch in each stage."""
+        """Return the seconds by kind of work that one micro-batch takes in each pipeline stage."""
         model, cost_model, sum_layers = self.model, self.cost_model, self._make_layer_summer()
         works = [sum_layers(part) for part in self.stage_layers]
         mtp = range(model.num_layers, model.num_layers + model.mtp_layers)
@@ -147,22 +147,22 @@ class PlannedRun:
         ]
 
     def list_rank_stages(self) -> list[list[int]]:
-        """Return the stages of each pipeline rank."""
+        """Return the stage numbers of each pipeline rank."""
         owners = place_stages(self.run.schedule, self.run.pp, self.run.virtual_stages)
         return [[stage for stage, owner in enumerate(owners) if owner == rank] for rank in range(self.run.pp)]
 
     def predict_step_time(self) -> PredictedStepTime:
-        """Predict the time of a step by simulating its schedule."""
+        """Predict the time of a step by simulating its pipeline schedule."""
         works = self.compute_stage_work()
         return self._make_step_time(works, self._simulate_makespan(works))
 
     def predict_minimum_time(self) -> PredictedStepTime:
-        """Predict the minimum time of a step without a simulation, as for a pipeline of equal stages."""
+        """Predict the minimum time of a step without simulating the pipeline schedule, as if all stages were equal."""
         works = self.compute_stage_work()
         return self._make_step_time(works, self._minimum_makespan(combine_work(works)))
 
     def estimate_minimum_seconds(self) -> float:
-        """Estimate the minimum seconds of a step for equal stages and equal ranks, fast enough for a search over
+        """Estimate the minimum seconds of a step as if all stages and ranks were equal, fast enough for a search over
         thousands of layouts.
         """
         model, cost_model, run = self.model, self.cost_model, self.run
@@ -198,7 +198,9 @@ class PlannedRun:
         return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
 
     def make_stage_costs(self, works: Sequence[PassWork]) -> StageCosts:
-        """Return the costs of a schedule's operations; `works` is the work of each stage for one micro-batch."""
+        """Return the costs of the pipeline operations of each stage, from `works`, the seconds by kind of work of each
+        stage for one micro-batch.
+        """
         passes = tuple(
             PassSeconds(*(sum(costs) for costs in zip(*work.values(), strict=True))) if work else PassSeconds()
             for work in works
@@ -209,7 +211,7 @@ class PlannedRun:
 
     @property
     def message_bytes(self) -> float:
-        """Bytes of a micro-batch's hidden states on a rank, which a stage sends to the next one."""
+        """Bytes of a micro-batch's hidden states on a rank, which a pipeline stage sends to the next one."""
         share = self.run.tp if self.run.sp else 1
         return self.cost_model.micro_batch_tokens * self.model.hidden_size * self.cost_model.activation_bytes / share
 

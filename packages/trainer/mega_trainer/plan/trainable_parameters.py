@@ -16,7 +16,7 @@ from mega_trainer.plan.run_shape import RunShape
 
 @dataclass(frozen=True)
 class TrainableParameters:
-    """Trainable parameters of one run.
+    """Trainable parameters of one run, which may freeze weights or train only LoRA adapters.
 
     Attributes:
         count: trainable parameters, adapters included.
@@ -32,7 +32,7 @@ class TrainableParameters:
 
     @classmethod
     def from_run_shape(cls, model: ModelConfig, run: RunShape, whole: ParameterCounts) -> TrainableParameters:
-        """Return the trainable parameters of a run of a model with `whole` parameters."""
+        """Return the trainable parameters of a run whose model has the parameters `whole`."""
         if not run.freeze and run.lora is None:
             return cls(whole, (1.0,) * len(whole.layers), True, {})
         lora, own = parse_run_lora(run), canonical_tensors(model)
@@ -50,7 +50,7 @@ class TrainableParameters:
 
     def extra_flops(self, model: ModelConfig, whole: ParameterCounts) -> float:
         """Return the additional FLOPs per token compared to full training: GEMMs of adapters, minus weight gradients of
-        frozen weights.
+        frozen weights; may be negative.
         """
         active = [layer.total - layer.experts * (1 - whole.top_k / whole.num_experts) for layer in whole.layers]
         frozen = sum((1 - share) * each for share, each in zip(self.shares, active, strict=True))
@@ -64,7 +64,7 @@ class TrainableParameters:
 
 
 def parse_run_lora(run: RunShape) -> LoraConfig | None:
-    """Return the LoRA configuration of a run, or None."""
+    """Return the LoRA configuration in a run shape, or None without LoRA."""
     return None if run.lora is None else LoraConfig.model_validate_json(run.lora)
 
 

@@ -64,7 +64,8 @@ from mega_trainer.plan.memory_prediction import zero3_unit_layers
 def connect_groups(
     config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommLog | None = None
 ) -> ParallelGroups:
-    """Return this rank's process groups under the configured degrees.
+    """Return this rank's communication groups for the configured degrees of parallelism. A collective call of all
+    ranks.
 
     Raises:
         ConfigError: when they do not fit the number of ranks.
@@ -88,7 +89,9 @@ def connect_groups(
 
 
 def build_expert_dispatcher(config: RunConfig, groups: ParallelGroups, leaves: LeafCompiler) -> ExpertDispatcher | None:
-    """Return the expert-parallel dispatcher of the configured library; None for the default all-to-all."""
+    """Return the expert-parallel dispatcher of the configured library (DeepEP, TransformerEngine and others); None for
+    the default all-to-all, or without expert parallelism.
+    """
     moe, parallel = config.model.moe, config.parallel
     if moe is None or groups.ep.size == 1 or parallel.dispatch == "alltoall":
         return None
@@ -102,7 +105,7 @@ def build_expert_dispatcher(config: RunConfig, groups: ParallelGroups, leaves: L
 
 
 def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
-    """Choose the kernel back ends of a run on this kind of device.
+    """Choose the kernel back ends of a run for this kind of device.
 
     Raises:
         ConfigError: when a configured one cannot be used on this device.
@@ -124,7 +127,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
 
 
 def create_kernels(choice: BackendChoice, leaves: LeafCompiler) -> Kernels:
-    """Return the chosen back ends as one `Kernels`; libraries are imported here."""
+    """Return the chosen kernel back ends as one `Kernels` object; libraries are imported here."""
     makers: dict[str, Callable[[], FlashKernel]] = {
         "varlen": TorchFlashKernel, "flash 2": FlashAttention2, "flash 3": FlashAttention3, "flex": FlexAttentionKernel
     }  # fmt: skip
@@ -143,7 +146,7 @@ def create_kernels(choice: BackendChoice, leaves: LeafCompiler) -> Kernels:
 def make_layer_builder(
     config: RunConfig, groups: ParallelGroups, device: torch.device, choice: BackendChoice, leaves: LeafCompiler
 ) -> LayerBuilder:
-    """Return the `LayerBuilder` from which every layer of the run's model is made."""
+    """Return the `LayerBuilder` by which every layer of the run's model is made."""
     return LayerBuilder(
         config.model, groups, create_kernels(choice, leaves), leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
@@ -155,7 +158,7 @@ def make_layer_builder(
 
 
 def build_schedule(config: RunConfig, groups: ParallelGroups) -> PipelineSchedule:
-    """Return the pipeline operations of one step of this configuration."""
+    """Return the pipeline schedule (order of forwards and backwards per rank) of one step of this configuration."""
     parallel = config.parallel
     microbatches = config.micro_batches_per_step(groups.dp.size)
     return make_schedule(
@@ -166,7 +169,8 @@ def build_schedule(config: RunConfig, groups: ParallelGroups) -> PipelineSchedul
 def build_stages(
     config: RunConfig, build: LayerBuilder, schedule: PipelineSchedule, stage_class: type[Decoder] | None = None
 ) -> dict[int, Decoder]:
-    """Return this rank's stages of the model by stage number, uninitialised; weights are sharded under ZeRO-3.
+    """Return this rank's pipeline stages of the model by stage number, with uninitialised weights, which are sharded
+    under ZeRO-3.
 
     Args:
         stage_class: class of the stages; None: by the model.
@@ -212,12 +216,12 @@ def build_stages(
 
 
 def resolve_zero3_layers(config: RunConfig, groups: ParallelGroups) -> int:
-    """Return the number of layers in one unit of ZeRO-3."""
+    """Return the number of layers whose weights ZeRO-3 gathers together as one unit, configured or chosen by size."""
     return zero3_unit_layers(config.model, make_run_shape(config, groups.world.size))
 
 
 def make_fp8_kernels(config: RunConfig, device: torch.device, leaves: LeafCompiler | None = None) -> dict[int, Kernels]:
-    """Return the FP8 back end of each layer whose linear layers run in FP8, by layer number.
+    """Return the FP8 kernel back end of each layer whose linear layers run in FP8, by layer number.
 
     Raises:
         ConfigError: when the device has no kernels for the recipe.
@@ -240,7 +244,7 @@ def make_fp8_kernels(config: RunConfig, device: torch.device, leaves: LeafCompil
 def build_optimizer(
     config: RunConfig, shared: Mapping[int, ShardedStage], groups: ParallelGroups, leaves: LeafCompiler | None = None
 ) -> ShardedOptimizer:
-    """Return the configured optimizer over all stages."""
+    """Return the configured optimizer over the trainable weights of all of this rank's stages."""
     settings, muon = config.optimizer, config.optimizer.muon
     decay = settings.weight_decay
     adamw = partial(AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay)
@@ -261,7 +265,7 @@ def build_optimizer(
 
 
 def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, ShardedStage]:
-    """Return the weights and gradients of each stage, sharded over the data ranks by the ZeRO level."""
+    """Return the weights and gradients of each stage, by stage number, sharded over the data ranks by the ZeRO level."""
     level = config.parallel.zero
     zero_config = ZeroConfig(
         shard_grads=level > 0,
@@ -290,7 +294,9 @@ def _shard_stage(config: RunConfig, stage: Decoder, zero_config: ZeroConfig) -> 
 
 
 def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[BlendedDataset, BlendedDataset | None]:
-    """Return the training set, and the validation set if the run validates; `tokenizer` belongs to the data."""
+    """Return the training data set, and the validation data set if the run validates, else None; `tokenizer` is the
+    data's tokenizer.
+    """
     eod = None if tokenizer is None else tokenizer.eos_id
     training, valid, _ = build_blended_datasets(
         config.data,
@@ -304,17 +310,21 @@ def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype of weights and activations; gradients and main weights are fp32, or fp64 in an fp64 run."""
+    """Return the dtype of weights and activations in forward and backward; gradients and main weights are fp32, or fp64
+    in an fp64 run.
+    """
     names = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
     return names.get(config.precision, torch.bfloat16)
 
 
 def gradient_reduce_dtype(config: RunConfig) -> torch.dtype | None:
-    """Return the dtype in which gradients are reduced over data ranks, or None for their own."""
+    """Return the dtype in which gradients are reduced over data ranks, or None to reduce them in the dtype in which
+    they are kept.
+    """
     return torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None
 
 
 def initial_loss_scale(config: RunConfig) -> LossScale | None:
-    """Return the loss scale a run starts with, or None if the precision needs none."""
+    """Return the loss scale with which a run starts, or None if the precision is not fp16."""
     fp16 = config.fp16
     return LossScale(fp16.initial_scale, fp16.growth_interval, fp16.min_scale) if config.precision == "fp16" else None

@@ -29,7 +29,8 @@ from mega_trainer.run.train_state import TrainState, collect_weights, load_stage
 def initialize_state(
     state: TrainState, start: Location | MemoryCopy | None, world: CommGroup, tokenizer: Tokenizer | None
 ) -> None:
-    """Load the weights and the optimizer state that a run starts from.
+    """Load the weights and the optimizer state that a run starts from into `state`: from checkpoint or memory copy
+    `start`, from `init_from`, or random ones.
 
     Args:
         start: the checkpoint or memory copy that the run resumes from; None for a new run, which begins with the
@@ -52,7 +53,7 @@ def initialize_state(
 
 
 def has_steps_left(state: TrainState, start: Location | MemoryCopy | None) -> bool:
-    """Return whether an initialised run has steps to do.
+    """Return whether a run has steps to do after its state was initialised from `start`.
 
     Raises:
         ConfigError: for a new run from another run's checkpoint that has no steps left.

@@ -25,7 +25,8 @@ HINT_NAMES = 12  # names of modules in a hint
 
 
 def find_input_problems(config: RunConfig, *, data: bool) -> list[ConfigProblem]:
-    """List the inputs of a run that do not exist: files, folders, data sets, a machine, modules of the model.
+    """Return a problem for each input of a run that does not exist: files, folders, data sets, the named machine,
+    modules of the model.
 
     Args:
         config: a valid configuration.
@@ -36,7 +37,9 @@ def find_input_problems(config: RunConfig, *, data: bool) -> list[ConfigProblem]
 
 
 def find_pattern_problems(config: RunConfig) -> list[ConfigProblem]:
-    """List the patterns of names in `lora`, `train` and `optimizer` that match nothing in the model."""
+    """Return a problem for each name pattern in the `lora`, `train` and `optimizer` sections that matches nothing in
+    the model.
+    """
     found = [] if config.lora is None else list(_lora_problems(config.model, config.lora))
     patterns_by_key = {"train.freeze": config.train.freeze, "optimizer.lr_factors": list(config.optimizer.lr_factors)}
     if found or not any(patterns_by_key.values()):

@@ -48,7 +48,8 @@ def build_objectives(
     training: BlendedDataset,
     valid: BlendedDataset | None,
 ) -> tuple[TrainingObjective, TrainingObjective]:
-    """Build the training and the validation objective. A collective call of all ranks.
+    """Build the training and the validation objective, with the reference or teacher model that they need. A collective
+    call of all ranks.
 
     A reference model with cached log-probabilities is loaded only if some are missing, and freed before this returns.
 
@@ -131,14 +132,14 @@ def _open_cache(folder: Path, path: str, data: BlendedDataset, *more: object) ->
 
 
 def load_reference_model(config: RunConfig, groups: ParallelGroups, device: torch.device) -> PipelineExecutor:
-    """Load the reference model, frozen, in the run's layout."""
+    """Load the frozen reference model of a preference objective, in the run's parallel layout."""
     return _load_frozen_model(config, groups, device, _reference_path(config))
 
 
 def load_teacher_model(
     config: RunConfig, groups: ParallelGroups, device: torch.device, model: ModelConfig
 ) -> PipelineExecutor:
-    """Load the teacher, frozen, in the run's layout.
+    """Load the frozen teacher of a distillation run, of configuration `model`, in the run's parallel layout.
 
     Raises:
         ConfigError: when the teacher does not fit the run's layout.

@@ -19,7 +19,9 @@ from mega_trainer.run.train_state import TrainState
 
 
 def log_run_size(state: TrainState, world_size: int) -> None:
-    """Log warnings about the configuration, then the size of the model, of the remaining run and of its batches."""
+    """Log warnings about the configuration, then the number of parameters, the remaining steps of the run and the
+    tokens of a step.
+    """
     config = state.config
     for warning in config.find_warnings():
         logger.warning(warning)
@@ -39,7 +41,7 @@ def log_run_size(state: TrainState, world_size: int) -> None:
 
 
 def format_trained_share(config: RunConfig) -> str:
-    """Return a text with the number of trained parameters, empty if all are trained."""
+    """Return a text with the number of trained parameters, for a log line; empty if all are trained."""
     modules = {} if config.lora is None else adapted_modules(config.model, config.lora)
     shapes = canonical_tensors(config.model) | adapter_tensor_shapes(modules)
     trained = [math.prod(shape) for name, shape in shapes.items() if config.is_trainable(name)]
@@ -47,8 +49,8 @@ def format_trained_share(config: RunConfig) -> str:
 
 
 def predict_step_seconds(config: RunConfig, world_size: int) -> float | None:
-    """Return the step time that `mega plan` predicts for a known machine; None for other machines and for growing
-    batches.
+    """Return the seconds of a step that `mega plan` predicts for the run's machine; None for an unknown machine or a
+    growing batch.
     """
     name = detect_machine(config)
     if name is None or config.batch.rampup is not None or config.batch.stages:
@@ -61,8 +63,8 @@ def predict_step_seconds(config: RunConfig, world_size: int) -> float | None:
 
 
 def detect_machine(config: RunConfig) -> str | None:
-    """Return the machine that a run names, or that its GPU identifies; None if neither is known or no time is predicted
-    for the model.
+    """Return the name of the machine that a run configures, or that its GPU identifies; None if neither is known or no
+    time is predicted for the model.
     """
     if config.model.has_encoder:
         return None
@@ -72,7 +74,8 @@ def detect_machine(config: RunConfig) -> str | None:
 
 
 def conclude_run(state: TrainState, reason: str | None) -> None:
-    """Log the end of a run that has saved its state.
+    """Log the end of a run that has saved its state; raise `TrainingInterrupted` if it was stopped for `reason` before
+    its last step.
 
     Raises:
         TrainingInterrupted: when the run was stopped for `reason` before its last step; TrainingTerminated by SIGTERM.

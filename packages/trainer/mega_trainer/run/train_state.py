@@ -59,7 +59,7 @@ from mega_trainer.parallel.parameter_shards import replica_groups, split_replica
 
 @dataclass
 class TrainState:
-    """Everything that changes while training, on this rank.
+    """Everything of a run that changes while training, on this rank: weights, optimizer, counters and loss guard.
 
     Attributes:
         step: optimizer steps done, including skipped ones.
@@ -87,19 +87,19 @@ class TrainState:
 
     @property
     def data_position(self) -> int:
-        """Position of the next sample in the order of the data."""
+        """Position of the next sample in the order of the data, skipped samples included."""
         return self.skipped_ranges.data_position(self.consumed_samples)
 
     @property
     def is_finished(self) -> bool:
-        """True if all steps are done, or early stopping applies."""
+        """True if all steps are done, or if early stopping applies."""
         settings = self.config.train
         return self.step >= settings.steps or (
             settings.early_stop is not None and self.best.since >= settings.early_stop
         )
 
     def advance_step(self, result: StepResult) -> None:
-        """Count a finished step, and check its numbers with the guard.
+        """Count a finished step and its samples, and check its loss and gradient norm with the loss guard.
 
         Raises:
             NumericalError: when the run's policy is to stop.
@@ -112,7 +112,8 @@ class TrainState:
         self.guard.check_step(self.step, result, samples)
 
     def roll_back(self, request: RollbackRequested, world: CommGroup) -> None:
-        """Return to a checkpoint before a bad step and skip all samples since then. Later checkpoints are deleted.
+        """Return to the newest checkpoint at least `train.rollback_steps` steps before a bad step, and skip all samples
+        read since then. Later checkpoints are deleted.
 
         Raises:
             NumericalError: without such a checkpoint, or after `train.max_skips` consecutive rollbacks to it.
@@ -140,7 +141,7 @@ class TrainState:
             delete_after_step(root, self.step)
 
     def checkpoint_tensors(self) -> dict[str, ShardedTensor]:
-        """Return all tensors of a checkpoint as this rank's boxes, views of the tensors in training."""
+        """Return all tensors of a checkpoint as this rank's boxes, which are views of the tensors in training."""
         self.optimizer.wait_for_params()
         weights = collect_weights(
             self.stages, prefix="weights/", computed=True, trainable_only=self.config.lora is not None
@@ -148,7 +149,9 @@ class TrainState:
         return weights | self.optimizer.checkpoint_tensors()
 
     def tensors_to_save(self) -> dict[str, ShardedTensor]:
-        """Return this rank's part of a checkpoint: replicated tensors are split among the ranks that hold them."""
+        """Return the tensors that this rank writes of a checkpoint: replicated tensors are split among the ranks that
+        hold them.
+        """
         self.optimizer.wait_for_params()
         weights = collect_weights(
             self.stages, prefix="weights/", computed=True, to_save=True, trainable_only=self.config.lora is not None
@@ -156,7 +159,7 @@ class TrainState:
         return weights | self.optimizer.checkpoint_tensors(to_save=True)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return the JSON state of a checkpoint, without the tensors."""
+        """Return the JSON state that a checkpoint saves in addition to the tensors: counters, settings and positions."""
         return {
             "consumed_samples": self.consumed_samples,
             "left_out": [list(each) for each in self.skipped_ranges.ranges],
@@ -171,7 +174,8 @@ class TrainState:
         }
 
     def restore_checkpoint(self, folder: Location, group: dist.ProcessGroup | None) -> list[str]:
-        """Resume from a checkpoint of any parallel layout; return the settings that differ.
+        """Resume from the checkpoint `folder`, of any parallel layout; return the settings that differ from the saved
+        ones.
 
         Raises:
             ConfigError: when it is of another model, or the learning rate would jump.
@@ -196,7 +200,7 @@ class TrainState:
         return lines
 
     def restore_memory_copy(self, copy: MemoryCopy) -> None:
-        """Resume from this rank's copy in host memory."""
+        """Resume from this rank's memory copy `copy` in host memory."""
         wanted = self.checkpoint_tensors()
         copy.copy_into(wanted)
         self._apply_loaded(copy.step, copy.state, wanted)
@@ -228,7 +232,7 @@ def collect_weights(
     trainable_only: bool = False,
     packed: bool = True,
 ) -> dict[str, ShardedTensor]:
-    """Return the weights of these stages by canonical name, as boxes that are views of the parameters.
+    """Return the weights of these pipeline stages by canonical name, as boxes that are views of the parameters.
 
     Args:
         prefix: of the names.
@@ -270,8 +274,8 @@ def _unpacked_values(parameter: nn.Parameter) -> Tensor:
 def load_stage_weights(
     source: WeightSource, stages: Mapping[int, Decoder], wanted: Callable[[str], bool] = lambda name: True
 ) -> None:
-    """Load the weights of these stages whose canonical names are `wanted`; packed weights are always loaded,
-    one parameter at a time.
+    """Load the weights of these pipeline stages whose canonical names are `wanted` from `source`; packed (quantised)
+    weights are always loaded, one parameter at a time.
 
     Raises:
         CheckpointError: when the source lacks a tensor or has it in another shape.
@@ -286,7 +290,7 @@ def load_stage_weights(
 
 
 class CheckpointSaver:
-    """Saves a run's checkpoints, in the background if configured, and deletes old ones.
+    """Saver of a run's checkpoints, in the background if configured; deletes old checkpoints by the retention settings.
 
     Leaving the `with` block waits for a running save; its errors are raised there, or by `wait_for_save`.
     """
@@ -307,7 +311,7 @@ class CheckpointSaver:
         self._delete_old()
 
     def save_checkpoint(self, state: TrainState) -> None:
-        """Save `state`, unless saving is disabled; training may continue as soon as this returns."""
+        """Save a checkpoint of `state`, unless saving is disabled; training may continue as soon as this returns."""
         if not self._config.checkpoint.save:
             return
         write = save_sharded_checkpoint if self._background is None else self._background.start_save
@@ -326,11 +330,11 @@ class CheckpointSaver:
 
     @property
     def has_failed(self) -> bool:
-        """True if a background save has failed, as far as this rank has noticed; `wait_for_save` raises its error."""
+        """True if a background save has failed and this rank has noticed; `wait_for_save` raises its error."""
         return self._background is not None and self._background.has_failed
 
     def wait_for_save(self) -> None:
-        """Wait for a save in the background.
+        """Wait for a save in the background, and raise the error if it failed.
 
         Raises:
             CheckpointError: the same on every rank, when it failed.
@@ -352,8 +356,8 @@ class CheckpointSaver:
 
 
 def inherit_data_order(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with the data order and read positions of the run it resumes, as given in the saved
-    state; an empty state is a new run.
+    """Return the configuration with the data order and read positions in `saved`, the state of the checkpoint from
+    which the run resumes; unchanged for an empty state, a new run.
 
     Raises:
         DataError: when a glob of data sets matches no file.
@@ -383,7 +387,7 @@ def resolve_epochs(config: RunConfig, samples: float) -> RunConfig:
 
 
 def read_saved_state(start: Location | MemoryCopy | None) -> Mapping[str, Any]:
-    """Return the JSON state of a checkpoint or memory copy, empty for a new run."""
+    """Return the JSON state of the checkpoint or memory copy `start`; empty for None, a new run."""
     if isinstance(start, MemoryCopy):
         return start.state
     return {} if start is None else Checkpoint.open_folder(start).trainer_state
@@ -392,8 +396,8 @@ def read_saved_state(start: Location | MemoryCopy | None) -> Mapping[str, Any]:
 def find_newer_copy(
     config: RunConfig, checkpoint: Location | None, memory: MemoryCheckpoint | None
 ) -> MemoryCopy | Location | None:
-    """Return the start of a run whose memory copies are newer than the checkpoint: the copies for an equal number of
-    ranks with equal settings, else a checkpoint written from them.
+    """Return the start of a run from memory copies newer than `checkpoint`: this rank's copy if the number of ranks and
+    the settings are equal, else a checkpoint written from the copies; None if no copy is newer.
     """
     found = None if memory is None else memory.newest_complete_step()
     if (
@@ -424,7 +428,7 @@ def _has_saved_settings(config: RunConfig, state: Mapping[str, Any]) -> bool:
 
 
 def find_start_checkpoint(config: RunConfig) -> Location | None:
-    """Return the checkpoint to resume from: the one configured, the newest of this run, or None.
+    """Return the checkpoint to resume from: the configured one, else the newest of this run, else None.
 
     A run that began from another run's checkpoint resumes from its own checkpoints once it has saved one. A run with
     `checkpoint.resume = false` has none of its own (`run_folder`).

@@ -28,18 +28,18 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 
 class StepHooks:
-    """Hooks of a training loop into `train_step`; the defaults do nothing."""
+    """Hooks by which a training loop extends `train_step`; the defaults do nothing."""
 
     def measure_losses(self, sums: Tensor) -> Tensor:
-        """Return this rank's sums of losses [2] with the sums of k objective metrics appended: [2 + k]."""
+        """Return this rank's loss sums `sums` [2] with the sums of k objective metrics appended: [2 + k]."""
         return sums
 
     def local_scalars(self) -> StepScalars:
-        """Return this rank's scalars that are summed over all ranks; called just before the all-reduce."""
+        """Return this rank's scalars that are summed over all ranks with the loss; called just before the all-reduce."""
         return StepScalars()
 
     def accepts_loss(self, loss: float) -> bool:
-        """Return whether to update the weights after a step of this loss; equal on all ranks."""
+        """Return whether to update the weights after a step with this loss; must be equal on all ranks."""
         return True
 
 
@@ -55,7 +55,8 @@ def train_step(
     loss_scale: LossScale | None = None,
     hooks: StepHooks | None = None,
 ) -> StepResult:
-    """Run one optimizer step on this rank's micro-batches. A collective call of all ranks.
+    """Run one optimizer step (forward, backward and update) on this rank's micro-batches. A collective call of all
+    ranks.
 
     The loss is the mean over the unmasked tokens of all micro-batches and data ranks. Their number is known before the
     first forward, so each token's gradient is divided by it once, at its source. Losses of routers join the gradient, not
@@ -117,7 +118,7 @@ def _update_loss_scale(loss_scale: LossScale, result: StepResult) -> StepResult:
 
 
 def sum_step_scalars(executor: PipelineExecutor, scalars: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the step's scalars of all ranks by one all-reduce.
+    """Sum the step's scalars and the routers' expert loads over all ranks by one all-reduce.
 
     Args:
         scalars: fp64 [2 + n]: two sums of losses, which tensor ranks have in common, and n numbers of each rank alone.
@@ -135,7 +136,9 @@ def sum_step_scalars(executor: PipelineExecutor, scalars: Tensor) -> tuple[Tenso
 
 
 def update_router_biases(executor: PipelineExecutor, loads: Tensor) -> None:
-    """Update the selection biases of trainable routers by the step's loads over all ranks, [layers, 6 + E]."""
+    """Update the selection biases of trainable routers by the step's expert loads over all ranks, [layers with experts,
+    6 + number of experts], to balance the experts.
+    """
     if executor.model_config.moe is not None:
         modules = (module for stage in executor.stages.values() for module in stage.modules())
         routers = [module for module in modules if isinstance(module, ExpertRouter) and is_trainable(module.weight)]
@@ -143,8 +146,8 @@ def update_router_biases(executor: PipelineExecutor, loads: Tensor) -> None:
 
 
 def normalize_mtp_weights(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
-    """Return the batches with the weights of MTP labels, or of segment pairs, scaled so that their losses become a mean
-    of means.
+    """Return the batches with the loss weights of the labels of multi-token prediction (MTP) layers, or of segment
+    order, scaled by the counts `tokens` so that their losses become a mean of means.
 
     With D MTP layers, the weights of layer d are multiplied by `tokens[0]` / (D `tokens[d]`). The sum of all, divided by
     `tokens[0]` as the next-token loss is, is then the mean over the layers of their mean losses.

@@ -27,7 +27,8 @@ TaskScorer = Callable[[PipelineExecutor], Mapping[str, float]]  # returns scores
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """Everything the training loop needs on this rank.
+    """Everything that the training loop needs on this rank: state, executor, data, objectives, device, timers and run
+    limits.
 
     Attributes:
         phases, profiler: timers of the phases of a step, and the profiler that times them.
@@ -56,18 +57,18 @@ class TrainingContext:
 
     @property
     def loader_factory(self) -> Callable[..., BatchLoader]:
-        """Factory of loaders for this data rank's share of some samples."""
+        """Constructor of `BatchLoader`s that read this data rank's share of given samples."""
         dp = self.executor.parallel_groups.dp
         return partial(BatchLoader, seq_length=self.state.config.data.seq_length, dp_rank=dp.rank, dp_size=dp.size)
 
     def make_micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
-        """Return the micro-batches of a batch, on the device."""
+        """Return the micro-batches of a step's batch, on the device."""
         return list(split_micro_batches(batch, self.state.config, self.device, self.executor.parallel_groups.cp))
 
     def make_training_batches(self, batch: StepBatch) -> Sequence[MicroBatch]:
-        """Return the micro-batches of a training batch, with objective-specific targets."""
+        """Return the micro-batches of a training batch, with targets of the training objective."""
         return self.objective.prepare_micro_batches(batch, self.make_micro_batches(batch))
 
     def make_validation_batches(self, batch: StepBatch) -> Sequence[MicroBatch]:
-        """Return the micro-batches of a validation batch, with objective-specific targets."""
+        """Return the micro-batches of a validation batch, with targets of the validation objective."""
         return self.valid_objective.prepare_micro_batches(batch, self.make_micro_batches(batch))

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def run_training_loop(context: TrainingContext) -> str | None:
-    """Run the remaining steps; return the reason for an early stop, else None.
+    """Run the remaining training steps of `context`; return the reason for an early stop, else None.
 
     Raises:
         RollbackRequested: when the run's policy for a bad step is to return to an earlier checkpoint.
@@ -62,7 +62,7 @@ def run_training_loop(context: TrainingContext) -> str | None:
 
 
 class TrainingLoop:
-    """Runs training steps; validates, logs and checkpoints between them."""
+    """Loop that runs the training steps of a run, and validates, logs and saves checkpoints between them."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class TrainingLoop:
         self._next_tokens: Sequence[float] = ()  # of the next step, from the scalars of the step before
 
     def run_steps(self) -> str | None:
-        """Run all steps; return the reason for an early stop, else None."""
+        """Run all remaining steps; return the reason for an early stop, else None."""
         state, profiler = self._state, self._context.profiler
         loader = self._context.loader_factory(
             self._samples, global_batch=self._config.batch.batch_size_at, consumed_samples=state.consumed_samples
@@ -223,8 +223,8 @@ class TrainingLoop:
 
 @dataclass(frozen=True)
 class LoopStepHooks(StepHooks):
-    """Hooks of one step of the training loop: objective metrics, the scalars of this rank, and the checks before an
-    update.
+    """Hooks of the training loop into one `train_step`: objective metrics, the scalars of this rank, and the checks
+    before an update.
     """
 
     context: TrainingContext
@@ -239,11 +239,13 @@ class LoopStepHooks(StepHooks):
         return self.context.state.step + 1
 
     def measure_losses(self, sums: Tensor) -> Tensor:
-        """Append the objective's metrics."""
+        """Return this rank's loss sums `sums` [2] with the sums of the objective's metrics appended."""
         return self.context.objective.measure_losses(sums)
 
     def local_scalars(self) -> StepScalars:
-        """Return the requests to stop, a failed save, the images of this step and the tokens of the next."""
+        """Return this rank's scalars: requests to stop, a failed save, the images of this step and the token counts of
+        the next.
+        """
         stops = self.stop_signal.name or self.context.limits.reached_limit(self._step)
         return StepScalars(
             stop_requested=stops is not None,
@@ -254,7 +256,9 @@ class LoopStepHooks(StepHooks):
         )
 
     def accepts_loss(self, loss: float) -> bool:
-        """Check integrity just before an update, and return whether the guard accepts the loss."""
+        """Check tensors for silent corruption just before an update, and return whether the loss guard accepts the
+        loss.
+        """
         self.integrity.check_before_update(self._step)
         return self.context.state.guard.accepts_loss(loss)
 
@@ -271,7 +275,7 @@ class LoopStepHooks(StepHooks):
 
 
 def pair_with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
-    """Yield each item with its successor, None after the last."""
+    """Yield each item with its successor, None for the last item."""
     rest = iter(items)
     item = next(rest, None)
     while item is not None:
@@ -281,7 +285,7 @@ def pair_with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
 
 
 def hang_watchdog(context: TrainingContext) -> AbstractContextManager[object]:
-    """Return the watchdog over the ranks, or a null context for a single rank."""
+    """Return the watchdog that ends the job if ranks hang, as a context manager; a null context for a single rank."""
     if context.store is None:
         return nullcontext()
     state, ranks = context.state, context.ranks

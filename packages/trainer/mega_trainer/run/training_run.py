@@ -61,7 +61,7 @@ from mega_trainer.run.training_loop import run_training_loop
 def run_training(
     config: RunConfig, ranks: RankInfo, store: Store | None = None, scorer: TaskScorer | None = None
 ) -> TrainState:
-    """Train as configured; return the final state.
+    """Train a run as configured, from start or resume to the end; return the final state of this rank.
 
     Args:
         store: of the job; with it a rank that hangs is named.
@@ -90,7 +90,9 @@ def train_in_run_folder(
     store: Store | None,
     scorer: TaskScorer | None = None,
 ) -> TrainState:
-    """Train in run folders that this run has claimed; `needs` gives the memory estimate for out-of-memory errors."""
+    """Train a run whose folders this job has locked; return the final state. `needs` returns the memory estimate for
+    out-of-memory errors.
+    """
     checkpoint, memory = find_start_checkpoint(config), open_memory_checkpoint(config, groups)
     start = find_newer_copy(config, checkpoint, memory) or checkpoint
     config = inherit_data_order(config, read_saved_state(start))
@@ -145,7 +147,9 @@ def train_in_run_folder(
 
 
 def train_with_rollbacks(context: TrainingContext) -> str | None:
-    """Run the training loop, again after each rollback; return the reason for an early stop, else None."""
+    """Run the training loop, and again after each rollback to a checkpoint; return the reason for an early stop, else
+    None.
+    """
     while True:
         try:
             return run_training_loop(context)
@@ -156,14 +160,14 @@ def train_with_rollbacks(context: TrainingContext) -> str | None:
 
 
 def open_memory_checkpoint(config: RunConfig, groups: ParallelGroups) -> MemoryCheckpoint | None:
-    """Return the copies of the run's state in host memory, or None if the run keeps none."""
+    """Return the object that keeps memory copies of the run's state in host memory, or None if the run keeps none."""
     if not should_keep_copies(config, os.environ):
         return None
     return MemoryCheckpoint(config.output, groups.world, os.environ, os.getppid())
 
 
 def prepare_device(config: RunConfig, ranks: RankInfo, groups: ParallelGroups) -> torch.device:
-    """Return this rank's device, with communicators created before the model fills its memory."""
+    """Return this rank's device; on a GPU, create all communicators first, before the model fills its memory."""
     device = select_rank_device(config.device, ranks.local_rank)
     if device.type == "cuda":
         logger.info("environment: %s", format_environment(config, os.environ))
@@ -177,8 +181,8 @@ def assemble_training(
     device: torch.device,
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> tuple[TrainState, PipelineExecutor]:
-    """Return the run's model with gradients and optimizer, uninitialised, and the executor that runs batches through
-    it.
+    """Return the run's training state (model with gradients, and optimizer), uninitialised, and the executor that runs
+    batches through the model.
     """
     schedule = build_schedule(config, groups)
     choice, leaves = choose_kernels(config, device), LeafCompiler(compiled=should_compile(config.compile, device))
@@ -195,5 +199,7 @@ def assemble_training(
 
 
 def reduce_during_backward(sharded: Mapping[int, ShardedStage], stage: int, last: bool) -> AbstractContextManager[None]:
-    """Return the context that reduces a stage's gradients during the backward of a micro-batch."""
+    """Return the context under which the backward of a micro-batch in stage number `stage` reduces its gradients over
+    data ranks; `last` marks the step's last micro-batch.
+    """
     return sharded[stage].backward_context(last)

@@ -22,8 +22,8 @@ def evaluate_losses(
     steps: Iterable[Sequence[MicroBatch]],
     totals: Callable[[PipelineExecutor, Tensor, Sequence[MicroBatch]], Tensor],
 ) -> list[float]:
-    """Return the mean loss over the micro-batches of all steps, forward only, and the means of further metrics; the
-    host waits once, at the end.
+    """Return the mean loss over the micro-batches of all steps, forward only, followed by the means of the objective's
+    further metrics; the host waits for the device once, at the end.
 
     Args:
         totals: of the objective: returns, for a step's sums of losses [2], the sums to report and, last, their count.
@@ -39,8 +39,8 @@ def evaluate_losses(
 
 @torch.no_grad()
 def run_validation(context: TrainingContext, data: BlendedDataset) -> dict[str, float]:
-    """Return the mean loss and the objective's further metrics over the first `eval_steps` global batches of the
-    validation set, equal at every call, under their metrics.jsonl names.
+    """Return the validation metrics under their metrics.jsonl names: mean loss and objective metrics over the first
+    `eval_steps` global batches of `data`, the same batches at every call.
     """
     config, executor, objective = context.state.config, context.executor, context.valid_objective
     batches = islice(context.loader_factory(data, global_batch=config.batch.global_), config.train.eval_steps)

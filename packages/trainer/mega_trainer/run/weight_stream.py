@@ -25,7 +25,8 @@ ALIGNMENT = 16  # bytes, of the tensors in a bucket
 
 
 class RankShareSource:
-    """`WeightSource` of this rank's share of the weights, with zeros elsewhere. Construction is a collective call.
+    """`WeightSource` of this rank's share of a trained model's weights, with zeros in the elements of other ranks.
+    Construction is a collective call.
 
     Each element belongs to one rank, so the bytewise maximum over all ranks' shares is the weights.
 
@@ -54,30 +55,30 @@ class RankShareSource:
         self._dtypes = {name: dtype for dtypes in by_rank for name, dtype in dtypes.items()}
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of the forward pass."""
+        """Return the canonical names of all weights, in the order of the forward pass."""
         return list(self._shapes)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global shape of the tensor `name`."""
         return self._shapes[name]
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype a tensor is computed with."""
+        """Return the dtype in which the model computes with the tensor `name`."""
         return self._dtypes[name]
 
     def read_tensor(self, name: str) -> Tensor:
-        """Return this rank's share of the whole tensor."""
+        """Return this rank's share of the tensor `name` in its global shape, zeros elsewhere."""
         shape = self.tensor_shape(name)
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Return this rank's share of `tensor[offset : offset + shape]`, on the device."""
+        """Return this rank's share of `tensor[offset : offset + shape]`, zeros elsewhere, on the device."""
         out = torch.empty(shape, dtype=self.tensor_dtype(name), device=self.device)
         self.copy_slab(TensorSlice(name, offset, shape), out)
         return out
 
     def copy_slab(self, slab: TensorSlice, out: Tensor) -> None:
-        """Copy this rank's share of a slab into a tensor of its shape, cast to that tensor's dtype."""
+        """Copy this rank's share of a tensor slice into `out`, a tensor of that shape, cast to the dtype of `out`."""
         out.zero_()
         for box in self._shares[slab.name].boxes if slab.name in self._shares else ():
             copy_overlap(TensorBox(slab.offset, out), box)
@@ -91,14 +92,15 @@ class RankShareSource:
         raise KeyError(name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the files that travel with the weights."""
+        """Return the files that are exported with the weights, such as the tokenizer, by name: path or content."""
         return self._assets
 
 
 def stream_weight_buckets(
     source: RankShareSource, size: int, *, family: str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[NamedTensors]:
-    """Yield all weights under their HuggingFace names, several at a time, in the order of an exported folder's files.
+    """Yield all weights under their HuggingFace names, several whole tensors at a time (a bucket), in the order of an
+    exported folder's files.
 
     The tensors of a bucket share one allocation, which one collective call completes.
 

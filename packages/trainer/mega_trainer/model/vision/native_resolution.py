@@ -33,7 +33,8 @@ PatchGrid = tuple[int, int]  # features of an image from top to bottom, and from
 
 @dataclass(frozen=True)
 class ImagePartition:
-    """Partition of a micro-batch's images among ranks: contiguous, balanced by features as far as whole images allow.
+    """Partition of a micro-batch's images of any size among ranks: contiguous, balanced by features (merged patches) as
+    far as whole images allow.
 
     Every rank has the same number of features, padded, and at least one: if one rank has a gradient of the vision encoder,
     all ranks must.
@@ -56,12 +57,12 @@ class ImagePartition:
 
     @cached_property
     def feature_grids(self) -> list[PatchGrid]:
-        """Feature grid of every image."""
+        """Number of features of every image from top to bottom and from left to right."""
         return [self.vision.get_feature_grid(*image.shape[1:]) for image in self.images]
 
     @cached_property
     def images_of_ranks(self) -> list[range]:
-        """Range of images of each rank."""
+        """Range of image numbers of each rank."""
         sizes = np.array([high * wide for high, wide in self.feature_grids], np.int64)
         middles = sizes.cumsum() - sizes / 2
         owners = np.minimum(middles * self.ranks // max(1, sizes.sum()), self.ranks - 1)
@@ -69,7 +70,7 @@ class ImagePartition:
 
     @cached_property
     def features_per_rank(self) -> int:
-        """Number U of features per rank."""
+        """Number of features per rank, equal on all ranks because of padding."""
         return max(
             1,
             *(
@@ -80,13 +81,15 @@ class ImagePartition:
 
     @cached_property
     def window_orders(self) -> list[tuple[np.ndarray, list[int]]]:
-        """Features of every image ordered window by window, int64 [h w], and the size of each window."""
+        """Feature numbers of every image ordered by attention window, int64 [h w], and the number of features of each
+        window.
+        """
         side = self.native_resolution.window // (self.vision.patch_size * self.native_resolution.merge)
         return [order_by_windows(grid, side) for grid in self.feature_grids]
 
     @cached_property
     def feature_rows(self) -> Tensor:
-        """Rows of all images' features, line by line and image by image, among the features of all ranks: int64 [n]."""
+        """Row of each feature, line by line and image by image, in the concatenated outputs of all ranks: int64 [n]."""
         found = [np.zeros(0 if len(self.images) else 1, np.int64)]  # at least one row; unused without images
         for rank, part in enumerate(self.images_of_ranks):
             first = rank * self.features_per_rank
@@ -96,14 +99,14 @@ class ImagePartition:
         return torch.from_numpy(np.concatenate(found))
 
     def extract_patches(self) -> Tensor:
-        """Return this rank's patches, window by window: fp32 [P, 3 frames size size]."""
+        """Return the pixels of this rank's patches, ordered by window: fp32 [P, 3 frames size size]."""
         part, each = self.images_of_ranks[self.rank], self.native_resolution.merge**2
         own = [self._cut_patches(self.images[number])[self.window_orders[number][0]].flatten(0, 1) for number in part]
         cut = torch.cat(own) if own else torch.empty(0, self.vision.values_per_patch)
         return F.pad(cut, (0, 0, 0, self.features_per_rank * each - len(cut)))
 
     def patch_coordinates(self) -> Tensor:
-        """Return line and column of each of this rank's patches in its image: int64 [P, 2]."""
+        """Return the line and column of each of this rank's P patches in its image: int64 [P, 2]."""
         part, merge = self.images_of_ranks[self.rank], self.native_resolution.merge
         inner = np.indices((merge, merge)).reshape(2, -1).T
         own = [np.zeros((0, 2), np.int64)]
@@ -135,18 +138,22 @@ class ImagePartition:
 
 @dataclass(frozen=True)
 class PatchWindowMask:
-    """`AttentionMask` of patches: within their window in layers with windows, else within their image."""
+    """`AttentionMask` of image patches: a patch attends within its window in layers with windows, else within its
+    image.
+    """
 
     images: PackedMask
     windows: PackedMask
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the mask of windows or of images; see `AttentionMask`."""
+        """Return the mask by windows, or with None by images; see `AttentionMask`."""
         return self.images if window is None else self.windows
 
 
 def order_by_windows(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]:
-    """Return the features of a grid ordered by windows of side x side, int64 [h w], and the size of each window."""
+    """Return the feature numbers of a grid ordered by windows of side x side, int64 [h w], and the number of features
+    of each window.
+    """
     numbers = np.arange(grid[0] * grid[1]).reshape(grid)
     found = [
         numbers[top : top + side, left : left + side].ravel()
@@ -157,7 +164,7 @@ def order_by_windows(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]
 
 
 class NativeVisionEncoder(nn.Module):
-    """Vision encoder for native resolution: patches of images to the output of the last layer."""
+    """Vision encoder for images at native resolution (as in Qwen2.5-VL): patches to the output of the last layer."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -172,7 +179,7 @@ class NativeVisionEncoder(nn.Module):
         self.rotary = RotaryEmbedding(own.config.rope, own.config.query_key_head_dim // 2, 1)
 
     def forward(self, partition: ImagePartition, device: torch.device) -> Tensor:
-        """Encode this rank's patches: [P, C]."""
+        """Encode this rank's P patches of the images in `deal` to [P, C], with C the encoder's width."""
         rotation = self._rotate_patches(to_device(partition.patch_coordinates(), device))
         context = ForwardContext(partition.make_patch_mask(device), rotation, rotation)
         x: Tensor = self.patches(partition.extract_patches().to(device, self.dtype).unsqueeze(0))
@@ -187,7 +194,7 @@ class NativeVisionEncoder(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Patch merger W2 gelu(W1 x + b1) + b2 of the m^2 normalised patches of a feature, concatenated."""
+    """Patch merger W2 gelu(W1 x + b1) + b2, where x concatenates the m^2 normalised patches of one feature."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -202,6 +209,6 @@ class PatchMerger(nn.Module):
         self.out = own.build_linear_layer("linear_2", (width, self.joined), bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [P, C] to [U, D]."""
+        """Merge patches [P, C] to features [P / m^2, D], with D the language model's width."""
         y: Tensor = self.out(F.gelu(self.into(self.norm(x).view(-1, self.joined))))
         return y

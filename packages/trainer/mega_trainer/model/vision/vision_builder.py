@@ -19,7 +19,8 @@ from mega_trainer.parallel.parameter_info import make_parameter
 
 @dataclass(frozen=True)
 class VisionLayerBuilder(LayerBuilder):
-    """Builder of parameters that every tensor rank holds whole, each with a part of the gradient.
+    """Builder of the vision encoder's layers, whose parameters every tensor rank holds whole and whose gradients are
+    summed over tensor ranks.
 
     Attributes:
         prefix: prefix of the tensor names in place of `model.`.
@@ -31,7 +32,9 @@ class VisionLayerBuilder(LayerBuilder):
 
     @classmethod
     def from_layer_builder(cls, build: LayerBuilder, prefix: str) -> VisionLayerBuilder:
-        """Return the builder of the vision encoder of that builder's model."""
+        """Return the builder of the vision encoder of the model that `build` is for; parameter names begin with
+        `prefix`.
+        """
         tower, groups = build.config.vision_encoder_config, build.groups
         assert tower is not None
         return cls(
@@ -48,7 +51,7 @@ class VisionLayerBuilder(LayerBuilder):
         replicas: Sequence[CommGroup] = (),
         **start: Any,
     ) -> nn.Parameter:
-        """Build a parameter under the vision prefix; see `LayerBuilder.build_parameter`."""
+        """Build a parameter whose name begins with the vision prefix; see `LayerBuilder.build_parameter`."""
         own = [replace(piece, name=piece.name.replace("model.", self.prefix, 1)) for piece in pieces]
         return make_parameter(
             shape, own, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
@@ -56,18 +59,18 @@ class VisionLayerBuilder(LayerBuilder):
         )  # fmt: skip
 
     def build_linear_layer(self, name: str, shape: tuple[int, int], *, bias: bool) -> ReplicatedLinear:
-        """Build a linear layer of `shape` (out, in), whole on every rank."""
+        """Build a linear layer with a weight of `shape` (out, in), whole on every rank."""
         weight = self.build_replicated(f"model.{name}.weight", shape, std=self.config.init_std)
         return ReplicatedLinear(self, weight, self.build_replicated(f"model.{name}.bias", shape[:1]) if bias else None)
 
 
 class ReplicatedLinear(nn.Module):
-    """Linear layer Y = X W^T + b with all of W [N, K] on every rank."""
+    """Linear layer Y = X W^T + b with the whole weight W [N, K] on every tensor rank."""
 
     def __init__(self, build: LayerBuilder, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.linear, self.weight, self.bias = build.unsharded_linear, weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [.., K] to [.., N]."""
+        """Map x [.., K] to Y = x W^T + b [.., N]."""
         return self.linear(x, self.weight, self.bias)

@@ -36,7 +36,7 @@ class _FullAttention:
 
 
 class VisionEncoder(nn.Module):
-    """Vision encoder: patches of images to the output of one layer. Later layers are loaded but not computed."""
+    """Vision encoder: patches of images to the output of one of its layers. Later layers are loaded but not computed."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class VisionEncoder(nn.Module):
         self.norm = own.build_residual_norm("model.norm")
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Map [n, 3, H, W] to [n, P, C]."""
+        """Map images [n, 3, H, W] to features [n, P, C], one for each of P patches."""
         vision, context = self.config, ForwardContext(_FullAttention())
         x: Tensor = self.patches(cut_patches(pixels, vision.patch_size))
         if self.first is not None:
@@ -69,7 +69,8 @@ class VisionEncoder(nn.Module):
 
 
 class MlpProjector(nn.Module):
-    """MLP projector W2 act(W1 x + b1) + b2 of an encoder's features, or of their pooled means.
+    """MLP projector W2 act(W1 x + b1) + b2 of a vision encoder's features to the language model's width, or of their
+    pooled means.
 
     For tiles it appends a learned end-of-line feature to each tile, so that it is gathered with the tile and its gradient
     counts once.
@@ -87,13 +88,15 @@ class MlpProjector(nn.Module):
         self.newline = own.build_replicated("model.newline", (width,), std=width**-0.5) if lines else None
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map [n, P, C] to [n, P / pool^2, D], or of tiles to [n, P + 1, D]."""
+        """Map features [n, P, C] of n images to [n, P / pool^2, D], or of image tiles to [n, P + 1, D], with an end-of-
+        line feature.
+        """
         y: Tensor = self.out(apply_ungated_activation(self.into(pool_features(features, self.pool)), self.activation))
         return y if self.newline is None else torch.cat([y, self.newline.expand(len(y), 1, -1)], 1)
 
 
 class NormProjector(nn.Module):
-    """Projector W norm(x) of an encoder's features x, or of their pooled means; the norm multiplies by 1 + weight
+    """Projector W norm(x) of a vision encoder's features x, or of their pooled means; the norm multiplies by 1 + weight
     (Gemma 3).
     """
 
@@ -107,7 +110,7 @@ class NormProjector(nn.Module):
         self.out = own.build_linear_layer("linear", (build.config.hidden_size, vision.hidden_size), bias=False)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map [n, P, C] to [n, P / pool^2, D]."""
+        """Map features [n, P, C] of n images to [n, P / pool^2, D]."""
         y: Tensor = self.out(self.norm(pool_features(features, self.pool)))
         return y
 
@@ -116,7 +119,7 @@ PROJECTORS = {"mlp": MlpProjector, "norm": NormProjector, "merger": PatchMerger}
 
 
 class ImageEmbedder(nn.Module):
-    """Vision encoder and projector, whose features replace the embeddings of image placeholders."""
+    """Vision encoder and projector, whose features replace the token embeddings of image placeholders."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -132,7 +135,7 @@ class ImageEmbedder(nn.Module):
         return None if build.config.vision is None else cls(build)
 
     def forward(self, x: Tensor, images: BatchImages) -> Tensor:
-        """Map embeddings [B, S or S/T, D] to the same shape."""
+        """Replace the embeddings of image placeholders in x [B, S or S/T, D] by the features of the images."""
         features = self.encode_images(images, x.device) if images.features is None else images.features
         part = local_sequence_slice(images.rows.shape[1], self.groups.tp, sp=self.sp)
         return insert_image_features(x, features, images.rows[:, part])
@@ -161,7 +164,7 @@ def pool_features(features: Tensor, pool: int) -> Tensor:
 
 
 def cut_patches(pixels: Tensor, size: int) -> Tensor:
-    """Cut images [n, 3, H, W] into squares, row by row: [n, H/size W/size, 3 size size]."""
+    """Cut images [n, 3, H, W] into square patches of `size` pixels, row by row: [n, H/size W/size, 3 size size]."""
     n, colours, height, width = pixels.shape
     cut = pixels.view(n, colours, height // size, size, width // size, size)
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
