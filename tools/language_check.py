@@ -22,7 +22,7 @@ OURS = [ROOT / "packages", ROOT / "cli"]
 
 CLAUSE = re.compile(r"(what|whether|which|where|when|how|who)\b", re.IGNORECASE)
 NEEDS_NEIGHBOUR = re.compile(r"(of|the same|such|those|these|its|their|so many|as|likewise|both)\b", re.IGNORECASE)
-TELL = re.compile(r"\b(?:tell|tells|told)\b", re.IGNORECASE)
+TELL = re.compile(r"(?<!\.)\b(?:tell|tells|told)\b(?!\()", re.IGNORECASE)  # `tell()` of a stream is an API
 
 # Words and phrases that plain technical English replaces; CONTRIBUTING.md has the rule. "no longer" and "no more" are fine.
 PRIVATE = re.compile(
@@ -55,14 +55,14 @@ class Limit:
 LIMITS = {
     "docstrings that open with a wh-clause, percent": Limit(at_most=0, goal="<= 0.5"),
     "docstrings that open with of/the same/such/those/its, percent": Limit(at_most=0, goal="0"),
-    "tell/tells/told per 1,000 lines": Limit(at_most=6, goal="<= 0.1"),
-    "private words per 1,000 lines": Limit(at_most=20, goal="0"),
+    "tell/tells/told per 1,000 lines": Limit(at_most=0.1, goal="<= 0.1"),
+    "private words per 1,000 lines": Limit(at_most=1, goal="0"),
     "mean length of a public function or class name": Limit(at_least=14, goal=">= 13"),
     "type names defined in more than one module": Limit(at_most=0, goal="<= 5"),
-    "longest function of the packages, lines": Limit(at_most=80, goal="<= 60"),
-    "longest function body of the command line, lines": Limit(at_most=120, goal="<= 80"),
-    "code lines": Limit(goal="<= 46,000"),
-    "files": Limit(goal="<= 430"),
+    "longest function of the packages, lines": Limit(at_most=60, goal="<= 60"),
+    "longest function body of the command line, lines": Limit(at_most=65, goal="<= 80"),
+    "code lines": Limit(at_most=59_000, goal="<= 46,000"),
+    "files": Limit(at_most=515, goal="<= 430"),
 }
 
 

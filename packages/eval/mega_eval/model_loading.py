@@ -192,28 +192,9 @@ def load_inference_model(
         ConfigError: for a model of another kind than `kinds`, or without the MTP layers that `mtp` requires.
     """
     source = open_weight_source(path) if adapter is None else load_with_adapter(adapter, path)
-    kind = classify_model(source.model)
-    if kind not in kinds:
-        description, hint = _SUPPORTED_COMMANDS[kind]
-        raise ConfigError(f"{path}: this operation is not supported with {description}", hint=hint)
+    _check_loadable(path, source.model, kinds, mtp=mtp, stages=1 if groups is None else groups.pp.size)
     warn_of_unsupported_parts(source)
-    if mtp and not source.model.mtp_layers:
-        raise ConfigError(
-            f"{path}: draft = mtp requires multi-token prediction (MTP) layers, and the model has none",
-            hint="use draft = ngrams",
-        )
-    stages = 1 if groups is None else groups.pp.size
-    if mtp and stages > 1:
-        raise ConfigError(
-            f"{path}: draft = mtp is not supported with pipeline parallelism (pp = {stages})",
-            hint="use pp = 1, or draft = ngrams",
-        )
     config = source.model if mtp else source.model.model_copy(update={"mtp_layers": 0})
-    if kind == "encoder-decoder" and stages > 1:
-        raise ConfigError(
-            f"{path}: an encoder-decoder model is not supported with pipeline parallelism (pp = {stages})",
-            hint="use pp = 1",
-        )
     pool = None if lora_adapters is None else lora_adapters.pool
     build = LayerBuilder(config, groups or ParallelGroups(), dtype=dtype, device=torch.device(device), choice=pool)
     model = PipelineDecoder(build) if build.groups.pp.size > 1 else select_model_class(config)(build)
@@ -228,6 +209,31 @@ def load_inference_model(
     if lora_adapters is not None:
         lora_adapters.load_adapter_weights(model)
     return model.eval().requires_grad_(False)
+
+
+def _check_loadable(
+    path: str | Location, model: ModelConfig, kinds: tuple[ModelKind, ...], *, mtp: bool, stages: int
+) -> None:
+    """Check that the caller and its pipeline stages support the kind of a model."""
+    kind = classify_model(model)
+    if kind not in kinds:
+        description, hint = _SUPPORTED_COMMANDS[kind]
+        raise ConfigError(f"{path}: this operation is not supported with {description}", hint=hint)
+    if mtp and not model.mtp_layers:
+        raise ConfigError(
+            f"{path}: draft = mtp requires multi-token prediction (MTP) layers, and the model has none",
+            hint="use draft = ngrams",
+        )
+    if mtp and stages > 1:
+        raise ConfigError(
+            f"{path}: draft = mtp is not supported with pipeline parallelism (pp = {stages})",
+            hint="use pp = 1, or draft = ngrams",
+        )
+    if kind == "encoder-decoder" and stages > 1:
+        raise ConfigError(
+            f"{path}: an encoder-decoder model is not supported with pipeline parallelism (pp = {stages})",
+            hint="use pp = 1",
+        )
 
 
 def load_tokenizer(path: str | Location, adapter: str | Location | None = None) -> Tokenizer:

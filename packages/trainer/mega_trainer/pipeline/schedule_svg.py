@@ -20,7 +20,7 @@ from mega_trainer.pipeline.schedules import (
 
 RgbColour = tuple[int, int, int]
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart: blue, orange, green.
+# Okabe and Ito's palette, which colour-blind readers can distinguish: blue, orange, green.
 _COLOURS: dict[str, RgbColour] = {"F": (0, 114, 178), "B": (230, 159, 0), "I": (230, 159, 0), "W": (0, 158, 115)}
 _LEGEND = {"F": "forward", "B": "backward", "I": "backward: input", "W": "backward: weights"}
 _INK, _QUIET, _EMPTY = "#222222", "#666666", "#f0f0f0"

@@ -64,7 +64,7 @@ class MemoryNeeds:
     """Predicted memory of one rank in bytes by kind, and changes of settings that would free memory."""
 
     predicted: Mapping[str, int]
-    advices: list[MemoryAdvice]
+    advice_list: list[MemoryAdvice]
 
     @classmethod
     def predict_for_rank(cls, config: RunConfig, world_size: int, pipeline_rank: int) -> MemoryNeeds:

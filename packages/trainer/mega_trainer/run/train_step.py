@@ -55,8 +55,7 @@ def train_step(
     loss_scale: LossScale | None = None,
     hooks: StepHooks | None = None,
 ) -> StepResult:
-    """Run one optimizer step (forward, backward and update) on this rank's micro-batches. A collective call of all
-    ranks.
+    """Run one optimizer step on this rank's micro-batches: forward, backward, update. A collective call of all ranks.
 
     The loss is the mean over the unmasked tokens of all micro-batches and data ranks. Their number is known before the
     first forward, so each token's gradient is divided by it once, at its source. Losses of routers join the gradient, not
@@ -66,7 +65,6 @@ def train_step(
         tokens: number of loss terms of the step, as `count_step_tokens` returns them.
         clip: largest gradient norm; 0 for no clipping.
         decoupled_lr: learning rate of the input embedding and the output layer, if the optimizer keeps them separate.
-        hooks: of the training loop.
 
     Raises:
         TrainingError: when tokens exceed the capacity of expert dispatch; nothing is updated.

@@ -90,9 +90,7 @@ def train_in_run_folder(
     store: Store | None,
     scorer: TaskScorer | None = None,
 ) -> TrainState:
-    """Train a run whose folders this job has locked; return the final state. `needs` returns the memory estimate for
-    out-of-memory errors.
-    """
+    """Train a run whose folders this job has locked; `needs` returns the memory estimate for out-of-memory errors."""
     checkpoint, memory = find_start_checkpoint(config), open_memory_checkpoint(config, groups)
     start = find_newer_copy(config, checkpoint, memory) or checkpoint
     config = inherit_data_order(config, read_saved_state(start))
