@@ -19,7 +19,7 @@ from mega_trainer.plan.memory_advice import MemoryNeeds
 OUT_OF_MEMORY = "out of memory"
 # the host allocator of torch raises a plain RuntimeError
 _HOST_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
-MAX_ADVICE_TEXTS = 6  # those that free most memory
+MAX_SUGGESTIONS = 6  # those that free most memory
 LOST_HINT = "see the output of the rank that ended first for the cause; run the same command again to resume from the last checkpoint"
 
 
@@ -79,14 +79,19 @@ def _out_of_memory_error(message: str, needs: MemoryNeeds, used: Mapping[str, in
         f"  used: {_format_sizes(used)}",
         f"  predicted peak of this rank: {_format_sizes(needs.predicted)}",
     ]
-    most = [f"{' '.join(advice.settings)} ({format_number(advice.freed)}B)" for advice in needs.advice_list[:MAX_ADVICE_TEXTS]]
+    most = [
+        f"{' '.join(advice.settings)} ({format_number(advice.freed)}B)"
+        for advice in needs.suggestions[:MAX_SUGGESTIONS]
+    ]
     hint = f"settings that free most on a rank, as predicted: --set {', '.join(most)}" if most else "use more ranks"
     return TrainingError("\n".join(lines), hint=f"{hint}; mega train --find-micro-batch finds the largest micro-batch")
 
 
 def _without_offload(needs: MemoryNeeds) -> MemoryNeeds:
     """Return the needs without advice that would take more of the host's memory."""
-    return replace(needs, advice_list=[advice for advice in needs.advice_list if "offload" not in " ".join(advice.settings)])
+    return replace(
+        needs, suggestions=[advice for advice in needs.suggestions if "offload" not in " ".join(advice.settings)]
+    )
 
 
 def _format_sizes(kinds: Mapping[str, int]) -> str:

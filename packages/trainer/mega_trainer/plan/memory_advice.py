@@ -64,7 +64,7 @@ class MemoryNeeds:
     """Predicted memory of one rank in bytes by kind, and changes of settings that would free memory."""
 
     predicted: Mapping[str, int]
-    advice_list: list[MemoryAdvice]
+    suggestions: list[MemoryAdvice]
 
     @classmethod
     def predict_for_rank(cls, config: RunConfig, world_size: int, pipeline_rank: int) -> MemoryNeeds:
