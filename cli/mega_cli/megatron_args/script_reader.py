@@ -75,7 +75,9 @@ class ScriptResult:
     budget: WorkBudget = field(default_factory=WorkBudget)
 
     def write_file(self, name: str, text: str, *, append: bool = False) -> None:
-        """Record the text of a file that the script writes or appends to, without writing it to disk."""
+        """Record in `files` the text that the interpreted shell script would write or append to `name`; nothing is
+        written to disk.
+        """
         name = name.removeprefix("./")
         before = self.files.get(name, "") if append else ""
         self.budget.spend_characters(len(before) + len(text))

@@ -112,7 +112,7 @@ class WordExpander:
             self.awaited.discard(name)
 
     def set_text_variable(self, name: str, text: str, line: int) -> None:
-        """Set a script variable that is not an array to a text from `line`."""
+        """Set a scalar variable of the interpreted shell script to `text`, which is on line `line` of the script."""
         self.set_variable(name, {"0": ShellWord(text, line)})
 
     def read_number(self, name: str) -> str | None:

@@ -66,8 +66,8 @@ class RopeEntry:
         return frozenset({*usual, self.theta_key, self.fraction_key})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the field `rope` from the newer key `rope_parameters` or the older `rope_scaling`; from the older one
-        if both are given, like transformers.
+        """Return the field `rope` (theta, rotary fraction, scaling) from `rope_scaling`, else `rope_parameters`, with
+        defaults of the family; the former wins, like transformers.
         """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.absent
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):

@@ -130,7 +130,9 @@ class WindowEntry(MultiKeyEntry):
     covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the fields `sliding_window`, None if unlimited, and `full_attention_layers`, by flags or every n-th."""
+        """Return `sliding_window` (None: unlimited) from Megatron's `window_size`, and `full_attention_layers` from
+        `window_attn_skip_freq`: flags per layer, or n for full attention in every n-th layer.
+        """
         given = raw.get("window_size")
         sizes = [int(number) for number in re.findall(r"-?\d+", str(given or ""))]
         if len(sizes) != 2 or sizes[0] < 0:

@@ -22,8 +22,8 @@ from mega_data.sampling.token_windows import compute_window_start
 
 
 class RetroSamples:
-    """Samples for retrieval models (Retro): windows of whole chunks with the neighbors of each, in order `shuffled` or
-    `stable`.
+    """Samples for retrieval models (Retro): token windows of whole chunks, each chunk with its retrieved neighbors;
+    `data.order` must be `shuffled` or `stable`.
 
     A label is the next token of the document: every token except the first of each document is a label once per epoch,
     apart from the last chunks of an epoch if S / m does not divide their number.

@@ -99,8 +99,8 @@ def tensor_degree_rule(model: ModelConfig) -> str:
 
 
 def format_heads(model: ModelConfig, tp: int) -> tuple[str, str]:
-    """Return two texts for messages: the heads, and the shared groups (such as key/value heads), of each kind of mixer
-    on one of `tp` tensor ranks.
+    """Return two texts for error messages, such as '8 attention heads' and '2 key/value heads', with the counts on one
+    of `tp` tensor ranks for each mixer kind.
     """
     names = {"attention": "key/value heads", "mamba": "mamba groups", "delta": "delta key heads"}
     heads = [f"{count // tp} {kind} heads" for kind, (count, _) in model.heads_by_mixer.items()]

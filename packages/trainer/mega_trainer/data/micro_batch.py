@@ -139,7 +139,8 @@ class RetrievedNeighbors:
 
 @dataclass(frozen=True)
 class SegmentOrderTargets:
-    """Targets of BERT-style segment order prediction for samples of two segments, of which some are swapped.
+    """Labels and loss weights of BERT-style segment order prediction, one per sample of two segments; 1 if they are
+    swapped.
 
     Attributes:
         labels: int64 [B], 1 for swapped segments.

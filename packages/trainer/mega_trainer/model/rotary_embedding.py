@@ -42,8 +42,8 @@ class RotaryEmbedding:
     def compute_rotation(
         self, positions: Tensor, dtype: torch.dtype, lengths: Sequence[int] | None = None
     ) -> RotaryAngles:
-        """Return cosine and sine of the rotary angles at integer `positions` [B or 1, S], in `dtype`; angles are in
-        fp32, as in transformers.
+        """Return cosine and sine, cast to `dtype`, of the rotary angles (computed in fp32) at integer `positions` [B or
+        1, S]; `lengths` are whole sequence lengths for length-dependent scaling.
 
         With `sections` (M-RoPE, arXiv:2409.12191) a token may have three positions, [3, B, S]; each rotates its section
         of the pairs.

@@ -263,7 +263,9 @@ def loss_gradient_leaf(
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap * tanh(logits / softcap) in at least fp32, or the logits without a softcap; minus infinity stays."""
+    """Return softcap * tanh(logits / softcap), or the logits if `softcap` is None; both in at least fp32; minus
+    infinity stays.
+    """
     values = upcast_to_fp32(logits)
     if softcap is None:
         return values

@@ -260,8 +260,8 @@ class FullyShardedStage:
         yield
 
     def finish_gradients(self) -> None:
-        """Wait for the all-reduces over copies of the weights, and sum over the other groups that share gradients
-        (`grad_sync`).
+        """Complete this stage's gradients: wait for the HSDP all-reduces between weight replicas, then all-reduce over
+        the other groups of ranks that hold the same parameter.
         """
         for gradients in self._gradients:
             gradients.wait_for_reduce()

@@ -62,8 +62,8 @@ class LinearGemms(Protocol):
 
 @dataclass(frozen=True)
 class LinearFunction:
-    """Differentiable linear layer Y = X W^T + b, optionally gathering the sequence-parallel parts of X over `group`, or
-    deferring its wgrad GEMM.
+    """Callable that computes a differentiable linear layer Y = X W^T + b, with X gathered over the tensor-parallel
+    group under sequence parallelism.
 
     Attributes:
         gemms: GEMMs of the back end.

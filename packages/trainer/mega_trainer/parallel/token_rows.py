@@ -36,7 +36,8 @@ def sum_choice_rows(rows: Tensor, numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RowAssignment:
-    """Assignment of tokens' choices of groups (ranks or experts) to rows sorted by group.
+    """MoE permutation: the row of each (token, chosen expert or rank) pair in a buffer sorted by expert or rank, and
+    its inverse.
 
     Attributes:
         row: int64 [N, K], the row of each choice; M for a choice without a row.

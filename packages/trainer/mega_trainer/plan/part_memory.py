@@ -269,7 +269,9 @@ class PartMemoryCounter:
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of one sample on one rank; in an encoder-decoder model, tokens of the decoder."""
+        """Tokens of one sample on one context-parallel rank, before sequence parallelism; of the decoder in an encoder-
+        decoder model.
+        """
         return (self.run.target_length or self.run.seq_length) // self.run.cp
 
     @property

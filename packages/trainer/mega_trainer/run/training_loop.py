@@ -243,8 +243,8 @@ class LoopStepHooks(StepHooks):
         return self.context.objective.measure_losses(sums)
 
     def local_scalars(self) -> StepScalars:
-        """Return this rank's scalars: requests to stop, a failed save, the images of this step and the token counts of
-        the next.
+        """Return this rank's scalars that are summed over all ranks together with the loss: stop requests, a failed
+        save, images of this step and token counts of the next.
         """
         stops = self.stop_signal.name or self.context.limits.reached_limit(self._step)
         return StepScalars(
