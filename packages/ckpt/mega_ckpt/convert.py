@@ -318,7 +318,7 @@ def _check_destination(final: Location, source: Location, to: str, overwrite: bo
     if not final.exists():
         return
     if not overwrite:
-        raise CheckpointError(f"{final}: exists already", hint="choose another folder, or overwrite it")
+        raise CheckpointError(f"{final}: exists already", hint="choose another folder, or add --overwrite")
     if not _is_replaceable(final, source):
         raise CheckpointError(
             f"{final}: only a model folder that does not contain the source can be replaced",

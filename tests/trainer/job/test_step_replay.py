@@ -65,7 +65,7 @@ def test_a_replay_has_the_same_bits_and_leaves_the_run_as_it_is(
     assert re.search(r"by [1-4]\.\de-16", told)
     assert told.count("the same bits") == 1
     assert command(str(run), "--replay", "6") == 2
-    assert "metrics.jsonl has no line of step 6\n  use a step from 1 to 5" in capsys.readouterr().err
+    assert "metrics.jsonl has no record of step 6\n  use a step from 1 to 5" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_reproduced_and_what_differs_is_told_first(

@@ -220,7 +220,7 @@ class CleanRun:
             if isinstance(item, RejectedItem) and not item.left_out and on_bad_line == "error":
                 raise DataError(
                     f"{item.file}:{item.line}: {item.reason}",
-                    hint="pass --on-bad-line skip to move bad lines to the dropped documents",
+                    hint=item.hint or "pass --on-bad-line skip to move bad lines to the dropped documents",
                 )
             if batch.items and (position[0] != source or batch.size >= BATCH):
                 yield batch

@@ -193,7 +193,7 @@ def _check_rejected(item: RejectedItem, refuse: Path | None) -> None:
     if refuse is not None and not item.left_out:
         raise DataError(
             f"{item.file}:{item.line}: {item.reason}",
-            hint=f"pass --on-bad-line skip to move bad lines to {refuse}",
+            hint=item.hint or f"pass --on-bad-line skip to move bad lines to {refuse}",
         )
 
 

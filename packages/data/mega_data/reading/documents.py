@@ -62,7 +62,8 @@ class Document(NamedTuple):
 class RejectedItem(NamedTuple):
     """Source position without a usable document, with the reason for rejection and the content found there.
 
-    `left_out` marks a file of a folder that does not belong to the corpus, such as an image, and is not an error.
+    `left_out` marks a file of a folder that does not belong to the corpus, such as an image, and is not an error. `hint` is
+    the fix, if the whole input rather than this record needs one.
     """
 
     reason: str
@@ -70,6 +71,7 @@ class RejectedItem(NamedTuple):
     file: str
     line: int
     left_out: bool = False
+    hint: str = ""
 
 
 DocumentStream = Iterator[Document | RejectedItem]
@@ -132,7 +134,13 @@ def document_from_record(
         value = strings.pop(value, value) if isinstance(value, str) else value
         _close_unused(strings, json.dumps(record))
     if value is ABSENT:
-        return RejectedItem(f"no key {key!r}; the keys are {format_key_names(record)}", "", file, line)
+        return RejectedItem(
+            f"no key {key!r}; the keys are {format_key_names(record)}",
+            "",
+            file,
+            line,
+            hint="--json-key KEY selects the key that has the text; for chats, add --kind conversations",
+        )
     return attach_record(document_from_text(value, key, file, line), record if whole else None)
 
 

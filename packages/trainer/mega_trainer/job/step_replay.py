@@ -76,7 +76,7 @@ def make_replay_run(config: RunConfig, step: int) -> tuple[RunConfig, Location |
     recorded = read_recorded_steps(Path(config.output))
     if step not in recorded:
         raise ConfigError(
-            f"{config.output}/metrics.jsonl has no line of step {step}",
+            f"{config.output}/metrics.jsonl has no record of step {step}",
             hint=f"use a step from {min(recorded)} to {max(recorded)}" if recorded else "train the run first",
         )
     found = latest_until_step(config.checkpoint_root, step - 1)
