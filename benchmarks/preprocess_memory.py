@@ -35,12 +35,12 @@ KINDS: dict[str, Callable[[], str]] = {
 RUN = """
 import re, sys
 from pathlib import Path
-from mega_data.preprocessing.preprocess_corpus import preprocess
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 def most():  # not getrusage's, which begins with that of the process that started this one
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 source, tokenizer, output, workers, encoder = sys.argv[1:]
 before = most()
-preprocess([source], Path(tokenizer), Path(output), workers=int(workers), encoder=encoder, overwrite=True)
+preprocess_corpus([source], Path(tokenizer), Path(output), workers=int(workers), encoder=encoder, overwrite=True)
 print(most() - before)
 """
 

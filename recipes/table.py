@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from mega_trainer.config.run_config import RunConfig, load_run
+from mega_trainer.config.run_config import RunConfig, load_run_config
 from mega_trainer.plan.flops import published_flops
-from mega_trainer.plan.layout_candidates import settings_of
-from mega_trainer.plan.layout_search import planned, short
+from mega_trainer.plan.layout_candidates import list_layout_settings
+from mega_trainer.plan.layout_search import format_layout, make_planned_run
 from mega_trainer.plan.machine import load_machine
-from mega_trainer.plan.memory_advice import run_shape
-from mega_trainer.plan.memory_prediction import memory
+from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_prediction import predict_memory
 
 HERE = Path(__file__).parent
 MACHINE = "h100"
@@ -42,25 +42,27 @@ Predictions for models with experts assume that the host never delays the GPU; M
 
 def recipes() -> dict[str, tuple[RunConfig, int]]:
     """Each recipe by its name, and its number of ranks."""
-    return {path.stem: (load_run(path), int(path.stem.rpartition("-")[2])) for path in sorted(HERE.glob("*-*.yaml"))}
+    return {
+        path.stem: (load_run_config(path), int(path.stem.rpartition("-")[2])) for path in sorted(HERE.glob("*-*.yaml"))
+    }
 
 
 def predicted(config: RunConfig, ranks: int) -> dict[str, float]:
     """Of a recipe: seconds of a step, tokens a second and GPU, TFLOP/s a GPU."""
-    seconds = planned(config, ranks, load_machine(MACHINE)).time().seconds
+    seconds = make_planned_run(config, ranks, load_machine(MACHINE)).predict_step_time().seconds
     rate = config.batch.global_ * config.data.seq_length / seconds / ranks
     return {"seconds": seconds, "rate": rate, "tflops": rate * _flops(config) / 1e12}
 
 
 def most_memory(config: RunConfig, ranks: int) -> int:
     """Bytes of its fullest rank."""
-    return max(sum(kinds.values()) for kinds in memory(config.model, run_shape(config, ranks)))
+    return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_run_shape(config, ranks)))
 
 
 def begun(name: str, config: RunConfig, ranks: int) -> str:
     """A recipe's line, up to its memory."""
     told = predicted(config, ranks)
-    layout = short(settings_of(run_shape(config, ranks)))
+    layout = format_layout(list_layout_settings(make_run_shape(config, ranks)))
     figures = f"{told['seconds']:.2f} s | {told['rate']:,.0f} | {told['tflops']:.0f}"
     return f"| [{name}]({name}.yaml) | {layout} | {config.precision} | {figures} |"
 

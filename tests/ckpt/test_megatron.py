@@ -403,7 +403,7 @@ def test_settings_from_a_file(folder: Path) -> None:
     given = {"num_layers": 4, "num_attention_heads": 4}
     assert open_weight_source(folder / "dist", settings=given).model.num_layers == 4
     rewrite(path, lambda state: state.pop("args"))
-    with pytest.raises(CheckpointError, match="hidden_size: required"):
+    with pytest.raises(CheckpointError, match="hidden_size: is required"):
         open_weight_source(folder / "dist", settings=given)
     convert_checkpoint(folder / "dist", folder / "back", "mega", options=ConvertOptions(settings=BASE))
     assert same(folder / "mega" / "step-00000000", folder / "back")

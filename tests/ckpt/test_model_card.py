@@ -54,7 +54,7 @@ def test_an_export_of_a_run_has_cards(tmp_path: Path, data: Path) -> None:
     parameters = sum(math.prod(shape) for shape in canonical_tensors(MODEL).values())
     for told in (
         "# poet", f"| parameters | {parameters:,} |", "20 steps, 80 samples of 16 tokens: 1.28k tokens", "random weights",
-        "2.0000 a token (perplexity 7.389), step 20", "3.0000 a token (perplexity 20.09), step 10", "| optimizer.lr | 0.001 |",
+        "2.0000 per token (perplexity 7.389), step 20", "3.0000 per token (perplexity 20.09), step 10", "| optimizer.lr | 0.001 |",
     ):  # fmt: skip
         assert told in text
     rows = (tmp_path / "hf/DATA_CARD.md").read_text()

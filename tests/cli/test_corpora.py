@@ -79,7 +79,7 @@ class TestOutputs:
         before = kept.read_text()
         prefix = output.partition(".")[0]
         assert preprocess(f"--input {kept.name if link else output} --output {prefix} --overwrite") == 2
-        assert re.search("both an input and the output|data set description", capsys.readouterr().err)
+        assert re.search("both an input and the output|is the description of a mega data set", capsys.readouterr().err)
         assert kept.read_text() == before
 
     def test_no_tokenizer_replaces_its_input(self, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ class TestOutputs:
         (here / "a.txt").write_text("one")
         (here / "wiki.info").write_text("my notes")
         assert preprocess("--input a.txt --output wiki --overwrite") == 2
-        assert "wiki.info: is in the way" in capsys.readouterr().err
+        assert "wiki.info: exists and is not a data set description" in capsys.readouterr().err
 
     def test_an_earlier_description_is_read_and_replaced(self, here: Path) -> None:
         (here / "a.txt").write_text("one")
@@ -152,7 +152,7 @@ ROWS: dict[str, tuple[dict[str, str | bytes], str, list[str] | None, str]] = {
     "a number for a suffix, another key": ({"in/c.00001": lines("a", "b", key="body")}, "in --json-key body", ["a", "b"], ""),
     "JSON lines called .txt": ({"a.txt": lines("a", "b")}, "a.txt", ["a", "b"], "1 as JSON lines"),
     "JSON lines without the key": ({"part-0": lines("a", "b", key="body")}, "part-0", None, "no key 'text'; the keys are body"),
-    "a setting beside code": ({"in/a.py": "x = 1", "in/b.json": '{"x": 1}'}, "in", ["x = 1", '{"x": 1}'], "2 as text"),
+    "a setting beside code": ({"in/a.py": "x = 1", "in/b.json": '{"x": 1}'}, "in", ["x = 1", '{"x": 1}'], "2 as plain text"),
     "a first line longer than is looked at": ({"part-0": lines("a" * 70_000, "b")}, "part-0", ["a" * 70_000, "b"], ""),
     # JSON
     "an array": ({"a.json": json.dumps([{"text": "a"}, {"text": "b"}], indent=2)}, "a.json", ["a", "b"], "1 as JSON"),
@@ -178,7 +178,7 @@ ROWS: dict[str, tuple[dict[str, str | bytes], str, list[str] | None, str]] = {
     "CSV": ({"a.csv": 'id,text\n1,"a\nb"\n2,c\n'}, "a.csv", ["a\nb", "c"], "1 as CSV"),
     "TSV in a folder": ({"in/a.tsv": 'text\tid\na"b\t1\n'}, "in", ['a"b'], ""),
     "CSV without the column": ({"a.csv": "id,body\n1,a\n"}, "a.csv", None, "a.csv: no column 'text'\n  the columns are id, body"),
-    "CSV without the column beside code": ({"in/a.csv": "id\n1\n", "in/b.py": "b"}, "in", ["b"], "no column 'text': in/a.csv"),
+    "CSV without the column beside code": ({"in/a.csv": "id\n1\n", "in/b.py": "b"}, "in", ["b"], "no column 'text'.: in/a.csv"),
     # keys
     "a nested key": ({"a.jsonl": '{"meta": {"text": "a"}}\n{"meta.text": "b"}\n'}, "a.jsonl --json-key meta.text", ["a", "b"], ""),
     "no such nested key": ({"a.jsonl": '{"meta": {"body": "a"}, "id": 1}\n'}, "a.jsonl --json-key meta.text", None,
@@ -256,7 +256,7 @@ def test_each_file_counts_once_whatever_links_there_are(
     (here / "in" / "z.txt").symlink_to("a.txt")
     assert preprocess(f"--input {pattern} --output out") == 0
     assert documents("out") == ["in/a.txt", "in/b/c.txt"]
-    assert re.search("skipped .links .*loop", capsys.readouterr().err)
+    assert re.search("skipped .duplicate links.*loop", capsys.readouterr().err)
 
 
 def test_data_sets_of_ours_in_a_folder_are_left_out(here: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_run_reads_what_was_found_beside_its_data(folder: Path) -> None:
     assert (found >= 0).all()
     assert not (found // 3 == np.arange(72)[:, None] // 3).any()
     shown = json.loads(mega("data", "show", "--run", folder / "run.yaml", "--json").stdout)
-    names = [part["name"] for part in shown if part["name"].startswith("neighbour")]
+    names = [part["name"] for part in shown if part["name"].startswith("neighbor")]
     assert len(names) == 8
     config = RunConfig.parse(resolve_run_config(load_yaml_mapping(folder / "run.yaml")), source="run.yaml")
     (use,) = [use for use in check_datasets(config) if use.split == "train"]
@@ -77,7 +77,7 @@ def test_text_is_asked_for_by_its_tokenizer(folder: Path, tmp_path: Path) -> Non
     for suffix in ("bin", "idx"):
         (tmp_path / f"d.{suffix}").write_bytes((folder / f"d.{suffix}").read_bytes())
     command = ("data", "retrieve", tmp_path / "d", "--encoder", folder / "bert", "--chunk-length", 8)
-    assert "its tokenizer is not known" in str(mega(*command, fails=DataError).exception)
+    assert "the data set cannot be decoded" in str(mega(*command, fails=DataError).exception)
     mega(*command, "--tokenizer", folder / "bert")
     for name in ("d", tmp_path / "d"):
         assert len(np.load(folder / f"{name}.neighbors" / "neighbors.npy")) == 72

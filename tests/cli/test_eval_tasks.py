@@ -64,12 +64,12 @@ def test_two_models_on_tasks_compared(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "neither --data nor --tasks"),
-        (["--data", "a", "--tasks", "b"], "--data and --tasks"),
-        (["--data", "a", "--limit", 3], "--limit is for --tasks, and --data is given"),
-        (["--data", "a", "--tp", 1], "--tp is for --tasks, and --data is given"),
-        (["--tasks", "a", "--json", "x"], "--json is for --data, and --tasks is given"),
-        (["--tasks", "a", "--no-check-tokenizer"], "--check-tokenizer is for --data"),
+        ([], "requires --data or --tasks"),
+        (["--data", "a", "--tasks", "b"], "--data conflicts with --tasks"),
+        (["--data", "a", "--limit", 3], "--limit requires --tasks, found --data"),
+        (["--data", "a", "--tp", 1], "--tp requires --tasks, found --data"),
+        (["--tasks", "a", "--json", "x"], "--json requires --data, found --tasks"),
+        (["--tasks", "a", "--no-check-tokenizer"], "--check-tokenizer requires --data"),
         (["--tasks", "none.yaml"], "none.yaml: the task file does not exist"),
         (["--tasks", "a", "--include-path", "nowhere"], "nowhere: the folder does not exist"),
         (["--tasks", "a", "--nproc", 3, "--tp", 2], "3 ranks do not fit the layout tp 2, ep 1, pp 1"),

@@ -28,4 +28,4 @@ def test_each_recipe_runs_on_its_ranks_as_the_page_tells(table: dict[str, Any]) 
 @pytest.mark.long
 def test_each_recipe_fits_an_h100(table: dict[str, Any]) -> None:
     for config, ranks in table["recipes"]().values():
-        assert table["most_memory"](config, ranks) <= table["load_machine"]("h100").room
+        assert table["most_memory"](config, ranks) <= table["load_machine"]("h100").usable_memory_bytes

@@ -77,7 +77,7 @@ stages:
     ("text", "said"),
     [
         ("stages: {a: {run: run, outputs: [x], need: [b]}}", "stages.a.need: unknown key -> did you mean 'needs'?"),
-        ("stages: {a: {run: run}}", "stages.a.outputs: required"),
+        ("stages: {a: {run: run}}", "stages.a.outputs: is required"),
         ("stages: {}", "stages"),
         (
             "stages: {a: {run: run, needs: [b], outputs: [x]}, b: {run: run, needs: [a], outputs: [y]}}",

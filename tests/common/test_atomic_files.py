@@ -70,8 +70,8 @@ def test_a_kill_leaves_the_old_file(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from pathlib import Path
-from mega_common.atomic_files import atomic_file
-with atomic_file(Path({str(path)!r}), text=True) as stream:
+from mega_common.atomic_files import open_atomic_file
+with open_atomic_file(Path({str(path)!r}), text=True) as stream:
     stream.write("half")
     stream.flush()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -144,8 +144,8 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
 def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from mega_common.atomic_files import locked
-with locked(Path({str(tmp_path)!r})):
+from mega_common.atomic_files import lock_folder
+with lock_folder(Path({str(tmp_path)!r})):
     print(flush=True)
     input()
 """

@@ -29,12 +29,12 @@ RUN = """
 import sys
 from pathlib import Path
 import mega_data.preprocessing.text_batches as batches, mega_data.preprocessing.dataset_output as output
-from mega_data.preprocessing.preprocess_corpus import preprocess
+from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 if __name__ == "__main__":
     output.RECORD_INTERVAL, batches.BATCH = 0.05, 1 << 15
     engine, workers, shards, tokenizer, whole, *inputs = sys.argv[1:]
-    preprocess(inputs, Path(tokenizer), Path(whole), append_eod=True, on_bad_line="skip", workers=int(workers),
-               engine=engine, shards=int(shards) or None)
+    preprocess_corpus(inputs, Path(tokenizer), Path(whole), append_eod=True, on_bad_line="skip", workers=int(workers),
+                      engine=engine, shards=int(shards) or None)
 """
 
 

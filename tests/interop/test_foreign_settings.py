@@ -107,7 +107,7 @@ DEEPSPEED = [
     Case(
         "cosine, minimum of the warm-up",
         deepspeed_file("WarmupCosineLR", warmup_num_steps=10, total_num_steps=60, warmup_min_ratio=0.1),
-        named="lr_schedule.warmup_init: is the rate of the first step",
+        named="lr_schedule.warmup_init: is also the rate of the first step",
     ),
     Case("none", deepspeed_file()),
     Case("ulysses", deepspeed_file(ranks_file={**MICRO, "sequence_parallel_size": 4}), 8),

@@ -78,11 +78,11 @@ def test_what_it_alone_does_not_tell_is_refused_with_a_way_out(tmp_path: Path) -
         assert "add the config.json of the model to the folder of" in str(error.value)
     for damage in ("n_layer: 2\n", "- 1\n", "n_layer: [\n"):
         (tmp_path / "model_config.yaml").write_text(damage)
-        with pytest.raises(CheckpointError, match=r"model_config.yaml: describes no model"):
+        with pytest.raises(CheckpointError, match=r"model_config.yaml: does not describe a model"):
             open_weight_source(tmp_path)
     lit.utils.save_config(lit.Config.from_name("pythia-14m", **SMALL), tmp_path)
     (tmp_path / "model_config.yaml").write_text(
         (tmp_path / "model_config.yaml").read_text().replace("n_head: 4", "n_head: 0")
     )
-    with pytest.raises(CheckpointError, match=r"model_config.yaml: describes no model"):
+    with pytest.raises(CheckpointError, match=r"model_config.yaml: does not describe a model"):
         open_weight_source(tmp_path)

@@ -91,7 +91,7 @@ def test_gated_delta_nets_in_three_of_four_layers() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--hybrid-layer-pattern M?", "is not supported .known: M mamba"),
+        ("--hybrid-layer-pattern M?", "is not supported .supported letters: M mamba"),
         ("--hybrid-override-pattern M- --num-layers 3", "must be 2"),
         ("--hybrid-layer-pattern M-/MM", "/MM is not supported"),
     ],
