@@ -146,7 +146,7 @@ def test_tasks_of_a_folder_are_known_by_name_and_pattern(names: list[str]) -> No
 def test_data_that_are_not_there(folder: Path, names: list[str], tmp_path: Path) -> None:
     task = tmp_path / "task.yaml"
     task.write_text(Path(names[0]).read_text().replace("choice.jsonl", "nowhere.jsonl"))
-    with pytest.raises(DataError, match=r"task .*task\.yaml: cannot be loaded"):
+    with pytest.raises(DataError, match=r"task .*task\.yaml cannot be loaded"):
         run_harness_tasks(harness_model(folder), [str(task)], TaskOptions())
 
 

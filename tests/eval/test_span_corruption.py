@@ -55,7 +55,7 @@ def test_what_an_encoder_is_not_asked(tmp_path: Path) -> None:
         load_inference_model(tmp_path)
     model = LanguageModel.load(tmp_path)
     assert len(model.generate(["w1 w2"], max_new_tokens=3, repetition_penalty=1.5)[0].tokens) <= 3
-    with pytest.raises(DataError, match="token 300 is outside"):
+    with pytest.raises(DataError, match="token 300 of the prompt is outside"):
         model.generate([[300]])
     with pytest.raises(ConfigError, match="give contexts"):
         model.score(["w1 w2"])

@@ -472,7 +472,7 @@ def _documents_of_the_first_tokens() -> AbstractContextManager[Any]:
             documents = np.roll(self.document_starts, 1, axis=1)
             documents[:, 0] = 0
             moved = SequenceBounds.from_positions(documents, documents).document_starts
-        return real(replace(self, begins=moved, _made={}), queries, keys, window)
+        return real(replace(self, document_starts=moved, _masks={}, _preceding={}), queries, keys, window)
 
     return swap(SequenceMask, "mask_between", parts)
 
@@ -592,7 +592,7 @@ def _ahead_of_own_tokens() -> AbstractContextManager[Any]:
 
     def part(self: Any, places: Tensor) -> Any:
         own = real(self, places)
-        return replace(own, ahead=[replace(one, tokens=own.tokens.roll(-1, 1)) for one in own.mtp_targets])
+        return replace(own, mtp_targets=[replace(one, tokens=own.tokens.roll(-1, 1)) for one in own.mtp_targets])
 
     return swap(batches.MicroBatch, "select_tokens", part)
 

@@ -50,14 +50,14 @@ def check(
 @pytest.mark.parametrize(
     ("data", "vocab_size", "said"),
     [
-        ({"train": "nowhere"}, 300, "nowhere.idx: no such file"),
+        ({"train": "nowhere"}, 300, "found no nowhere.idx and no nowhere.bin"),
         ({"train": "with", "valid": "gone"}, 300, None),  # which is not asked for
         ({"train": "with", "tokenizer": "gone"}, 300, "data.tokenizer = 'gone'"),
-        ({"train": "with"}, 200, "the tokenizer has"),
+        ({"train": "with"}, 200, "model.vocab_size = 200 must be at least"),
         ({"train": "foreign"}, 300, "foreign must have tokens below model.vocab_size = 300, found 999"),
         ({"train": "foreign"}, 1000, None),
-        ({"train": "without", "reset_attention_mask": True}, 300, "without: its documents do not end"),
-        ({"train": ["with", "without"], "reset_position_ids": True}, 300, "without: its documents do not end"),
+        ({"train": "without", "reset_attention_mask": True}, 300, "without: data.reset_attention_mask requires"),
+        ({"train": ["with", "without"], "reset_position_ids": True}, 300, "without: data.reset_position_ids requires"),
         ({"train": "with", "reset_attention_mask": True}, 300, None),
         (
             {"train": "foreign", "reset_attention_mask": True},

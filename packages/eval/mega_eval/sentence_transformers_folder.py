@@ -236,7 +236,7 @@ def _resolve_inside(folder: Path, name: str) -> Path:
     """Return the path of a module, which must be inside the folder."""
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise CheckpointError(f"{folder / 'modules.json'}: path {name!r} is outside the folder")
+        raise CheckpointError(f"{folder / 'modules.json'}: path {name!r} must be inside the folder")
     return folder / name if name else folder
 
 

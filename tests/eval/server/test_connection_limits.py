@@ -169,7 +169,7 @@ def test_more_connections_than_the_server_takes_keep_nobody_out(
 
 
 def connection(address: str, since: float, *, waits: bool = True) -> Any:
-    return SimpleNamespace(address=address, _since=since, waits=waits)
+    return SimpleNamespace(client_address=address, _since=since, is_waiting=waits)
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def test_settings_reach_the_engine(client: OpenAI) -> None:
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"max_tokens": "9"}, 400, 'max_tokens must be a valid integer; found "9"'),
         ({"logprobs": 21}, 400, "logprobs must be less than or equal to 20; found 21"),
-        ({"n": 100}, 400, "takes 64"),
+        ({"n": 100}, 400, "at most 64 choices"),
         ({"temperature": -1}, 400, "temperature"),
         ({"stop": ""}, 400, "stop"),
         ({"stream_options": {"include_usage": True}}, 400, "'stream_options' requires 'stream': true"),

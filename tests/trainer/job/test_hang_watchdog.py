@@ -84,9 +84,9 @@ def stands(function: Callable[[Never], object], *, main: bool) -> RankPosition:
 @pytest.mark.parametrize(
     ("function", "file", "waits"),
     [
-        (host_waits, "comm.py", "wait in cp of ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."),
-        (device_waits, "device.py", "to_host"),
-        (bucket_waits, "parallel/buckets.py", "settle in dp of ranks 0, 2"),
+        (host_waits, "distributed/comm.py", "wait in cp of ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."),
+        (device_waits, "distributed/device.py", "to_host"),
+        (bucket_waits, "parallel/gradient_buckets.py", "wait_for_reduce in dp of ranks 0, 2"),
     ],
 )
 def test_a_rank_that_waits_for_others_is_seen_to(
@@ -116,7 +116,7 @@ def test_of_ranks_that_all_wait_those_elsewhere_are_to_blame() -> None:
     assert [each.rank for each in _blocking_ranks(signs[:2], 5.0, 2)] == [0, 1]
     told = str(signs[2].model_copy(update={"stack": ["a.py:1 f", "b.py:2 g"]}))
     assert told.startswith("  rank 2 on host2, step 7, was in norm, at mega_trainer/parallel/gradient_buckets.py:")
-    assert told.endswith("waiting: settle in dp of ranks 0, 2\n    | a.py:1 f\n    | b.py:2 g")
+    assert told.endswith("waiting: wait_for_reduce in dp of ranks 0, 2\n    | a.py:1 f\n    | b.py:2 g")
 
 
 def test_a_rank_that_works_while_the_others_wait_is_slow_and_its_phase_is_told() -> None:

@@ -214,7 +214,8 @@ def test_without_a_size_all_data_ranks_share_one_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "ranks", "way_out"), [(3, 4, "one of [2, 4]"), (8, 4, "one of [2, 4]"), (2, 1, "out")]
+    ("size", "ranks", "way_out"),
+    [(3, 4, "one of [2, 4]"), (8, 4, "one of [2, 4]"), (2, 1, "remove parallel.zero3_shard")],
 )
 def test_a_size_that_does_not_divide_the_data_ranks_is_refused(size: int, ranks: int, way_out: str) -> None:
     config = RunConfig.parse(settings(3, precision="bf16", parallel={"zero3_shard": size}))

@@ -80,8 +80,8 @@ def products_of_blocks() -> dict[str, list[dict[str, int]]]:
 def test_a_back_end_multiplies_in_every_layout() -> None:
     for found in run_ranks(products_of_blocks, 2):
         for name, (_, plain, grouped) in MODELS.items():
-            kinds = {"linear": plain, "linear_dx": plain, "linear_dw": plain}
-            kinds |= {"grouped_linear": grouped, "grouped_dx": grouped, "grouped_dw": grouped} if grouped else {}
+            kinds = {"linear_forward": plain, "linear_dgrad": plain, "linear_wgrad": plain}
+            kinds |= {"grouped_linear": grouped, "grouped_dgrad": grouped, "grouped_wgrad": grouped} if grouped else {}
             assert found[name] == [kinds] * 3, name
 
 
@@ -90,7 +90,11 @@ def test_only_gradients_that_are_wanted_are_computed(wanted: tuple[bool, bool]) 
     x, weight = (torch.randn(3, 5, requires_grad=there) for there in wanted)
     kernels = Counting()
     LinearFunction(kernels)(x, weight).sum().backward()
-    expected = {"linear": 1, **({"linear_dx": 1} if wanted[0] else {}), **({"linear_dw": 1} if wanted[1] else {})}
+    expected = {
+        "linear_forward": 1,
+        **({"linear_dgrad": 1} if wanted[0] else {}),
+        **({"linear_wgrad": 1} if wanted[1] else {}),
+    }
     assert kernels.calls == expected
 
 
@@ -143,11 +147,11 @@ def test_a_deferred_product_is_the_back_ends() -> None:
     kernels, later, weight = Counting(), DeferredWgradQueue(), torch.randn(5, 4, requires_grad=True)
     y = LinearFunction(kernels, later)(torch.randn(3, 4), weight)
     torch.autograd.grad([y], [weight], [torch.ones_like(y)], allow_unused=True)
-    assert kernels.calls["linear_dw"] == 0
+    assert kernels.calls["linear_wgrad"] == 0
     (product,) = later.take_all_wgrads()
     gradient: Tensor = product.compute_grad()
     assert gradient.shape == weight.shape
-    assert kernels.calls["linear_dw"] == 1
+    assert kernels.calls["linear_wgrad"] == 1
 
 
 def test_a_weight_is_prepared_once_an_update_for_all_micro_batches_and_recomputations() -> None:
