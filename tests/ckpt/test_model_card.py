@@ -59,7 +59,7 @@ def test_an_export_of_a_run_has_cards(tmp_path: Path, data: Path) -> None:
         assert told in text
     rows = (tmp_path / "hf/DATA_CARD.md").read_text()
     assert f"| {data} | 60 | 960 | 75.0 % | 1,234 | 5,678 | CC-BY-4.0 |" in rows
-    assert "| data/gone/away | 20 | 320 | 25.0 % | not told | not told | not told |" in rows
+    assert "| data/gone/away | 20 | 320 | 25.0 % | unknown | unknown | unknown |" in rows
     assert "seed 7; split (train, valid, test): [9, 1, 0]; tokenizer: /tok" in rows
 
 

@@ -156,7 +156,7 @@ def test_the_commands(tmp_path: Path) -> None:
     call("merge-adapter", folder, tmp_path / "adapter", tmp_path / "merged")
     name = "model.layers.1.self_attn.v_proj.weight"
     torch.testing.assert_close(open_weight_source(tmp_path / "merged").read_tensor(name), source.read_tensor(name))
-    with pytest.raises(CheckpointError, match="--to peft requires a checkpoint with an adapter"):
+    with pytest.raises(CheckpointError, match="must be an adapter"):
         call("merge-adapter", folder, folder, out)
     with pytest.raises(CheckpointError, match="--to peft requires a checkpoint with an adapter"):
         call("convert", folder, out, "--to", "peft")
