@@ -57,7 +57,7 @@ def test_what_an_encoder_is_not_asked(tmp_path: Path) -> None:
     assert len(model.generate(["w1 w2"], max_new_tokens=3, repetition_penalty=1.5)[0].tokens) <= 3
     with pytest.raises(DataError, match="token 300 of the prompt is outside"):
         model.generate([[300]])
-    with pytest.raises(ConfigError, match="give contexts"):
+    with pytest.raises(ConfigError, match="requires contexts"):
         model.score(["w1 w2"])
     assert len(model.score(["w1 w2"], contexts=["w3"])[0].logprobs) == 2
 

@@ -94,7 +94,7 @@ def _output_bias_of_the_first_rank() -> AbstractContextManager[Any]:
 ENCODERS: list[tuple[str, Case, Patch]] = [
     ("encoder: a window one too short behind", RING_WINDOW, _short_behind),
     ("encoder: keys behind a chunk are not seen", RING, _parts(lambda it: replace(it, causal=True))),
-    ("encoder: documents are open between chunks", RING, _parts(lambda it: replace(it, begins=None))),
+    ("encoder: documents are open between chunks", RING, _parts(lambda it: replace(it, document_starts=None))),
     ("encoder: types of segments on the first rank alone", SP, _types_of_the_first_rank_alone),
     ("encoder: every sequence part has a first token", SP, _first_token_on_every_rank),
     ("encoder: every context part has a first token", RING, _first_token_on_every_rank),

@@ -184,7 +184,7 @@ def _bias_weighs_one() -> AbstractContextManager[Any]:
 
 def _weights_of_the_first_choices() -> AbstractContextManager[Any]:
     """Each row takes its token's first weight."""
-    return swap(expert_parallel, "pick_choice_values", lambda values, slots: values[slots.token, 0])
+    return swap(expert_parallel, "pick_choice_values", lambda values, slots: values[slots.token_of_row, 0])
 
 
 def _gradient_of_weights_stays() -> AbstractContextManager[Any]:

@@ -43,7 +43,7 @@ def _decay_across_documents() -> AbstractContextManager[Any]:
     return swap(
         SequenceChunks,
         "started_before",
-        property(lambda self: None if self.begins is None else self.begins < self.size),
+        property(lambda self: None if self.chunk_document_starts is None else self.chunk_document_starts < self.size),
     )
 
 
@@ -54,7 +54,7 @@ def _taps_across_documents() -> AbstractContextManager[Any]:
     return swap(
         recurrent_mixer.ShortConvolution,
         "forward",
-        _with(recurrent_mixer.ShortConvolution.forward, SequenceMask, "reach", told),
+        _with(recurrent_mixer.ShortConvolution.forward, SequenceMask, "count_preceding_tokens", told),
     )
 
 

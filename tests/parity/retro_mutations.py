@@ -99,7 +99,7 @@ RETROS: list[tuple[str, Case, Patch]] = [
     ("retro: shifted by a chunk, not by one token less", TP, _cut(lambda own, k, v: (replace(own, shift=own.shift + 1), k, v))),
     ("retro: a chunk without neighbours adds something", TP, _cut(lambda own, k, v: (replace(own, some=None), k, v))),
     ("retro: neighbours of the document before seen", TP, _open_documents),
-    ("retro: places without a token attended to", TP, _read(seen=None)),
+    ("retro: places without a token attended to", TP, _read(attention_mask=None)),
     ("retro: places without a token read", TP, _open_padding),
     ("retro: the encoder sees only what is before", TP, _causal_encoder),
     ("retro: gradient of the encoder's norms not summed", TP, _encoder_without_sync),

@@ -54,7 +54,7 @@ def _bucket_off_by_one() -> AbstractContextManager[Any]:
 
 def _padding_seen() -> AbstractContextManager[Any]:
     real = batches.build_encoder_batch
-    return swap(batches, "build_encoder_batch", lambda *args: replace(real(*args), seen=None))
+    return swap(batches, "build_encoder_batch", lambda *args: replace(real(*args), attention_mask=None))
 
 
 def _padding_in_order_of_tokens() -> AbstractContextManager[Any]:
@@ -62,7 +62,9 @@ def _padding_in_order_of_tokens() -> AbstractContextManager[Any]:
 
     def source(tokens: Any, lengths: Any, device: Any, context: Any) -> Any:
         alone = replace(context, ranks=(0,), rank=0)
-        return replace(real(tokens, lengths, device, context), seen=real(tokens, lengths, device, alone).attention_mask)
+        return replace(
+            real(tokens, lengths, device, context), attention_mask=real(tokens, lengths, device, alone).attention_mask
+        )
 
     real = batches.build_encoder_batch
     return swap(batches, "build_encoder_batch", source)
@@ -113,11 +115,11 @@ def _norm_without_sync() -> AbstractContextManager[Any]:
 SOURCES: list[tuple[str, Case, Patch]] = [
     (
         "encoder-decoder: gradient of the tables in the second stage lost",
-        PP, _without_gradient("contexts"),
+        PP, _without_gradient("split_contexts"),
     ),
     (
         "encoder-decoder: gradient of what the encoder made lost in the second stage",
-        PP, _without_gradient("keys"),
+        PP, _without_gradient("project_keys_values"),
     ),
     ("encoder-decoder: buckets of the causal side off by one", PP, _bucket_off_by_one),
     ("encoder-decoder: cross attention sees padding", PP, _padding_seen),

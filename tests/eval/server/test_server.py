@@ -268,7 +268,7 @@ def test_settings_reach_the_engine(client: OpenAI) -> None:
         ({"model": "other"}, 404, "The model `other` does not exist."),
         ({"prompt": ""}, 400, "prompt must be a text"),
         ({"prompt": []}, 400, "prompt"),
-        ({"prompt": [1, 100_000]}, 400, "token 100000 is outside the model's vocabulary"),
+        ({"prompt": [1, 100_000]}, 400, "token 100000 of the prompt is outside the model's vocabulary"),
         ({"prompt": "the " * 2000}, 400, "maximum context length is 256 tokens"),
         ({"max_tokens": 255}, 400, "maximum context length is 256 tokens"),
         ({"max_tokens": 0}, 400, "max_tokens"),

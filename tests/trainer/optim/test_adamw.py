@@ -80,7 +80,7 @@ def test_tensors_have_the_rates_that_patterns_of_their_names_give() -> None:
     fused = [TensorPiece(name, (4, 8), (0, 0), (4 * place, 0), (4, 8)) for place, name in enumerate(names[:2])]
     model.fused = make_parameter((8, 8), fused, data=ALONE, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(
-        ConfigError, match="lr_factors must be equal for model.vision_tower.a.weight and model.layers.0.b.weight"
+        ConfigError, match=r"lr_factors must be equal for model.vision_tower.a.weight and model.layers.0.b.weight"
     ):
         flatten_parameters(model, ZeroConfig(shard_grads=False, lr_factor=config.lr_factor_of))
 
