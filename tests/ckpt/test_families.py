@@ -139,7 +139,10 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
     ("raw", "told"),
     [
         ({**LLAMA, "per_layer_config": {"1": {"hidden_act": "relu"}}}, "per_layer_config"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope' wants"),
+        (
+            {**LLAMA, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            "must have 3 numbers with scaling 'longrope'",
+        ),
         ({**MIXTRAL, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor of rope_type 'linear' is missing"),
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "must be one set of parameters"),
