@@ -106,8 +106,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path) -> contextlib.AbstractContextManager[int]:
-    """Hold an exclusive lock on the file `<folder>/.lock` while the block runs; raise ConfigError if another process
-    has it.
+    """Hold an exclusive lock on the file `<folder>/.lock` while the block runs.
 
     Raises:
         ConfigError: naming the process that has the lock.

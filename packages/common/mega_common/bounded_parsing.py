@@ -35,8 +35,7 @@ class BoundedYamlLoader(yaml.SafeLoader):
         self._sizes: dict[str, int | None] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next YAML node, as PyYAML's composer does; raise ConfigError if a limit is exceeded or a node
-        contains itself.
+        """Compose the next YAML node, as PyYAML's composer does.
 
         Raises:
             ConfigError: if a limit is exceeded, or a node contains itself.
@@ -79,7 +78,7 @@ class StrictYamlLoader(BoundedYamlLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct the dictionary of a YAML mapping node; raise ConfigError if a key is given twice.
+        """Construct the dictionary of a YAML mapping node.
 
         Raises:
             ConfigError: for a duplicate key.
@@ -146,7 +145,7 @@ def parse_yaml_text(text: str, source: str, loader: type[BoundedYamlLoader] = St
 
 def check_yaml_limits(path: Path) -> None:
     """Check that a YAML file, which another library loads with its own tags, stays within the limits of
-    `BoundedYamlLoader`; raise ConfigError if not.
+    `BoundedYamlLoader`.
 
     Raises:
         ConfigError: if it cannot be read, is not YAML or exceeds a limit.
@@ -188,39 +187,35 @@ def explain_read_error(error: Exception) -> str:
 
 
 def read_settings_file(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> str:
-    """Return the text of a UTF-8 settings file; raise ConfigError if it has more than `max_bytes` bytes.
+    """Return the text of a UTF-8 settings file, without a byte order mark.
 
     Raises:
-        ConfigError: if it is missing, larger or not text.
+        ConfigError: if it is missing, has more than `max_bytes` bytes or is not text.
     """
-    try:
-        content = read_file_start(path, max_bytes + 1)
-        text = content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({explain_read_error(error)})") from None
-    if len(content) > max_bytes:
-        raise ConfigError(f"{path}: is larger than {max_bytes:,} bytes, the limit for a settings file")
-    return text
+    return _read_bounded_text(path, ConfigError, max_bytes, "a settings file", None).removeprefix("\ufeff")
 
 
 def read_utf8_text(path: Path, error_type: type[MegaError], *, hint: str | None = None) -> str:
-    """Return the text of a UTF-8 file; raise `error_type` with `hint` if it cannot be read or is larger than
-    `MAX_FILE_BYTES` (256 MiB).
+    """Return the text of a UTF-8 file of at most `MAX_FILE_BYTES` (256 MiB).
 
     Raises:
-        MegaError: of type `error_type`, if it is missing, not a file, larger or not text.
+        MegaError: of type `error_type` with `hint`, if it is missing, not a file, larger or not text.
     """
+    return _read_bounded_text(path, error_type, MAX_FILE_BYTES, "such a file", hint)
+
+
+def _read_bounded_text(path: Path, error_type: type[MegaError], max_bytes: int, kind: str, hint: str | None) -> str:
     try:
-        content = read_file_start(path, MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise error_type(f"{path}: is larger than {MAX_FILE_BYTES:,} bytes, the limit for such a file", hint=hint)
+        content = read_file_start(path, max_bytes + 1)
+        if len(content) > max_bytes:
+            raise error_type(f"{path}: is larger than {max_bytes:,} bytes, the limit for {kind}", hint=hint)
         return content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise error_type(f"{path}: cannot be read ({explain_read_error(error)})", hint=hint) from None
 
 
 def read_json_file(path: Path, error_type: type[MegaError], *, hint: str | None = None) -> Any:
-    """Return the value of a JSON file; raise `error_type` with `hint` if it cannot be read or parsed.
+    """Return the value of a JSON file.
 
     Raises:
         MegaError: of type `error_type`, if it is missing, not a file or not JSON.
@@ -233,8 +228,7 @@ def read_json_file(path: Path, error_type: type[MegaError], *, hint: str | None 
 
 
 def parse_json_text(text: str | bytes) -> Any:
-    """Return the value of a JSON document; raise ValueError if it is invalid, nested too deeply or gives a key two
-    values.
+    """Return the value of a JSON document.
 
     Raises:
         ValueError: if it is not JSON, is nested too deeply, gives a key two values, or has an integer of thousands of
@@ -247,8 +241,7 @@ def parse_json_text(text: str | bytes) -> Any:
 
 
 def reject_duplicate_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the members of a JSON object as a dictionary, for `json.loads(object_pairs_hook=...)`; raise ValueError if
-    a key has two different values.
+    """Return the members of a JSON object as a dictionary, for `json.loads(object_pairs_hook=...)`.
 
     Raises:
         ValueError: if a key has two different values.

@@ -27,8 +27,7 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> LayerKind:
-        """Parse the text "mixer", "feed" or "mixer+feed", such as `mamba`, `mlp` or `attention+moe`; raise ValueError
-        for other text.
+        """Parse the text "mixer", "feed" or "mixer+feed", such as `mamba`, `mlp` or `attention+moe`.
 
         Raises:
             ValueError: if it is none of these.
@@ -61,7 +60,7 @@ def expand_layer_pattern(pattern: LayerPatternSpec) -> list[str]:
 
 
 def validate_layer_pattern(pattern: LayerPatternSpec) -> LayerPatternSpec:
-    """Return `pattern` unchanged; raise ValueError if it has no layer or names an unknown kind of layer.
+    """Return `pattern` unchanged.
 
     Raises:
         ValueError: if it is empty or has an unknown layer kind.

@@ -50,8 +50,7 @@ class StrictConfig(BaseModel):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Validate `raw` and build the configuration; raise one ConfigError that lists every problem, with `source` as
-        the origin of the keys.
+        """Validate `raw` and build the configuration.
 
         Raises:
             ConfigError: with every problem, one per line.
@@ -168,7 +167,7 @@ def _list_known_keys(cls: type[StrictConfig], location: Sequence[str]) -> list[s
 
 
 def load_yaml_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML file whose top level must be a mapping; raise ConfigError if it is not, or if a key is repeated.
+    """Read a YAML file whose top level must be a mapping.
 
     Raises:
         ConfigError: if the file is missing, is not YAML, repeats a key or is not a mapping.

@@ -53,7 +53,7 @@ def convert_tokenizer(
     overwrite: bool = False,
 ) -> Tokenizer:
     """Convert a tokenizer file of another format (such as tiktoken) to `tokenizer.json` and `tokenizer_config.json` in
-    `folder`; raise DataError unless both encode `texts` equally.
+    `folder`.
 
     A tiktoken file has only tokens. It also requires `pattern`, the regular expression that splits text before
     encoding, and `special_tokens`, which get the next ids; the first one is the end-of-text token.

@@ -59,8 +59,7 @@ class Conversation:
 
 
 def parse_chat_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conversation]:
-    """Return the conversation of the JSON record `text`, or with `pairs` the chosen and the rejected conversation;
-    raise DataError for other forms.
+    """Return the conversation of the JSON record `text`, or with `pairs` the chosen and the rejected conversation.
 
     Raises:
         DataError: if the record has another form.

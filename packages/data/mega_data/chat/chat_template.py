@@ -57,8 +57,7 @@ class ChatTemplate:
         self.fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
 
     def check_syntax(self, source: str) -> None:
-        """Check that the templates are valid Jinja, by rendering a conversation without messages; raise DataError that
-        names `source` if not.
+        """Check that the templates are valid Jinja, by rendering a conversation without messages.
 
         Raises:
             DataError: naming the `source` of the templates.

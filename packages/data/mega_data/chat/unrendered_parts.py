@@ -24,8 +24,7 @@ SHORT = 16  # characters; a shorter content may occur in a text by chance
 
 
 def find_unrendered_parts(conversation: Conversation, text: str, render: RenderTemplate) -> tuple[str, ...]:
-    """Return notes about lesser parts of a conversation that the chat template left out of `text`; raise DataError if
-    message content, tool calls or tools are missing.
+    """Return notes about lesser parts of a conversation that the chat template left out of `text`.
 
     Raises:
         DataError: if the content of a message, a tool call or the tools are not in it.

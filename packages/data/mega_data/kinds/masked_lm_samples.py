@@ -18,7 +18,7 @@ SPECIALS = ("[CLS]", "[SEP]", "[PAD]", "<s>", "</s>", "<pad>")  # never masked
 
 
 def find_mask_token(tokenizer: Tokenizer) -> int:
-    """Return the id of the tokenizer's mask token; raise DataError if it has none.
+    """Return the id of the tokenizer's mask token.
 
     Raises:
         DataError: if the tokenizer has none.

@@ -91,7 +91,7 @@ class WholeWordMasker:
 
 
 def find_special_token(tokenizer: Tokenizer, *names: str) -> int:
-    """Return the id of the first of `names` that is in the tokenizer's vocabulary; raise DataError if none is.
+    """Return the id of the first of `names` that is in the tokenizer's vocabulary.
 
     Raises:
         DataError: if none is in the vocabulary.

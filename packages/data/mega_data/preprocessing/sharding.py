@@ -47,8 +47,7 @@ class InputShard:
 
     @classmethod
     def parse(cls, text: str) -> InputShard:
-        """Parse a shard given as NUMBER/COUNT, such as `3/8`; raise ConfigError for another form or a number out of
-        range.
+        """Parse a shard given as NUMBER/COUNT, such as `3/8`.
 
         Raises:
             ConfigError: if it has another form, or its number is out of range.

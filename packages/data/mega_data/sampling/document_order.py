@@ -111,8 +111,7 @@ def find_token_positions(reader: IndexedReader, sequences: Ints) -> Ints:
 
 
 def find_token_range(reader: IndexedReader, first: int, last: int) -> tuple[int, int]:
-    """Return the token positions (begin, end) of the sequences [first, last) of a data set, end excluded; raise
-    DataError if they have no tokens.
+    """Return the token positions (begin, end) of the sequences [first, last) of a data set, end excluded.
 
     Raises:
         DataError: if they have no tokens.

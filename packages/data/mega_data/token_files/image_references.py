@@ -84,7 +84,7 @@ class ImageReferences:
         return [entry if isinstance(entry, str) else tuple(entry) for entry in entries], tokens
 
     def read_image_file(self, reference: ImageReference) -> bytes:
-        """Return the file bytes of the referenced image; raise DataError if it cannot be read.
+        """Return the file bytes of the referenced image.
 
         Raises:
             DataError: if it cannot be read.
@@ -93,7 +93,7 @@ class ImageReferences:
 
 
 def read_image_bytes(reference: ImageReference, folder: Path) -> bytes:
-    """Return the file bytes of a referenced image below `folder`; raise DataError if it cannot be read.
+    """Return the file bytes of a referenced image below `folder`.
 
     Raises:
         DataError: if it cannot be read.

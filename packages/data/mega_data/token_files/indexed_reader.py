@@ -183,7 +183,7 @@ class IndexedReader:
         return HEADER.size + 12 * self._sequences + 8 * (self.documents + 1)
 
     def check_index(self) -> None:
-        """Check the whole index against the files, at most once; raise DataError if they do not fit together.
+        """Check the whole index against the files, at most once.
 
         Raises:
             DataError: see the class.

@@ -22,8 +22,7 @@ JUMP = 0.1  # share of the highest rate: smaller changes are accepted
 
 
 def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig, where: str) -> list[str]:
-    """Return log lines about a resume from the checkpoint `where` of `step` with the saved `state`; raise `ConfigError`
-    if the model, the precision or the current learning rate would change.
+    """Return log lines about a resume from the checkpoint `where` of `step` with the saved `state`.
 
     Raises:
         ConfigError: when a setting of the model or the precision differs, or the learning rate would jump.
@@ -48,8 +47,7 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
 
 
 def check_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: str) -> list[str]:
-    """Return the settings of a run that differ from the checkpoint's saved ones, each as `path: old -> new`; raise
-    `ConfigError` if one changes the model itself.
+    """Return the settings of a run that differ from the checkpoint's saved ones, each as `path: old -> new`.
 
     Raises:
         ConfigError: when a setting of the model differs.

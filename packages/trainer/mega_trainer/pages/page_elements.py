@@ -406,7 +406,7 @@ def wrap_wide_picture(picture: str) -> str:
 
 
 def write_html_page(path: Path, text: str, option: str) -> None:
-    """Write an HTML page to `path` atomically; raise `ConfigError` that names the command line `option` if that fails.
+    """Write an HTML page to `path` atomically.
 
     Raises:
         ConfigError: when the file cannot be written; the message names the `option` with its path.

@@ -74,8 +74,7 @@ def detect_machine(config: RunConfig) -> str | None:
 
 
 def conclude_run(state: TrainState, reason: str | None) -> None:
-    """Log the end of a run that has saved its state; raise `TrainingInterrupted` if it was stopped for `reason` before
-    its last step.
+    """Log the end of a run that has saved its state.
 
     Raises:
         TrainingInterrupted: when the run was stopped for `reason` before its last step; TrainingTerminated by SIGTERM.
