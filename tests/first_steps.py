@@ -32,8 +32,8 @@ class ObjectiveHooks(StepHooks):
 
     objective: TrainingObjective
 
-    def measure_losses(self, sums: Tensor) -> Tensor:
-        return self.objective.measure_losses(sums)
+    def append_metric_sums(self, sums: Tensor) -> Tensor:
+        return self.objective.append_metric_sums(sums)
 
 
 def step(

@@ -16,7 +16,7 @@ from mega_ckpt import convert as module
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.formats.hf_source import LAYOUT, HfSource
-from mega_ckpt.source import MegaSource, WeightSource, copy_assets, load_weights, open_weight_source
+from mega_ckpt.source import MegaWeightSource, WeightSource, copy_assets, load_weights, open_weight_source
 from mega_ckpt.store import Checkpoint, save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.errors import CheckpointError
@@ -71,7 +71,7 @@ def test_hf_to_mega_to_hf_is_the_same_to_the_byte(case: str, shard: str, tmp_pat
     convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
     assert content(tmp_path / "back") == content(folder)
     assert same(weights(open_weight_source(tmp_path / "mega")), weights(open_weight_source(folder)))
-    assert MegaSource(Checkpoint.open_folder(tmp_path / "mega")).model == HfSource(folder).model
+    assert MegaWeightSource(Checkpoint.open_folder(tmp_path / "mega")).model == HfSource(folder).model
 
 
 def test_folders_of_older_days_come_back_too(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_a_damaged_layout_is_refused(mega: Path, tmp_path: Path) -> None:
     assets = Path(shutil.copytree(mega / "assets", tmp_path / "assets"))
     layout = json.loads((assets / LAYOUT).read_text())
     first = next(iter(layout["files"]))
-    model, tensors = MegaSource(Checkpoint.open_folder(mega)).model, weights(open_weight_source(mega))
+    model, tensors = MegaWeightSource(Checkpoint.open_folder(mega)).model, weights(open_weight_source(mega))
     held = {f"weights/{k}": ShardedTensor(tuple(t.shape), [TensorBox((0,) * t.dim(), t)]) for k, t in tensors.items()}
     broken = {
         "must be the plain name": {"files": {"../../x.safetensors": layout["files"][first]}},
@@ -396,7 +396,7 @@ def test_open_source_finds_the_newest_checkpoint_of_a_run(tmp_path: Path) -> Non
     newest = trained(run / "checkpoints", {}, step=10)
     for path in (run, run / "checkpoints", newest):
         source = open_weight_source(path)
-        assert same(weights(source), weights(MegaSource(Checkpoint.open_folder(newest))))
+        assert same(weights(source), weights(MegaWeightSource(Checkpoint.open_folder(newest))))
         assert list(source.tensor_names()) == list(canonical_tensors(source.model))
 
 

@@ -23,7 +23,7 @@ from mega_ckpt.formats import megatron_dist_write
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.formats.megatron_write import MegatronWriter
 from mega_ckpt.resumable_folder import CONTENT, JOURNAL, open_resumable
-from mega_ckpt.source import MegaSource, open_weight_source
+from mega_ckpt.source import MegaWeightSource, open_weight_source
 from mega_ckpt.verify import diff_checkpoints, verify_checkpoint
 from mega_common.errors import CheckpointError, MegaError
 from mega_common.object_store import parse_location
@@ -59,7 +59,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) ->
 
         return failing
 
-    for kind in (HfSource, MegaSource):
+    for kind in (HfSource, MegaWeightSource):
         monkeypatch.setattr(kind, "read_tensor_slice", wrapped(kind.read_tensor_slice))
 
 

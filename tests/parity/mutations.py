@@ -230,24 +230,24 @@ def _weight_gradients(times: int) -> Patch:
 
 def _inputs_of_the_microbatch_before() -> AbstractContextManager[Any]:
     """What was put off is computed from the micro-batch's own dY and the X that was used last."""
-    real, used = parallel_linear.LinearFunction.compute_wgrad, {}
+    real, used = parallel_linear.ParallelLinearFunction.compute_wgrad, {}
 
-    def stale(self: parallel_linear.LinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
+    def stale(self: parallel_linear.ParallelLinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
         previous, used[x.shape] = used.get(x.shape, x), x
         return real(self, previous, dy, main)
 
-    return swap(parallel_linear.LinearFunction, "compute_wgrad", stale)
+    return swap(parallel_linear.ParallelLinearFunction, "compute_wgrad", stale)
 
 
 def _gradients_of_another_layer() -> AbstractContextManager[Any]:
     """Products that were put off are added where that of the last weight of this shape belongs."""
-    real, used = parallel_linear.LinearFunction.defer_wgrad, {}
+    real, used = parallel_linear.ParallelLinearFunction.defer_wgrad, {}
 
-    def swapped(self: parallel_linear.LinearFunction, weight: Tensor, x: Tensor, dy: Tensor, main: Any) -> None:
+    def swapped(self: parallel_linear.ParallelLinearFunction, weight: Tensor, x: Tensor, dy: Tensor, main: Any) -> None:
         other, used[weight.shape] = used.get(weight.shape, main), main
         real(self, weight, x, dy, other)
 
-    return swap(parallel_linear.LinearFunction, "defer_wgrad", swapped)
+    return swap(parallel_linear.ParallelLinearFunction, "defer_wgrad", swapped)
 
 
 def _head_of_a_tied_embedding_lost() -> AbstractContextManager[Any]:
@@ -306,13 +306,13 @@ def _overwritten() -> AbstractContextManager[Any]:
 
 def _weight_gradient_twice() -> AbstractContextManager[Any]:
     """Added to its place, and given to autograd too."""
-    real = parallel_linear.LinearFunction.compute_wgrad
+    real = parallel_linear.ParallelLinearFunction.compute_wgrad
 
-    def twice(self: parallel_linear.LinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
+    def twice(self: parallel_linear.ParallelLinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
         real(self, x, dy, main)
         return real(self, x, dy, None)
 
-    return swap(parallel_linear.LinearFunction, "compute_wgrad", twice)
+    return swap(parallel_linear.ParallelLinearFunction, "compute_wgrad", twice)
 
 
 def _head_gradient_unscaled() -> AbstractContextManager[Any]:

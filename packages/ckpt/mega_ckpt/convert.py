@@ -35,7 +35,7 @@ from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.model_card import build_cards
 from mega_ckpt.resumable_folder import WriteJournal, open_resumable
 from mega_ckpt.source import (
-    MegaSource,
+    MegaWeightSource,
     load_with_adapter,
     open_weight_source,
     resolve_checkpoint,
@@ -195,7 +195,7 @@ def _file_stamps(source: Location) -> dict[str, str]:
 
 def _write_hf(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
     plan = plan_hf_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
-    if isinstance(source, MegaSource):
+    if isinstance(source, MegaWeightSource):
         parameters = sum(math.prod(source.tensor_shape(name)) for name in source.tensor_names())
         plan = dataclasses.replace(
             plan, others={**plan.others, **build_cards(source.checkpoint, parameters, plan.others)}

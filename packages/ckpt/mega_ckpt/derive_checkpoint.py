@@ -22,7 +22,7 @@ from mega_ckpt.checkpoint_folders import make_durable_folder, wrap_disk_errors
 from mega_ckpt.families import is_same_model
 from mega_ckpt.lora_adapter import is_adapter_checkpoint
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.source import MegaSource, open_weight_source, resolve_checkpoint
+from mega_ckpt.source import MegaWeightSource, open_weight_source, resolve_checkpoint
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_common.atomic_files import create_atomic_folder
 from mega_common.errors import CheckpointError, ConfigError
@@ -51,7 +51,7 @@ def prune_checkpoint(source: str | Location, destination: str | Location) -> Non
                 f"{checkpoint.folder}: must be the checkpoint of a full model, not of an adapter",
                 hint="use mega ckpt convert: --to peft writes the adapter, --to mega the merged model",
             )
-        source_weights = MegaSource(checkpoint)
+        source_weights = MegaWeightSource(checkpoint)
         note = {"source": str(checkpoint.folder), "without": sorted(_non_model_groups(checkpoint))}
         provenance = {**checkpoint.manifest.provenance, "pruned": note}
         write_weights(source_weights, folder, "pruning", step=checkpoint.step, provenance=provenance)

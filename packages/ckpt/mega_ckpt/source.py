@@ -54,7 +54,7 @@ _MODEL_HINT = "the manifest describes another model than the weights: save the c
 Source = WeightSource  # deprecated name
 
 
-class MegaSource:
+class MegaWeightSource:
     """A `WeightSource` of a mega checkpoint; with `averaged`, weights are the exponential moving averages kept by
     `train.ema`.
     """
@@ -168,7 +168,7 @@ def open_weight_source(
         checkpoint = Checkpoint.open_folder(found)
         if is_adapter_checkpoint(checkpoint):
             return _open_with_named_base(found, checkpoint.trainer_state.get("base", {}).get("path"), averaged=averaged)
-        return MegaSource(checkpoint, averaged=averaged)
+        return MegaWeightSource(checkpoint, averaged=averaged)
     if averaged:
         raise CheckpointError(f"{folder}: averages of the weights are missing", hint=AVERAGES_HINT)
     is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))

@@ -24,11 +24,11 @@ from mega_data.tokenizer import Tokenizer
 from mega_eval.model_loading import load_inference_model, load_tokenizer
 from mega_eval.sentence_transformers_folder import (
     PoolingMode,
-    SentenceFolderSettings,
+    SentenceTransformersSettings,
     log_folder_settings,
     normalize_vectors,
     pool_hidden_states,
-    read_sentence_folder,
+    read_sentence_transformers_folder,
 )
 from mega_eval.span_corruption import pad_sequences
 from mega_trainer.data.micro_batch import SequenceBounds
@@ -49,7 +49,7 @@ class TextEmbedder:
 
     model: Decoder
     tokenizer: Tokenizer
-    settings: SentenceFolderSettings
+    settings: SentenceTransformersSettings
 
     @property
     def max_length(self) -> int:
@@ -151,8 +151,8 @@ def load_text_embedder(
         CheckpointError: when there is no model, or a declared module or setting is not supported.
         ConfigError: for a model that is neither an encoder nor a decoder.
     """
-    found = read_sentence_folder(Path(str(path)))
-    settings = found or SentenceFolderSettings(Path(str(path)))
+    found = read_sentence_transformers_folder(Path(str(path)))
+    settings = found or SentenceTransformersSettings(Path(str(path)))
     if modes is not None and tuple(modes) != settings.modes:
         if settings.layers:
             logger.warning("%s: another pooling than the folder's; its modules after pooling are left out", path)

@@ -14,7 +14,7 @@ from masked_data import save_word_pieces
 from mega_common.errors import ConfigError, DataError
 from mega_data.retrieval import vector_index
 from mega_data.retrieval.document_chunks import DocumentChunks
-from mega_data.retrieval.label_leaks import LabelLeakFilter
+from mega_data.retrieval.label_leaks import NeighborLeakFilter
 from mega_data.retrieval.neighbor_files import DatasetNeighbors, get_neighbors_path
 from mega_data.retrieval.retrieve_neighbors import ChunkEncoder, RetrievalSettings, retrieve_neighbors
 from mega_data.token_files.dataset_info import TokenizerInfo, write_dataset_info
@@ -48,7 +48,7 @@ def test_exact_search_is_brute_force_without_the_own_document(tmp_path: Path) ->
     values = embed(texts, lambda _: None).astype(np.float64)
     distances = ((values[:, None] - values) ** 2).sum(2)
     numbers = np.arange(120)
-    distances[~LabelLeakFilter(chunks, chunks).select_allowed(numbers, np.tile(numbers, (120, 1)))] = np.inf
+    distances[~NeighborLeakFilter(chunks, chunks).select_allowed(numbers, np.tile(numbers, (120, 1)))] = np.inf
     assert np.isinf(distances[0, :3]).all()
     told = np.take_along_axis(distances, neighbors(tmp_path / "d"), 1)
     np.testing.assert_array_equal(told, np.sort(distances, 1)[:, :3])  # of equal distances any

@@ -26,7 +26,7 @@ from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.cleaning.append_files import SUFFIXES, AppendJournal
 from mega_data.cleaning.clean_config import RULES, CleanConfig
-from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, sum_amounts
+from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, sum_document_amounts
 from mega_data.cleaning.document_judge import DocumentJudge, JudgeBatch, JudgedBatch, JudgeSettings, judge_batch
 from mega_data.cleaning.duplicate_removal import FirstPassPart, SourceNames, find_duplicates, remove_part_duplicates
 from mega_data.cleaning.fingerprint_files import import_fingerprints, write_kept_fingerprints
@@ -287,9 +287,9 @@ class CleanRun:
         summary = {
             "version": 1,
             "config": self.config.model_dump(mode="json", exclude_none=True),
-            "read": asdict(sum_amounts(tally.read.values())),
-            "kept": asdict(sum_amounts(tally.kept.values())),
-            "dropped": asdict(sum_amounts(dropped)),
+            "read": asdict(sum_document_amounts(tally.read.values())),
+            "kept": asdict(sum_document_amounts(tally.kept.values())),
+            "dropped": asdict(sum_document_amounts(dropped)),
             "inputs": {
                 name: {
                     "read": asdict(tally.read.get(name, DocumentAmount())),

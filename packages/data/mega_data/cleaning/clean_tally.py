@@ -23,7 +23,7 @@ class DocumentAmount:
         self.bytes += other.bytes
 
 
-def sum_amounts(amounts: Iterable[DocumentAmount]) -> DocumentAmount:
+def sum_document_amounts(amounts: Iterable[DocumentAmount]) -> DocumentAmount:
     """Return the total documents and bytes of several amounts."""
     result = DocumentAmount()
     for amount in amounts:

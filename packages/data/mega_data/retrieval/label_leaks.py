@@ -26,7 +26,7 @@ BASE = 0x9E3779B97F4A7C15  # odd base of the rolling hash
 BLOCK = 1 << 16  # chunks that are hashed at a time
 
 
-class LabelLeakFilter:
+class NeighborLeakFilter:
     """Filter of retrieval candidates that would leak labels: it rejects database chunks from a data chunk's own
     document, copies of that document's chunks, and copies of the chunk's continuation.
 

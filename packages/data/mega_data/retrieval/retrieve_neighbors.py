@@ -18,7 +18,7 @@ from mega_common.atomic_files import open_atomic_file, write_json_atomically
 from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.retrieval.document_chunks import DocumentChunks
-from mega_data.retrieval.label_leaks import LabelLeakFilter
+from mega_data.retrieval.label_leaks import NeighborLeakFilter
 from mega_data.retrieval.neighbor_files import ChunksInfo, NeighborsInfo
 from mega_data.retrieval.vector_index import NearestVectors, VectorShards, select_index_type
 from mega_data.sampling.dataset_parts import compute_split_bounds
@@ -168,7 +168,7 @@ class _RetrievalRun:
         if not missing:
             return factory, self._found
         index = NearestVectors(self._keys, self.train.stop, factory=factory, probes=self.search.probes)
-        leak_filter = LabelLeakFilter(self.chunks, self.database)
+        leak_filter = NeighborLeakFilter(self.chunks, self.database)
         with ProgressBar("searching", total=sum(map(len, missing)), unit="chunks") as bar:
             for span in missing:
                 vectors = np.concatenate(list(self._queries.iterate_blocks(span.start, span.stop)))

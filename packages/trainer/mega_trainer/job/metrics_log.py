@@ -23,7 +23,7 @@ from mega_trainer.job.goodput import GoodputCounter
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.plan.flops import count_parameters_by_layer, find_peak_flops, model_flops, palm_flops
 from mega_trainer.plan.layer_flops import image_flops
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 
 MetricsSink = Callable[[int, dict[str, float]], object]
@@ -62,8 +62,8 @@ class UtilizationModel:
         known = datasheet_peak_flops(device, config.precision)
         peak = known or measure_peak_flops(device, dtype)
         count = count_parameters_by_layer(model)
-        run = make_run_shape(config, world_size)
-        other = TrainableParameters.from_run_shape(model, run, count).extra_flops(model, count)
+        run = make_training_layout(config, world_size)
+        other = TrainableParameters.from_training_layout(model, run, count).extra_flops(model, count)
         image = sum(image_flops(model, run.freeze, config.lora).values())
         exact, palm = model_flops(model, lengths[0], target=lengths[1]), palm_flops(model, *lengths)
         return cls(exact + other, palm + other, peak * world_size, image, peak_is_known=known is not None)

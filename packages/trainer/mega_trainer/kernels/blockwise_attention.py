@@ -213,7 +213,7 @@ def _iterate_tiles(q: Tensor, k: Tensor, band: BandMask) -> Iterator[tuple[slice
 
 
 def _bias_indices(how: ScoreTransform, rows: slice, keys: slice, ahead: int) -> Tensor | None:
-    """Return `DistanceBias.value_indices` of a tile, or None without a bias."""
+    """Return `RelativePositionBias.value_indices` of a tile, or None without a bias."""
     tile = range(rows.start, rows.stop), range(keys.start, keys.stop)
     return None if how.bias is None else how.bias.value_indices(*tile, ahead)
 

@@ -126,8 +126,8 @@ class PreferenceObjective(TrainingObjective):
             self._sums += torch.cat(values).detach().sum(1)
         return -answers.spread_gradient(gradient).to(log_probs.dtype)
 
-    def measure_losses(self, sums: Tensor) -> Tensor:
-        """Return the sums of the step's preference losses and metrics; see `TrainingObjective.measure_losses`."""
+    def append_metric_sums(self, sums: Tensor) -> Tensor:
+        """Return the sums of the step's preference losses and metrics; see `TrainingObjective.append_metric_sums`."""
         return torch.cat([self._sums[:1], sums[1:], self._sums[1:]])
 
     def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:

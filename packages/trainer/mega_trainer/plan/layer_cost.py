@@ -29,8 +29,8 @@ from mega_trainer.plan.layer_flops import (
     saved_activation_elements,
 )
 from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec, RankPlacement
-from mega_trainer.plan.run_shape import RunShape
 from mega_trainer.plan.trainable_parameters import TrainableParameters
+from mega_trainer.plan.training_layout import TrainingLayout
 
 TILE = 128  # rows of a kernel's tile: the minimum cost of a GEMM; attention computes half a tile of masked scores
 HEAD_BYTES = 7  # bytes that the loss moves per logit, forward and backward, in addition to its GEMMs
@@ -146,7 +146,7 @@ class LayerCostModel:
     """Cost model of one rank's work in a run on a machine: seconds of forward and backward of each part of the model."""
 
     model: ModelConfig
-    run: RunShape
+    run: TrainingLayout
     interconnect: Interconnect
     rates: GpuThroughput
     profile: TrainerProfile

@@ -29,8 +29,8 @@ from mega_trainer.plan.layer_cost import (
 from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec
 from mega_trainer.plan.memory_prediction import split_layers_into_stages, zero3_unit_layers
 from mega_trainer.plan.pipeline_fill import estimate_makespan
-from mega_trainer.plan.run_shape import RunShape
 from mega_trainer.plan.trainable_parameters import TrainableParameters
+from mega_trainer.plan.training_layout import TrainingLayout
 
 UPDATE_BYTES = 51  # moved by AdamW and the gradient norm per parameter of a rank: benchmarks/results/traffic.json
 HOST_BYTES = 28  # copied per parameter if optimizer states are in host memory: main weight, moments and gradient
@@ -72,7 +72,7 @@ class PlannedRun:
     """
 
     model: ModelConfig
-    run: RunShape
+    run: TrainingLayout
     cost_model: LayerCostModel
     count: ParameterCounts
     trained: TrainableParameters
@@ -82,7 +82,7 @@ class PlannedRun:
     def from_settings(
         cls,
         model: ModelConfig,
-        run: RunShape,
+        run: TrainingLayout,
         machine: MachineSpec,
         efficiency: MachineEfficiency,
         profile: TrainerProfile,
@@ -102,7 +102,7 @@ class PlannedRun:
         )
         unit = zero3_unit_layers(model, run) if run.zero == 3 else 1
         count = count or count_parameters_by_layer(model)
-        trained = TrainableParameters.from_run_shape(model, run, count)
+        trained = TrainableParameters.from_training_layout(model, run, count)
         return cls(model, run, LayerCostModel(model, run, interconnect, rates, profile, trained), count, trained, unit)
 
     @cached_property
@@ -294,7 +294,7 @@ class PlannedRun:
 
 def predict_step_time(
     model: ModelConfig,
-    run: RunShape,
+    run: TrainingLayout,
     machine: MachineSpec,
     efficiency: MachineEfficiency,
     profile: TrainerProfile | None = None,

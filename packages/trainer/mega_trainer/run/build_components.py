@@ -57,7 +57,7 @@ from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
 from mega_trainer.pipeline.layer_partition import split_stage_layers
 from mega_trainer.pipeline.schedules import PipelineSchedule, make_schedule
 from mega_trainer.plan.flops import head_cost_in_layers, relative_layer_costs
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import zero3_unit_layers
 
 
@@ -217,7 +217,7 @@ def build_stages(
 
 def resolve_zero3_layers(config: RunConfig, groups: ParallelGroups) -> int:
     """Return the number of layers whose weights ZeRO-3 gathers together as one unit, configured or chosen by size."""
-    return zero3_unit_layers(config.model, make_run_shape(config, groups.world.size))
+    return zero3_unit_layers(config.model, make_training_layout(config, groups.world.size))
 
 
 def make_fp8_kernels(config: RunConfig, device: torch.device, leaves: LeafCompiler | None = None) -> dict[int, Kernels]:

@@ -238,9 +238,9 @@ class LoopStepHooks(StepHooks):
     def _step(self) -> int:
         return self.context.state.step + 1
 
-    def measure_losses(self, sums: Tensor) -> Tensor:
+    def append_metric_sums(self, sums: Tensor) -> Tensor:
         """Return this rank's loss sums `sums` [2] with the sums of the objective's metrics appended."""
-        return self.context.objective.measure_losses(sums)
+        return self.context.objective.append_metric_sums(sums)
 
     def local_scalars(self) -> StepScalars:
         """Return this rank's scalars that are summed over all ranks together with the loss: stop requests, a failed
