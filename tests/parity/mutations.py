@@ -316,8 +316,10 @@ def _weight_gradient_twice() -> AbstractContextManager[Any]:
 
 
 def _head_gradient_unscaled() -> AbstractContextManager[Any]:
-    real = products.write_scaled
-    return swap(products, "write_scaled", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw))
+    real = products.write_scaled_values
+    return swap(
+        products, "write_scaled_values", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw)
+    )
 
 
 def _slice_off_by_one() -> AbstractContextManager[Any]:

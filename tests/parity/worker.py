@@ -84,7 +84,7 @@ class Trainer:
     ) -> Trainer:
         """This rank's trainer. A collective call among the ranks of the case."""
         config = RunConfig.parse(case.raw, source=str(case))
-        groups = build_components.connect_groups(config, RankInfo(rank, case.ranks), maker, log)
+        groups = build_components.connect_parallel_groups(config, RankInfo(rank, case.ranks), maker, log)
         dtype = torch.float64 if case.wide else build_components.compute_dtype(config)
         with mock.patch.object(build_components, "compute_dtype", return_value=dtype):
             state, executor = training_run.assemble_training(config, groups, torch.device("cpu"))

@@ -16,7 +16,7 @@ N, D = 300, 16
 def vectors(tmp_path_factory: pytest.TempPathFactory) -> tuple[VectorShards, npt.NDArray[np.float32]]:
     values = np.random.default_rng(1).normal(size=(N, D)).astype(np.float32)
     rows = VectorShards(tmp_path_factory.mktemp("v"), "v", N, shard=128)
-    for span in rows.iterate_missing():
+    for span in rows.iterate_missing_ranges():
         rows.write_shard(span.start, values[span.start : span.stop])
     return rows, values
 

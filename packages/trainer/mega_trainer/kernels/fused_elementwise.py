@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mega_trainer.kernels.kernel_interface import RotaryAngles
-from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_function
+from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_autograd_function
 
 SLOPE = 1.702  # of the gate in GPT-OSS, whose sigmoid approximates GELU
 APPROXIMATE = {"geglu": "tanh", "geglu_erf": "none"}
@@ -91,7 +91,7 @@ def gated_activation(
     """Apply a gated activation, differentiable, with forward and backward as one kernel each if `leaves` compiles; see
     `Kernels.gated_activation`.
     """
-    y: Tensor = apply_function(_GatedActivation, gate_up, weights, activation, limit, leaves)
+    y: Tensor = apply_autograd_function(_GatedActivation, gate_up, weights, activation, limit, leaves)
     return y
 
 
@@ -174,7 +174,7 @@ def add_rms_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, leaves: LeafCompiler
 ) -> tuple[Tensor, Tensor]:
     """Return x + y (x without y) and its RMSNorm, differentiable; see `Kernels.add_rms_norm`."""
-    stream, normed = apply_function(_AddRmsNorm, x, y, weight, eps, zero_centered, leaves)
+    stream, normed = apply_autograd_function(_AddRmsNorm, x, y, weight, eps, zero_centered, leaves)
     return stream, normed
 
 
@@ -183,7 +183,7 @@ def add_rms_norm(
 
 def rotary_leaf(cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, *parts: Tensor) -> Tensor:
     """Concatenate heads [B, S, H_i, d] to [B, S, sum H_i, d] with the first `turning` heads rotated by the rotary
-    angles, or rotated `back` for the gradient.
+    angles, or with `back` by their negatives, for the gradient.
 
     Interleaved, rotation maps pairs of neighbours to halves, and rotating back maps halves to pairs.
     """
@@ -277,7 +277,7 @@ def apply_rotary(
         rotated = torch.addcmul(moving * cos, moving.roll(x.shape[-1] // 2, -1), sin)
         kept = [fixed] if turning + 1 == len(heads) else fixed.split_with_sizes(list(heads[turning:]), -2)
         return *rotated.split_with_sizes(list(heads[:turning]), -2), *kept
-    parts: tuple[Tensor, ...] = apply_function(
+    parts: tuple[Tensor, ...] = apply_autograd_function(
         _ApplyRotary, x, rotation.cos, rotation.sin, rotation.interleaved, heads, turning, leaves
     )
     return parts
