@@ -90,7 +90,7 @@ MODELS["vision"] = {
         "patch_size": 2, "image_token": 60,
     },
 }  # fmt: skip
-# Chunks of which some have no neighbours, and neighbours of which some are short.
+# Chunks of which some have no neighbors, and neighbors of which some are short.
 MODELS["retro"] = {
     "num_attention_heads": 8, "vocab_size": 61, "retro": {"chunk_length": 4, "neighbors": 2, "encoder_layers": 2},
 }  # fmt: skip

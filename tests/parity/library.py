@@ -32,7 +32,7 @@ from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.engine import TrainingEngine
 from mega_trainer.run.build_components import connect_parallel_groups
 
-# whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbours
+# whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbors
 SKIPPED = ("tied", "encoder", "t5", "vision", "retro")
 # What makes of the models of these names some that HuggingFace has: Llama, Qwen3 (gqa, long), Gemma 2, Mixtral, DeepSeek-V3.
 NAMED = {

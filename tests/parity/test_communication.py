@@ -135,7 +135,7 @@ def pipeline(one: Case, rank: int) -> Traffic:
     if "encoder" in one.model:  # its tokens, the decoder's, and two tables of relative positions
         table = one.model["relative"]["buckets"] * one.model["num_attention_heads"] // layout["tp"]
         rows = (one.length + TARGET) // share + math.ceil(2 * table / D)
-    if "retro" in one.model:  # of each chunk, neighbours of twice its length
+    if "retro" in one.model:  # of each chunk, neighbors of twice its length
         rows += 2 * one.model["retro"]["neighbors"] * S // share
     theory.expect("pp", "receive", arrivals, one.micro * rows * D * BYTES[one.precision])
     theory.expect("pp", "all_gather", 1, pp * NORM)

@@ -185,7 +185,7 @@ def _source(config: RunConfig, step: int, own: slice, count: int) -> EncoderInpu
 
 
 def _neighbors(config: RunConfig, retro: RetroConfig, step: int, count: int) -> np.ndarray:
-    """What was retrieved: some chunks have nothing, and some neighbours are short."""
+    """What was retrieved: some chunks have nothing, and some neighbors are short."""
     rng = np.random.default_rng([9, step])
     shape = (count, config.data.seq_length // retro.chunk_length, retro.neighbors, retro.neighbor_length)
     tokens = rng.integers(0, config.model.vocab_size, shape)

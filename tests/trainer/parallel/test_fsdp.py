@@ -197,7 +197,7 @@ class Nobody(ProcessGroupCache):
         """No group."""
 
 
-def test_neighbours_of_one_tensor_rank_share_a_copy() -> None:
+def test_neighbors_of_one_tensor_rank_share_a_copy() -> None:
     everyone = [
         build_parallel_groups(ParallelLayout(tp=2, dp=4), rank, heads=[4], shard=2, maker=Nobody()) for rank in range(8)
     ]

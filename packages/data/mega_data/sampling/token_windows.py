@@ -29,7 +29,7 @@ class StableTokenWindows:
     in file order, cut anew in each epoch.
 
     The tokens form a circle. An epoch draws a starting point, lays T // S windows of S + 1 tokens end to end from there
-    (neighbours share one token, the label of one and the first input of the next), and visits them in a drawn order. So
+    (neighbors share one token, the label of one and the first input of the next), and visits them in a drawn order. So
     every token is a label once per epoch, except the T % S tokens before the starting point, which differs between
     epochs, as do the cuts between windows. Documents stay in file order, and windows cross their ends. With fewer than
     S + 1 tokens, a window repeats the circle.

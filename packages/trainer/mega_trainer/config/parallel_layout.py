@@ -14,7 +14,7 @@ class ParallelLayout:
     """Degrees of parallelism and the order of ranks; the product of tp, pp, cp and dp is the number of ranks.
 
     Ranks are ordered pp, dp, cp, tp with tp fastest, so that the groups that communicate most lie on one machine. Expert
-    parallelism splits the ranks of a stage independently of dp, cp and tp: in blocks of ep x expert_tp neighbouring ranks
+    parallelism splits the ranks of a stage independently of dp, cp and tp: in blocks of ep x expert_tp neighboring ranks
     that hold all experts, expert_tp fastest.
     """
 

@@ -60,7 +60,7 @@ class ParallelConfig(StrictConfig):
     zero3_shard: int | None = Field(
         None,
         ge=2,
-        description="under zero 3, number of neighbouring data ranks that shard one copy (HSDP); default: all",
+        description="under zero 3, number of neighboring data ranks that shard one copy (HSDP); default: all",
     )
     zero3_layers: PositiveInt | None = Field(
         None, description="under zero 3, layers all-gathered at once; default: by layer size and number of ranks"

@@ -1,6 +1,6 @@
 """Fused elementwise and row-wise operations with hand-written gradients: each is one leaf forward and one backward.
 
-A backward needs only tensors that a neighbouring GEMM saves anyway (a gate's input, the residual stream), and a number per
+A backward needs only tensors that a neighboring GEMM saves anyway (a gate's input, the residual stream), and a number per
 row.
 
 Legend: N tokens in any number of axes, D model width, F feed-forward width, H heads, d head size, r its rotated part.
@@ -185,7 +185,7 @@ def rotary_leaf(cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning
     """Concatenate heads [B, S, H_i, d] to [B, S, sum H_i, d] with the first `turning` heads rotated by the rotary
     angles, or with `back` by their negatives, for the gradient.
 
-    Interleaved, rotation maps pairs of neighbours to halves, and rotating back maps halves to pairs.
+    Interleaved, rotation maps pairs of neighbors to halves, and rotating back maps halves to pairs.
     """
     sin, size = -sin if back else sin, 2 * cos.shape[-1]
     if torch.compiler.is_compiling():  # the compiler makes one kernel of this, but not of writes into parts of a tensor
