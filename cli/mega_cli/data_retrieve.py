@@ -1,4 +1,4 @@
-"""`mega data retrieve`: nearest neighbours of a data set's chunks."""
+"""`mega data retrieve`: nearest neighbors of a data set's chunks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def retrieve_command(
     ] = None,
     database: Annotated[
         Path | None,
-        typer.Option(metavar="PREFIX", help="Data set to search for neighbours.", show_default="the data set itself"),
+        typer.Option(metavar="PREFIX", help="Data set to search for neighbors.", show_default="the data set itself"),
     ] = None,
     split: Annotated[
         str | None,
@@ -54,7 +54,7 @@ def retrieve_command(
             show_default="969,30,1 as in run.yaml; with --database: everything",
         ),
     ] = None,
-    neighbors: Annotated[int, typer.Option("--neighbors", "-k", min=1, help="Neighbours per chunk.")] = 2,
+    neighbors: Annotated[int, typer.Option("--neighbors", "-k", min=1, help="Neighbors per chunk.")] = 2,
     chunk_length: Annotated[int, typer.Option(min=1, help="Tokens per chunk.")] = 64,
     index: Annotated[
         str | None,
@@ -115,7 +115,7 @@ def retrieve_command(
         overwrite=overwrite,
     )
     typer.echo(
-        f"{output or get_neighbors_path(prefix)}: {neighbors} neighbours of {found.data.last:,} chunks in {found.database.last:,}"
+        f"{output or get_neighbors_path(prefix)}: {neighbors} neighbors of {found.data.last:,} chunks in {found.database.last:,}"
     )
 
 

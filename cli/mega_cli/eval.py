@@ -138,11 +138,11 @@ def eval_command(
         from mega_cli.eval_tasks import TaskEvalOptions, evaluate_tasks, import_harness
 
         import_harness(offline=offline)
-        from mega_eval.harness_tasks import TaskOptions
+        from mega_eval.harness_tasks import HarnessTaskOptions
         from mega_eval.multi_rank_inference import ReplicaLayout
 
         asked = TaskEvalOptions(model, tokenizer, precision, device, batch_size, seq_length, output)
-        options = TaskOptions(include_path, num_fewshot, limit, apply_chat_template, log_samples, cache)
+        options = HarnessTaskOptions(include_path, num_fewshot, limit, apply_chat_template, log_samples, cache)
         evaluate_tasks(tasks.split(","), asked, options, ReplicaLayout(tp, ep, pp), nproc)
         return
     assert data is not None

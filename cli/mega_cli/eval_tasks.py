@@ -11,7 +11,7 @@ from mega_common.errors import DataError, MissingPackageError
 
 if TYPE_CHECKING:
     from mega_data.chat.chat_template import ChatTemplate
-    from mega_eval.harness_tasks import TaskOptions
+    from mega_eval.harness_tasks import HarnessTaskOptions
     from mega_eval.multi_rank_inference import ModelReplicas, ReplicaLayout
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # environment variables of the hub libraries
@@ -50,7 +50,11 @@ def import_harness(*, offline: bool) -> None:
 
 
 def evaluate_tasks(
-    names: list[str], model_settings: TaskEvalOptions, options: TaskOptions, sharing: ReplicaLayout, nproc: int | None
+    names: list[str],
+    model_settings: TaskEvalOptions,
+    options: HarnessTaskOptions,
+    sharing: ReplicaLayout,
+    nproc: int | None,
 ) -> None:
     """Run lm-evaluation-harness tasks on a model: in this process if it is a rank or the only one, else on `nproc`
     ranks started here.
@@ -65,7 +69,11 @@ def evaluate_tasks(
 
 
 def _lead(
-    names: list[str], model_settings: TaskEvalOptions, options: TaskOptions, sharing: ReplicaLayout, world_size: int
+    names: list[str],
+    model_settings: TaskEvalOptions,
+    options: HarnessTaskOptions,
+    sharing: ReplicaLayout,
+    world_size: int,
 ) -> None:
     from mega_eval.harness_model import HarnessModel
     from mega_eval.harness_tasks import find_harness_tasks, format_results_table, run_harness_tasks, write_task_results

@@ -173,7 +173,7 @@ def is_inside_folder(path: str | Path, folder: str | Path) -> bool:
     return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
 
 
-def reject_workflow(file: Path, raw: Mapping[str, Any], hint: str) -> None:
+def reject_workflow_file(file: Path, raw: Mapping[str, Any], hint: str) -> None:
     """Raise a ConfigError if a workflow is given instead of a run.yaml."""
     if "stages" in raw and "model" not in raw:
         raise ConfigError(
@@ -188,7 +188,7 @@ def reject_run_config(file: Path, raw: Mapping[str, Any]) -> None:
         raise ConfigError(f"{file}: the file is the configuration of a run, not a workflow", hint=hint)
 
 
-def command_problems(name: str, stage: WorkflowStage, root: TyperGroup) -> Iterator[ConfigProblem]:
+def find_command_problems(name: str, stage: WorkflowStage, root: TyperGroup) -> Iterator[ConfigProblem]:
     """Yield problems of a workflow stage's command and its options, checked against the `mega` command tree `root`."""
     node: Any = root
     for word in stage.run.split():

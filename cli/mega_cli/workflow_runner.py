@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from mega_cli.file_digests import FileDigests, FileRecord, code_digest, expand_patterns
+from mega_cli.file_digests import FileDigests, FileRecord, compute_code_digest, expand_patterns
 from mega_cli.stage_settings import FlatSettings, StageVerdict, judge_settings_change, referenced_files, stage_settings
 from mega_cli.workflow_config import WorkflowConfig, WorkflowStage
 from mega_common import atomic_files as files
@@ -116,7 +116,7 @@ class WorkflowRunner:
             blocked = last.status != "failed" and stage.command_arguments[0] in NO_OVERWRITE
             invalid = changed is not None and changed.start_over
             return StageVerdict(f"{reason}, {changed.reason}" if changed else reason, start_over=invalid or blocked)
-        if changed is None and code_digest(stage.command_arguments[0]) != last.code:
+        if changed is None and compute_code_digest(stage.command_arguments[0]) != last.code:
             return StageVerdict("the code changed", start_over=stage.run != "train")
         return changed or self._find_damage(stage, last)
 
@@ -174,7 +174,7 @@ class WorkflowRunner:
         now, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         fresh = StageAttempt(
             status="running", command=stage.run_identity, settings=self._settings(name),
-            code=code_digest(stage.command_arguments[0]), inputs=self.digest_inputs(stage), named=self.digest_referenced(name), started=now,
+            code=compute_code_digest(stage.command_arguments[0]), inputs=self.digest_inputs(stage), named=self.digest_referenced(name), started=now,
         )  # fmt: skip
         self._record(name, fresh)
         logger.info("%s: mega %s", name, " ".join(stage.command_arguments))

@@ -171,7 +171,7 @@ def test_training_goes_on_with_what_is_left_of_its_checkpoints(trained: Flow, lo
 
 
 def test_new_code_does_not_throw_a_training_away(trained: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mega_cli.workflow_runner.code_digest", lambda command: f"new {command}")
+    monkeypatch.setattr("mega_cli.workflow_runner.compute_code_digest", lambda command: f"new {command}")
     assert what_happens(trained) == GOES_ON
 
 

@@ -74,7 +74,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         },
         {"tp": 1, "pp": 2, "ep": 2},
     ),
-    "centred-norms-neighbours": (
+    "centred-norms-neighbors": (
         {
             **GROUPED, "normalization": "LayerNorm", "layernorm_zero_centered_gamma": True, "rotary_interleaved": True,
             "kv_channels": 12, "rotary_percent": 0.5, "softmax_type": "learnable", "window_size": [3, 0],

@@ -316,8 +316,10 @@ def _weight_gradient_twice() -> AbstractContextManager[Any]:
 
 
 def _head_gradient_unscaled() -> AbstractContextManager[Any]:
-    real = products.write_scaled
-    return swap(products, "write_scaled", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw))
+    real = products.write_scaled_values
+    return swap(
+        products, "write_scaled_values", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw)
+    )
 
 
 def _slice_off_by_one() -> AbstractContextManager[Any]:
@@ -498,7 +500,7 @@ def _each_block_alone() -> AbstractContextManager[Any]:
 
 
 def _gradient_stays_away() -> AbstractContextManager[Any]:
-    """The last step of the ring's gradients left out: each rank keeps those of its neighbour's keys."""
+    """The last step of the ring's gradients left out: each rank keeps those of its neighbor's keys."""
     real = context_parallel.RingExchange.collect_gradients
 
     def collect(self: Any, mine: Tensor, work: Any) -> Tensor:
@@ -667,7 +669,7 @@ MUTATIONS = [
     Mutation("ring skips a block", RING, _ring_skips_a_block),
     Mutation("ring adds blocks without their weights", RING, _blocks_added_without_weights),
     Mutation("ring's gradient of each block as if it were alone", RING, _each_block_alone),
-    Mutation("ring leaves a key's gradient with the neighbour", RING, _gradient_stays_away),
+    Mutation("ring leaves a key's gradient with the neighbor", RING, _gradient_stays_away),
     Mutation("gathered keys' gradients not summed", GATHER, _gathered_gradient_not_summed),
     Mutation("heads for sequence: tokens in the order of ranks", EXCHANGE, _tokens_in_order_of_ranks),
     Mutation("ring leaves the sinks out", RING, _blocks_without_sinks),

@@ -24,7 +24,7 @@ from mega_trainer.distributed.comm import CommLog
 from mega_trainer.job.step_result import StepScalars
 from mega_trainer.model.expert_router import ExpertRouter
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
-from mega_trainer.pipeline.schedules import place_stages
+from mega_trainer.pipeline.schedules import place_pipeline_stages
 
 S, D, F, V, L = 16, 32, 48, 64, 2
 SCALAR = 8
@@ -127,7 +127,7 @@ def pipeline(one: Case, rank: int) -> Traffic:
     """Each boundary between stages of different ranks is crossed once forward and once backward a micro-batch."""
     theory, m, layout = Theory(), microbatches(one), one.layout
     pp = layout["pp"]
-    owners = place_stages(layout["schedule"], pp, layout["virtual_stages"])
+    owners = place_pipeline_stages(layout["schedule"], pp, layout["virtual_stages"])
     crossed = [ends for ends in pairwise(owners) if ends[0] != ends[1]]  # in the bend of a V nothing is sent
     arrivals = m * sum(ends.count(rank // layout["tp"]) for ends in crossed)
     share = layout["tp"] if layout["sp"] else 1
@@ -135,7 +135,7 @@ def pipeline(one: Case, rank: int) -> Traffic:
     if "encoder" in one.model:  # its tokens, the decoder's, and two tables of relative positions
         table = one.model["relative"]["buckets"] * one.model["num_attention_heads"] // layout["tp"]
         rows = (one.length + TARGET) // share + math.ceil(2 * table / D)
-    if "retro" in one.model:  # of each chunk, neighbours of twice its length
+    if "retro" in one.model:  # of each chunk, neighbors of twice its length
         rows += 2 * one.model["retro"]["neighbors"] * S // share
     theory.expect("pp", "receive", arrivals, one.micro * rows * D * BYTES[one.precision])
     theory.expect("pp", "all_gather", 1, pp * NORM)

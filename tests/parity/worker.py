@@ -84,7 +84,7 @@ class Trainer:
     ) -> Trainer:
         """This rank's trainer. A collective call among the ranks of the case."""
         config = RunConfig.parse(case.raw, source=str(case))
-        groups = build_components.connect_groups(config, RankInfo(rank, case.ranks), maker, log)
+        groups = build_components.connect_parallel_groups(config, RankInfo(rank, case.ranks), maker, log)
         dtype = torch.float64 if case.wide else build_components.compute_dtype(config)
         with mock.patch.object(build_components, "compute_dtype", return_value=dtype):
             state, executor = training_run.assemble_training(config, groups, torch.device("cpu"))
@@ -185,7 +185,7 @@ def _source(config: RunConfig, step: int, own: slice, count: int) -> EncoderInpu
 
 
 def _neighbors(config: RunConfig, retro: RetroConfig, step: int, count: int) -> np.ndarray:
-    """What was retrieved: some chunks have nothing, and some neighbours are short."""
+    """What was retrieved: some chunks have nothing, and some neighbors are short."""
     rng = np.random.default_rng([9, step])
     shape = (count, config.data.seq_length // retro.chunk_length, retro.neighbors, retro.neighbor_length)
     tokens = rng.integers(0, config.model.vocab_size, shape)

@@ -1,4 +1,4 @@
-"""A small ModernBERT, trained on this Python's own source code: it guesses masked tokens, and its vectors find neighbours."""
+"""A small ModernBERT, trained on this Python's own source code: it guesses masked tokens, and its vectors find neighbors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write(prefix: Path, texts: list[list[int]]) -> None:
         writer.add_documents(np.concatenate([np.array(text) for text in texts]), [len(text) for text in texts])
 
 
-def test_a_modernbert_trained_on_code_beats_unigrams_and_finds_a_planted_neighbour(tmp_path: Path) -> None:
+def test_a_modernbert_trained_on_code_beats_unigrams_and_finds_a_planted_neighbor(tmp_path: Path) -> None:
     texts = sources()
     tokenizer = tokenizer_of(texts[::4], tmp_path / "tok")
     eod = tokenizer.eos_id

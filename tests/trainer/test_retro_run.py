@@ -1,4 +1,4 @@
-"""A run of a model with retrieval, from a data set and its neighbours on disk to a checkpoint, and what that is not for."""
+"""A run of a model with retrieval, from a data set and its neighbors on disk to a checkpoint, and what that is not for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("faiss", reason="neighbours are searched by faiss")
+    pytest.importorskip("faiss", reason="neighbors are searched by faiss")
     folder = tmp_path_factory.mktemp("data")
     documents(folder / "d", np.random.default_rng(3).integers(0, 60, (40, 21)).tolist())
     found(folder, folder / "d", split=(1,))
@@ -80,8 +80,8 @@ def test_megatrons_own_is_refused() -> None:
         read_megatron_args({"num_layers": 32, "retro_add_retriever": True}, "retro-8b")
 
 
-def test_what_asks_without_neighbours_is_refused(whole: Path) -> None:
-    with pytest.raises(ConfigError, match="requires retrieved neighbours of each text"):
+def test_what_asks_without_neighbors_is_refused(whole: Path) -> None:
+    with pytest.raises(ConfigError, match="requires retrieved neighbors of each text"):
         load_inference_model(whole, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
 
 

@@ -59,7 +59,7 @@ def run_manifests(plan: PodPlan, config: str) -> str:
 
 
 def dump_documents(objects: Sequence[dict[str, Any]]) -> str:
-    """Return Kubernetes objects as one text of several YAML documents."""
+    """Return Kubernetes objects as YAML text, one document each."""
     return yaml.dump_all(objects, Dumper=_ManifestDumper, sort_keys=False, width=120, explicit_start=True)
 
 

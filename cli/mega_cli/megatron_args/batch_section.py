@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from mega_cli.megatron_args.run_draft import RunDraft
-from mega_cli.megatron_args.shell_words import show_marks
+from mega_cli.megatron_args.shell_words import format_unknown_marks
 from mega_cli.megatron_args.training_sections import ranks_per_model
 from mega_trainer.config.batch_size import BatchConfig
 
@@ -155,6 +155,8 @@ def describe_length(draft: RunDraft, *dests: str, steps: bool = True) -> str:
         if given is not None and given.values:
             per = " / data.seq_length" if dest.endswith("tokens") else ""
             return (
-                show_marks(given.values[0]) + per + (" / batch.global" if steps and not dest.endswith("iters") else "")
+                format_unknown_marks(given.values[0])
+                + per
+                + (" / batch.global" if steps and not dest.endswith("iters") else "")
             )
     return ""

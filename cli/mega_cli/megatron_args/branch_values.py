@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import TypeVar
 
-from mega_cli.megatron_args.shell_words import CLOSE, OPEN, ShellWord, unknown_mark
+from mega_cli.megatron_args.shell_words import CLOSE, OPEN, ShellWord, make_unknown_mark
 from mega_cli.megatron_args.word_expansion import VariableValue
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def merge_branch_values(name: str, values: Sequence[VariableValue | None], line:
     """Merge a variable's values from branches of which the taken one is unknown: their common prefix, with a mark for
     the unknown rest.
     """
-    mark = unknown_mark("{" + name + "}")
+    mark = make_unknown_mark("{" + name + "}")
     if any(value and set(value) != {"0"} for value in values):
         same = dict(_common_prefix([list((word_texts(value) or {}).items()) for value in values]))
         first = next(filter(None, values))

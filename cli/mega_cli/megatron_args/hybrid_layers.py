@@ -11,7 +11,7 @@ from mega_cli.megatron_args.shell_words import MARK, explain_unknown
 from mega_common.hybrid_pattern import NORM_EPS, HybridLayerPattern, build_hybrid_pattern, build_mamba_section
 
 
-def select_layers(
+def select_pattern_layers(
     draft: RunDraft, key: str, dest: str, every: Callable[[int, int], bool], further: int = 0
 ) -> list[bool] | None:
     """Return for each layer whether it has the kind that the layer pattern in setting `dest` selects; `every(layer, n)`
@@ -124,7 +124,9 @@ def write_attention_variant(draft: RunDraft) -> None:
         draft.set_key("model.attention_gate", True, "attention_output_gate")
     if draft[VARIANT] not in DELTA:
         return
-    mixers = select_layers(draft, "model.layers", "linear_attention_freq", lambda layer, n: (layer + 1) % n != 0)
+    mixers = select_pattern_layers(
+        draft, "model.layers", "linear_attention_freq", lambda layer, n: (layer + 1) % n != 0
+    )
     if mixers is None:
         return
     moe = draft.run["model"].get("moe")

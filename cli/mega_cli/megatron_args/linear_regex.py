@@ -67,7 +67,7 @@ def substitute_longest(
     return result
 
 
-def rewrite_matches(pattern: str, template: str, text: str) -> str:
+def replace_regex_matches(pattern: str, template: str, text: str) -> str:
     """Replace every match of a regular expression that RE2 supports by a template with group references."""
     result: str = _compiled(pattern).sub(template, text)
     return result

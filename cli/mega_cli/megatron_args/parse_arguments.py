@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mega_cli.megatron_args.flag_tables import CommandSettings, FlagSpec, GivenFlag
-from mega_cli.megatron_args.shell_words import MARK, ShellWord, show_marks
+from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks
 
 
 def parse_command_arguments(
@@ -57,7 +57,7 @@ def _join_placeholders(words: Sequence[ShellWord]) -> list[ShellWord]:
 
 
 def _text(spelling: str, values: Sequence[str]) -> str:
-    return " ".join([show_marks(spelling), *(show_marks(value) or "''" for value in values)])
+    return " ".join([format_unknown_marks(spelling), *(format_unknown_marks(value) or "''" for value in values)])
 
 
 def _to_megatron_flag(
@@ -83,7 +83,7 @@ def _parse_unknown_flag(
     near = difflib.get_close_matches(spelling.replace("_", "-"), spellings, n=1, cutoff=0.85)
     hint = f"did you mean {near[0]}?" if near else ""
     if arguments.strict:
-        arguments.add_megatron_problem(line, show_marks(spelling), "is not a flag of Megatron-LM", hint)
+        arguments.add_megatron_problem(line, format_unknown_marks(spelling), "is not a flag of Megatron-LM", hint)
     else:
         flag = FlagSpec(spelling, (), hint, "*" if values else "on", "str" if values else "", "", {})
         arguments.others.append(GivenFlag(flag, True, tuple(values), _text(spelling, values), line))
@@ -91,9 +91,9 @@ def _parse_unknown_flag(
 
 def _record_non_flag(word: ShellWord, arguments: CommandSettings) -> None:
     if MARK.search(word.text):
-        arguments.unread.append(show_marks(word.text))
-        text = f"the value of {show_marks(word.text)} is unknown: flags that it may contain were not read"
+        arguments.unread.append(format_unknown_marks(word.text))
+        text = f"the value of {format_unknown_marks(word.text)} is unknown: flags that it may contain were not read"
         arguments.remarks.append((word.line, text))
     else:
         hint = 'if it is part of the value before it, quote the array: "${ARGS[@]}"'
-        arguments.add_megatron_problem(word.line, show_marks(word.text), "is not a flag", hint)
+        arguments.add_megatron_problem(word.line, format_unknown_marks(word.text), "is not a flag", hint)

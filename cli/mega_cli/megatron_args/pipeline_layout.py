@@ -6,7 +6,7 @@ import re
 
 from mega_cli.megatron_args.hybrid_layers import PATTERNS, hybrid_pattern
 from mega_cli.megatron_args.run_draft import RunDraft
-from mega_cli.megatron_args.shell_words import MARK, show_marks
+from mega_cli.megatron_args.shell_words import MARK, format_unknown_marks
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
@@ -83,7 +83,7 @@ def parse_layout_string(text: str) -> list[int]:
 
 def _explicit(draft: RunDraft, pp: int, layers: int) -> None:
     if MARK.search(draft[LAYOUT]):
-        draft.set_key("parallel.pipeline_layout", None, LAYOUT, instead=show_marks(draft[LAYOUT]))
+        draft.set_key("parallel.pipeline_layout", None, LAYOUT, instead=format_unknown_marks(draft[LAYOUT]))
         return
     _group_stages(draft, parse_layout_string(draft[LAYOUT]), pp, layers, LAYOUT)
 

@@ -14,7 +14,7 @@ import yaml
 
 from mega_cli.megatron_args.deepspeed_config import DeepSpeedConfigFile
 from mega_cli.megatron_args.flag_tables import CommandSettings, GivenFlag
-from mega_cli.megatron_args.shell_words import MARK, show_marks
+from mega_cli.megatron_args.shell_words import MARK, format_unknown_marks
 
 NoteKind = Literal["translated", "not needed", "changes meaning", "no equivalent", "open"]
 DEFAULT = "Megatron's default"
@@ -138,7 +138,7 @@ class RunDraft:
         if value is None:
             reason = self._leave_open(key, found, ask)
             value = (instead or _shown_values(found) or reason) if key in OPTIONAL else None
-        if unset := dict.fromkeys(map(show_marks, _marks(value))):
+        if unset := dict.fromkeys(map(format_unknown_marks, _marks(value))):
             self.add_note(
                 "open", f"{', '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set in the script", key=key
             )
@@ -234,12 +234,12 @@ def _handled(given: GivenFlag, handling: Iterable[tuple[str, NoteKind, str]]) ->
 
 
 def _shown_values(found: Sequence[GivenFlag]) -> str:
-    return " ".join(show_marks(value) for given in found if given.unset_parameters for value in given.values)
+    return " ".join(format_unknown_marks(value) for given in found if given.unset_parameters for value in given.values)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
-        return show_marks(value)
+        return format_unknown_marks(value)
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value

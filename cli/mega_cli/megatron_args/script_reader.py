@@ -18,9 +18,9 @@ from mega_cli.megatron_args.conditions import (
     ConditionEvaluator,
     ConditionOperand,
     KnownTruth,
-    and_known,
-    negate_known,
-    or_known,
+    three_valued_and,
+    three_valued_not,
+    three_valued_or,
 )
 from mega_cli.megatron_args.control_flow import (
     follow_case_statement,
@@ -249,7 +249,7 @@ class ScriptReader:
         self.follow_all_branches(
             right, "the condition before this holds", lambda: found.append(self.follow_statement(right)), _skip_branch
         )
-        return (and_known if sign == "&&" else or_known)(status, found[0] if found else None)
+        return (three_valued_and if sign == "&&" else three_valued_or)(status, found[0] if found else None)
 
     def _pipeline(self, node: Node) -> KnownTruth:
         """Follow `a | b`, each in its own shell."""
@@ -273,7 +273,7 @@ class ScriptReader:
             self.printed = before
 
     def _negated(self, node: Node) -> KnownTruth:
-        return negate_known(self.follow_statement(node.named_children[-1]))
+        return three_valued_not(self.follow_statement(node.named_children[-1]))
 
     def follow_all_branches(self, node: Node, condition: str, *branches: Callable[[], object]) -> None:
         """Interpret each branch, because the taken one is unknown. Variables that differ afterwards keep their common

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mega_cli.megatron_args.command_output import COMMANDS, simulate_output
 from mega_cli.megatron_args.conditions import ConditionOperand, KnownTruth
 from mega_cli.megatron_args.shell_patterns import quote_pattern
-from mega_cli.megatron_args.shell_words import MARK, ShellWord, show_marks
+from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks
 from mega_cli.megatron_args.syntax_tree import node_text, output_redirection
 
 if TYPE_CHECKING:
@@ -125,7 +125,9 @@ def _source(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTr
     text = reader.script.read_file(name)
     if text is None:
         if not SURROUNDINGS.fullmatch(name):
-            reader.add_remark(node, f"the file of `{show_marks(' '.join(word.text for word in words))}` was not read")
+            reader.add_remark(
+                node, f"the file of `{format_unknown_marks(' '.join(word.text for word in words))}` was not read"
+            )
         return None
     return reader.read_source(text, words[0].line, words[2:] or None)
 

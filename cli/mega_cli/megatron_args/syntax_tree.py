@@ -9,7 +9,7 @@ from functools import cache
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from mega_cli.megatron_args.linear_regex import rewrite_matches
+from mega_cli.megatron_args.linear_regex import replace_regex_matches
 
 PLACEHOLDER = re.compile(r"^([ \t]*(?:export[ \t]+)?\w+=)(<[^<>\n'()]+>[^\s'()<>]*)[ \t]*(?=$|#)", re.MULTILINE)
 SUBSTRING = re.compile(r"(?<=:)\s*\$(?=\w+[:}])")
@@ -41,7 +41,7 @@ def parse_script(text: str) -> Node:
     if root.has_error:
         for pattern, said in ((PLACEHOLDER, r"\1'\2'"), (SUBSTRING, "")):
             text = pattern.sub(said, text)
-        text = rewrite_matches(BRACKETS, r"\1test\2\3", text)
+        text = replace_regex_matches(BRACKETS, r"\1test\2\3", text)
         source = text.encode()
         root = _parser().parse(source).root_node
     for _ in range(PASSES):

@@ -16,7 +16,7 @@ from mega_cli.megatron_args.model_section import write_model_section
 from mega_cli.megatron_args.parse_arguments import parse_command_arguments
 from mega_cli.megatron_args.run_draft import FlagNote, RunDraft
 from mega_cli.megatron_args.schedule_section import write_schedule_section
-from mega_cli.megatron_args.shell_words import show_marks
+from mega_cli.megatron_args.shell_words import format_unknown_marks
 from mega_cli.megatron_args.training_command import NOTHING, TrainingCommand, find_training_command
 from mega_cli.megatron_args.training_sections import (
     note_deepspeed_file,
@@ -116,7 +116,7 @@ def _refuse_vision(launch: TrainingCommand) -> None:
 def _deepspeed_file(given: CommandSettings, launch: TrainingCommand) -> DeepSpeedConfigFile:
     values = given.given["deepspeed_config"].values if "deepspeed_config" in given else ()
     text = launch.file(values[0]) if values else None
-    found = read_deepspeed_file(show_marks(values[0]), text) if text is not None else None
+    found = read_deepspeed_file(format_unknown_marks(values[0]), text) if text is not None else None
     return found or DeepSpeedConfigFile()
 
 

@@ -22,8 +22,8 @@ from mega_cli.megatron_args.shell_words import (
     WordPiece,
     WorkBudget,
     is_unset_parameter,
+    make_unknown_mark,
     split_on_separators,
-    unknown_mark,
 )
 from mega_cli.megatron_args.syntax_tree import node_text, parse_script
 
@@ -78,7 +78,7 @@ class WordExpander:
 
     def decode_marks(self, text: str) -> str:
         """Return a parsed text whose numbered marks have their names again; undoes `encode_marks`."""
-        return NUMBERED.sub(lambda match: unknown_mark(self.marks[int(match[1])]), text)
+        return NUMBERED.sub(lambda match: make_unknown_mark(self.marks[int(match[1])]), text)
 
     @contextmanager
     def at_offset(self, place: tuple[int, bool], arguments: list[ShellWord] | None) -> Iterator[None]:
@@ -106,7 +106,7 @@ class WordExpander:
         """Set a variable of the script, unless it was defined from outside, such as by `--define`."""
         self.budget.spend_characters(1 + len(value))
         if sum(len(word.text) + 1 for word in value.values()) > LONGEST:
-            value = {"0": ShellWord(unknown_mark("{" + name + "}"), self.place[0])}
+            value = {"0": ShellWord(make_unknown_mark("{" + name + "}"), self.place[0])}
         if name not in self.defined:
             self.variables[name] = value
             self.awaited.discard(name)
@@ -125,7 +125,7 @@ class WordExpander:
 
     def assign_number(self, name: str, value: str | None) -> None:
         """Set a variable to the result of an arithmetic assignment (`evaluate_arithmetic`); None makes it unknown."""
-        self.set_text_variable(name, unknown_mark("{" + name + "}") if value is None else value, self.place[0])
+        self.set_text_variable(name, make_unknown_mark("{" + name + "}") if value is None else value, self.place[0])
 
     def _index(self, text: str) -> str | None:
         """Return the key of an array's element, or None if unknown."""
@@ -214,7 +214,7 @@ class WordExpander:
         if node.type in EXPANSIONS:
             return list(self._expansion(node, quote))
         if node.type == "process_substitution":
-            return [WordPiece(unknown_mark(self.decode_marks(source)), "quoted", line)]
+            return [WordPiece(make_unknown_mark(self.decode_marks(source)), "quoted", line)]
         return list(self.expand_mixed(node, quote, 0, len(source.encode())))
 
     def expand_mixed(self, node: Node, quote: str, start: int, end: int) -> Iterator[WordPiece | None]:
@@ -243,7 +243,7 @@ class WordExpander:
         """Return text of the script with its escapes resolved."""
         line, at = self.line_number(node), 0
         if not quote and node.prev_sibling is None and re.match("~(?=/|$)", source):
-            yield WordPiece(unknown_mark("HOME"), "quoted", line)
+            yield WordPiece(make_unknown_mark("HOME"), "quoted", line)
             at = 1
         for match in [*ESCAPED[quote].finditer(source, at), None]:
             text = source[at : match.start() if match else None]
@@ -264,7 +264,7 @@ class WordExpander:
             output = self.substitute(node)
             inner = source[1:] if source.startswith("$") else f"({source[1:-1]})"
             values = [
-                ShellWord(unknown_mark(self.decode_marks(inner)) if output is None else output.rstrip("\n"), line)
+                ShellWord(make_unknown_mark(self.decode_marks(inner)) if output is None else output.rstrip("\n"), line)
             ]
         elif node.type == "arithmetic_expansion":
             values = [ShellWord(self._arithmetic(node, source), line)]
@@ -290,7 +290,7 @@ class WordExpander:
         start, end = (2, 1) if source.startswith("$[") else (3, 2)
         text = self.source_from(node, len(node.text or b"") - len(source.encode()) + start, end)
         value = None if MARK.search(text) else evaluate_arithmetic(text, self)
-        return unknown_mark(self.decode_marks(source[1:])) if value is None else str(value)
+        return make_unknown_mark(self.decode_marks(source[1:])) if value is None else str(value)
 
     def expand_variable(self, name: str, line: int) -> list[ShellWord]:
         """Return the words of the expansion `$NAME`."""
@@ -299,7 +299,7 @@ class WordExpander:
         if name == "#":
             return [ShellWord(str(len(self.positional or [])), line)]
         value = self.get_variable(name)
-        return [ShellWord(unknown_mark(name), line)] if value is None else [value["0"]] if "0" in value else []
+        return [ShellWord(make_unknown_mark(name), line)] if value is None else [value["0"]] if "0" in value else []
 
     def element_key(self, name: str, subscript: Node) -> str | None:
         """Return the key of the array element `NAME[...]`, or None if unknown."""
@@ -352,7 +352,9 @@ class _ParameterExpansion:
         ]
 
     def _unknown(self) -> list[ShellWord]:
-        return [ShellWord(unknown_mark(self.words.decode_marks(self.source[1:])), self.words.line_number(self.node))]
+        return [
+            ShellWord(make_unknown_mark(self.words.decode_marks(self.source[1:])), self.words.line_number(self.node))
+        ]
 
     def _changed(self, value: ShellWord, text: str | None) -> ShellWord:
         return self._unknown()[0] if text is None else ShellWord(text, value.line)
@@ -375,7 +377,7 @@ class _ParameterExpansion:
             return self.words.expand_variable(name, line)
         value, whole = self.words.get_variable(name), node_text(index).endswith(("[@]", "[*]"))
         if value is None:
-            return [ShellWord(unknown_mark(name), line)] if whole else self._unknown()
+            return [ShellWord(make_unknown_mark(name), line)] if whole else self._unknown()
         if whole:
             return list(value.values())
         key = self.words.element_key(name, index)

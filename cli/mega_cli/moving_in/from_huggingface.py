@@ -15,8 +15,8 @@ from mega_cli.megatron_args.run_draft import NoteKind
 from mega_cli.megatron_args.translate import ScriptTranslation
 from mega_cli.moving_in.batch_and_layout import count_data_ranks, set_batch_sizes
 from mega_cli.moving_in.dialects import ToolDefaults, find_dialect
-from mega_cli.moving_in.hf_adapter import set_adapter
-from mega_cli.moving_in.hf_objective import LEARNING_RATES, set_objective
+from mega_cli.moving_in.hf_adapter import set_lora_section
+from mega_cli.moving_in.hf_objective import LEARNING_RATES, set_objective_section
 from mega_cli.moving_in.hf_parallel import include_deepspeed_file, read_model_parallel, read_world_size, set_zero_level
 from mega_cli.moving_in.hf_schedule import set_hf_schedule
 from mega_cli.moving_in.settings_file import Reasons, SettingsFile
@@ -82,7 +82,7 @@ def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation
     given = SettingsFile(path, "TrainingArguments as JSON, or a configuration of Axolotl or Accelerate")
     dialect = find_dialect(given)
     _model_and_data(given, dialect)
-    objective = set_objective(given, dialect)
+    objective = set_objective_section(given, dialect)
     include_deepspeed_file(given)
     split = read_model_parallel(given)
     ranks = read_world_size(given, ranks, split)
@@ -94,7 +94,7 @@ def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation
     _optimizer(given)
     _savings(given, dialect)
     set_zero_level(given)
-    set_adapter(given, dialect)
+    set_lora_section(given, dialect)
     given.write_defaults(DEFAULTS, "HuggingFace's")
     return given.finish_run(REASONS, f"{ranks} ranks" if ranks else "")
 

@@ -35,7 +35,7 @@ DOUBLE = (
 )  # fmt: skip
 
 
-def set_adapter(given: SettingsFile, dialect: ToolDefaults) -> None:
+def set_lora_section(given: SettingsFile, dialect: ToolDefaults) -> None:
     """Set `lora` of run.yaml if a settings file with HuggingFace's names trains a LoRA adapter.
 
     Raises:

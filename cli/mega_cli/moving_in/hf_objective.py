@@ -34,7 +34,7 @@ FOREIGN = (
 PLUGINS = re.compile(r"diffusion|\bkd\b|distill|grpo|nemo_gym|ebft|\brl\b", re.IGNORECASE)
 
 
-def set_objective(given: SettingsFile, dialect: ToolDefaults) -> str:
+def set_objective_section(given: SettingsFile, dialect: ToolDefaults) -> str:
     """Set `objective` of run.yaml and its data settings from a settings file with HuggingFace's names, and return the
     objective's kind.
 

@@ -27,7 +27,7 @@ from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
 from mega_ckpt.formats.megatron_dist_write import write_dist_checkpoint
 from mega_ckpt.formats.megatron_legacy_write import write_legacy_checkpoint
 from mega_ckpt.formats.megatron_source import TRACKER, MegatronSource
-from mega_ckpt.formats.megatron_write import MegatronWriter, check_parallel_sizes, write_release
+from mega_ckpt.formats.megatron_write import MegatronWriter, check_parallel_sizes, write_release_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import write_peft_folder
 from mega_ckpt.lora_adapter import AdaptedSource
@@ -246,7 +246,9 @@ def _write_megatron(source: WeightSource, folder: Path, options: ConvertOptions,
     writing = _prepare_megatron(source, options)
     with ProgressBar("writing Megatron", total=writing.total_bytes, unit="bytes") as bar:
         journal.advance = bar.advance
-        write_release(writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance, journal.write_once)
+        write_release_folder(
+            writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance, journal.write_once
+        )
 
 
 MEGATRON_FORMATS = {"torch_dist": write_dist_checkpoint, "torch": write_legacy_checkpoint}

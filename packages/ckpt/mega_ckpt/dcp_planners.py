@@ -210,7 +210,7 @@ class ShardStorageWriter(StorageWriter):
         self.folder: Location | None = None
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing: a writer object serves one save."""
+        """Do nothing: a writer object serves one save only, so `checkpoint_id` has no effect."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Create the checkpoint folder, on the coordinator only."""
@@ -263,7 +263,7 @@ class ShardStorageReader(StorageReader):
         self._opened: Checkpoint | MegaError
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing: a reader object serves one load."""
+        """Do nothing: a reader object serves one load only, so `checkpoint_id` has no effect."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint and return DCP metadata of the requested tensors. An error is raised only in

@@ -84,7 +84,9 @@ class MegaWeightSource:
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`: a view of the file, unless it is assembled from several chunks."""
+        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`: a view of the file, unless it is
+        assembled from several chunks.
+        """
         if name in self._averaged:
             return self.checkpoint.read_tensor(AVERAGE + name, offset, shape).to(self.tensor_dtype(name))
         key = WEIGHTS + name
@@ -99,7 +101,7 @@ class MegaWeightSource:
         return [key.removeprefix(BUFFERS) for key in self.checkpoint.tensor_keys(BUFFERS)]
 
     def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer, unchanged."""
+        """Read one buffer (a tensor that is not a weight) of a mega checkpoint, unchanged."""
         return self.checkpoint.read_tensor(BUFFERS + name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:

@@ -43,13 +43,15 @@ class WeightSource(Protocol):
         """Read a whole tensor. The result may be a view of the file: copy it before changing it."""
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`, and only the bytes it needs. The result may be a view of the file."""
+        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`, and only the bytes it needs; may be a
+        view of the file.
+        """
 
     def buffer_names(self) -> Sequence[str]:
-        """Return the tensors of a HuggingFace folder that are not weights (masks and so on), by their names there."""
+        """Return the names of the buffers: tensors of a HuggingFace folder that are not weights, such as masks."""
 
     def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer, unchanged."""
+        """Read one buffer (a tensor that is not a weight), unchanged."""
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
         """Return the asset files of the weights, {path inside the assets folder: file or content}."""
@@ -66,32 +68,32 @@ class DerivedSource:
         return self.base.tensor_names()
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global shape of a tensor in the base source."""
         return self.base.tensor_shape(name)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
+        """Return the dtype of a tensor in the base source."""
         return self.base.tensor_dtype(name)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
+        """Read a whole tensor by its canonical name."""
         shape = self.tensor_shape(name)
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`."""
+        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`."""
         return self.base.read_tensor_slice(name, offset, shape)
 
     def buffer_names(self) -> Sequence[str]:
-        """Return the names of the base's buffers."""
+        """Return the names of the buffers of the base source."""
         return self.base.buffer_names()
 
     def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer of the base."""
+        """Read one buffer of the base source."""
         return self.base.read_buffer(name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base's asset files."""
+        """Return the asset files of the base source."""
         return self.base.asset_files()
 
 

@@ -24,7 +24,7 @@ Results = dict[str, Any]  # the harness's own
 
 
 @dataclass(frozen=True)
-class TaskOptions:
+class HarnessTaskOptions:
     """Options for running tasks of the lm-evaluation-harness.
 
     Attributes:
@@ -84,7 +84,7 @@ def unknown_task_error(name: str, known: Sequence[str]) -> ConfigError:
 def run_harness_tasks(
     model: HarnessModel,
     names: Sequence[str],
-    options: TaskOptions,
+    options: HarnessTaskOptions,
     model_info: Mapping[str, Any] | None = None,
     manager: TaskManager | None = None,
 ) -> Results:

@@ -144,8 +144,8 @@ _SUPPORTED_COMMANDS: Mapping[ModelKind, tuple[str, str]] = {
         "use mega eval --data with preference pairs for its accuracy",
     ),
     "retrieval": (
-        "a retrieval model (Retro), which requires retrieved neighbours of each text",
-        "evaluate it in mega train on data with neighbours (train.eval_every)",
+        "a retrieval model (Retro), which requires retrieved neighbors of each text",
+        "evaluate it in mega train on data with neighbors (train.eval_every)",
     ),
 }
 

@@ -112,10 +112,12 @@ def apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], g
         scores[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(scores.dtype)
     for token, bias in sampling.logit_bias.items():
         scores[token] += bias
-    return apply_restrictions(scores, sampling, prompt, generated) if sampling.restricts_tokens else scores
+    return apply_token_restrictions(scores, sampling, prompt, generated) if sampling.restricts_tokens else scores
 
 
-def apply_restrictions(scores: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
+def apply_token_restrictions(
+    scores: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]
+) -> Tensor:
     """Return the scores [V] in which tokens that the settings exclude have the least finite number (in transformers
     -inf), and tokens outside `allowed_token_ids` have -inf.
 

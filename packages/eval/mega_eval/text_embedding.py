@@ -57,8 +57,8 @@ class TextEmbedder:
         return min(self.settings.max_length or self.model.config.max_position, self.model.config.max_position)
 
     def encode_texts(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Return the token ids of `prompt` + each text, truncated to `max_length` as the tokenizer truncates: special
-        tokens at the end stay.
+        """Return the token ids of `prompt` + each text, truncated to `max_length` as the tokenizer truncates, which
+        keeps special tokens at the end.
         """
         found = [self.encode_untruncated(text, prompt) for text in texts]
         long = [row for row, tokens in enumerate(found) if len(tokens) > self.max_length]

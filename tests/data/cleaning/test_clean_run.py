@@ -16,7 +16,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_data.cleaning import clean_run as module
 from mega_data.cleaning.clean_config import CleanConfig
 from mega_data.cleaning.clean_run import clean_corpus
-from mega_data.cleaning.duplicate_removal import PartDeduplication
+from mega_data.cleaning.duplicate_removal import FirstPassDeduplication
 from mega_data.reading.source_readers import iterate_texts
 
 EXACT = {"duplicates": True}
@@ -84,7 +84,7 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize(("owner", "name"), [(module.CleanRun, "_add_batch"), (PartDeduplication, "_write_lines")])
+@pytest.mark.parametrize(("owner", "name"), [(module.CleanRun, "_add_batch"), (FirstPassDeduplication, "_write_lines")])
 def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     """Ended at every third batch or file, until it is through; the files are those of a straight run."""
     source = jsonl(tmp_path / "a.jsonl", *(f"document {i % 70} of these" for i in range(100)))

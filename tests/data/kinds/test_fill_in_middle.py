@@ -96,7 +96,7 @@ def test_samples_follow_the_rule(
     changed = 0
     for k in range(60):
         before = [*plain[k].tokens.tolist(), int(plain[k].labels[-1])]
-        expected = by_the_rule(before, coder, create_sample_stream(found.identity, k), spm_rate, cut)[: S + 1]
+        expected = by_the_rule(before, coder, create_sample_stream(found.content_key, k), spm_rate, cut)[: S + 1]
         filled = [*expected, *[303] * (S + 1 - len(expected))]
         sample = found[k]
         assert [*sample.tokens.tolist(), int(sample.labels[-1])] == filled

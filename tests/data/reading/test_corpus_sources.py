@@ -120,7 +120,7 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     assert good(tmp_path / "a.txt", tmp_path / "b.txt.gz") == ["one\ntwo\n", "three\n"]
     (tmp_path / "c.txt").write_bytes(b"caf\xe9")
     assert only(tmp_path / "c.txt").reason == "not UTF-8 (byte 3 of the file)"
-    assert not only(tmp_path / "c.txt").left_out
+    assert not only(tmp_path / "c.txt").skipped
 
 
 def test_a_folder_of_code(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_folder_of_code(tmp_path: Path) -> None:
     assert good(tmp_path) == ["b.py", "first", "second", "a/z.c", "a/b/x.json", "a-b/n.py"]
     rejected = [item for item in items(tmp_path) if isinstance(item, RejectedItem)]
     assert [Path(item.file).name for item in rejected] == ["broken.gz", "image.png", "zeros.o"]
-    assert all(item.left_out for item in rejected)
+    assert all(item.skipped for item in rejected)
 
 
 def test_globs_and_order(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def within(part: list[int], whole: list[int]) -> bool:
 @settings(max_examples=60, deadline=None)
 @example([[*range(20)], [1, *range(20)]])
 @example([[*range(16)], [*range(30, 38), *range(8)]])
-def test_no_neighbour_is_of_the_document_nor_holds_what_it_goes_on_with(
+def test_no_neighbor_is_of_the_document_nor_holds_what_it_goes_on_with(
     tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]]
 ) -> None:
     if not any(rows):

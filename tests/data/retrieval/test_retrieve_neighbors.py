@@ -29,7 +29,7 @@ def neighbors(prefix: Path) -> npt.NDArray[np.int64]:
     return np.asarray(np.load(get_neighbors_path(prefix) / "neighbors.npy"))
 
 
-def test_a_planted_neighbour_is_found_and_is_read_with_what_follows(tmp_path: Path) -> None:
+def test_a_planted_neighbor_is_found_and_is_read_with_what_follows(tmp_path: Path) -> None:
     planted = [*reversed(ROWS[0][:8]), *range(8)]  # the words of the first chunk in another order
     reader = documents(tmp_path / "d", [*ROWS, planted])
     info = found(tmp_path, tmp_path / "d", split=(1.0,))

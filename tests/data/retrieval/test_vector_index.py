@@ -16,7 +16,7 @@ N, D = 300, 16
 def vectors(tmp_path_factory: pytest.TempPathFactory) -> tuple[VectorShards, npt.NDArray[np.float32]]:
     values = np.random.default_rng(1).normal(size=(N, D)).astype(np.float32)
     rows = VectorShards(tmp_path_factory.mktemp("v"), "v", N, shard=128)
-    for span in rows.iterate_missing():
+    for span in rows.iterate_missing_ranges():
         rows.write_shard(span.start, values[span.start : span.stop])
     return rows, values
 
@@ -42,7 +42,7 @@ def test_exact_search_is_brute_force_among_what_is_allowed(
     assert found.tolist() == brute(values, 250, 3, good)
 
 
-def test_fewer_vectors_than_neighbours_are_all_found(vectors: tuple[VectorShards, npt.NDArray[np.float32]]) -> None:
+def test_fewer_vectors_than_neighbors_are_all_found(vectors: tuple[VectorShards, npt.NDArray[np.float32]]) -> None:
     rows, values = vectors
     found = NearestVectors(rows, 2, factory="Flat", probes=1).search_nearest(values[:5], 3, lambda _, other: other >= 0)
     assert np.sort(found, 1).tolist() == [[-1, 0, 1]] * 5

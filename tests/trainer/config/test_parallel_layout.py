@@ -24,7 +24,7 @@ def test_coordinates_and_ranks_are_each_others_inverse(tp: int, pp: int, cp: int
     assert all(0 <= at[axis] < getattr(layout, axis) for at in places for axis in at)
 
 
-def test_tensor_ranks_are_neighbours_and_pipeline_ranks_far_apart() -> None:
+def test_tensor_ranks_are_neighbors_and_pipeline_ranks_far_apart() -> None:
     layout = ParallelLayout(tp=2, pp=2, dp=3)
     assert [layout.rank_at(pp=0, dp=0, cp=0, tp=t) for t in range(2)] == [0, 1]
     assert [layout.rank_at(pp=0, dp=d, cp=0, tp=0) for d in range(3)] == [0, 2, 4]

@@ -228,7 +228,7 @@ def flips_not_found(cases: dict[str, dict[str, Any]]) -> list[str]:
 def missed(raw: dict[str, Any]) -> list[str]:
     """Flip the highest bit of each of `places_of` on one rank, one after the other; return those with a wrong result."""
     rank, config = dist.get_rank(), RunConfig.parse(raw)
-    groups = build_components.connect_groups(config, RankInfo(rank, 2, rank))
+    groups = build_components.connect_parallel_groups(config, RankInfo(rank, 2, rank))
     state, executor = train_module.assemble_training(config, groups, torch.device("cpu"))
     for stage in executor.stages.values():
         initialize_weights(stage, config.train.seed)

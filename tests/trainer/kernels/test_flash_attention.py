@@ -217,7 +217,7 @@ def test_gradients_are_reproducible_where_that_is_asked_for(
 ) -> None:
     given: dict[str, Any] = {}
     q, k, v = operands()
-    call = flash_attention.FlashCall.from_mask(CAUSAL, ScoreTransform(0.4), S, S)
+    call = flash_attention.FlashAttentionCall.from_mask(CAUSAL, ScoreTransform(0.4), S, S)
     monkeypatch.setattr(flash3, "library", type("", (), {"bwd": staticmethod(lambda *_, **how: given.update(how))}))
     for wanted in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda wanted=wanted: wanted)

@@ -1,4 +1,4 @@
-"""Latent attention and rotation of neighbours against transformers' DeepSeek, and what an attention with a latent is."""
+"""Latent attention and rotation of neighbors against transformers' DeepSeek, and what an attention with a latent is."""
 
 from __future__ import annotations
 

@@ -71,9 +71,9 @@ def run_blocking(ranks: Sequence[Sequence[PipelineOp]], owners: Sequence[int], p
     def compute(op: PipelineOp) -> None:
         stage, microbatch = op.stage, op.microbatch
 
-        def take(tensor: str, neighbour: int, theirs: str) -> None:
-            there = 0 <= neighbour <= last and owners[neighbour] == owners[stage]
-            needed = (theirs, neighbour, microbatch) if there else (tensor, stage, microbatch)
+        def take(tensor: str, neighbor: int, theirs: str) -> None:
+            there = 0 <= neighbor <= last and owners[neighbor] == owners[stage]
+            needed = (theirs, neighbor, microbatch) if there else (tensor, stage, microbatch)
             assert needed in here, f"{op} runs before it has its {tensor}"
 
         if op.kind == "F":

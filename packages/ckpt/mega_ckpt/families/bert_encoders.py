@@ -44,8 +44,8 @@ class EncoderFamily(ModelFamily):
     bias_copy: str = ""
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """Return `model` with only the heads whose tensors are in `names`, independent of the class in config.json;
-        unchanged without names.
+        """Return `model` with only the heads whose tensors are in `names`, whatever class config.json names; unchanged
+        without names.
         """
         if not (names := set(names)):
             return model

@@ -56,7 +56,7 @@ class ConfigEntry(Protocol):
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """Config entry that maps one key to one field, or to several fields that must be equal.
+    """Config entry that maps one key of config.json to one field, or to several fields that must be equal.
 
     Attributes:
         key: the key's name, and after spaces its aliases.
@@ -81,11 +81,13 @@ class KeyEntry:
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Fields of `ModelConfig` that the entry covers."""
         return frozenset(self.field_names.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} with the value of the key, or the default, for each field."""
+        """Return {field: value} with the value of the entry's key in config.json, or the default, for each of its
+        fields.
+        """
         written, *_ = self.key.split()
         present = [key for key in self.key.split() if key in raw]
         value = raw[present[0]] if present else self.default
@@ -103,7 +105,7 @@ class KeyEntry:
         return dict.fromkeys(self.field_names.split(), value)
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return {key: value} with the fields' common value; ConfigMismatchError if the fields differ."""
+        """Return {key: value} with the common value of the entry's fields; ConfigMismatchError if they differ."""
         first, *others = self.field_names.split()
         value = getattr(model, first)
         for other in others:
@@ -153,8 +155,8 @@ class KeyValueHeadsEntry:
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both keys with numbers instead of None; the head dimension is left out if the family's class has no
-        such key and the default applies.
+        """Return the keys of the number of key/value heads and the head dimension, as numbers; the latter is left out
+        if the family's class has no such key and the default applies.
         """
         if self.divisible and model.hidden_size % model.num_attention_heads:
             raise ConfigMismatchError(
@@ -178,7 +180,7 @@ class FixedFieldsEntry:
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Fields of `ModelConfig` that the entry covers."""
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -210,7 +212,7 @@ class AllowedValuesEntry:
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return no fields, after checking that each key is absent or has a harmless value; ConfigMismatchError if not."""
+        """Return no fields, after checking that each key is absent or has an allowed value; ConfigMismatchError if not."""
         wrong = [
             f"{key} = {raw[key]!r} is not supported (only {_join_values(allowed)})"
             for key, allowed in self.values.items()
@@ -221,7 +223,7 @@ class AllowedValuesEntry:
         return {}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return no keys: the harmless values are defaults."""
+        """Return no keys: the allowed values are transformers' defaults."""
         return {}
 
 
@@ -238,7 +240,7 @@ class PerHeadNormEntry:
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Fields of `ModelConfig` that the entry covers."""
         return frozenset({"qk_norm", "qk_norm_span"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     split_words,
 )
-from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_rules
+from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_tensor_rules
 from mega_ckpt.families.model_equivalence import ATTENTION_FIELDS, TRAINING_FIELDS, normalize_config
 from mega_ckpt.families.rope_entries import unread_rope_keys
 from mega_common.errors import CheckpointError, ConfigError
@@ -210,7 +210,9 @@ class ModelFamily:
         names = set(names) if names is not None else None
         layers = model.num_layers + model.mtp_layers
         fused = self.fused and names is not None and any(name.endswith(".experts.gate_up_proj") for name in names)
-        table = expand_rules(self.fused if fused else self.rules, canonical_tensors(model), layers, _head_counts(model))
+        table = expand_tensor_rules(
+            self.fused if fused else self.rules, canonical_tensors(model), layers, _head_counts(model)
+        )
         for copy, name in self.duplicate_tensors(model).items():
             if copy != self.head if names is None else copy in names:
                 original = next(disk for disk in table.values() if disk.slabs[0].name == name)

@@ -80,15 +80,15 @@ class UnusedFieldsEntry:
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Fields of `ModelConfig` that the entry covers."""
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} for the unused fields."""
+        """Return {field: value} for the fields that no layer of the family uses."""
         return {name: raw.get(value, 1) if isinstance(value, str) else value for name, value in self.values.items()}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys: the fields have no effect."""
+        """Return no keys: the unused fields have no effect."""
         return {}
 
 
@@ -105,7 +105,7 @@ class OptionalRopeEntry:
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Fields of `ModelConfig` that the entry covers."""
         return frozenset({"position", "rope"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class SparseStepEntry:
         return [layer for layer in layer_indices(raw) if (layer + 1) % step == 0 and layer not in dense]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both keys: step 1, and all dense layers in `mlp_only_layers`."""
+        """Return the keys `decoder_sparse_step` (always 1) and `mlp_only_layers` (all dense layers)."""
         sparse = set(moe_layer_indices(model))
         return {"decoder_sparse_step": 1, "mlp_only_layers": [n for n in range(model.num_layers) if n not in sparse]}
 

@@ -94,7 +94,7 @@ class QwenLayersEntry:
         )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `layers`: "mixer+feed-forward block" of each layer."""
+        """Return the field `layers`, with the mixer and the feed-forward kind of each layer as "mixer+feed"."""
         layers, every = layer_indices(raw), raw.get("full_attention_interval", 4)
         default = ["full_attention" if every and (layer + 1) % every == 0 else "linear_attention" for layer in layers]
         mixers = parse_mixer_names(raw.get("layer_types") or default, "delta", layers)

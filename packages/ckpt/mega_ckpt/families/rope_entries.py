@@ -66,8 +66,8 @@ class RopeEntry:
         return frozenset({*usual, self.theta_key, self.fraction_key})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `rope` (theta, rotary fraction, scaling) from `rope_scaling`, else `rope_parameters`, with
-        defaults of the family; the former wins, like transformers.
+        """Return the field `rope` (theta, rotary fraction, scaling) from `rope_scaling` if given, as in transformers,
+        else from `rope_parameters`, with defaults of the family.
         """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.absent
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
@@ -178,7 +178,7 @@ class GlobalLocalRopeEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `rope` (full-attention layers) and `local_rope` (sliding-window layers); the key
-        `rope_scaling` applies to the former only.
+        `rope_scaling` applies to `rope` only.
         """
         given = raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping) or not given.keys() <= set(_SETS):

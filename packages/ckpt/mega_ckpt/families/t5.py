@@ -118,7 +118,9 @@ class OutputScaleEntry:
         return {"tie_embeddings": tied, "logit_scale": width**-0.5 if scaled else 1.0}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `tie_word_embeddings` and `scale_decoder_outputs`, or the former alone with `by_tie`."""
+        """Return the keys `tie_word_embeddings` and `scale_decoder_outputs`, or only `tie_word_embeddings` with
+        `by_tie`.
+        """
         factors = {1.0: False, model.hidden_size**-0.5: True}
         if model.logit_scale not in factors or (factors[model.logit_scale] and not self.scaled):
             allowed = "1 or hidden_size^-0.5" if self.scaled else "1"
@@ -156,11 +158,11 @@ class DropoutRateEntry:
     covered_fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the three dropout fields, each with `dropout_rate`."""
+        """Return the fields of embedding, attention and residual dropout, each with the value of `dropout_rate`."""
         return dict.fromkeys(sorted(self.covered_fields), raw.get("dropout_rate", 0.1))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `dropout_rate` from `residual_dropout`; the other two rates are not written."""
+        """Return the key `dropout_rate` from `residual_dropout`; embedding and attention dropout are not written."""
         return {"dropout_rate": model.residual_dropout}
 
 

@@ -21,7 +21,7 @@ from mega_ckpt.families.config_entries import (
     KeyEntry,
     split_words,
 )
-from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_rules, weight_bias_rules
+from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_tensor_rules, weight_bias_rules
 from mega_ckpt.families.family import CARRIED, ModelFamily
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError, ConfigError
@@ -319,7 +319,7 @@ class VisionLanguageFamily(ModelFamily):
         }
         assert model.vision is not None
         rules = (*_add_prefix(style.tower, self.tower(model.vision)), *_add_prefix(style.outer, self.projector))
-        vision = expand_rules(rules, shapes, model.vision.num_layers)
+        vision = expand_tensor_rules(rules, shapes, model.vision.num_layers)
         named = {style.to_disk_name(name): replace(disk, name=style.to_disk_name(name)) for name, disk in text.items()}
         return vision | named
 

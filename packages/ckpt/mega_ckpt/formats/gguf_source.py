@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.families import family_by_name
-from mega_ckpt.families.disk_layouts import expand_rules
+from mega_ckpt.families.disk_layouts import expand_tensor_rules
 from mega_ckpt.formats.dcp import malformed_as_error
 from mega_ckpt.formats.disk_source import DiskSource, LazyTensor
 from mega_ckpt.formats.gguf_architectures import GgufArchitecture, gguf_architecture_of, gguf_config_json
@@ -45,7 +45,7 @@ class GgufSource(DiskSource):
             model = self.family.read_config_json(raw, str(path))
         self._file, self._raw = file, raw
         expected = canonical_tensors(model)
-        table = expand_rules(architecture.tensor_rules(), expected, model.num_layers)
+        table = expand_tensor_rules(architecture.tensor_rules(), expected, model.num_layers)
         stored = {name: one for name, one in file.tensors.items() if name not in _DERIVED}
         disk = {
             name: _to_hf_tensor(name, one, architecture, model.num_attention_heads, model.key_value_heads)

@@ -237,10 +237,10 @@ def load_hf_config(path: Location, raw: Mapping[str, Any] | None = None) -> tupl
     raw = read_json_mapping(path) if raw is None else raw
     family = family_of_config(raw, str(path))
     model, unread = family.read_config_json(raw, str(path)), family.unread_keys(raw)
-    return family, with_image_settings(model, partial(_read_sibling, path.parent)), unread
+    return family, add_image_settings(model, partial(_read_sibling, path.parent)), unread
 
 
-def with_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, Any]]) -> ModelConfig:
+def add_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, Any]]) -> ModelConfig:
     """Return `model` with the image preprocessing settings of its folder; `read` is as in `image_processor_section`.
 
     Raises:

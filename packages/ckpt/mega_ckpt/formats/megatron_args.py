@@ -57,7 +57,7 @@ class MegatronBertEntry(MegatronMultiKeyEntry):
         return {"causal": False, "token_types": types, "masked_lm": {}, "pooler": pairs, "sentence_pairs": pairs}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return `is_encoder` and `bert_binary_head` for a bidirectional model, else no arguments."""
+        """Return Megatron's `is_encoder` and `bert_binary_head` for a bidirectional model, else no arguments."""
         return {} if model.causal else {"is_encoder": True, "bert_binary_head": model.sentence_pairs}
 
 
@@ -143,9 +143,7 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
         return {**out, "mamba": build_mamba_section(raw)} if "M" in pattern.letters else out
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return `hybrid_override_pattern`, the name of the pattern that all versions of Megatron read, and the Mamba-2
-        sizes.
-        """
+        """Return Megatron's `hybrid_override_pattern`, which all versions read, and the Mamba-2 sizes."""
         if model.layers is None:
             return {"is_hybrid_model": False}
         halves = [[half for half in kind if half] for kind in model.layer_kinds[: model.num_layers]]

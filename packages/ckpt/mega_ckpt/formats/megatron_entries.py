@@ -116,7 +116,7 @@ class MegatronBiasesEntry(MegatronMultiKeyEntry):
         return {"qkv_bias": every or bool(raw.get("add_qkv_bias")), "attention_out_bias": every, "mlp_bias": every}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return `add_bias_linear` and `add_qkv_bias`."""
+        """Return Megatron's arguments `add_bias_linear` and `add_qkv_bias`."""
         return {"add_bias_linear": model.mlp_bias, "add_qkv_bias": model.qkv_bias}
 
 
@@ -145,8 +145,8 @@ class MegatronWindowEntry(MegatronMultiKeyEntry):
         return {"sliding_window": sizes[0] + 1, "full_attention_layers": full or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window, 0 for full
-        attention.
+        """Return Megatron's `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window, 0 for
+        full attention.
         """
         pattern = [
             int(model.get_attention_window(layer) is not None) for layer in range(model.num_layers + model.mtp_layers)
@@ -327,7 +327,7 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
         return {"mtp_layers": count, "mtp_loss": raw.get("mtp_loss_scaling_factor", 0.1)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return `mtp_num_layers` and `mtp_loss_scaling_factor`."""
+        """Return Megatron's arguments `mtp_num_layers` and `mtp_loss_scaling_factor`."""
         if not model.mtp_layers:
             return {"mtp_num_layers": None}
         last, layers = model.num_layers - 1, range(model.num_layers, model.num_layers + model.mtp_layers)
@@ -340,25 +340,25 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
 
 @dataclass(frozen=True)
 class MegatronInvertedSwitchEntry:
-    """Config entry for a boolean key that is the opposite of a boolean field."""
+    """Config entry for a boolean Megatron argument that is the opposite of a boolean field."""
 
     key: str
     field: str
 
     @property
     def covered_keys(self) -> frozenset[str]:
-        """Key that the entry covers."""
+        """Megatron argument that the entry covers."""
         return frozenset({self.key})
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Field of the configuration that the entry covers."""
+        """Field of `ModelConfig` that the entry covers."""
         return frozenset({self.field})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field with the opposite value of the key."""
+        """Return the boolean field, the opposite of the Megatron argument."""
         return {self.field: not raw.get(self.key, False)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key with the opposite value of the field."""
+        """Return the boolean Megatron argument, the opposite of the field."""
         return {self.key: not getattr(model, self.field)}

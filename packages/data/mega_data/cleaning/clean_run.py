@@ -27,7 +27,13 @@ from mega_common.progress_logging import ProgressBar, logger
 from mega_data.cleaning.append_files import SUFFIXES, AppendJournal
 from mega_data.cleaning.clean_config import RULES, CleanConfig
 from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, sum_document_amounts
-from mega_data.cleaning.document_judge import DocumentJudge, JudgeBatch, JudgedBatch, JudgeSettings, judge_batch
+from mega_data.cleaning.document_judge import (
+    CleanedBatch,
+    CleaningBatch,
+    CleaningWorkerSettings,
+    DocumentCleaner,
+    clean_batch,
+)
 from mega_data.cleaning.duplicate_removal import FirstPassPart, SourceNames, find_duplicates, remove_part_duplicates
 from mega_data.cleaning.fingerprint_files import import_fingerprints, write_kept_fingerprints
 from mega_data.cleaning.ordered_pool import map_in_order
@@ -91,8 +97,10 @@ def clean_corpus(
     """
     if output.exists() and not overwrite:
         raise DataError(f"{output}: exists already", hint="choose another --output, or pass --overwrite")
-    left_out = SkippedFiles()
-    sources = [(str(item), source) for item in inputs for source in find_corpus_sources([item], json_key, left_out)]
+    skipped_files = SkippedFiles()
+    sources = [
+        (str(item), source) for item in inputs for source in find_corpus_sources([item], json_key, skipped_files)
+    ]
     for _, source in sources:
         if output.resolve() in Path(source.name).resolve().parents:
             raise DataError(f"{source.name}: is both an input and the output", hint="choose another --output")
@@ -100,7 +108,7 @@ def clean_corpus(
     with _lock_work_folder(work):
         run = CleanRun(work, sources, config, json_key, (folder or Path()).resolve(), workers or count_usable_cores())
         run.resume_or_start()
-        run.run_first_pass(left_out, on_bad_line)
+        run.run_first_pass(skipped_files, on_bad_line)
         run.run_second_pass()
         summary = run.write_summary()
         install_folder(work / "result", output)
@@ -154,7 +162,7 @@ class CleanRun:
         self.work, self.sources, self.config, self.workers = work, sources, config, workers
         self.inputs = list(dict.fromkeys(name for name, _ in sources))
         self.state = CleanState(_compute_run_identity(config, key, folder, sources))
-        self.settings = JudgeSettings(
+        self.settings = CleaningWorkerSettings(
             config.model_dump_json(exclude_none=True), key, str(folder), str(work / "ngrams.npy"), self.state.made_from
         )
         self.journal = AppendJournal(work)
@@ -183,9 +191,9 @@ class CleanRun:
         result.mkdir(exist_ok=True)
         if self.config.decontaminate is not None:
             np.save(self.settings.ngrams, hash_evaluation_ngrams(self.config.decontaminate))
-        DocumentJudge(self.settings)
+        DocumentCleaner(self.settings)
 
-    def run_first_pass(self, left_out: SkippedFiles, on_bad_line: str) -> None:
+    def run_first_pass(self, skipped_files: SkippedFiles, on_bad_line: str) -> None:
         """Apply every rule except deduplication to every document, or only to the remaining documents of a resumed run."""
         if self.state.finished:
             return
@@ -195,9 +203,9 @@ class CleanRun:
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(ProgressBar("cleaning", total=sum(s.size for s in sources) or None, unit="bytes"))
             stack.callback(self.journal.close)
-            reading = ResumableReader(sources, self.settings.json_key, left_out, done, bar, whole=True)
+            reading = ResumableReader(sources, self.settings.json_key, skipped_files, done, bar, whole=True)
             judged = map_in_order(
-                partial(judge_batch, settings=self.settings), self._build_batches(reading, on_bad_line), self.workers
+                partial(clean_batch, settings=self.settings), self._build_batches(reading, on_bad_line), self.workers
             )
             for batch, result in stack.enter_context(contextlib.closing(judged)):
                 self._add_batch(batch, result)
@@ -214,26 +222,26 @@ class CleanRun:
     def _record_progress(self) -> None:
         self.journal.commit_state(asdict(self.state))
 
-    def _build_batches(self, reading: ResumableReader, on_bad_line: str) -> Iterator[JudgeBatch]:
-        batch, source = JudgeBatch(""), -1
+    def _build_batches(self, reading: ResumableReader, on_bad_line: str) -> Iterator[CleaningBatch]:
+        batch, source = CleaningBatch(""), -1
         for position, item in reading.read_items():
-            if isinstance(item, RejectedItem) and not item.left_out and on_bad_line == "error":
+            if isinstance(item, RejectedItem) and not item.skipped and on_bad_line == "error":
                 raise DataError(
                     f"{item.file}:{item.line}: {item.reason}",
                     hint=item.hint or "pass --on-bad-line skip to move bad lines to the dropped documents",
                 )
             if batch.items and (position[0] != source or batch.size >= BATCH):
                 yield batch
-                batch = JudgeBatch("")
+                batch = CleaningBatch("")
             source, batch.input = position[0], self.sources[position[0]][0]
-            if isinstance(item, Document) or not item.left_out:
+            if isinstance(item, Document) or not item.skipped:
                 batch.items.append(item)
             batch.size += item.size if isinstance(item, Document) else len(item.content)
             batch.end_position, batch.read = position, reading.read
         if batch.items:
             yield batch
 
-    def _add_batch(self, batch: JudgeBatch, judged: JudgedBatch) -> None:
+    def _add_batch(self, batch: CleaningBatch, judged: CleanedBatch) -> None:
         state, suffix = self.state, SUFFIXES[self.config.compression]
         if state.part_bytes >= PART:
             for name in ("kept", "dropped", "changed"):

@@ -32,7 +32,7 @@ def sum_document_amounts(amounts: Iterable[DocumentAmount]) -> DocumentAmount:
 
 
 @dataclass
-class RuleSample:
+class RuleExample:
     """Example for the cleaning summary: beginning of a document that a rule dropped or changed.
 
     `rank` is a hash of its source position; the samples of the lowest ranks are kept.
@@ -46,7 +46,7 @@ class RuleSample:
     text: str
 
     @classmethod
-    def from_document(cls, file: str, line: int, why: str, detail: str, text: str) -> RuleSample:
+    def from_document(cls, file: str, line: int, why: str, detail: str, text: str) -> RuleExample:
         """Return the example of a document at line `line` of `file`, with the text cut to 300 characters."""
         return cls(xxhash.xxh32_intdigest(f"{file}:{line}".encode()), file, line, why, detail, text[:SHOWN])
 
@@ -59,9 +59,9 @@ class RuleTally:
     changed: DocumentAmount = field(default_factory=DocumentAmount)
     why: dict[str, int] = field(default_factory=dict)
     found: dict[str, int] = field(default_factory=dict)
-    samples: list[RuleSample] = field(default_factory=list)
+    samples: list[RuleExample] = field(default_factory=list)
 
-    def add_sample(self, sample: RuleSample, count: int) -> None:
+    def add_sample(self, sample: RuleExample, count: int) -> None:
         """Keep an example if its rank is among the `count` lowest, which makes the kept ones a uniform draw."""
         self.samples = sorted([*self.samples, sample], key=lambda s: (s.rank, s.file, s.line))[:count]
 

@@ -13,7 +13,7 @@ import numpy as np
 from mega_common.errors import DataError, MegaError
 from mega_data.cleaning.append_files import compress_lines, encode_json_line
 from mega_data.cleaning.clean_config import CleanConfig
-from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, RuleSample, add_counts
+from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, RuleExample, add_counts
 from mega_data.cleaning.duplicate_detection import compute_text_signatures, hash_texts
 from mega_data.cleaning.fingerprint_files import POSITION, DocumentPositions
 from mega_data.cleaning.rule_builder import build_clean_rules
@@ -22,7 +22,7 @@ from mega_data.cleaning.text_words import AnalyzedText
 from mega_data.reading.documents import Document, RejectedItem
 
 
-class JudgeSettings(NamedTuple):
+class CleaningWorkerSettings(NamedTuple):
     """Settings of a cleaning worker process: the configuration as JSON, the text's key in a record, folders, and the
     digest of the run's inputs.
     """
@@ -35,7 +35,7 @@ class JudgeSettings(NamedTuple):
 
 
 @dataclass
-class JudgeBatch:
+class CleaningBatch:
     """Documents and rejected items of one input to clean together, and the input position after them: (source number,
     items).
     """
@@ -48,7 +48,7 @@ class JudgeBatch:
 
 
 @dataclass
-class JudgedBatch:
+class CleanedBatch:
     """Result of cleaning a batch: compressed JSON lines per output folder, fingerprints and source positions of the
     kept documents, and counts.
     """
@@ -60,32 +60,32 @@ class JudgedBatch:
     tally: CleanTally
 
 
-def judge_batch(batch: JudgeBatch, settings: JudgeSettings) -> JudgedBatch:
+def clean_batch(batch: CleaningBatch, settings: CleaningWorkerSettings) -> CleanedBatch:
     """Apply every rule of the configuration, except deduplication, to every document of a batch.
 
     Raises:
         MegaError: if a rule cannot be built or a user-defined filter fails.
     """
-    return _get_judge(settings).judge_documents(batch)
+    return _get_judge(settings).clean_documents(batch)
 
 
 @cache
-def _get_judge(settings: JudgeSettings) -> DocumentJudge:
+def _get_judge(settings: CleaningWorkerSettings) -> DocumentCleaner:
     """Return the judge of this process, built once because a language model takes seconds to load."""
-    return DocumentJudge(settings)
+    return DocumentCleaner(settings)
 
 
-class DocumentJudge:
+class DocumentCleaner:
     """Applies the cleaning rules of a configuration, except deduplication, to documents."""
 
-    def __init__(self, settings: JudgeSettings) -> None:
+    def __init__(self, settings: CleaningWorkerSettings) -> None:
         self.config = CleanConfig.model_validate_json(settings.config)
         self.json_key = settings.json_key
         self.rules: dict[str, CleaningRule] = build_clean_rules(
             self.config, Path(settings.folder), Path(settings.ngrams)
         )
 
-    def judge_documents(self, batch: JudgeBatch) -> JudgedBatch:
+    def clean_documents(self, batch: CleaningBatch) -> CleanedBatch:
         """Apply the rules to each document of a batch, in order; a document stops at the first rule that drops it."""
         tally, kept, positions = CleanTally(), [], []
         lines: dict[str, list[bytes]] = {"kept": [], "dropped": [], "changed": []}
@@ -104,7 +104,7 @@ class DocumentJudge:
             tally.kept[batch.input] = DocumentAmount(len(kept), int(array["size"].sum()))
         exact, minhash = self._compute_fingerprints(kept)
         compressed = {name: compress_lines(records, self.config.compression) for name, records in lines.items()}
-        return JudgedBatch(compressed, exact, minhash, array, tally)
+        return CleanedBatch(compressed, exact, minhash, array, tally)
 
     def _compute_fingerprints(self, kept: Sequence[AnalyzedText]) -> tuple[bytes, bytes]:
         duplicates = self.config.duplicates
@@ -118,7 +118,7 @@ class DocumentJudge:
         rule.dropped.add_amount(DocumentAmount(1, 0))
         add_counts(rule.why, {item.reason.partition(" (")[0]: 1})
         rule.add_sample(
-            RuleSample.from_document(item.file, item.line, item.reason, "", item.content), self.config.samples
+            RuleExample.from_document(item.file, item.line, item.reason, "", item.content), self.config.samples
         )
         return encode_json_line({"rule": "unreadable", "why": item.reason, "file": item.file, "line": item.line,
                      "content": item.content})  # fmt: skip
@@ -144,7 +144,7 @@ class DocumentJudge:
                 counts.dropped.add_amount(DocumentAmount(1, item.size))
                 add_counts(counts.why, {verdict.why: 1})
                 counts.add_sample(
-                    RuleSample.from_document(item.file, item.line, *verdict, item.text), self.config.samples
+                    RuleExample.from_document(item.file, item.line, *verdict, item.text), self.config.samples
                 )
                 about = {"rule": name, "why": verdict.why, "detail": verdict.detail}
                 lines["dropped"].append(encode_json_line({**about, **position, "record": original}))
@@ -153,7 +153,7 @@ class DocumentJudge:
             add_counts(counts.found, verdict.counts)
             detail = ", ".join(f"{count} {kind}" for kind, count in verdict.counts.items())
             counts.add_sample(
-                RuleSample.from_document(item.file, item.line, "changed", detail, verdict.text), self.config.samples
+                RuleExample.from_document(item.file, item.line, "changed", detail, verdict.text), self.config.samples
             )
             changed_by.append(name)
             text, record = AnalyzedText(verdict.text), replace_record_text(record, self.json_key, verdict.text)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from mega_common.atomic_files import open_atomic_file, write_json_atomically
 from mega_data.cleaning.append_files import SUFFIXES, compress_lines, encode_json_line
 from mega_data.cleaning.clean_config import CleanConfig, DuplicatesRule
-from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, RuleSample
+from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, RuleExample
 from mega_data.cleaning.duplicate_detection import Numbers, estimate_similarity, find_exact_leaders, find_near_leaders
 from mega_data.cleaning.fingerprint_files import (
     DocumentPositions,
@@ -22,7 +22,7 @@ from mega_data.cleaning.fingerprint_files import (
     load_signatures,
     load_text_hashes,
 )
-from mega_data.reading.corpus_sources import lookup_key
+from mega_data.reading.corpus_sources import lookup_record_value
 from mega_data.reading.decompression import open_decompressed
 
 EXACT, NEAR = 1, 2
@@ -82,12 +82,12 @@ def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConf
     record = work / "second" / f"{part.number:05}.json"
     if record.exists():
         return TypeAdapter(CleanTally).validate_json(record.read_bytes())
-    tally = PartDeduplication(part, work, config, names).write_files() if part.start < part.end else CleanTally()
+    tally = FirstPassDeduplication(part, work, config, names).write_files() if part.start < part.end else CleanTally()
     write_json_atomically(record, asdict(tally))
     return tally
 
 
-class PartDeduplication:
+class FirstPassDeduplication:
     """Deduplication of one first-pass file: its documents, and which of them are duplicates."""
 
     def __init__(self, part: FirstPassPart, work: Path, config: CleanConfig, names: SourceNames) -> None:
@@ -147,8 +147,8 @@ class PartDeduplication:
         counts = self.tally.get_rule_tally(rule)
         counts.dropped.add_amount(DocumentAmount(1, int(position["size"])))
         counts.why["duplicate"] = counts.why.get("duplicate", 0) + 1
-        text = str(lookup_key(record, self.names.json_key))
-        counts.add_sample(RuleSample.from_document(file, number, "duplicate", detail, text), self.config.samples)
+        text = str(lookup_record_value(record, self.names.json_key))
+        counts.add_sample(RuleExample.from_document(file, number, "duplicate", detail, text), self.config.samples)
         return encode_json_line(
             {"rule": rule, "why": "duplicate", "detail": detail, "file": file, "line": number, "record": record}
         )

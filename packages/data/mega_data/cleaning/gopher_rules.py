@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mega_data.cleaning.clean_config import GopherQualityRule, GopherRepetitionRule
-from mega_data.cleaning.rule_verdict import BoundedMeasure, DropDocument, check_measures
+from mega_data.cleaning.rule_verdict import BoundedMeasure, DropDocument, check_measure_bounds
 from mega_data.cleaning.text_words import AnalyzedText
 
 BULLETS = ("•", "‣", "◦", "▪", "-", "*", "–")
@@ -25,14 +25,14 @@ def apply_quality_rule(text: AnalyzedText, limits: GopherQualityRule) -> DropDoc
     """Apply the Gopher quality filter to a document's words, symbols, lines and stop words: return the reason to drop
     it, or None to keep it.
     """
-    return check_measures(_measure_quality(text, limits))
+    return check_measure_bounds(_measure_quality(text, limits))
 
 
 def apply_repetition_rule(text: AnalyzedText, limits: GopherRepetitionRule) -> DropDocument | None:
     """Apply the Gopher repetition filter to the shares of a document that repeat its earlier text: return the reason to
     drop it, or None to keep it.
     """
-    return check_measures(_measure_repetition(text, limits))
+    return check_measure_bounds(_measure_repetition(text, limits))
 
 
 def _measure_quality(text: AnalyzedText, limits: GopherQualityRule) -> Iterator[BoundedMeasure]:

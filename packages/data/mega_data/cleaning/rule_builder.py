@@ -19,7 +19,7 @@ from mega_data.cleaning.clean_config import CleanConfig, DecontaminationRule, Le
 from mega_data.cleaning.gopher_rules import apply_quality_rule, apply_repetition_rule
 from mega_data.cleaning.language_detection import build_language_rule
 from mega_data.cleaning.pii_rules import apply_pii_rule
-from mega_data.cleaning.rule_verdict import BoundedMeasure, CleaningRule, DropDocument, TextRecord, check_measures
+from mega_data.cleaning.rule_verdict import BoundedMeasure, CleaningRule, DropDocument, TextRecord, check_measure_bounds
 from mega_data.cleaning.text_words import AnalyzedText, Hashes
 from mega_data.reading.source_readers import iterate_texts
 
@@ -130,7 +130,7 @@ def build_clean_rules(config: CleanConfig, folder: Path, ngrams: Path) -> dict[s
 
 def _build_rules(config: CleanConfig, folder: Path, ngrams: Path) -> Iterator[tuple[str, CleaningRule]]:
     if (lengths := config.length) is not None:
-        yield "length", lambda text, _: check_measures(_measure_length(text, lengths))
+        yield "length", lambda text, _: check_measure_bounds(_measure_length(text, lengths))
     if config.language is not None:
         yield "language", build_language_rule(config.language)
     if (qualities := config.gopher_quality) is not None:

@@ -38,7 +38,7 @@ class BoundedMeasure(NamedTuple):
     high: float
 
 
-def check_measures(measures: Iterable[BoundedMeasure]) -> DropDocument | None:
+def check_measure_bounds(measures: Iterable[BoundedMeasure]) -> DropDocument | None:
     """Return a verdict to drop the document for the first measure outside its limits, or None; later measures are not
     evaluated.
     """

@@ -65,10 +65,10 @@ class BertSamples:
         )
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the BERT samples depend on; equal texts mean equal samples."""
         share, tokenizer = self._config.bert.mask_probability, self._tokenizer.fingerprint
-        return f"bert share={share} tokenizer={tokenizer} {self._cuts.identity}"
+        return f"bert share={share} tokenizer={tokenizer} {self._cuts.content_key}"
 
     @property
     def samples_per_epoch(self) -> float:

@@ -2,7 +2,7 @@
 
 A pair is two documents of a sample, number 2 i the chosen one and 2 i + 1 the rejected one, with the weights of their
 loss masks. Unlike other documents, they include their last token in the inputs, with label weight 0, because a reward
-model scores them there. A preference loss thus compares sums over neighbouring documents, in any layout; the padding of
+model scores them there. A preference loss thus compares sums over neighboring documents, in any layout; the padding of
 a sample is a document without weights.
 """
 

@@ -59,12 +59,12 @@ class MaskedLmSamples(TextSamples):
         self._is_unmaskable = find_unmaskable_tokens(tokenizer, setting.eod, int(self._vocabulary[-1]) + 1)
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the masked-LM samples depend on; equal texts mean equal samples."""
-        return f"masked share={self._share} tokenizer={self._tokenizer} {self._windows.identity}"
+        return f"masked share={self._share} tokenizer={self._tokenizer} {self._windows.content_key}"
 
     def __getitem__(self, k: int, /) -> TrainingSample:
-        sample, random = self._rules.build_sample(self._windows[k]), create_sample_stream(self.identity, k)
+        sample, random = self._rules.build_sample(self._windows[k]), create_sample_stream(self.content_key, k)
         tokens = sample.tokens.astype(np.int64)
         selected = (random.random_sample(tokens.size) < self._share) & ~self._is_unmaskable[tokens]
         draw = random.random_sample(tokens.size)

@@ -118,7 +118,7 @@ class PackedSamples:
         self._key = (-1, 0)  # the epoch that was read last, and the key of its order
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the packed samples depend on; equal texts mean equal samples."""
         part, setting = self._part, self._setting
         return (
@@ -129,18 +129,18 @@ class PackedSamples:
 
     @property
     def _packing_rule(self) -> str:
-        """Name of the packing rule, part of `identity`."""
+        """Name of the packing rule, part of `content_key`."""
         return "packed"
 
     @cached_property
     def _index(self) -> Arrays:
-        return load_or_build_arrays(self._setting.cache, self.identity, self._pack_documents)
+        return load_or_build_arrays(self._setting.cache, self.content_key, self._pack_documents)
 
     def _pack_documents(self) -> Arrays:
         reader = self._part.reader
         pieces = self._list_pieces(reader)
         reader.close()
-        arrays = pack_pieces(pieces, self._seq_length, xxhash.xxh3_64_intdigest(self.identity.encode()))
+        arrays = pack_pieces(pieces, self._seq_length, xxhash.xxh3_64_intdigest(self.content_key.encode()))
         samples = arrays["bins"].size - 1
         full = 100 * pieces.sizes.sum() / (samples * self._seq_length)
         logger.info("%s: %d samples, filled to %.2f %%; %s", reader.prefix, samples, full, pieces.summary)
@@ -177,7 +177,7 @@ class PackedSamples:
         """Return the key that draws the order of an epoch."""
         last, key = self._key
         if last != epoch:
-            key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
+            key = xxhash.xxh3_64_intdigest(f"{self.content_key} epoch={epoch}".encode())
             self._key = epoch, key
         return key
 

@@ -155,7 +155,7 @@ class SentenceRanges(Protocol):
     """Interface of sentence ranges: range k gives the sentences of sample k of one data set, read lazily."""
 
     @property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the sentence ranges depend on; equal texts mean equal ranges."""
 
     @property
@@ -184,7 +184,7 @@ class MegatronSentenceRanges:
     short_probability: float
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the sentence ranges depend on; equal texts mean equal ranges."""
         return (
             f"megatron sentences={self.least} seed={self.setting.seed} tokens={self.tokens}"
@@ -200,7 +200,7 @@ class MegatronSentenceRanges:
 
     @cached_property
     def _rows(self) -> npt.NDArray[np.int64]:
-        return load_or_build_arrays(self.setting.cache, self.identity, self._build_rows)["rows"]
+        return load_or_build_arrays(self.setting.cache, self.content_key, self._build_rows)["rows"]
 
     def _build_rows(self) -> Arrays:
         documents = SentenceDocuments(self.part, least=self.least, longest=MAX_SENTENCE)
@@ -237,7 +237,7 @@ class SeededSentenceRanges:
     short_probability: float
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the sentence ranges depend on; equal texts mean equal ranges."""
         return f"drawn short={self.short_probability} seed={self.setting.seed} {self._content_identity}"
 
@@ -259,9 +259,9 @@ class SeededSentenceRanges:
 
     def __getitem__(self, k: int, /) -> SentenceRange:
         epoch, number = divmod(k, len(self._rows))
-        key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
+        key = xxhash.xxh3_64_intdigest(f"{self.content_key} epoch={epoch}".encode())
         first, last = self._rows[permute_index(number, len(self._rows), key)].tolist()
-        random = create_sample_stream(self.identity, k)
+        random = create_sample_stream(self.content_key, k)
         short = random.random_sample() < self.short_probability
         return SentenceRange(first, last, random.randint(2, self.tokens + 1) if short else self.tokens, random)
 

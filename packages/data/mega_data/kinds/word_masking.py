@@ -24,9 +24,9 @@ def create_megatron_stream(seed: int, k: int) -> Random:
     return Random((seed + k) % (1 << 32))
 
 
-def create_sample_stream(identity: str, k: int) -> Random:
-    """Return a numpy random generator for sample `k` of the data set named by `identity`, independent of other samples."""
-    return Random(np.random.PCG64(xxhash.xxh3_64_intdigest(f"{identity} sample={k}".encode())))
+def create_sample_stream(content_key: str, k: int) -> Random:
+    """Return a numpy random generator for sample `k` of the data set named by `content_key`, independent of other samples."""
+    return Random(np.random.PCG64(xxhash.xxh3_64_intdigest(f"{content_key} sample={k}".encode())))
 
 
 def inverse_ngram_sampler(longest: int) -> Callable[[Random], int]:

@@ -27,8 +27,8 @@ from mega_data.preprocessing.document_encoding import DocumentEncoder, SentenceE
 from mega_data.preprocessing.sharding import (
     EngineName,
     InputShard,
-    build_in_processes,
-    build_on_ray,
+    build_shards_in_processes,
+    build_shards_on_ray,
     join_shards,
     read_finished_shard,
     record_failure,
@@ -345,9 +345,9 @@ def _build_by_engine(job: PreprocessJob, engine: EngineName, count: int | None, 
     missing = [shard for shard in shards if not read_finished_shard(shard.get_output_prefix(job.whole), job.made_from)]
     build = dataclasses.replace(job).try_build_shard  # a copy without cached properties can be pickled
     results = (
-        build_in_processes(build, missing, workers or count_usable_cores())
+        build_shards_in_processes(build, missing, workers or count_usable_cores())
         if engine == "processes"
-        else build_on_ray(build, missing, workers)
+        else build_shards_on_ray(build, missing, workers)
     )
     reasons: dict[InputShard, str] = {}
     with ProgressBar("building shards", total=len(shards), unit="shards") as bar, contextlib.closing(results):

@@ -29,7 +29,7 @@ from typing import Any, Literal
 from mega_common.atomic_files import write_json_atomically
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
 from mega_data.reading.corpus_sources import CorpusSource, FileFormat, detect_format
-from mega_data.reading.decompression import is_uncompressed, open_decompressed, peek_start
+from mega_data.reading.decompression import is_uncompressed, open_decompressed, peek_first_bytes
 from mega_data.token_files.dataset_commit import finish_commit
 from mega_data.token_files.dataset_info import DatasetInfo, get_quarantine_path, list_dataset_files, read_dataset_info
 from mega_data.token_files.indexed_reader import IndexedReader, get_idx_path
@@ -107,7 +107,7 @@ def _detect_divisible_format(source: CorpusSource, stream: io.BufferedReader, ke
     """Return the format in which a source can be read from its middle, or None."""
     if source.kind not in (None, "jsonl", "parquet") or not source.is_rereadable or not is_uncompressed(stream):
         return None
-    kind = source.kind or detect_format(peek_start(stream), key, Path(source.name))
+    kind = source.kind or detect_format(peek_first_bytes(stream), key, Path(source.name))
     return kind if kind in ("jsonl", "parquet") else None
 
 
@@ -213,7 +213,7 @@ ShardFunction = Callable[[InputShard], str | None]  # builds a shard; returns th
 ShardResults = Generator[tuple[InputShard, str | None], None, None]
 
 
-def build_in_processes(build: ShardFunction, shards: Sequence[InputShard], workers: int) -> ShardResults:
+def build_shards_in_processes(build: ShardFunction, shards: Sequence[InputShard], workers: int) -> ShardResults:
     """Build shards on this machine in `workers` processes; yield each shard with the error message of a failure, else
     None.
     """
@@ -241,7 +241,7 @@ def _initialize_worker() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def build_on_ray(build: ShardFunction, shards: Sequence[InputShard], workers: int | None) -> ShardResults:
+def build_shards_on_ray(build: ShardFunction, shards: Sequence[InputShard], workers: int | None) -> ShardResults:
     """Build shards on the Ray cluster of RAY_ADDRESS or of this machine, else on a new local one, with one CPU per
     shard; yield each shard with its error message or None.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mega_common.bounded_parsing import explain_read_error
-from mega_data.reading.corpus_sources import ABSENT, lookup_key
+from mega_data.reading.corpus_sources import ABSENT, lookup_record_value
 from mega_data.reading.long_text import LongText
 
 MAX_RECORD_BYTES = 1 << 26  # of a JSON record, without the long strings that are stored on disk
@@ -62,7 +62,7 @@ class Document(NamedTuple):
 class RejectedItem(NamedTuple):
     """Source position without a usable document, with the reason for rejection and the content found there.
 
-    `left_out` marks a file of a folder that does not belong to the corpus, such as an image, and is not an error. `hint` is
+    `skipped` marks a file of a folder that does not belong to the corpus, such as an image, and is not an error. `hint` is
     the fix, if the whole input rather than this record needs one.
     """
 
@@ -70,7 +70,7 @@ class RejectedItem(NamedTuple):
     content: str
     file: str
     line: int
-    left_out: bool = False
+    skipped: bool = False
     hint: str = ""
 
 
@@ -129,7 +129,7 @@ def document_from_record(
     """
     if not isinstance(record, dict):
         return RejectedItem(f"the record is {_describe_type(record)}, not an object", "", file, line)
-    value = lookup_key(record, key)
+    value = lookup_record_value(record, key)
     if strings:
         value = strings.pop(value, value) if isinstance(value, str) else value
         _close_unused(strings, json.dumps(record))

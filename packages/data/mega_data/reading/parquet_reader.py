@@ -8,7 +8,7 @@ from typing import Any
 
 from mega_common.bounded_parsing import explain_read_error
 from mega_common.errors import DataError
-from mega_data.reading.corpus_sources import WHOLE, CorpusSource, lookup_key
+from mega_data.reading.corpus_sources import WHOLE, CorpusSource, lookup_record_value
 from mega_data.reading.decompression import ReportBytes, import_optional, open_decompressed
 from mega_data.reading.documents import (
     MAX_TEXT_BYTES,
@@ -57,7 +57,8 @@ def read_parquet(source: CorpusSource, key: str, advance: ReportBytes, whole: bo
                 for record in _iterate_rows(batch) if dense else batch.to_pylist():
                     line += 1
                     yield attach_record(
-                        document_from_text(lookup_key(record, key), key, source.name, line), record if whole else None
+                        document_from_text(lookup_record_value(record, key), key, source.name, line),
+                        record if whole else None,
                     )
                 advance(source.size * batch.num_rows // rows)
     except (OSError, ValueError, arrow.ArrowException) as error:

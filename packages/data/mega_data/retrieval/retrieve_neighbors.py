@@ -153,7 +153,7 @@ class _RetrievalRun:
     def embed_chunks(self, tokenizer: Tokenizer) -> None:
         """Compute the missing vectors."""
         todo = [(self.chunks, self._queries)] + ([] if self._same else [(self.database, self._keys)])
-        missing = [(chunks, rows, span) for chunks, rows in todo for span in rows.iterate_missing()]
+        missing = [(chunks, rows, span) for chunks, rows in todo for span in rows.iterate_missing_ranges()]
         with ProgressBar("embedding", total=sum(len(span) for *_, span in missing), unit="chunks") as bar:
             for chunks, rows, span in missing:
                 tokens = chunks.read_tokens(np.asarray(span), chunks.length)
@@ -164,7 +164,7 @@ class _RetrievalRun:
         """Find the missing neighbors, and return the index type and the neighbors."""
         width = next(self._keys.iterate_blocks(0, 1)).shape[1]
         factory = self.search.index or select_index_type(len(self.train), width)
-        missing = list(self._found.iterate_missing())
+        missing = list(self._found.iterate_missing_ranges())
         if not missing:
             return factory, self._found
         index = NearestVectors(self._keys, self.train.stop, factory=factory, probes=self.search.probes)

@@ -30,7 +30,7 @@ class VectorShards:
     def __len__(self) -> int:
         return self.rows
 
-    def iterate_missing(self) -> Iterator[range]:
+    def iterate_missing_ranges(self) -> Iterator[range]:
         """Yield the row range of each `.npy` file that does not exist yet."""
         for first in range(0, self.rows, self._shard):
             if not self._get_path(first).exists():

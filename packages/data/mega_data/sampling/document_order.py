@@ -36,13 +36,13 @@ class DocumentOrder:
         self, reader: IndexedReader, first: int, last: int, *, seed: int | None, cache: Path, unit: int = 1
     ) -> None:
         self._reader, self._first, self._last, self._unit, self._drawn = reader, first, last, unit, seed is not None
-        identity = f"documents seed={seed} data={reader.fingerprint} range={first}:{last}"
-        self._key = xxhash.xxh3_64_intdigest(identity.encode())
-        identity += f" unit={unit}" if unit > 1 else ""
+        content_key = f"documents seed={seed} data={reader.fingerprint} range={first}:{last}"
+        self._key = xxhash.xxh3_64_intdigest(content_key.encode())
+        content_key += f" unit={unit}" if unit > 1 else ""
         bounds = reader.document_index
         self._from = int(np.searchsorted(bounds, first, "right")) - 1
         self.count = int(np.searchsorted(bounds, last, "left")) - self._from
-        self._starts = load_or_build_arrays(cache, identity, self._build_index)["starts"]
+        self._starts = load_or_build_arrays(cache, content_key, self._build_index)["starts"]
         reader.close()
 
     def _build_index(self) -> Arrays:

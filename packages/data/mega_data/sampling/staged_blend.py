@@ -68,7 +68,7 @@ class StagedBlend:
     def __init__(
         self, weights: Sequence[tuple[int, Sequence[float]]], limits: Sequence[int | None], read: Sequence[int]
     ) -> None:
-        self.identity = f"staged {weights} limits={limits} read={read}"
+        self.content_key = f"staged {weights} limits={limits} read={read}"
         self._weights, self._limits, self._read = weights, limits, read
         self._coming, self._lock = self._plan_stages(list(read)), Lock()
         self._stages: list[BlendStage] = []

@@ -98,7 +98,7 @@ def _translate_read_errors(prefix: Path) -> Iterator[None]:
         raise DataError(f"{prefix}: cannot be read ({error.strerror})", hint=hint) from error
 
 
-class OpenReaders:
+class OpenReaderPool:
     """Pool that keeps the files of the `limit` most recently opened data sets open and closes others."""
 
     def __init__(self, limit: int) -> None:
@@ -139,7 +139,7 @@ class IndexedReader:
         DataError: naming the file, what was expected and what was found.
     """
 
-    def __init__(self, prefix: Path, files: OpenReaders | None = None) -> None:
+    def __init__(self, prefix: Path, files: OpenReaderPool | None = None) -> None:
         self.prefix = strip_data_suffix(resolve_local_prefix(Path(prefix)))
         self._bin, self._idx, self._files = get_bin_path(self.prefix), get_idx_path(self.prefix), files
         for path in (self._idx, self._bin):

@@ -30,7 +30,7 @@ from mega_eval.server.answer_formats import (
     format_sse_event,
     stream_answer_parts,
 )
-from mega_eval.server.api_errors import ApiRequestError, translate_error
+from mega_eval.server.api_errors import ApiRequestError, error_to_response
 from mega_eval.server.chat_tools import FOREIGN, describe_tools
 from mega_eval.server.embeddings_api import EmbeddingRequest, ServedEmbedder, format_embeddings, split_into_batches
 from mega_eval.server.engine_driver import EngineDriver, RequestGroup
@@ -411,7 +411,7 @@ class RunningAnswer:
             async for chunk in self.answer.stream_chunks(self._parts_until_deadline(), options):
                 yield chunk
         except Exception as error:  # noqa: BLE001 - the status is already sent, so the error must be an event
-            yield format_sse_event(translate_error(error).format_error_body())
+            yield format_sse_event(error_to_response(error).format_error_body())
 
     def release_requests(self) -> None:
         """Cancel the answer's unfinished engine requests and count its tokens in the server's metrics."""

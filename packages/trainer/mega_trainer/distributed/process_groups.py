@@ -58,10 +58,10 @@ class ParallelGroups:
 
     Attributes:
         dp_cp: data and context ranks, over which gradients of non-expert weights are reduced.
-        shard: neighbours in `dp_cp` that shard one copy of the weights under ZeRO-3.
+        shard: neighbors in `dp_cp` that shard one copy of the weights under ZeRO-3.
         replicate: ranks in `dp_cp` with the same shard of different copies.
-        head_sharing: by number of ranks, neighbouring tensor ranks with the same head, for mixers with fewer heads than ranks.
-        ep: neighbours that together hold all experts of a stage.
+        head_sharing: by number of ranks, neighboring tensor ranks with the same head, for mixers with fewer heads than ranks.
+        ep: neighbors that together hold all experts of a stage.
         expert_tp: ranks in `ep` that split the same experts.
         expert_data: ranks with the same part of the same experts.
         embedding: first and last pipeline stage, which share a tied embedding.
@@ -96,7 +96,7 @@ class ParallelGroups:
 
 
 def warm_up_groups(groups: ParallelGroups, device: torch.device) -> None:
-    """Create the NCCL communicators of every group, and of each pipeline rank with its neighbours, by a first message,
+    """Create the NCCL communicators of every group, and of each pipeline rank with its neighbors, by a first message,
     before the model fills device memory.
 
     A communicator is created by the first message, in memory outside of torch's pool, so it must exist before the model

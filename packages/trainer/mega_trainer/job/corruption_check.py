@@ -94,7 +94,7 @@ class CorruptionCheck:
         self._rest = hash_tensor_bits([tensor for _, _, tensor in tensors])
         self._raise_findings(
             f"after step {step} replicated tensors differ among ranks",
-            lambda: [line for groups, named in replicated.items() for line in find_outliers(named, groups)],
+            lambda: [line for groups, named in replicated.items() for line in find_corrupt_tensors(named, groups)],
         )
 
     def check_before_update(self, step: int) -> None:
@@ -165,7 +165,7 @@ class CorruptionCheck:
                     named["the gradient of " + "+".join(piece.name for piece in info.pieces)] = gradient
         self._raise_findings(
             f"in step {step} ranks got different bits from the same computation",
-            lambda: list(find_outliers(named, (executor.parallel_groups.dp,))),
+            lambda: list(find_corrupt_tensors(named, (executor.parallel_groups.dp,))),
         )
 
     def _raise_findings(self, problem: str, find: Callable[[], Sequence[str]]) -> None:
@@ -176,7 +176,7 @@ class CorruptionCheck:
                 raise TrainingError("\n".join([problem, *found[:MAX_SHOWN], *more]), hint=HINT)
 
 
-def find_outliers(named: dict[str, Tensor], groups: Sequence[CommGroup]) -> Iterator[str]:
+def find_corrupt_tensors(named: dict[str, Tensor], groups: Sequence[CommGroup]) -> Iterator[str]:
     """Yield a line of text for each named tensor whose bits on this rank differ from the majority of the ranks of
     `groups`; without a majority, every rank yields one.
     """

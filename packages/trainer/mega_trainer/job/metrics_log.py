@@ -115,7 +115,7 @@ class MetricsLogger:
 
     def _open_sinks(self, folder: Path, start: int) -> None:
         path = folder / "metrics.jsonl"
-        self._earlier = drop_later_lines(path, start)
+        self._earlier = drop_metrics_after_step(path, start)
         stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
 
         def write_json_line(step: int, numbers: dict[str, float]) -> None:
@@ -220,7 +220,7 @@ def memory_in_use() -> int:
     return pages * 4096
 
 
-def drop_later_lines(path: Path, step: int) -> tuple[MetricsLine, MetricsLine, MetricsLine] | None:
+def drop_metrics_after_step(path: Path, step: int) -> tuple[MetricsLine, MetricsLine, MetricsLine] | None:
     """Remove the lines of metrics.jsonl for steps after `step`, from which a run resumes and will write them again.
 
     Returns:

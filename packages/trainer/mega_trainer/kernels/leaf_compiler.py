@@ -45,7 +45,7 @@ class LeafCompiler:
         return result
 
 
-def apply_function(function: type[Function], *args: Any) -> Any:
+def apply_autograd_function(function: type[Function], *args: Any) -> Any:
     """Call `function.apply` of an autograd function; with gradients disabled call only its forward, which takes at most
     half of the host time.
     """

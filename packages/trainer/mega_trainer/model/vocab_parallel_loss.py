@@ -84,7 +84,7 @@ class _FusedLinearCrossEntropy(Function):
             whole = torch.mul(d_head, scale, out=torch.empty_like(d_head, dtype=ctx.dtype))
         elif d_head is not None:
             out, add = ctx.main()
-            gemm_accumulation.write_scaled(d_head, scale, ctx.dtype, out, add=add)
+            gemm_accumulation.write_scaled_values(d_head, scale, ctx.dtype, out, add=add)
         if d_bias is not None:
             d_bias = torch.mul(d_bias, scale, out=torch.empty_like(d_bias, dtype=ctx.dtype))
         return d_hidden, whole, None, None, None, None, None, d_bias, None, None
@@ -182,7 +182,7 @@ def fused_linear_cross_entropy(
             )
     leaves = leaves or LeafCompiler()
     targets = soft or LabelTargets(labels, head.shape[0], group, softcap, leaves)
-    chunk_tokens = leaf_tokens = tokens_per_chunk(hidden, head.shape[0])
+    chunk_tokens = leaf_tokens = logit_tokens_per_chunk(hidden, head.shape[0])
     if hidden.device.type == "cpu":
         leaf_tokens = max(16, LEAF_ELEMENTS[leaves.compiled] // head.shape[0])
     result: tuple[Tensor, Tensor] = _FusedLinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -191,7 +191,7 @@ def fused_linear_cross_entropy(
     return result
 
 
-def tokens_per_chunk(hidden: Tensor, rows: int) -> int:
+def logit_tokens_per_chunk(hidden: Tensor, rows: int) -> int:
     """Return the number of tokens whose logits over `rows` local vocabulary rows are computed at a time, to limit
     memory.
     """
@@ -340,7 +340,7 @@ def topk_log_probs(
     """
     rows = head.shape[0]
     found = []
-    for chunk in torch.split(hidden, tokens_per_chunk(hidden, rows)):
+    for chunk in torch.split(hidden, logit_tokens_per_chunk(hidden, rows)):
         logits = apply_softcap(compute_local_logits(chunk, head, bias, group, vocab_size), softcap)
         lse, _ = combine_over_ranks(logits.logsumexp(-1), torch.zeros_like(logits[:, 0]), group)
         values, ids = logits.topk(min(count, rows))

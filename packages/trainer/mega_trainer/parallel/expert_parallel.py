@@ -153,7 +153,7 @@ class AllToAllDispatcher:
             rows = sort_rows_by_expert(x, chosen, weights, self.experts_per_rank, chosen.numel())
             return TokenDispatch(lambda: rows, lambda y: y, chosen.new_zeros(()))
         capacity, wire = self._rank_capacity(*chosen.shape), HostSplitWire(self.group)
-        ranks = target_ranks(chosen, self.experts_per_rank, self.parts)
+        ranks = expert_ranks_of_tokens(chosen, self.experts_per_rank, self.parts)
         size = ranks.numel() if capacity is None else capacity * self.group.size
         slots = RowAssignment.assign_rows(ranks, self.group.size, size, capacity)
         wait_for_splits = (
@@ -213,7 +213,7 @@ class AllToAllDispatcher:
         return wait_for_splits
 
 
-def target_ranks(chosen: Tensor, experts_per_rank: int, parts: int) -> Tensor:
+def expert_ranks_of_tokens(chosen: Tensor, experts_per_rank: int, parts: int) -> Tensor:
     """Return the ranks that have the chosen experts of each token, each rank once: int64 [N, K parts], -1 for none.
 
     A rank has `experts_per_rank` experts.

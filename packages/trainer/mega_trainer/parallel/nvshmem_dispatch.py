@@ -31,10 +31,10 @@ from mega_trainer.parallel.async_all_to_all import AsyncAllToAll, start_exchange
 from mega_trainer.parallel.expert_parallel import (
     ExpertRows,
     TokenDispatch,
+    expert_ranks_of_tokens,
     local_expert_ids,
     pack_routing,
     sort_rows_by_expert,
-    target_ranks,
     unpack_routing,
 )
 from mega_trainer.parallel.token_rows import RowAssignment, gather_token_rows, sum_token_rows
@@ -70,7 +70,7 @@ class NvshmemDispatcher:
         own, targets = self.num_experts * self.parts // size, min(choices, size // self.parts) * self.parts  # per token
         leaving, capacity = tokens * targets, min(size * tokens, math.ceil(self.bound * tokens * targets))
         wire = self._wires.setdefault(tokens, SymmetricWire(self.group, max(leaving, capacity) + 1, self.leaves))
-        ranks = target_ranks(chosen, own, self.parts)
+        ranks = expert_ranks_of_tokens(chosen, own, self.parts)
         sent, received = self._fitting_splits(ranks, capacity)
         slots = RowAssignment.assign_rows(ranks, size, leaving, sent)
         wait_for_routing = start_exchange(

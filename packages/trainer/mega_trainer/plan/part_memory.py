@@ -210,7 +210,7 @@ class PartMemoryCounter:
             return self._count_part(model, lambda x: forward(x, context), shape, list(model.parameters()))
 
     def _count_retrieval_layer(self, model: RetroDecoder, context: ForwardContext) -> PartMemory:
-        """Count a layer of a model with retrieval: a stage holds the neighbours once as given and once encoded."""
+        """Count a layer of a model with retrieval: a stage holds the neighbors once as given and once encoded."""
         assert context.source is not None
         rows, _, width = self.residual_shape
         neighbors = self._make_input((rows, context.source.length, width))

@@ -61,7 +61,7 @@ from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import zero3_unit_layers
 
 
-def connect_groups(
+def connect_parallel_groups(
     config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommLog | None = None
 ) -> ParallelGroups:
     """Return this rank's communication groups for the configured degrees of parallelism. A collective call of all

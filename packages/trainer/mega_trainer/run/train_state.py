@@ -30,7 +30,7 @@ from mega_ckpt.store import (
     remove_leftovers,
     save_sharded_checkpoint,
 )
-from mega_ckpt.tensor_pieces import ShardedTensor, boxes_by_name, merge_sharded
+from mega_ckpt.tensor_pieces import ShardedTensor, boxes_by_name, merge_sharded_tensors
 from mega_common.errors import CheckpointError, NumericalError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import ObjectStoreError
@@ -263,7 +263,7 @@ def collect_weights(
                     (stage.groups.tp, stage.groups.dp_cp) if to_save else (),
                 )
             )
-    return {prefix + name: sharded for name, sharded in merge_sharded(parts).items()}
+    return {prefix + name: sharded for name, sharded in merge_sharded_tensors(parts).items()}
 
 
 def _unpacked_values(parameter: nn.Parameter) -> Tensor:

@@ -144,8 +144,8 @@ def update_router_biases(executor: PipelineExecutor, loads: Tensor) -> None:
 
 
 def normalize_mtp_weights(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
-    """Return the batches with their auxiliary loss weights (MTP layers or segment order) scaled, so that each auxiliary
-    loss is a mean over its own labels, and the MTP loss the mean over layers.
+    """Return micro-batches with their auxiliary loss weights (MTP layers or segment order) scaled, so that each
+    auxiliary loss is a mean over its own labels, and the MTP loss the mean over layers.
 
     With D MTP layers, the weights of layer d are multiplied by `tokens[0]` / (D `tokens[d]`). The sum of all, divided by
     `tokens[0]` as the next-token loss is, is then the mean over the layers of their mean losses.

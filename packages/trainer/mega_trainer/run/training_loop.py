@@ -223,8 +223,8 @@ class TrainingLoop:
 
 @dataclass(frozen=True)
 class LoopStepHooks(StepHooks):
-    """Hooks of the training loop into one `train_step`: objective metrics, the scalars of this rank, and the checks
-    before an update.
+    """Hooks by which the training loop extends `train_step`: objective metrics, the scalars of this rank, and the
+    checks before an update.
     """
 
     context: TrainingContext

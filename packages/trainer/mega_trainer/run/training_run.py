@@ -37,7 +37,7 @@ from mega_trainer.run.build_components import (
     build_schedule,
     build_stages,
     choose_kernels,
-    connect_groups,
+    connect_parallel_groups,
     initial_loss_scale,
     load_datasets,
     make_layer_builder,
@@ -71,7 +71,7 @@ def run_training(
         TrainingInterrupted: when a signal or a limit ended the run before its last step; the step done is saved.
         MegaError: ConfigError, DataError or CheckpointError for user errors, TrainingError for failures of training.
     """
-    groups = connect_groups(config, ranks)
+    groups = connect_parallel_groups(config, ranks)
     needs = partial(MemoryNeeds.predict_for_rank, config, ranks.world_size, groups.pp.rank)
     with (
         record_rank_errors(Path(config.output), ranks.rank),
