@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mega_cli.data_options import Input, JsonKey, MoreInput, Overwrite, TokenizerPath
 from mega_cli.data_preprocess import HELP as PREPROCESS_HELP
 from mega_cli.data_preprocess import preprocess_command
 from mega_cli.data_retrieve import EXAMPLES as RETRIEVE_EXAMPLES
 from mega_cli.data_retrieve import retrieve_command
 from mega_cli.data_show import show_command
+from mega_cli.model_options import Input, JsonKey, MoreInput, Overwrite, TokenizerPath
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.progress_logging import format_number
 

@@ -356,7 +356,7 @@ def _build_task_scorer(config: RunConfig) -> TaskScorer | None:
     """Return the scorer that runs the tasks of `eval.tasks`, or None without tasks."""
     if not config.eval.tasks:
         return None
-    from mega_cli.eval_tasks import import_harness
+    from mega_cli.eval_ranks import import_harness
 
     import_harness(offline=False)
     from mega_eval.in_training_tasks import TrainingTasks

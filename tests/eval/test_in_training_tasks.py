@@ -20,8 +20,7 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.training_run import run_training
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
-from mega_eval.harness_model import HarnessModel
-from mega_eval.harness_tasks import HarnessTaskOptions, run_harness_tasks
+from mega_eval.harness_tasks import HarnessModel, HarnessTaskOptions, run_harness_tasks
 from mega_eval.in_training_tasks import TrainingTasks, build_inference_model
 from mega_eval.model_loading import find_end_tokens, load_inference_model, load_tokenizer
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer

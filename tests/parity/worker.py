@@ -19,7 +19,7 @@ from mega_common.progress_logging import ProgressBar
 from mega_common.retro_config import RetroConfig
 from mega_common.vision_config import VisionConfig
 from mega_data.batch_loader import EncoderInput, StepBatch
-from mega_data.images.image_geometry import compute_native_size, list_placeholder_features
+from mega_data.images.image_pixels import compute_native_size, list_placeholder_features
 from mega_data.kinds.dataset_kind import SampleImages
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig

@@ -14,8 +14,7 @@ has stay in a `shell_words.ShellWord` as a mark.
 `forks.csv` the table of flags added by forks, and `handling.yaml` has the notes on flags without a key in run.yaml.
 """
 
-from mega_cli.megatron_args.render_yaml import render_run_yaml
 from mega_cli.megatron_args.run_draft import FlagNote
-from mega_cli.megatron_args.translate import ScriptTranslation, translate_script
+from mega_cli.megatron_args.translate import ScriptTranslation, render_run_yaml, translate_script
 
 __all__ = ["FlagNote", "ScriptTranslation", "render_run_yaml", "translate_script"]

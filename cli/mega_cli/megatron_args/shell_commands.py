@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from mega_cli.megatron_args.command_output import COMMANDS, simulate_output
 from mega_cli.megatron_args.conditions import ConditionOperand, KnownTruth
 from mega_cli.megatron_args.shell_patterns import quote_pattern
 from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks
 from mega_cli.megatron_args.syntax_tree import node_text, output_redirection
+from mega_cli.megatron_args.text_tools import COMMANDS, simulate_output
 
 if TYPE_CHECKING:
     from tree_sitter import Node

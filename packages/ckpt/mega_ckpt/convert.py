@@ -44,8 +44,7 @@ from mega_ckpt.source import (
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream_checkpoint import split_blocks, write_weights
-from mega_ckpt.training_state import ConvertedTraining, OptimizerNotConverted
-from mega_ckpt.weight_source import WeightSource, cast_dtype
+from mega_ckpt.weight_source import ConvertedTraining, OptimizerNotConverted, WeightSource, cast_dtype
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location, RemotePath, parse_location
 from mega_common.progress_logging import ProgressBar, logger

@@ -27,8 +27,7 @@ from mega_eval.grammar_matcher import GrammarCache
 from mega_eval.image_prompts import find_image_ranges, gather_token_images
 from mega_eval.model_loading import check_sequence_length
 from mega_eval.mtp_drafter import MtpDrafter
-from mega_eval.page_allocator import PAGE, PageAllocator, hash_full_pages
-from mega_eval.paged_cache import PagedCache, RowSpan
+from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RowSpan, hash_full_pages
 from mega_eval.sampling import apply_penalties, compute_probabilities, draw_token, select_most_likely
 from mega_eval.text_stream import Continuation, TextTokenizer
 from mega_trainer.data.micro_batch import SequenceBounds

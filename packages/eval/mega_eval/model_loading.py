@@ -33,7 +33,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
 from mega_common.progress_logging import logger
 from mega_data.tokenizer import Tokenizer
-from mega_eval.generation_config import (
+from mega_eval.sampling import (
     GENERATION_KEYS,
     list_unsupported_settings,
     parse_sampling_settings,

@@ -20,8 +20,7 @@ from mega_common.errors import DataError
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.preprocessing.sharding import InputShard
 from mega_data.reading.corpus_sources import CorpusSource, find_corpus_sources
-from mega_data.reading.documents import SHOWN, Document, RejectedItem
-from mega_data.reading.long_text import LongText
+from mega_data.reading.documents import SHOWN, Document, LongText, RejectedItem
 from mega_data.reading.source_readers import read_documents
 
 TEXT = st.text(alphabet=st.sampled_from('a\\"\n\t/é日😀\ud83d\ude00u0{}[],: '), max_size=40)

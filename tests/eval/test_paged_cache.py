@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from mega_eval.page_allocator import PAGE, PageAllocator, hash_full_pages
-from mega_eval.paged_cache import PagedCache, RowSpan
+from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RowSpan, hash_full_pages
 
 
 def test_a_row_grows_in_one_piece_as_long_as_there_is_room():

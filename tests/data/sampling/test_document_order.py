@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_data.sampling.keyed_permutation import permute_index, permute_indices
+from mega_data.sampling.document_order import permute_index, permute_indices
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
