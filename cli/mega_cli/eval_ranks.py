@@ -1,9 +1,4 @@
-"""Evaluation and serving on several ranks, and the downstream tasks of `mega eval --tasks`.
-
-Ranks that share a model for evaluation or serving.
-
-`mega eval --tasks`: downstream tasks on one or several ranks.
-"""
+"""Ranks that share a model for evaluation or serving, and `mega eval --tasks`: downstream tasks on such ranks."""
 
 from __future__ import annotations
 
@@ -114,7 +109,6 @@ def evaluate_tasks(
     """Run lm-evaluation-harness tasks on a model: in this process if it is a rank or the only one, else on `nproc`
     ranks started here.
     """
-    from mega_cli.eval_ranks import join_model_ranks
 
     with join_model_ranks(sharing, nproc, model_settings.device, WAIT_SECONDS) as ranks:
         if ranks.rank == 0:

@@ -9,7 +9,8 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
-from mega_cli.megatron_args.script_reader import ScriptResult, follow_script
+from mega_cli.megatron_args.script_reader import follow_script
+from mega_cli.megatron_args.script_state import ScriptResult
 from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks, split_on_blanks
 from mega_common.errors import ConfigError
 
