@@ -30,9 +30,9 @@ RECORDS = st.dictionaries(st.sampled_from(["text", "id", "a"]), VALUES, max_size
 
 @pytest.fixture(autouse=True)
 def little_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("long_text", "source_readers", "json_readers"):
+    for module in ("documents", "source_readers", "record_readers"):
         monkeypatch.setattr(f"mega_data.reading.{module}.LONG", 16)
-    for module in ("long_text", "json_readers"):
+    for module in ("documents", "record_readers"):
         monkeypatch.setattr(f"mega_data.reading.{module}.BLOCK", 5)
 
 
@@ -135,10 +135,10 @@ def test_memory_does_not_grow_with_a_document(tmp_path: Path, tokenizer_folder: 
         "import re, sys\n"
         "from pathlib import Path\n"
         "from mega_data.preprocessing import text_batches as batches, text_encoder as encoder\n"
-        "from mega_data.reading import json_readers, long_text, source_readers\n"
+        "from mega_data.reading import documents, record_readers, source_readers\n"
         "from mega_data.preprocessing.preprocess_corpus import preprocess_corpus\n"
-        "batches.PIECE = long_text.LONG = source_readers.LONG = json_readers.LONG = 1 << 17\n"
-        "long_text.BLOCK = json_readers.BLOCK = 1 << 17\n"
+        "batches.PIECE = documents.LONG = source_readers.LONG = record_readers.LONG = 1 << 17\n"
+        "documents.BLOCK = record_readers.BLOCK = 1 << 17\n"
         "encoder.COMPARED_FIRST = 1\n"
         "tokenizer, folder = map(Path, sys.argv[1:])\n"
         "for name in ('1.txt', '1.jsonl', '1.txt', '1.jsonl', '12.txt', '12.jsonl'):\n"
