@@ -24,7 +24,7 @@ def good(*inputs: str | Path, key: str = "text") -> list[str]:
     return [item.text for item in items(*inputs, key=key) if isinstance(item, Document)]
 
 
-def only(path: Path) -> RejectedItem:
+def read_only_item(path: Path) -> RejectedItem:
     [item] = items(path)
     assert isinstance(item, RejectedItem)
     return item
@@ -119,8 +119,8 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three\n"))
     assert good(tmp_path / "a.txt", tmp_path / "b.txt.gz") == ["one\ntwo\n", "three\n"]
     (tmp_path / "c.txt").write_bytes(b"caf\xe9")
-    assert only(tmp_path / "c.txt").reason == "not UTF-8 (byte 3 of the file)"
-    assert not only(tmp_path / "c.txt").skipped
+    assert read_only_item(tmp_path / "c.txt").reason == "not UTF-8 (byte 3 of the file)"
+    assert not read_only_item(tmp_path / "c.txt").skipped
 
 
 def test_a_folder_of_code(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from mega_trainer.run.train_state import find_newer_copy, inherit_data_order, re
 NODES = (1, os.getpid())  # two processes that live as long as the test, as two launchers
 
 
-def held(step: int, rank: int) -> dict[str, ShardedTensor]:
+def held_tensors(step: int, rank: int) -> dict[str, ShardedTensor]:
     """What a rank holds after a step: boxes of two types, one of them a part of something larger."""
     whole = torch.full((4, 6), float(step * 10 + rank), dtype=torch.bfloat16)
     return {
@@ -60,9 +60,9 @@ def found(one: MemoryCheckpoint) -> tuple[int, bool] | None:
     whole = one.newest_complete_step()
     if whole is None:
         return None
-    copy, back = one.fetch_local_copy(whole), held(0, 0)
+    copy, back = one.fetch_local_copy(whole), held_tensors(0, 0)
     copy.copy_into(back)
-    expected = held(copy.step, dist.get_rank())
+    expected = held_tensors(copy.step, dist.get_rank())
     same = all(torch.equal(back[key].boxes[0].tensor, expected[key].boxes[0].tensor) for key in expected)
     return copy.step, same and copy.state == {"consumed": copy.step}
 
@@ -72,7 +72,7 @@ def lose_and_find(root: Path, nodes: tuple[int, int]) -> dict[str, Any]:
     first = memory(root, nodes)
     told["nothing"] = found(first)
     for step in (1, 2, 3):
-        first.save_copies(step, held(step, rank), {"consumed": step})
+        first.save_copies(step, held_tensors(step, rank), {"consumed": step})
     told["all"] = found(memory(root, nodes))
     told["another run"] = found(memory(root, nodes, run="another"))
     another = memory(root, nodes, output="another")
@@ -85,7 +85,7 @@ def lose_and_find(root: Path, nodes: tuple[int, int]) -> dict[str, Any]:
     dist.barrier()
     again = memory(root, nodes)
     told["a machine lost"] = found(again)
-    again.save_copies(4, held(4, rank), {"consumed": 4})
+    again.save_copies(4, held_tensors(4, rank), {"consumed": 4})
     dist.barrier()
     for node in nodes if rank == 0 else ():  # killed within the copy of step 4
         for path in folder(root, node).glob("3.*.json"):
