@@ -10,7 +10,7 @@ from mega_cli.megatron_args.command_output import COMMANDS, simulate_output
 from mega_cli.megatron_args.conditions import ConditionOperand, KnownTruth
 from mega_cli.megatron_args.shell_patterns import quote_pattern
 from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks
-from mega_cli.megatron_args.syntax_tree import node_text, output_redirection
+from mega_cli.megatron_args.syntax_tree import node_text, stdout_redirection
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -255,7 +255,7 @@ def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:
     after = [inner for child in heredocs for inner in child.children_by_field_name("right")]
     for redirect in redirects:
         read_redirected_input(reader, redirect)
-    writing = next(filter(None, map(output_redirection, redirects)), None)
+    writing = next(filter(None, map(stdout_redirection, redirects)), None)
     try:
         if body is None:
             return True

@@ -17,7 +17,12 @@ from mega_cli.moving_in.batch_and_layout import count_data_ranks, set_batch_size
 from mega_cli.moving_in.dialects import ToolDefaults, find_dialect
 from mega_cli.moving_in.hf_adapter import set_lora_section
 from mega_cli.moving_in.hf_objective import LEARNING_RATES, set_objective_section
-from mega_cli.moving_in.hf_parallel import include_deepspeed_file, read_model_parallel, read_world_size, set_zero_level
+from mega_cli.moving_in.hf_parallel import (
+    include_deepspeed_file,
+    read_model_parallel_sizes,
+    read_world_size,
+    set_zero_level,
+)
 from mega_cli.moving_in.hf_schedule import set_hf_schedule
 from mega_cli.moving_in.settings_file import Reasons, SettingsFile
 
@@ -84,7 +89,7 @@ def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation
     _model_and_data(given, dialect)
     objective = set_objective_section(given, dialect)
     include_deepspeed_file(given)
-    split = read_model_parallel(given)
+    split = read_model_parallel_sizes(given)
     ranks = read_world_size(given, ranks, split)
     _set_batch(given, dialect, count_data_ranks(given, ranks, split))
     given.copy_settings(SAME)

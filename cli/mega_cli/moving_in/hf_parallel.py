@@ -25,7 +25,7 @@ def _parallel_size(given: SettingsFile, name: str, *others: str) -> int:
     return given.take_integer(*others, f"{CONFIG}{name}_size", f"{CONFIG}{CONFIG[:-1]}_{name}_size") or 1
 
 
-def read_model_parallel(given: SettingsFile) -> ModelParallelSplit:
+def read_model_parallel_sizes(given: SettingsFile) -> ModelParallelSplit:
     """Read the tensor, pipeline and context parallel sizes of a settings file, set `parallel` of run.yaml to them, and
     return them.
     """

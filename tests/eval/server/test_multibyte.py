@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
 from mega_data.tokenizer import Tokenizer
-from mega_eval.server.answer_formats import TextOffsets
+from mega_eval.server.answer_formats import TokenTextOffsets
 from mega_eval.server.token_spelling import Vocabulary
 
 TEXTS = [
@@ -125,4 +125,4 @@ def test_offsets_of_sentencepiece_and_special_tokens(tmp_path: Path) -> None:
         ("<s>aé", [1, 5, 2, 3], [0, 3, 4, 4]),
         (" a a", [6, 6], [0, 2]),
     ]:
-        assert TextOffsets().next_offsets([vocabulary[token] for token in tokens], text) == expected
+        assert TokenTextOffsets().next_offsets([vocabulary[token] for token in tokens], text) == expected

@@ -22,7 +22,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.job.memory_checkpoint import CompleteStep, MemoryCheckpoint, should_keep_copies
 from mega_trainer.job.private_folder import claim_private_folder, launcher_folder_path, load_secret_key
-from mega_trainer.run.train_state import find_newer_copy, inherit_data_order, resolve_epochs
+from mega_trainer.run.train_state import find_newer_memory_copy, inherit_data_order, resolve_epochs
 
 NODES = (1, os.getpid())  # two processes that live as long as the test, as two launchers
 
@@ -192,4 +192,4 @@ def test_epochs_that_have_become_steps_are_no_other_settings(settings: Any) -> N
     assert saved["train"]["steps"] == 20
     memory = mock.Mock(spec=MemoryCheckpoint, rank_count=1)
     memory.newest_complete_step.return_value = CompleteStep(3, 1, {"settings": saved, "consumed_samples": 12})
-    assert find_newer_copy(config, None, memory) is memory.fetch_local_copy.return_value
+    assert find_newer_memory_copy(config, None, memory) is memory.fetch_local_copy.return_value

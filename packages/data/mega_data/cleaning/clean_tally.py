@@ -67,7 +67,7 @@ class RuleTally:
 
 
 @dataclass
-class CleanTally:
+class CleaningTally:
     """Counts of a cleaning run: documents `read` and `kept` per input as named by the user, per rule, and per detected
     language.
     """
@@ -81,7 +81,7 @@ class CleanTally:
         """Return the counts of the rule `name`, created if missing."""
         return self.rules.setdefault(name, RuleTally())
 
-    def add_tally(self, other: CleanTally, samples: int) -> None:
+    def add_tally(self, other: CleaningTally, samples: int) -> None:
         """Add the counts of another tally to this one, and keep at most `samples` examples per rule."""
         for amounts, more in ((self.read, other.read), (self.kept, other.kept)):
             for name, amount in more.items():

@@ -13,7 +13,7 @@ import numpy as np
 from mega_common.errors import DataError, MegaError
 from mega_data.cleaning.append_files import compress_lines, encode_json_line
 from mega_data.cleaning.clean_config import CleanConfig
-from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, RuleExample, add_counts
+from mega_data.cleaning.clean_tally import CleaningTally, DocumentAmount, RuleExample, add_counts
 from mega_data.cleaning.duplicate_detection import compute_text_signatures, hash_texts
 from mega_data.cleaning.fingerprint_files import POSITION, DocumentPositions
 from mega_data.cleaning.rule_builder import build_clean_rules
@@ -57,7 +57,7 @@ class CleanedBatch:
     exact: bytes
     minhash: bytes
     positions: DocumentPositions
-    tally: CleanTally
+    tally: CleaningTally
 
 
 def clean_batch(batch: CleaningBatch, settings: CleaningWorkerSettings) -> CleanedBatch:
@@ -87,7 +87,7 @@ class DocumentCleaner:
 
     def clean_documents(self, batch: CleaningBatch) -> CleanedBatch:
         """Apply the rules to each document of a batch, in order; a document stops at the first rule that drops it."""
-        tally, kept, positions = CleanTally(), [], []
+        tally, kept, positions = CleaningTally(), [], []
         lines: dict[str, list[bytes]] = {"kept": [], "dropped": [], "changed": []}
         for item in batch.items:
             if isinstance(item, RejectedItem):
@@ -113,7 +113,7 @@ class DocumentCleaner:
         exact = hash_texts(kept).tobytes() if duplicates.exact else b""
         return exact, compute_text_signatures(kept, duplicates.minhash).tobytes() if duplicates.minhash else b""
 
-    def _drop_unreadable(self, item: RejectedItem, tally: CleanTally) -> bytes:
+    def _drop_unreadable(self, item: RejectedItem, tally: CleaningTally) -> bytes:
         rule = tally.get_rule_tally("unreadable")
         rule.dropped.add_amount(DocumentAmount(1, 0))
         add_counts(rule.why, {item.reason.partition(" (")[0]: 1})
@@ -124,7 +124,7 @@ class DocumentCleaner:
                      "content": item.content})  # fmt: skip
 
     def _judge_document(
-        self, item: Document, tally: CleanTally, lines: dict[str, list[bytes]]
+        self, item: Document, tally: CleaningTally, lines: dict[str, list[bytes]]
     ) -> tuple[AnalyzedText | None, TextRecord]:
         """Return the remaining text and record of a document; no text if it is dropped."""
         original: TextRecord = item.record if item.record is not None else {self.json_key: item.text}

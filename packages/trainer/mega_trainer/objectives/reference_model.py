@@ -16,7 +16,7 @@ from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.objectives.preference_answers import (
     PreferenceAnswers,
     is_reporting_rank,
-    mismatch_answers,
+    pair_mismatched_answers,
     score_answers,
     split_answers,
 )
@@ -43,7 +43,7 @@ class ReferenceModel(Protocol):
         """
 
 
-class LiveReference:
+class LiveReferenceModel:
     """`ReferenceModel` that runs the reference model in memory."""
 
     def __init__(self, executor: PipelineExecutor) -> None:
@@ -60,7 +60,7 @@ class LiveReference:
         return score_answers(self._executor, micro, answers)
 
 
-class CachedReference:
+class CachedReferenceModel:
     """`ReferenceModel` that reads each sample's precomputed answer sums from cache files."""
 
     def __init__(self, files: SampleCache) -> None:
@@ -107,7 +107,7 @@ def _collect_answer_sums(
     device: torch.device,
 ) -> list[np.ndarray]:
     groups = executor.parallel_groups
-    batch = mismatch_answers(batch) if what == "mismatched" else batch
+    batch = pair_mismatched_answers(batch) if what == "mismatched" else batch
     micro = list(split_micro_batches(batch, config, device, groups.cp))
     answers = split_answers(batch, micro, groups.cp)
     sums, width = score_answers(executor, micro, answers), torch.tensor(answers[0].width)
