@@ -24,7 +24,7 @@ EXAMPLES = """Examples:
 
   mega demo --output /tmp/demo --nproc 2
 """
-VOCABULARY, STEPS, SEQUENCE = 8192, 240, 256
+VOCABULARY, STEPS, SEQUENCE = 8192, 160, 256
 HELD_OUT_EVERY = 50  # one file of this many is held out for evaluation
 HELD_OUT_BYTES = 150_000
 PROMPT = "def read_file(path):\n"

@@ -94,8 +94,8 @@ def main(args: Sequence[str] | None = None) -> None:
     ordered = ["--debug"] * debug + [arg for arg in given if arg != "--debug"]
     app = build_typer_app()
     status = run_and_report_errors(lambda: app(ordered, prog_name="mega"), debug=debug)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A rank exits without interpreter shutdown: torch threads that still wait for other ranks could abort it.
+    if "RANK" in os.environ:
+        # A rank exits without interpreter shutdown, in which torch's threads and communicators may wait for other ranks.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -888,7 +888,51 @@ def test_singleton_local_shards_that_are_not_whole(case: str, tmp_path: Path) ->
         open_weight_source(_singletons(tmp_path / "usual", tmp_path / "singletons", change))
 
 
-def test_latent_attention_without_norms_of_the_latents_is_refused_by_name(tmp_path: Path) -> None:
-    args = write_megatron_args(ModelConfig.parse(BASE | LATENT)) | {"qk_layernorm": False}
-    with pytest.raises(CheckpointError, match="multi_latent_attention requires qk_layernorm"):
-        read_megatron_args(args, tmp_path)
+RAW = {**LATENT, "mla": {**LATENT["mla"], "latent_norm": False}}
+TORCH_LOCAL = {"megatron_format": "torch", "implementation": "local"}
+RAW_LATENTS: dict[str, dict[str, Any]] = {
+    "keys and values": RAW,
+    "queries too": {**RAW, "mla": {**RAW["mla"], "q_lora_rank": 12}},
+    "centred norms": {**RAW, "zero_centered_norm": True},
+    "MTP": {**RAW, "mla": {**RAW["mla"], "norm_eps": 1e-2}, "mtp_layers": 1},
+    "experts": {**RAW, "moe": EXPERTS | {"layers": [1, 3]}},
+}
+
+
+@pytest.mark.parametrize("case", RAW_LATENTS)
+@pytest.mark.parametrize("options", [{}, {"megatron_format": "torch", "tp": 2}, TORCH_LOCAL], ids=str)
+def test_latents_without_norms_there_and_back(case: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = mega(tmp_path / "mega", RAW_LATENTS[case])
+    convert_checkpoint(model, tmp_path / "one", "megatron", options=ConvertOptions(**options))
+    convert_checkpoint(tmp_path / "one", tmp_path / "back", "mega")
+    convert_checkpoint(tmp_path / "back", tmp_path / "two", "megatron", options=ConvertOptions(**options))
+    assert same(model, tmp_path / "back")
+    found = [
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.suffix in (".distcp", ".pt")}
+        for folder in (tmp_path / "one", tmp_path / "two")
+    ]
+    assert found[0] == found[1] != {}
+    assert not any(
+        "layernorm" in name and "self_attn" in name for name in weights(open_weight_source(tmp_path / "one"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "said"),
+    [
+        (LATENT, {"mla": RAW["mla"]}, "kv_layernorm|kv_a_layernorm"),  # norms in the file that the settings deny
+        (RAW, {"mla": LATENT["mla"]}, "kv_layernorm|kv_a_layernorm"),
+    ],
+)
+def test_norms_of_latents_that_the_settings_contradict(
+    fields: dict[str, Any], settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    convert_checkpoint(mega(tmp_path / "mega", fields), tmp_path / "megatron", "megatron")
+    with pytest.raises(CheckpointError, match=said):
+        weights(open_weight_source(tmp_path / "megatron", settings=settings))
+
+
+def test_latents_without_norms_have_no_family_of_huggingface(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"mla\.latent_norm = false is not supported"):
+        convert_checkpoint(mega(tmp_path / "mega", RAW), tmp_path / "hf", "hf")
+    assert not (tmp_path / "hf").exists()

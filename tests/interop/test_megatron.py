@@ -64,6 +64,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"tp": 1, "pp": 2, "ep": 2},
     ),
     "latent": (LATENT, {"tp": 2, "pp": 2}),
+    "latent-without-norms": ({**LATENT, "qk_layernorm": False}, {"tp": 2, "pp": 2}),
     "experts-as-in-gpt-oss": (
         {
             **GROUPED, **EXPERTS, "add_bias_linear": True, "swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0,

@@ -122,7 +122,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
     ],
-    "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
+    "mla": [
+        {}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}},
+        {"mla": {**MODELS["mla"]["mla"], "latent_norm": False}},
+    ],
 }  # fmt: skip
 VARIANTS["deepseek"] = VARIANTS["mla"]
 VARIANTS["hybrid"] = [

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from parity.bits import Moved, moved
-from parity.cases import CONTEXT, STEPS, Case, case
+from parity.cases import CONTEXT, STEPS, VARIANTS, Case, case
 from parity.eight_bit_mutations import EIGHT_BITS
 from parity.encoder_mutations import ENCODERS
 from parity.expert_mutations import EXPERTS
@@ -78,6 +78,7 @@ DROPPING = case("tied", 2, parallel={"cp": 2, "cp_kind": "alltoall"})
 AGAIN = case("gqa", 1, recompute={"kind": "selective"})
 AWAY = case("gqa", 1, offload={"activations": 1, "min_bytes": 0})
 LATENT = case("mla", 2, parallel={"tp": 2, "sp": True})
+RAW_LATENT = case("mla", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["mla"][2])
 AHEAD_DP = case("mla", 2, parallel={"zero": 0}, micro=2)
 AHEAD_CP = case("mla", 2, parallel={"cp": 2})
 AHEAD_PP = case("mla", 2, parallel={"pp": 2}, micro=2)
@@ -578,6 +579,15 @@ def _latent_norms_without_sync() -> AbstractContextManager[Any]:
     return swap(LayerBuilder, "build_replicated", replicated)
 
 
+def _latent_projections_without_sync() -> AbstractContextManager[Any]:
+    real = LayerBuilder.build_replicated
+
+    def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        return real(replace(self, sp=False) if "_a_proj" in name else self, name, shape, **options)
+
+    return swap(LayerBuilder, "build_replicated", replicated)
+
+
 def _ahead_by_own_counts() -> AbstractContextManager[Any]:
     real = train_step.normalize_mtp_weights
 
@@ -681,6 +691,9 @@ MUTATIONS = [
     Mutation("window within a block alone", RING, _window_within_a_block),
     Mutation("dropout of the sequence's first tokens on every context rank", RING, _dropout_of_first_part),
     Mutation("latents: gradient of a norm not summed under sequence parallelism", LATENT, _latent_norms_without_sync),
+    Mutation(
+        "latents without norms: gradient of a projection not summed", RAW_LATENT, _latent_projections_without_sync
+    ),
     Mutation(
         "latents: gradient of this rank's heads alone",
         replace(LATENT, parallel={"tp": 2}),

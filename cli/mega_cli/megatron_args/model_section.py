@@ -156,7 +156,8 @@ def _parts(draft: RunDraft) -> None:
     latent = draft["multi_latent_attention"]
     if latent:
         text = "mega's norms of latents multiply by weight, not by 1 + weight"
-        draft.add_note("changes meaning", text, "layernorm_zero_centered_gamma")
+        if draft["qk_layernorm"]:
+            draft.add_note("changes meaning", text, "layernorm_zero_centered_gamma")
     else:
         put("model.qkv_bias", biased or draft["add_qkv_bias"], *([] if biased else ["add_qkv_bias"]), "add_bias_linear")
         draft.add_note("translated", "model.qkv_bias, which --add-bias-linear switches on already", "add_qkv_bias")
@@ -332,11 +333,11 @@ def _latents(draft: RunDraft) -> None:
     put("model.mla.qk_nope_head_dim", draft["qk_head_dim"], "qk_head_dim")
     put("model.mla.qk_rope_head_dim", draft["qk_pos_emb_head_dim"], "qk_pos_emb_head_dim")
     put("model.mla.v_head_dim", draft["v_head_dim"], "v_head_dim")
-    put("model.mla.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon", "qk_layernorm")
+    if draft["qk_layernorm"]:
+        put("model.mla.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon", "qk_layernorm")
+    else:
+        put("model.mla.latent_norm", draft["qk_layernorm"], because="as Megatron without --qk-layernorm")
     put("model.rope.interleaved", True, because="as Megatron's latent attention always does")
-    if not draft["qk_layernorm"]:
-        text = "mega always normalises latents; Megatron does so only with --qk-layernorm"
-        draft.add_note("changes meaning", text, "multi_latent_attention")
 
 
 def _dropout_and_init(draft: RunDraft) -> None:

@@ -239,15 +239,19 @@ def _latent_attention(config: ModelConfig) -> TensorShapes:
     mla, width, heads = config.mla, config.hidden_size, config.num_attention_heads
     assert mla is not None
     queries, bias = heads * config.query_key_head_dim, config.qkv_bias
+
+    def latent_norm(name: str, rank: int) -> TensorShapes:
+        return {f"self_attn.{name}.weight": (rank,)} if mla.latent_norm else {}
+
     latent: TensorShapes = {
         **_linear("self_attn.q_a_proj", mla.q_lora_rank or 0, width, bias),
-        "self_attn.q_a_layernorm.weight": (mla.q_lora_rank or 0,),
+        **latent_norm("q_a_layernorm", mla.q_lora_rank or 0),
         "self_attn.q_b_proj.weight": (queries, mla.q_lora_rank or 0),
     }
     return {
         **(latent if mla.q_lora_rank else {"self_attn.q_proj.weight": (queries, width)}),
         **_linear("self_attn.kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, width, bias),
-        "self_attn.kv_a_layernorm.weight": (mla.kv_lora_rank,),
+        **latent_norm("kv_a_layernorm", mla.kv_lora_rank),
         "self_attn.kv_b_proj.weight": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
         **_linear("self_attn.o_proj", width, heads * mla.v_head_dim, config.attention_out_bias),
     }

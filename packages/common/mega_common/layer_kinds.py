@@ -132,6 +132,7 @@ class MlaConfig(StrictConfig):
     qk_rope_head_dim: PositiveInt
     v_head_dim: PositiveInt
     norm_eps: float = Field(1e-6, gt=0, description="epsilon of the latents' norms, as in DeepSeek")
+    latent_norm: bool = Field(True, description="RMSNorm of each latent; false as Megatron without --qk-layernorm")
 
 
 class GatedDeltaConfig(StrictConfig):

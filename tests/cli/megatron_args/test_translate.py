@@ -414,7 +414,9 @@ def test_latent_attention_and_further_tokens():
     assert parsed(translation).model.mla is not None
     plain = translate_script(COMPLETE + flags.replace("--qk-layernorm", "--rope-type rope"))
     assert "scaling" not in plain.run["model"]["rope"]
-    assert "--multi-latent-attention" in notes(plain, "changes meaning")
+    assert plain.run["model"]["mla"]["latent_norm"] is False
+    assert "norm_eps" not in plain.run["model"]["mla"]
+    assert "--multi-latent-attention" not in notes(plain, "changes meaning")
 
 
 def test_fp8_scaled_by_earlier_steps_is_scaled_by_the_numbers_at_hand():

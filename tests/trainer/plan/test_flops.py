@@ -60,7 +60,8 @@ MLA = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head
 @pytest.mark.parametrize(
     "fields",
     [
-        {"mla": MLA}, {"mla": {**MLA, "q_lora_rank": 20}, "qkv_bias": True, "attention_out_bias": True},
+        {"mla": {**MLA, "latent_norm": False, "q_lora_rank": 20}}, {"mla": MLA},
+        {"mla": {**MLA, "q_lora_rank": 20}, "qkv_bias": True, "attention_out_bias": True},
         {"norm_position": "both", "attention_sinks": True, "norm": "layernorm", "tie_embeddings": True},
         {"moe": {**MOE, "layers": [1], "shared_gate": True}, "mlp_bias": True}, {"moe": {**MOE, "selection_bias": True}},
         {"moe": {**MOE, "layers": [2, 3], "router_bias": True}, "mtp_layers": 1, "activation": "gelu"},

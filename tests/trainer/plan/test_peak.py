@@ -65,6 +65,7 @@ ONE = {
     "sinks": layout(1, {}, model={"attention_sinks": True, "sliding_window": 64}),
     "soft caps": layout(1, {}, model={"attention_softcap": 5.0, "logit_softcap": 9.0}),
     "latents": layout(1, {}, model={"mla": LATENT}),
+    "latents without norms": layout(1, {}, model={"mla": {**LATENT, "latent_norm": False}}),
     "latents, further tokens": layout(1, {}, model={"mla": LATENT, "mtp_layers": 1}),
     "dropout": layout(1, {}, model={"residual_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}),
     "gpt": layout(1, {}, model={"tie_embeddings": True, "norm": "layernorm", "activation": "gelu_tanh", "mlp_bias": True}),

@@ -71,6 +71,10 @@ class LatentAttentionEntry:
         """Return the keys of ranks and head dimensions from the section `mla`, and `num_key_value_heads`."""
         if model.mla is None:
             raise ConfigMismatchError("mla is missing (all models of this family have latent attention)")
+        if not model.mla.latent_norm:
+            raise ConfigMismatchError(
+                "mla.latent_norm = false is not supported: models of this family normalize latents"
+            )
         if model.mla != MlaConfig(**{key: getattr(model.mla, key) for key in _LATENT}):
             raise ConfigMismatchError(f"mla = {model.mla!r} has fields without a counterpart")
         return {key: getattr(model.mla, key) for key in _LATENT} | {"num_key_value_heads": model.num_attention_heads}

@@ -292,6 +292,8 @@ def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[st
 
 def _comparable_fields(model: ModelConfig) -> dict[str, Any]:
     fields, rope = resolve_config(model).model_dump(), model.rope
+    if model.mla and not model.mla.latent_norm:
+        fields["mla"].pop("norm_eps")  # without effect
     if model.position != "rope":
         return fields | {"rope": None}
     unused = {} if rope.mscale and rope.mscale_all_dim else {"mscale": None, "mscale_all_dim": None}

@@ -136,7 +136,7 @@ class MegatronMlaEntry(MegatronMultiKeyEntry):
             "qk_nope_head_dim": raw.get("qk_head_dim", 128),
             "qk_rope_head_dim": raw.get("qk_pos_emb_head_dim", 64),
             "v_head_dim": raw.get("v_head_dim", 128),
-            "norm_eps": raw.get("norm_epsilon", 1e-5),
+            **({"norm_eps": raw.get("norm_epsilon", 1e-5)} if raw.get("qk_layernorm") else {"latent_norm": False}),
         }
         yarn = (raw.get("rope_type") or "yarn") == "yarn"
         rope = _read_yarn(raw, "") if yarn else _rope_theta(raw) | {"fraction": float(raw.get("rotary_percent", 1.0))}
@@ -144,12 +144,12 @@ class MegatronMlaEntry(MegatronMultiKeyEntry):
         return {"mla": mla, "rope": rope | {"interleaved": True}, **alone}
 
     def _check_supported(self, raw: ConfigDict) -> None:
-        if not raw.get("qk_layernorm"):
-            raise ConfigMismatchError("multi_latent_attention requires qk_layernorm")
         if POSITIONS[_position_kind(raw)] == "learned":
             raise ConfigMismatchError("multi_latent_attention is not supported with learned positions")
-        if raw.get("layernorm_zero_centered_gamma", raw.get("apply_layernorm_1p")):
-            raise ConfigMismatchError("multi_latent_attention is not supported with apply_layernorm_1p")
+        if raw.get("qk_layernorm") and raw.get("layernorm_zero_centered_gamma", raw.get("apply_layernorm_1p")):
+            raise ConfigMismatchError(
+                "multi_latent_attention with qk_layernorm is not supported with apply_layernorm_1p"
+            )
         if raw.get("rope_type") == "rope" and raw.get("mscale_all_dim") and raw.get("rotary_scaling_factor", 1.0) > 1:
             raise ConfigMismatchError("mscale_all_dim is not supported without YaRN")
 
@@ -161,7 +161,7 @@ class MegatronMlaEntry(MegatronMultiKeyEntry):
         yarn = model.rope.scaling == "yarn"
         return {
             "multi_latent_attention": True,
-            "qk_layernorm": True,
+            "qk_layernorm": mla.latent_norm,
             "group_query_attention": False,
             "q_lora_rank": mla.q_lora_rank,
             "kv_lora_rank": mla.kv_lora_rank,

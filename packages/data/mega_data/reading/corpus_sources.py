@@ -32,7 +32,7 @@ NAMES: dict[str, FileFormat] = {
     ".jsonl": "jsonl", ".jsonlines": "jsonl", ".ndjson": "jsonl", ".json": "json",
     ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
 }  # fmt: skip
-PACKED = (".gz", ".bz2", ".xz", ".zst")
+PACKED = (".gz", ".bz2", ".xz", ".lzma", ".zst")
 ABSENT = object()
 WHOLE = ""  # key of the whole record, as JSON
 BOM = b"\xef\xbb\xbf"

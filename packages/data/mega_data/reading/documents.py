@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mega_common.bounded_parsing import explain_read_error
 from mega_data.reading.corpus_sources import ABSENT, lookup_record_value
+from mega_data.reading.decompression import DecompressionMemoryError
 from mega_data.reading.long_text import LongText
 
 MAX_RECORD_BYTES = 1 << 26  # of a JSON record, without the long strings that are stored on disk
@@ -118,6 +119,8 @@ def _describe_type(value: object) -> str:
 def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
     """Return the rejected item for the unread rest of a damaged file, from line `line` on."""
     reason = f"cannot be read to its end ({explain_read_error(error)}); the file is damaged or truncated"
+    if isinstance(error, DecompressionMemoryError):
+        reason = str(error)
     return RejectedItem(reason, "", file, line)
 
 

@@ -31,6 +31,7 @@ from mega_common.errors import TrainingError
 from mega_trainer.config.sections import CorruptionCheckConfig
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup, all_gather, raise_on_all_ranks
+from mega_trainer.distributed.device import to_host
 from mega_trainer.job.bit_hash import hash_tensor_bits
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.parameter_info import (
@@ -112,7 +113,8 @@ class CorruptionCheck:
         self._raise_findings(
             f"in step {step} bits changed in tensors that nothing has written to",
             lambda: [
-                f"{_rank_location(now)}: {tensors[index][1]}" for index in (rest != now).nonzero().view(-1).tolist()
+                f"{_rank_location(now)}: {tensors[index][1]}"
+                for index in to_host(rest != now).nonzero().view(-1).tolist()
             ],
         )
 
@@ -184,7 +186,7 @@ def find_corrupt_tensors(named: dict[str, Tensor], groups: Sequence[CommGroup]) 
     rows = torch.cat([hashed.new_tensor([rank]), hashed]).view(1, -1)
     for group in groups:
         rows = all_gather(rows, group)
-    ranks, *columns = rows.t().tolist()
+    ranks, *columns = to_host(rows).t().tolist()
     for name, values in zip(named, columns, strict=True):
         (most, count), *others = [*Counter(values).most_common(), (None, 0)]
         own = values[ranks.index(rank)]
