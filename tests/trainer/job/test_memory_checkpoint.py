@@ -20,6 +20,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.job import memory_checkpoint as memory_module
 from mega_trainer.job.memory_checkpoint import CompleteStep, MemoryCheckpoint, should_keep_copies
 from mega_trainer.job.private_folder import claim_private_folder, launcher_folder_path, load_secret_key
 from mega_trainer.run.train_state import find_newer_memory_copy, inherit_data_order, resolve_epochs
@@ -193,3 +194,23 @@ def test_epochs_that_have_become_steps_are_no_other_settings(settings: Any) -> N
     memory = mock.Mock(spec=MemoryCheckpoint, rank_count=1)
     memory.newest_complete_step.return_value = CompleteStep(3, 1, {"settings": saved, "consumed_samples": 12})
     assert find_newer_memory_copy(config, None, memory) is memory.fetch_local_copy.return_value
+
+
+def pinned_and_mapped(root: Path) -> tuple[int, int, tuple[int, bool] | None]:
+    """Of six saves to a device's copies: pinnings, mappings of files, and the copy found after."""
+    one, pinned = memory(root, (1,)), list[int]()
+    real = one._folder.map_copy_file
+    with (
+        mock.patch.object(memory_module, "is_on_cuda", return_value=True),
+        mock.patch.object(memory_module, "pin_host_memory", lambda buffer: pinned.append(buffer.data_ptr())),
+        mock.patch.object(one._folder, "map_copy_file", side_effect=real) as mapped,
+    ):
+        for step in range(1, 7):
+            one.save_copies(step, held(step, 0), {"consumed": step})
+            if step == 4:
+                one.remove_run_copies()  # a rollback removes the files, so that new ones are mapped
+    return len(pinned), mapped.call_count, found(memory(root, (1,)))
+
+
+def test_a_copy_is_pinned_once_and_not_at_each_save(tmp_path: Path) -> None:
+    assert run_ranks(pinned_and_mapped, 1, tmp_path / "shm", timeout=60) == [(4, 4, (6, True))]

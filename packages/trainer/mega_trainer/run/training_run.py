@@ -16,7 +16,7 @@ from mega_common.progress_logging import logger
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import find_run_tokenizer
 from mega_trainer.distributed.device import deterministic_mode, select_rank_device
-from mega_trainer.distributed.process_groups import ParallelGroups, warm_up_groups
+from mega_trainer.distributed.process_groups import ParallelGroups, list_communicating_groups, warm_up_groups
 from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.job.environment import format_environment
 from mega_trainer.job.error_log import record_rank_errors
@@ -169,7 +169,7 @@ def prepare_device(config: RunConfig, ranks: RankInfo, groups: ParallelGroups) -
     device = select_rank_device(config.device, ranks.local_rank)
     if device.type == "cuda":
         logger.info("environment: %s", format_environment(config, os.environ))
-        warm_up_groups(groups, device)
+        warm_up_groups(groups, list_communicating_groups(groups, config), device)
     return device
 
 
