@@ -206,7 +206,7 @@ def pinned_and_mapped(root: Path) -> tuple[int, int, tuple[int, bool] | None]:
         mock.patch.object(one._folder, "map_copy_file", side_effect=real) as mapped,
     ):
         for step in range(1, 7):
-            one.save_copies(step, held(step, 0), {"consumed": step})
+            one.save_copies(step, held_tensors(step, 0), {"consumed": step})
             if step == 4:
                 one.remove_run_copies()  # a rollback removes the files, so that new ones are mapped
     return len(pinned), mapped.call_count, found(memory(root, (1,)))

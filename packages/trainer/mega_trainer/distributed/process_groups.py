@@ -96,11 +96,6 @@ class ParallelGroups:
         return [*(group for group in axes if isinstance(group, CommGroup)), *self.head_sharing.values()]
 
 
-<<<<<<< HEAD
-def warm_up_groups(groups: ParallelGroups, device: torch.device) -> None:
-    """Create the NCCL communicators of every group, and of each pipeline rank with its neighbors, by a first message,
-    before the model fills device memory.
-=======
 def list_communicating_groups(groups: ParallelGroups, config: RunConfig) -> list[CommGroup]:
     """Return the groups of several ranks on which a run as configured calls collectives, each set of ranks once: each
     has a communicator of NCCL of its own, 0.1 to 0.4 GB of device memory outside of torch's pool.
@@ -117,7 +112,7 @@ def list_communicating_groups(groups: ParallelGroups, config: RunConfig) -> list
 
 
 def list_pipeline_pairs(groups: ParallelGroups) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline neighbours with this rank, the lower first: NCCL makes one more communicator for each
+    """Return the pairs of pipeline neighbors with this rank, the lower first: NCCL makes one more communicator for each
     pair that sends and receives.
     """
     ring, own = groups.pp, groups.pp.ranks[groups.pp.rank]
@@ -126,9 +121,8 @@ def list_pipeline_pairs(groups: ParallelGroups) -> list[tuple[int, int]]:
 
 
 def warm_up_groups(groups: ParallelGroups, used: Sequence[CommGroup], device: torch.device) -> None:
-    """Create the NCCL communicators of the `used` groups, and of each pipeline rank with its neighbours, by a first
+    """Create the NCCL communicators of the `used` groups, and of each pipeline rank with its neighbors, by a first
     message, before the model fills device memory.
->>>>>>> s3-gpu2
 
     A communicator is created by the first message, in memory outside of torch's pool, so it must exist before the model
     fills the device. All ranks visit the axes in the same order, which avoids deadlocks.

@@ -95,13 +95,11 @@ class CorruptionCheck:
         self._rest = hash_tensor_bits([tensor for _, _, tensor in tensors])
         self._raise_findings(
             f"after step {step} replicated tensors differ among ranks",
-<<<<<<< HEAD
-            lambda: [line for groups, named in replicated.items() for line in find_corrupt_tensors(named, groups)],
-=======
             lambda: [
-                line for groups, named in replicated.items() for line in find_outliers(named, groups, self._device)
+                line
+                for groups, named in replicated.items()
+                for line in find_corrupt_tensors(named, groups, self._device)
             ],
->>>>>>> s3-gpu2
         )
 
     def check_before_update(self, step: int) -> None:
@@ -178,11 +176,7 @@ class CorruptionCheck:
                     named["the gradient of " + "+".join(piece.name for piece in info.pieces)] = gradient
         self._raise_findings(
             f"in step {step} ranks got different bits from the same computation",
-<<<<<<< HEAD
-            lambda: list(find_corrupt_tensors(named, (executor.parallel_groups.dp,))),
-=======
-            lambda: list(find_outliers(named, (executor.parallel_groups.dp,), self._device)),
->>>>>>> s3-gpu2
+            lambda: list(find_corrupt_tensors(named, (executor.parallel_groups.dp,), self._device)),
         )
 
     def _raise_findings(self, problem: str, find: Callable[[], Sequence[str]]) -> None:
@@ -193,11 +187,7 @@ class CorruptionCheck:
                 raise TrainingError("\n".join([problem, *found[:MAX_SHOWN], *more]), hint=HINT)
 
 
-<<<<<<< HEAD
-def find_corrupt_tensors(named: dict[str, Tensor], groups: Sequence[CommGroup]) -> Iterator[str]:
-=======
-def find_outliers(named: dict[str, Tensor], groups: Sequence[CommGroup], device: torch.device) -> Iterator[str]:
->>>>>>> s3-gpu2
+def find_corrupt_tensors(named: dict[str, Tensor], groups: Sequence[CommGroup], device: torch.device) -> Iterator[str]:
     """Yield a line of text for each named tensor whose bits on this rank differ from the majority of the ranks of
     `groups`; without a majority, every rank yields one.
 
