@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from mega_cli.workflow_runner import move_aside
+from mega_cli.workflow_runner import rename_aside
 
 EXAMPLES = """Examples:
 
@@ -150,7 +150,7 @@ def _write_workflow(output: Path, nproc: int, steps: int) -> None:
         if path.exists() and path.read_text() == text:
             continue
         if name == "run.yaml":
-            move_aside(output / "run")
+            rename_aside(output / "run")
         path.write_text(text)
 
 

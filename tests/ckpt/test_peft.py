@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.families import family_by_name
 from mega_ckpt.formats.peft_adapter import read_peft_adapter, write_peft_folder
-from mega_ckpt.lora_adapter import AdaptedSource, SavedAdapter
+from mega_ckpt.lora_adapter import AdaptedWeightSource, SavedAdapter
 from mega_ckpt.lora_tensors import adapted_modules, adapter_tensor_shapes
 from mega_ckpt.source import load_with_adapter, open_weight_source
 from mega_ckpt.tensor_pieces import crop_tensor
@@ -52,14 +52,14 @@ def folder_of(name: str, path: Path) -> Path:
     return path
 
 
-def adapter_beside(folder: Path, lora: LoraConfig = LORA) -> AdaptedSource:
+def adapter_beside(folder: Path, lora: LoraConfig = LORA) -> AdaptedWeightSource:
     """A random adapter of ours."""
     base = open_weight_source(folder)
     modules = adapted_modules(base.model, lora)
     shapes = adapter_tensor_shapes(modules)
     made = torch.Generator().manual_seed(1)
     tensors = {name: torch.randn(shape, generator=made) / 4 for name, shape in shapes.items()}
-    return AdaptedSource(
+    return AdaptedWeightSource(
         base, SavedAdapter(lora, modules, shapes, lambda name, *box: crop_tensor(tensors[name], *box), {})
     )
 

@@ -53,7 +53,7 @@ class Run(StrictConfig):
             yield ConfigProblem("global", "must be even", self.global_)
 
 
-def told(raw: dict[str, Any]) -> list[str]:
+def find_messages(raw: dict[str, Any]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         Run.parse(raw, source="run.yaml")
     first, *lines = str(caught.value).splitlines()
@@ -81,11 +81,11 @@ def test_a_valid_configuration_is_built_and_frozen() -> None:
     ],
 )
 def test_an_unknown_key_names_the_nearest(raw: dict[str, Any], line: str) -> None:
-    assert line in told({"model": {"layers": 1}, **raw})
+    assert line in find_messages({"model": {"layers": 1}, **raw})
 
 
 def test_values_and_rules_are_told_with_what_stands_there() -> None:
-    lines = told({"model": {"width": "wide", "norm": "max"}, "data": [{"path": "a", "weight": -1}]})
+    lines = find_messages({"model": {"width": "wide", "norm": "max"}, "data": [{"path": "a", "weight": -1}]})
     assert lines == [
         "model.layers: is required",
         "model.width = 'wide': input should be a valid integer, unable to parse string as an integer",
@@ -95,13 +95,13 @@ def test_values_and_rules_are_told_with_what_stands_there() -> None:
 
 
 def test_a_value_that_fits_no_member_of_a_union_is_told_once() -> None:
-    (line,) = told({"model": {"layers": 1}, "scale": "x"})
+    (line,) = find_messages({"model": {"layers": 1}, "scale": "x"})
     assert line.startswith("scale = 'x': input should be a valid integer")
     assert line.endswith("or input should be a valid list")
 
 
 def test_rules_of_all_sections_are_told_beside_unknown_keys() -> None:
-    lines = told({"model": {"layers": 1, "width": 10, "rope": {"fraction": 2}}, "global": 3, "junk": 1})
+    lines = find_messages({"model": {"layers": 1, "width": 10, "rope": {"fraction": 2}}, "global": 3, "junk": 1})
     assert lines == [
         "junk: unknown key -> known keys: data, extra, global, model, scale",
         "global = 3: must be even",
@@ -111,7 +111,7 @@ def test_rules_of_all_sections_are_told_beside_unknown_keys() -> None:
 
 
 def test_rules_of_valid_sections_are_told_beside_bad_values_anywhere() -> None:
-    lines = told({"model": {"layers": 0, "rope": {"fraction": 2}}})
+    lines = find_messages({"model": {"layers": 0, "rope": {"fraction": 2}}})
     assert lines == [
         "model.layers = 0: input should be greater than 0",
         "model.rope.fraction = 2.0: must be at most 1 -> use 1",

@@ -50,17 +50,21 @@ def harness_model(folder: Path, **options: Any) -> HarnessModel:
 
 
 @pytest.fixture(scope="module")
-def ours(folder: Path, names: list[str]) -> dict[str, Any]:
+def mega_results(folder: Path, names: list[str]) -> dict[str, Any]:
     return run_harness_tasks(
         harness_model(folder, batch_size=3), names, HarnessTaskOptions(log_samples=True), {"device": "cpu"}
     )
 
 
-def test_each_sample_scores_as_with_the_harness_own_model(folder: Path, names: list[str], ours: dict[str, Any]) -> None:
-    assert_same(ours, hf_results(folder, names))
-    texts = [sample["resps"][0][0] for sample in ours["samples"]["local_generation"]]
+def test_each_sample_scores_as_with_the_harness_own_model(
+    folder: Path, names: list[str], mega_results: dict[str, Any]
+) -> None:
+    assert_same(mega_results, hf_results(folder, names))
+    texts = [sample["resps"][0][0] for sample in mega_results["samples"]["local_generation"]]
     assert len(set(texts)) > 1  # the model does say something
-    longest = max(len(load_tokenizer(folder).encode(s["doc"]["text"])) for s in ours["samples"]["local_rolling"])
+    longest = max(
+        len(load_tokenizer(folder).encode(s["doc"]["text"])) for s in mega_results["samples"]["local_rolling"]
+    )
     assert longest > 64  # of more than one window
 
 
@@ -95,13 +99,13 @@ def test_chats_and_few_shots_are_those_of_the_harness_own_model(folder: Path, na
 
 
 def test_a_mega_checkpoint_scores_as_its_export(
-    folder: Path, names: list[str], ours: dict[str, Any], tmp_path: Path
+    folder: Path, names: list[str], mega_results: dict[str, Any], tmp_path: Path
 ) -> None:
     convert_checkpoint(folder, tmp_path / "mega", "mega")
     found = run_harness_tasks(
         harness_model(tmp_path / "mega", batch_size=8), names, HarnessTaskOptions(log_samples=True)
     )
-    assert_same(found, ours)
+    assert_same(found, mega_results)
 
 
 def test_answers_are_kept_for_the_model_that_gave_them(folder: Path, names: list[str], tmp_path: Path) -> None:
@@ -121,15 +125,15 @@ def test_answers_are_kept_for_the_model_that_gave_them(folder: Path, names: list
     assert changed["samples"]["local_rolling"][0]["resps"] != first["samples"]["local_rolling"][0]["resps"]
 
 
-def test_results_are_told_and_written(ours: dict[str, Any], tmp_path: Path) -> None:
-    write_task_results(tmp_path / "results.json", ours)
+def test_results_are_told_and_written(mega_results: dict[str, Any], tmp_path: Path) -> None:
+    write_task_results(tmp_path / "results.json", mega_results)
     raw = json.loads((tmp_path / "results.json").read_text())
-    assert raw["results"]["local_choice"]["acc,none"] == ours["results"]["local_choice"]["acc,none"]
+    assert raw["results"]["local_choice"]["acc,none"] == mega_results["results"]["local_choice"]["acc,none"]
     assert raw["config"]["model"] == "mega"
     assert raw["config"]["device"] == "cpu"
     assert len(raw["samples"]["local_generation"]) == 12
-    assert "local_choice" in format_results_table(ours)
-    assert "word_perplexity" in format_results_table(ours)
+    assert "local_choice" in format_results_table(mega_results)
+    assert "word_perplexity" in format_results_table(mega_results)
 
 
 def test_a_task_that_is_not_there_has_a_nearest_name(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from parity.worker import (
     make_groups,
     part_of,
     places,
-    whole,
+    whole_tensor,
 )
 
 from mega_ckpt.store import save_sharded_checkpoint
@@ -38,7 +38,7 @@ def unlike(mine: Held, reference: Held) -> list[str]:
     return [
         name
         for name, held in mine.items()
-        for full in [whole(reference[name])]
+        for full in [whole_tensor(reference[name])]
         if not all(torch.equal(box.tensor, part_of(full, box)) for box in held.boxes)
     ]
 

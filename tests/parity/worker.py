@@ -201,7 +201,7 @@ def clone(tensors: Held) -> dict[str, ShardedTensor]:
     }
 
 
-def whole(held: ShardedTensor) -> Tensor:
+def whole_tensor(held: ShardedTensor) -> Tensor:
     """One tensor from boxes that cover it; nan where none is."""
     first = held.boxes[0].tensor
     out = first.new_full(held.shape, float("nan"))
@@ -217,7 +217,7 @@ def part_of(tensor: Tensor, box: TensorBox) -> Tensor:
 
 def difference(mine: Held, reference: Held) -> float:
     """Largest error of any box against the reference's tensors, relative to each tensor's largest element."""
-    wholes = {name: whole(held).double() for name, held in reference.items()}
+    wholes = {name: whole_tensor(held).double() for name, held in reference.items()}
     scales = {name: tensor.abs().max().item() for name, tensor in wholes.items()}
     largest: dict[str, float] = {}
     for name, scale in scales.items():

@@ -12,7 +12,7 @@ from mega_cli.megatron_args.conditions import ConditionOperand, KnownTruth
 from mega_cli.megatron_args.script_state import ScriptExit, ScriptReader
 from mega_cli.megatron_args.shell_patterns import quote_pattern
 from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks
-from mega_cli.megatron_args.syntax_tree import node_text, output_redirection
+from mega_cli.megatron_args.syntax_tree import node_text, stdout_redirection
 from mega_cli.megatron_args.text_tools import COMMANDS, simulate_output
 
 SHELL = re.compile(r"(?:.*/)?(?:ba|z|da|k)?sh")
@@ -249,7 +249,7 @@ def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:
     after = [inner for child in heredocs for inner in child.children_by_field_name("right")]
     for redirect in redirects:
         read_redirected_input(reader, redirect)
-    writing = next(filter(None, map(output_redirection, redirects)), None)
+    writing = next(filter(None, map(stdout_redirection, redirects)), None)
     try:
         if body is None:
             return True

@@ -108,7 +108,7 @@ def if_branches(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
             yield from if_branches(child)
 
 
-def output_redirection(redirect: Node) -> Node | None:
+def stdout_redirection(redirect: Node) -> Node | None:
     """Return the redirection if it sends standard output to a file, else None."""
     signs = [child.type for child in redirect.children if not child.is_named]
     to_error = redirect.children[0].type == "file_descriptor" and node_text(redirect.children[0]) != "1"

@@ -46,7 +46,7 @@ def _parallel_size(given: SettingsFile, name: str, *others: str) -> int:
     return given.take_integer(*others, f"{CONFIG}{name}_size", f"{CONFIG}{CONFIG[:-1]}_{name}_size") or 1
 
 
-def read_model_parallel(given: SettingsFile) -> ModelParallelSplit:
+def read_model_parallel_sizes(given: SettingsFile) -> ModelParallelSplit:
     """Read the tensor, pipeline and context parallel sizes of a settings file, set `parallel` of run.yaml to them, and
     return them.
     """
@@ -195,7 +195,7 @@ def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation
     _model_and_data(given, dialect)
     objective = set_objective_section(given, dialect)
     include_deepspeed_file(given)
-    split = read_model_parallel(given)
+    split = read_model_parallel_sizes(given)
     ranks = read_world_size(given, ranks, split)
     _set_batch(given, dialect, count_data_ranks(given, ranks, split))
     given.copy_settings(SAME)

@@ -338,7 +338,7 @@ def apply_retention(
     return deleted
 
 
-def latest_until_step(root: Location, step: int) -> Location | None:
+def latest_checkpoint_until_step(root: Location, step: int) -> Location | None:
     """Return the complete checkpoint below `root` of the highest step <= `step`, or None if there is none; damaged ones
     are left out.
     """

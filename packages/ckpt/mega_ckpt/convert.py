@@ -30,7 +30,7 @@ from mega_ckpt.formats.megatron_source import TRACKER, MegatronSource
 from mega_ckpt.formats.megatron_write import MegatronWriter, check_parallel_sizes, write_release_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import write_peft_folder
-from mega_ckpt.lora_adapter import AdaptedSource
+from mega_ckpt.lora_adapter import AdaptedWeightSource
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.model_card import build_cards
 from mega_ckpt.resumable_folder import WriteJournal, open_resumable
@@ -160,7 +160,7 @@ def _open_input(source: str | Location, to: str, options: ConvertOptions) -> Wei
     if options.adapter is not None:
         return load_with_adapter(options.adapter, source)
     weights = open_weight_source(source, settings=options.settings, averaged=options.averaged)
-    if to == "peft" and not isinstance(weights, AdaptedSource):
+    if to == "peft" and not isinstance(weights, AdaptedWeightSource):
         raise CheckpointError(f"{source}: --to peft requires a checkpoint with an adapter", hint="convert it --to hf")
     if options.tokens:
         return add_tokens(weights, options.tokens, options.vocab_size)
@@ -168,7 +168,7 @@ def _open_input(source: str | Location, to: str, options: ConvertOptions) -> Wei
 
 
 def _write_peft(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
-    assert isinstance(source, AdaptedSource)
+    assert isinstance(source, AdaptedWeightSource)
     write_peft_folder(source.adapter, source.base, folder)
 
 

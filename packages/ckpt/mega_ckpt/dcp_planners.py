@@ -188,7 +188,7 @@ class WrittenChunk:
     file: FileEntry
 
 
-class SaveTarget(Protocol):
+class CheckpointSaveTarget(Protocol):
     """Interface of the checkpoint folder that a save fills; only the coordinator rank uses it."""
 
     def begin_save(self) -> Location:
@@ -205,7 +205,7 @@ class ShardStorageWriter(StorageWriter):
     `advance` is called with the bytes of each slab.
     """
 
-    def __init__(self, target: SaveTarget, advance: Callable[[int], None]) -> None:
+    def __init__(self, target: CheckpointSaveTarget, advance: Callable[[int], None]) -> None:
         self.target, self.advance = target, advance
         self.folder: Location | None = None
 

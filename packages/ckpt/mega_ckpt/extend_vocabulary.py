@@ -15,14 +15,14 @@ from torch import Tensor
 
 from mega_ckpt.canonical_tensors import EMBEDDING, HEAD
 from mega_ckpt.tensor_pieces import TensorShape, split_box
-from mega_ckpt.weight_source import DerivedSource, WeightSource
+from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import CheckpointError
 
 TOKENIZER = "tokenizer.json"
 BLOCK = 1 << 22  # elements that are summed at once
 
 
-class ExtendedVocabularySource(DerivedSource):
+class ExtendedVocabularySource(DerivedWeightSource):
     """A `WeightSource` of a base whose vocabulary is extended to `size` tokens; rows of new tokens follow the old ones
     and are their mean.
 

@@ -1,7 +1,7 @@
 """LoRA adapters on disk, and weights with an adapter merged in.
 
 Two formats: the checkpoint of a LoRA run, which has only the trained tensors and the identity of the base; and a PEFT
-folder (`formats.peft_adapter`). Both are read as a `SavedAdapter` with canonical names. `AdaptedSource` merges an adapter
+folder (`formats.peft_adapter`). Both are read as a `SavedAdapter` with canonical names. `AdaptedWeightSource` merges an adapter
 into its base when tensors are read:
 
     W + s B A      or, with a magnitude m per row (DoRA), m (W + s B A) / |W + s B A|
@@ -23,7 +23,7 @@ from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, abbreviate_names, canon
 from mega_ckpt.checkpoint import AVERAGE, WEIGHTS, Checkpoint
 from mega_ckpt.lora_tensors import MAGNITUDE, A, AdaptedModule, B, adapted_modules, adapter_tensor_shapes
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_box
-from mega_ckpt.weight_source import DerivedSource, WeightSource
+from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.lora_config import LoraConfig, is_adapter_tensor
 from mega_common.model_config import ModelConfig
@@ -38,7 +38,7 @@ ADAPTER_TOKENIZER_FILES: tuple[str, ...] = (
 SAMPLE = 1024  # elements of each tensor in the digest of a base
 
 
-class UntiedSource(DerivedSource):
+class UntiedWeightSource(DerivedWeightSource):
     """A `WeightSource` of a base with tied embeddings that presents them as untied: `lm_head.weight` is read from the
     embedding.
     """
@@ -189,7 +189,7 @@ def check_adapter_start(
             )
 
 
-class AdaptedSource(DerivedSource):
+class AdaptedWeightSource(DerivedWeightSource):
     """A `WeightSource` of a base with a LoRA adapter merged in, in the base's dtypes. The sum is computed in fp32 or
     wider.
 
@@ -198,7 +198,7 @@ class AdaptedSource(DerivedSource):
     """
 
     def __init__(self, base: WeightSource, adapter: SavedAdapter) -> None:
-        base = UntiedSource(base) if adapter.unties_embeddings else base
+        base = UntiedWeightSource(base) if adapter.unties_embeddings else base
         super().__init__(base, base.model)
         self.adapter = adapter
         self._adapted: dict[str, tuple[str, int]] = {}  # {adapted tensor: (its module, its first row in B)}

@@ -19,7 +19,7 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.derive_checkpoint import create_output_folder
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
-from mega_ckpt.weight_source import DerivedSource, WeightSource
+from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
@@ -162,7 +162,7 @@ def shrink_model(
     return kept
 
 
-class ShrunkSource(DerivedSource):
+class ShrunkSource(DerivedWeightSource):
     """A `WeightSource` of the kept layers, neurons, heads and channels of a larger model."""
 
     def __init__(self, whole: WeightSource, model: ModelConfig, kept: KeptModelParts) -> None:

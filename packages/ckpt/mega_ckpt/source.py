@@ -25,7 +25,7 @@ from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import read_peft_adapter
 from mega_ckpt.lora_adapter import (
     AVERAGES_HINT,
-    AdaptedSource,
+    AdaptedWeightSource,
     SavedAdapter,
     averaged_weights,
     check_adapter_base,
@@ -209,7 +209,7 @@ def _find_transformer_folder(folder: Path) -> Path | None:
     return inner
 
 
-def load_with_adapter(path: str | Location, base: str | Location, *, averaged: bool = False) -> AdaptedSource:
+def load_with_adapter(path: str | Location, base: str | Location, *, averaged: bool = False) -> AdaptedWeightSource:
     """Open the weights at `base` merged with the LoRA adapter at `path`: a mega run or checkpoint, or a PEFT folder.
 
     Raises:
@@ -218,7 +218,7 @@ def load_with_adapter(path: str | Location, base: str | Location, *, averaged: b
     folder = parse_location(path)
     base_source = open_weight_source(base)
     if (folder / PEFT_CONFIG).is_file():
-        return AdaptedSource(base_source, read_peft_adapter(folder, base_source))
+        return AdaptedWeightSource(base_source, read_peft_adapter(folder, base_source))
     found = _find_checkpoint(folder)
     if found is None or not is_adapter_checkpoint(checkpoint := Checkpoint.open_folder(found)):
         inside = [path.parent.name for path in folder.glob(f"*/{PEFT_CONFIG}")] if isinstance(folder, Path) else []
@@ -230,7 +230,7 @@ def load_with_adapter(path: str | Location, base: str | Location, *, averaged: b
         )
     adapter = SavedAdapter.from_checkpoint(checkpoint, averaged=averaged)
     check_adapter_base(adapter.base_fingerprint, fingerprint_base(str(base), base_source), str(folder))
-    return AdaptedSource(base_source, adapter)
+    return AdaptedWeightSource(base_source, adapter)
 
 
 def _open_with_named_base(folder: Location, base: object, *, averaged: bool = False) -> WeightSource:

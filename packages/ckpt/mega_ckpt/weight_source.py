@@ -58,7 +58,7 @@ class WeightSource(Protocol):
         """Return the asset files of the weights, {path inside the assets folder: file or content}."""
 
 
-class DerivedSource:
+class DerivedWeightSource:
     """Base of weight sources that change tensors of another source, `base`; all other tensors are those of `base`."""
 
     def __init__(self, base: WeightSource, model: ModelConfig) -> None:

@@ -188,12 +188,12 @@ def create_atomic_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        install_folder(temporary, path)
+        rename_folder_into_place(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def install_folder(temporary: Path, path: Path) -> None:
+def rename_folder_into_place(temporary: Path, path: Path) -> None:
     """Rename the folder `temporary`, whose files are already durable, to `path` on the same disk, replacing an existing
     folder.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.formats.hf_weight_files import decode_json_mapping
-from mega_ckpt.lora_adapter import AdaptedSource, SavedAdapter
+from mega_ckpt.lora_adapter import AdaptedWeightSource, SavedAdapter
 from mega_ckpt.source import (
     copy_assets,
     load_adapter_weights,
@@ -89,7 +89,7 @@ def list_parameter_pieces(model: nn.Module, *, adapters: bool) -> list[tuple[Ten
     return [entry for entry in every if any(is_adapter_tensor(piece.name) for piece in entry[1]) == adapters]
 
 
-def _check_separable(source: AdaptedSource, base: str, folder: str) -> SavedAdapter:
+def _check_separable(source: AdaptedWeightSource, base: str, folder: str) -> SavedAdapter:
     """Return the adapter of `source` if it can stay separate from the base weights."""
     adapter = source.adapter
     _check_tokenizer(source, folder)
@@ -111,7 +111,7 @@ def _check_separable(source: AdaptedSource, base: str, folder: str) -> SavedAdap
     return adapter
 
 
-def _check_tokenizer(source: AdaptedSource, folder: str) -> None:
+def _check_tokenizer(source: AdaptedWeightSource, folder: str) -> None:
     """Refuse an adapter whose tokenizer differs from the tokenizer of its base, which encodes all texts.
 
     Raises:

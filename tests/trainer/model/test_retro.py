@@ -29,7 +29,7 @@ MODEL: dict[str, Any] = {
 RETRO = {"chunk_length": M, "neighbors": K, "layers": [1, 2]}
 
 
-def made(**more: Any) -> Decoder:
+def build_decoder(**more: Any) -> Decoder:
     """A model in fp64, each weight of which is a function of its name."""
     config = ModelConfig.parse({**MODEL, **more}, source="test")
     model = select_model_class(config)(LayerBuilder(config, dtype=torch.float64))
@@ -78,7 +78,7 @@ def with_neighbors(batch: StepBatch, chunk: int, change: int) -> StepBatch:
 @pytest.mark.parametrize("at", range(1, S))
 def test_nothing_that_comes_later_changes_a_bit(at: int) -> None:
     """Neither tokens from `at` on nor neighbors of a chunk that is not complete before them."""
-    model, batch = made(retro=RETRO), samples()
+    model, batch = build_decoder(retro=RETRO), samples()
     tokens = batch.tokens.copy()
     tokens[:, at:] = (tokens[:, at:] + 1) % 61
     other = with_neighbors(replace(batch, tokens=tokens), at // M, 1)
@@ -89,7 +89,7 @@ def test_nothing_that_comes_later_changes_a_bit(at: int) -> None:
 
 @pytest.mark.parametrize("chunk", range(S // M))
 def test_neighbors_of_a_chunk_reach_its_last_token_and_those_behind(chunk: int) -> None:
-    model, batch = made(retro=RETRO), samples()
+    model, batch = build_decoder(retro=RETRO), samples()
     before, after = logits(model, batch)[1], logits(model, with_neighbors(batch, chunk, 1))[1]
     changed = (before != after).any(-1)
     assert changed.tolist() == [place >= (chunk + 1) * M - 1 for place in range(S)]
@@ -108,7 +108,7 @@ def closed(begin: int) -> StepBatch:
 @pytest.mark.parametrize("begin", [4, 6, 7, 8, 13])
 def test_neighbors_reach_only_the_document_that_has_all_of_their_chunk(begin: int) -> None:
     """Documents begin with a chunk, or within one."""
-    model, batch = made(retro=RETRO), closed(begin)
+    model, batch = build_decoder(retro=RETRO), closed(begin)
     before = logits(model, batch)[1]
     assert batch.neighbors is not None
     for chunk in range(S // M):
@@ -122,7 +122,7 @@ def test_neighbors_reach_only_the_document_that_has_all_of_their_chunk(begin: in
 @pytest.mark.parametrize("begin", [4, 6, 7, 8, 13])
 def test_no_bit_of_a_document_changes_with_the_one_before_it(begin: int) -> None:
     """Neither with its tokens nor with the neighbors of its chunks."""
-    model, batch = made(retro=RETRO), closed(begin)
+    model, batch = build_decoder(retro=RETRO), closed(begin)
     assert batch.neighbors is not None
     tokens, found = batch.tokens.copy(), batch.neighbors.copy()
     tokens[:, :begin] = (tokens[:, :begin] + 1) % 61
@@ -135,16 +135,16 @@ def test_no_bit_of_a_document_changes_with_the_one_before_it(begin: int) -> None
 def test_without_neighbors_it_is_the_model_without_retrieval() -> None:
     batch = samples()
     assert batch.neighbors is not None
-    without = logits(made(retro=RETRO), replace(batch, neighbors=np.full_like(batch.neighbors, -1)))
-    torch.testing.assert_close(without, logits(made(), batch), rtol=1e-12, atol=1e-12)
-    some = logits(made(retro=RETRO), batch)
+    without = logits(build_decoder(retro=RETRO), replace(batch, neighbors=np.full_like(batch.neighbors, -1)))
+    torch.testing.assert_close(without, logits(build_decoder(), batch), rtol=1e-12, atol=1e-12)
+    some = logits(build_decoder(retro=RETRO), batch)
     torch.testing.assert_close(some[0, : M - 1], without[0, : M - 1], rtol=1e-12, atol=1e-12)
     assert (some[:, M - 1] - without[:, M - 1]).abs().min() > 1e-9
 
 
 def test_what_stands_where_there_is_no_token_changes_no_bit() -> None:
     """There it is token 0, which these texts have nowhere else."""
-    model, batch = made(retro=RETRO), samples()
+    model, batch = build_decoder(retro=RETRO), samples()
     assert batch.neighbors is not None
     one = replace(
         batch, tokens=np.maximum(batch.tokens, 1), neighbors=np.where(batch.neighbors == 0, 1, batch.neighbors)
@@ -187,7 +187,7 @@ def test_a_token_attends_to_the_neighbors_of_the_last_complete_chunk() -> None:
 )
 def test_samples_without_the_models_neighbors_are_refused(neighbors: Any, told: str) -> None:
     with pytest.raises(DataError, match=told):
-        logits(made(retro=RETRO), replace(samples(), neighbors=neighbors))
+        logits(build_decoder(retro=RETRO), replace(samples(), neighbors=neighbors))
 
 
 @pytest.mark.parametrize(

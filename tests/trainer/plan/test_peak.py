@@ -116,7 +116,7 @@ SEVERAL = {
 CASES = {**ONE, **SEVERAL}
 
 
-def held(cases: list[Case], counted: Callable[[Callable[[], object]], int]) -> list[int]:
+def held_bytes(cases: list[Case], counted: Callable[[Callable[[], object]], int]) -> list[int]:
     """Most bytes of this rank in two steps of each case."""
     maker = make_groups(cases)
 
@@ -167,7 +167,7 @@ def measured(cases: Mapping[str, Case], counted: Callable[[Callable[[], object]]
     out = {}
     for count in {case.ranks for case in cases.values()}:
         some = {name: case for name, case in cases.items() if case.ranks == count}
-        ranks = run_ranks(held, count, list(some.values()), counted, timeout=600.0)
+        ranks = run_ranks(held_bytes, count, list(some.values()), counted, timeout=600.0)
         out |= dict(zip(some, map(list, zip(*ranks, strict=True)), strict=True))
     return out
 

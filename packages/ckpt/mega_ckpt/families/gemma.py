@@ -78,7 +78,7 @@ class QueryScaleEntry:
         return {"query_pre_attn_scalar": scalar}
 
 
-def gemma_entries() -> tuple[ConfigEntry, ...]:
+def gemma_config_entries() -> tuple[ConfigEntry, ...]:
     """Return the config entries that Gemma 2 and Gemma 3 share."""
     return (
         *SIZES,
@@ -100,7 +100,7 @@ GEMMA2 = ModelFamily(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
     entries=(
-        *gemma_entries(),
+        *gemma_config_entries(),
         RopeEntry(),
         LayerTypesEntry(size=4096, every=2),
         KeyEntry("attn_logit_softcapping", "attention_softcap", 50.0),
@@ -117,7 +117,7 @@ GEMMA3 = ModelFamily(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
     entries=(
-        *gemma_entries(),
+        *gemma_config_entries(),
         GlobalLocalRopeEntry(RopeEntry(theta=1_000_000.0, scalings=_SCALINGS), RopeEntry(scalings=_SCALINGS)),
         LayerTypesEntry(size=4096, every=6, every_keys=("sliding_window_pattern", "_sliding_window_pattern")),
         AllowedValuesEntry({"attn_logit_softcapping": (None,)}),  # transformers has the key, and does nothing with it

@@ -90,7 +90,9 @@ class HfSource(DiskSource):
         disk, quantization = dequantize_tensors(tensors, self._raw, folder)
         self._headers = {} if quantization else headers
         model = self._naming.restrict_to_stored(described, disk)
-        table = checked_tensor_table(self._naming, model, {name: stored.shape for name, stored in disk.items()}, folder)
+        table = build_checked_tensor_table(
+            self._naming, model, {name: stored.shape for name, stored in disk.items()}, folder
+        )
         super().__init__(folder, model, table, disk, quantization)
         self._table = table
         self._check_duplicates(table)
@@ -164,7 +166,7 @@ class HfSource(DiskSource):
                 )
 
 
-def checked_tensor_table(
+def build_checked_tensor_table(
     family: ModelFamily, model: ModelConfig, held: Mapping[str, TensorShape], source: object
 ) -> Mapping[str, DiskTensor]:
     """Return {disk name: DiskTensor} of `model` in the family's files, after checking that `held` (disk names with

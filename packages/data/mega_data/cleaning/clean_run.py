@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from mega_common.atomic_files import install_folder, lock_folder, write_json_atomically
+from mega_common.atomic_files import lock_folder, rename_folder_into_place, write_json_atomically
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.cleaning.append_files import SUFFIXES, AppendJournal, import_fingerprints, write_kept_fingerprints
@@ -31,14 +31,19 @@ from mega_data.cleaning.clean_config import RULES, CleanConfig
 from mega_data.cleaning.document_judge import (
     CleanedBatch,
     CleaningBatch,
+    CleaningTally,
     CleaningWorkerSettings,
-    CleanTally,
     DocumentAmount,
     DocumentCleaner,
     clean_batch,
     sum_document_amounts,
 )
-from mega_data.cleaning.duplicate_removal import FirstPassPart, SourceNames, find_duplicates, remove_part_duplicates
+from mega_data.cleaning.duplicate_removal import (
+    FirstPassPart,
+    SourceNameTables,
+    find_duplicates,
+    remove_part_duplicates,
+)
 from mega_data.cleaning.rule_builder import hash_evaluation_ngrams
 from mega_data.preprocessing.preprocess_corpus import count_usable_cores
 from mega_data.preprocessing.text_batches import PreprocessProgress, ResumableReader
@@ -106,7 +111,7 @@ RECORD_INTERVAL = 5.0  # seconds between two progress records of the first pass
 
 
 @dataclass
-class CleanState:
+class CleaningState:
     """Saved state of a cleaning run's first pass: position (`items` items of source number `source`, after all earlier
     sources) and the resulting counts.
 
@@ -122,7 +127,7 @@ class CleanState:
     starts: list[int] = field(default_factory=lambda: [0])
     part_bytes: int = 0
     finished: bool = False
-    tally: CleanTally = field(default_factory=CleanTally)
+    tally: CleaningTally = field(default_factory=CleaningTally)
     sizes: dict[str, int] = field(default_factory=dict)
 
 
@@ -162,12 +167,14 @@ def clean_corpus(
             raise DataError(f"{source.name}: is both an input and the output", hint="choose another --output")
     work = output.parent / f".{output.name}.partial"
     with _lock_work_folder(work):
-        run = CleanRun(work, sources, config, json_key, (folder or Path()).resolve(), workers or count_usable_cores())
+        run = CleaningRun(
+            work, sources, config, json_key, (folder or Path()).resolve(), workers or count_usable_cores()
+        )
         run.resume_or_start()
         run.run_first_pass(skipped_files, on_bad_line)
         run.run_second_pass()
         summary = run.write_summary()
-        install_folder(work / "result", output)
+        rename_folder_into_place(work / "result", output)
     shutil.rmtree(work)
     return summary
 
@@ -201,7 +208,7 @@ def _compute_run_identity(config: CleanConfig, key: str, folder: Path, sources: 
     return hashlib.sha256(json.dumps([config.model_dump_json(), key, files, times]).encode()).hexdigest()
 
 
-class CleanRun:
+class CleaningRun:
     """One cleaning run in the temporary folder `work`: a first pass that applies the rules and a second one that
     removes duplicates.
     """
@@ -217,7 +224,7 @@ class CleanRun:
     ) -> None:
         self.work, self.sources, self.config, self.workers = work, sources, config, workers
         self.inputs = list(dict.fromkeys(name for name, _ in sources))
-        self.state = CleanState(_compute_run_identity(config, key, folder, sources))
+        self.state = CleaningState(_compute_run_identity(config, key, folder, sources))
         self.settings = CleaningWorkerSettings(
             config.model_dump_json(exclude_none=True), key, str(folder), str(work / "ngrams.npy"), self.state.made_from
         )
@@ -232,7 +239,7 @@ class CleanRun:
         """
         previous, record = None, self.work / "progress.json"
         with contextlib.suppress(OSError, ValidationError):  # missing, or written by another version
-            previous = TypeAdapter(CleanState).validate_json(record.read_bytes())
+            previous = TypeAdapter(CleaningState).validate_json(record.read_bytes())
         result = self.work / "result"  # missing if it was already renamed to the output
         same = previous is not None and previous.made_from == self.state.made_from and result.is_dir()
         if previous is not None and same and all(source.is_rereadable for _, source in self.sources):
@@ -327,7 +334,7 @@ class CleanRun:
         find_duplicates(self.work, rule)
         bounds = [*state.starts, state.documents]
         parts = [FirstPassPart(number, *bounds[number : number + 2]) for number in range(len(state.starts))]
-        names = SourceNames(
+        names = SourceNameTables(
             [source.name for _, source in self.sources],
             self.inputs,
             list(map(str, rule.against)),

@@ -80,7 +80,7 @@ class RuleTally:
 
 
 @dataclass
-class CleanTally:
+class CleaningTally:
     """Counts of a cleaning run: documents `read` and `kept` per input as named by the user, per rule, and per detected
     language.
     """
@@ -94,7 +94,7 @@ class CleanTally:
         """Return the counts of the rule `name`, created if missing."""
         return self.rules.setdefault(name, RuleTally())
 
-    def add_tally(self, other: CleanTally, samples: int) -> None:
+    def add_tally(self, other: CleaningTally, samples: int) -> None:
         """Add the counts of another tally to this one, and keep at most `samples` examples per rule."""
         for amounts, more in ((self.read, other.read), (self.kept, other.kept)):
             for name, amount in more.items():
@@ -151,7 +151,7 @@ class CleanedBatch:
     exact: bytes
     minhash: bytes
     positions: DocumentPositions
-    tally: CleanTally
+    tally: CleaningTally
 
 
 def clean_batch(batch: CleaningBatch, settings: CleaningWorkerSettings) -> CleanedBatch:
@@ -181,7 +181,7 @@ class DocumentCleaner:
 
     def clean_documents(self, batch: CleaningBatch) -> CleanedBatch:
         """Apply the rules to each document of a batch, in order; a document stops at the first rule that drops it."""
-        tally, kept, positions = CleanTally(), [], []
+        tally, kept, positions = CleaningTally(), [], []
         lines: dict[str, list[bytes]] = {"kept": [], "dropped": [], "changed": []}
         for item in batch.items:
             if isinstance(item, RejectedItem):
@@ -207,7 +207,7 @@ class DocumentCleaner:
         exact = hash_texts(kept).tobytes() if duplicates.exact else b""
         return exact, compute_text_signatures(kept, duplicates.minhash).tobytes() if duplicates.minhash else b""
 
-    def _drop_unreadable(self, item: RejectedItem, tally: CleanTally) -> bytes:
+    def _drop_unreadable(self, item: RejectedItem, tally: CleaningTally) -> bytes:
         rule = tally.get_rule_tally("unreadable")
         rule.dropped.add_amount(DocumentAmount(1, 0))
         add_counts(rule.why, {item.reason.partition(" (")[0]: 1})
@@ -218,7 +218,7 @@ class DocumentCleaner:
                      "content": item.content})  # fmt: skip
 
     def _judge_document(
-        self, item: Document, tally: CleanTally, lines: dict[str, list[bytes]]
+        self, item: Document, tally: CleaningTally, lines: dict[str, list[bytes]]
     ) -> tuple[AnalyzedText | None, TextRecord]:
         """Return the remaining text and record of a document; no text if it is dropped."""
         original: TextRecord = item.record if item.record is not None else {self.json_key: item.text}

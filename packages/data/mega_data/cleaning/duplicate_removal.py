@@ -22,7 +22,7 @@ from mega_data.cleaning.append_files import (
     load_text_hashes,
 )
 from mega_data.cleaning.clean_config import CleanConfig, DuplicatesRule
-from mega_data.cleaning.document_judge import CleanTally, DocumentAmount, RuleExample
+from mega_data.cleaning.document_judge import CleaningTally, DocumentAmount, RuleExample
 from mega_data.cleaning.duplicate_detection import Numbers, estimate_similarity, find_exact_leaders, find_near_leaders
 from mega_data.reading.corpus_sources import lookup_record_value
 from mega_data.reading.decompression import open_decompressed
@@ -39,7 +39,7 @@ class FirstPassPart(NamedTuple):
     end: int
 
 
-class SourceNames(NamedTuple):
+class SourceNameTables(NamedTuple):
     """Names of sources, inputs and earlier cleaning runs' folders, by the numbers in document positions, and the text's
     key in a record.
     """
@@ -75,7 +75,9 @@ def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
             np.save(stream, array)
 
 
-def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConfig, names: SourceNames) -> CleanTally:
+def remove_part_duplicates(
+    part: FirstPassPart, *, work: Path, config: CleanConfig, names: SourceNameTables
+) -> CleaningTally:
     """Write the kept documents of a first-pass file to `result/kept` and its duplicates to `result/dropped`; return the
     counts.
 
@@ -83,8 +85,10 @@ def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConf
     """
     record = work / "second" / f"{part.number:05}.json"
     if record.exists():
-        return TypeAdapter(CleanTally).validate_json(record.read_bytes())
-    tally = FirstPassDeduplication(part, work, config, names).write_files() if part.start < part.end else CleanTally()
+        return TypeAdapter(CleaningTally).validate_json(record.read_bytes())
+    tally = (
+        FirstPassDeduplication(part, work, config, names).write_files() if part.start < part.end else CleaningTally()
+    )
     write_json_atomically(record, asdict(tally))
     return tally
 
@@ -92,7 +96,7 @@ def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConf
 class FirstPassDeduplication:
     """Deduplication of one first-pass file: its documents, and which of them are duplicates."""
 
-    def __init__(self, part: FirstPassPart, work: Path, config: CleanConfig, names: SourceNames) -> None:
+    def __init__(self, part: FirstPassPart, work: Path, config: CleanConfig, names: SourceNameTables) -> None:
         assert config.duplicates is not None
         self.part, self.work, self.config, self.names = part, work, config, names
         self.suffix = SUFFIXES[config.compression]
@@ -104,9 +108,9 @@ class FirstPassDeduplication:
         if near.size:
             signatures = load_signatures(work, config.duplicates)
             self.similarity[near - part.start] = estimate_similarity(signatures, near, self.leaders[near])
-        self.tally = CleanTally()
+        self.tally = CleaningTally()
 
-    def write_files(self) -> CleanTally:
+    def write_files(self) -> CleaningTally:
         """Write the kept and the dropped documents of the first-pass file to the result folder; return the counts."""
         positions = self.positions[self.part.start : self.part.end]
         for number, name in enumerate(self.names.inputs):

@@ -29,7 +29,7 @@ from mega_data.cleaning.quality_rules import (
     load_bad_words,
 )
 from mega_data.cleaning.text_words import AnalyzedText, Hashes
-from mega_data.reading.source_readers import iterate_texts
+from mega_data.reading.source_readers import iterate_document_texts
 
 
 def build_custom_rule(name: str, folder: Path) -> CleaningRule:
@@ -102,7 +102,7 @@ def hash_evaluation_ngrams(limits: DecontaminationRule) -> Hashes:
 
 def _iterate_evaluation_texts(limits: DecontaminationRule) -> Iterator[AnalyzedText]:
     for key in limits.json_keys:
-        yield from map(AnalyzedText, iterate_texts(limits.against, key))
+        yield from map(AnalyzedText, iterate_document_texts(limits.against, key))
 
 
 def build_decontamination_rule(limits: DecontaminationRule, file: Path) -> CleaningRule:

@@ -45,7 +45,7 @@ def resolve_upload_target(prefix: Path, *, overwrite: bool) -> RemotePath | None
     return remote
 
 
-def create_local_prefix(remote: RemotePath) -> Path:
+def create_upload_prefix(remote: RemotePath) -> Path:
     """Return the local prefix in the cache folder at which a data set is built before its upload to `remote`; the
     folder is created.
     """

@@ -22,7 +22,7 @@ from mega_common.errors import DataError, MegaError
 from mega_common.progress_logging import ProgressBar, format_number, logger
 from mega_data.chat.chat_preparation import ChatOptions, ChatPreparation, log_chat_notes
 from mega_data.preprocessing.dataset_output import DatasetOutput
-from mega_data.preprocessing.dataset_upload import create_local_prefix, resolve_upload_target, upload_dataset
+from mega_data.preprocessing.dataset_upload import create_upload_prefix, resolve_upload_target, upload_dataset
 from mega_data.preprocessing.document_encoding import DocumentEncoder, SentenceEncoder, encode_batches
 from mega_data.preprocessing.sharding import (
     EngineName,
@@ -101,7 +101,7 @@ def preprocess_corpus(
             f"{remote}: --output on an object store is not supported with --shard or --engine ray",
             hint="use --engine processes, or a shared folder as --output",
         )
-    local = create_local_prefix(remote) if remote else strip_data_suffix(Path(output_prefix))
+    local = create_upload_prefix(remote) if remote else strip_data_suffix(Path(output_prefix))
     job = PreprocessJob(
         tuple(inputs), Path(tokenizer_path), local, WHOLE if chat else json_key, append_eod,
         parse_special_tokens or chat is not None, on_bad_line, overwrite or remote is not None, encoder, chat, sentences,

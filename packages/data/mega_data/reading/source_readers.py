@@ -101,7 +101,7 @@ def read_documents(
             yield from _read_csv(stream, source, json_key, whole)
 
 
-def iterate_texts(inputs: Sequence[str | Path], json_key: str = "text") -> Iterator[str]:
+def iterate_document_texts(inputs: Sequence[str | Path], json_key: str = "text") -> Iterator[str]:
     """Yield the text of every document of the inputs, for training a tokenizer; binary files in folders are skipped.
 
     Raises:

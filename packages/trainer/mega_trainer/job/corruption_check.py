@@ -95,7 +95,11 @@ class CorruptionCheck:
         self._rest = hash_tensor_bits([tensor for _, _, tensor in tensors])
         self._raise_findings(
             f"after step {step} replicated tensors differ among ranks",
-            lambda: [line for groups, named in replicated.items() for line in find_corrupt_tensors(named, groups)],
+            lambda: [
+                line
+                for groups, named in replicated.items()
+                for line in find_corrupt_tensors(named, groups, self._device)
+            ],
         )
 
     def check_before_update(self, step: int) -> None:
@@ -117,6 +121,11 @@ class CorruptionCheck:
                 for index in to_host(rest != now).nonzero().view(-1).tolist()
             ],
         )
+
+    @property
+    def _device(self) -> torch.device:
+        """Device of this rank's model, which may have its optimizer state in host memory."""
+        return next(parameter.device for stage in self.executor.stages.values() for parameter in stage.parameters())
 
     def _checked_tensors(self) -> Iterator[HashedTensor]:
         yield from self._replicated_weights()
@@ -167,7 +176,7 @@ class CorruptionCheck:
                     named["the gradient of " + "+".join(piece.name for piece in info.pieces)] = gradient
         self._raise_findings(
             f"in step {step} ranks got different bits from the same computation",
-            lambda: list(find_corrupt_tensors(named, (executor.parallel_groups.dp,))),
+            lambda: list(find_corrupt_tensors(named, (executor.parallel_groups.dp,), self._device)),
         )
 
     def _raise_findings(self, problem: str, find: Callable[[], Sequence[str]]) -> None:
@@ -178,11 +187,13 @@ class CorruptionCheck:
                 raise TrainingError("\n".join([problem, *found[:MAX_SHOWN], *more]), hint=HINT)
 
 
-def find_corrupt_tensors(named: dict[str, Tensor], groups: Sequence[CommGroup]) -> Iterator[str]:
+def find_corrupt_tensors(named: dict[str, Tensor], groups: Sequence[CommGroup], device: torch.device) -> Iterator[str]:
     """Yield a line of text for each named tensor whose bits on this rank differ from the majority of the ranks of
     `groups`; without a majority, every rank yields one.
+
+    Hashes are gathered on `device`, wherever the tensors are: groups of GPUs (NCCL) take no tensors in host memory.
     """
-    rank, hashed = dist.get_rank(), hash_tensor_bits(list(named.values()))
+    rank, hashed = dist.get_rank(), hash_tensor_bits(list(named.values())).to(device)
     rows = torch.cat([hashed.new_tensor([rank]), hashed]).view(1, -1)
     for group in groups:
         rows = all_gather(rows, group)

@@ -123,7 +123,7 @@ class LabelTargets:
         sums, label, *exponentials = self.leaves(
             row_logsumexp_leaf, logits, self.is_local[part], self.target[part], self.softcap, save
         )
-        lse, label = combine_over_ranks(sums, label, self.group)
+        lse, label = combine_logsumexp_over_ranks(sums, label, self.group)
         return (lse, *exponentials), lse - label
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
@@ -277,7 +277,7 @@ def softcap_derivative(logits: Tensor, softcap: float) -> Tensor:
     return 1 - torch.tanh(upcast_to_fp32(logits) / softcap).square_()
 
 
-def combine_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -> tuple[Tensor, Tensor]:
+def combine_logsumexp_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -> tuple[Tensor, Tensor]:
     """Return log-sum-exp and label logits over the whole vocabulary from every rank's values over its own vocabulary
     rows.
     """
@@ -303,7 +303,7 @@ class TeacherTargets:
         scaled, log_probs = apply_softcap(logits, self.softcap) / self.temperature, self.log_probs[part]
         probs = log_probs.exp()
         local = torch.where(self.is_local[part], scaled.gather(1, self.target[part]), 0.0)
-        lse, mean = combine_over_ranks(scaled.logsumexp(-1), (probs * local).sum(-1), self.group)
+        lse, mean = combine_logsumexp_over_ranks(scaled.logsumexp(-1), (probs * local).sum(-1), self.group)
         return (lse,), self.temperature**2 * ((probs * log_probs).sum(-1) - mean + lse)
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
@@ -342,7 +342,7 @@ def topk_log_probs(
     found = []
     for chunk in torch.split(hidden, logit_tokens_per_chunk(hidden, rows)):
         logits = apply_softcap(compute_local_logits(chunk, head, bias, group, vocab_size), softcap)
-        lse, _ = combine_over_ranks(logits.logsumexp(-1), torch.zeros_like(logits[:, 0]), group)
+        lse, _ = combine_logsumexp_over_ranks(logits.logsumexp(-1), torch.zeros_like(logits[:, 0]), group)
         values, ids = logits.topk(min(count, rows))
         values, ids = (all_gather(each.contiguous(), group, -1) for each in (values, ids + group.rank * rows))
         top = values.topk(count)

@@ -17,7 +17,7 @@ from mega_trainer.distributed.device import to_host
 from mega_trainer.objectives.preference_answers import (
     PreferenceAnswers,
     is_reporting_rank,
-    mismatch_answers,
+    pair_mismatched_answers,
     score_answers,
     split_answers,
 )
@@ -44,7 +44,7 @@ class ReferenceModel(Protocol):
         """
 
 
-class LiveReference:
+class LiveReferenceModel:
     """`ReferenceModel` that runs the reference model in memory."""
 
     def __init__(self, executor: PipelineExecutor) -> None:
@@ -61,7 +61,7 @@ class LiveReference:
         return score_answers(self._executor, micro, answers)
 
 
-class CachedReference:
+class CachedReferenceModel:
     """`ReferenceModel` that reads each sample's precomputed answer sums from cache files."""
 
     def __init__(self, files: SampleCache) -> None:
@@ -108,7 +108,7 @@ def _collect_answer_sums(
     device: torch.device,
 ) -> list[np.ndarray]:
     groups = executor.parallel_groups
-    batch = mismatch_answers(batch) if what == "mismatched" else batch
+    batch = pair_mismatched_answers(batch) if what == "mismatched" else batch
     micro = list(split_micro_batches(batch, config, device, groups.cp))
     answers = split_answers(batch, micro, groups.cp)
     sums, width = score_answers(executor, micro, answers), torch.tensor(answers[0].width)

@@ -21,7 +21,7 @@ LayoutSettings = dict[str, Any]  # values by path, as for `--set`
 RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 
 
-def generate_candidates(
+def generate_layout_candidates(
     config: RunConfig, ranks: int, machine: MachineSpec
 ) -> Iterator[tuple[LayoutSettings, TrainingLayout]]:
     """Yield (run.yaml settings, training layout) of all candidate layouts of a run that divide the ranks, layers and

@@ -28,7 +28,7 @@ from mega_trainer.plan.layout_candidates import (
     RECOMPUTE,
     LayoutSettings,
     RoughMemoryEstimate,
-    generate_candidates,
+    generate_layout_candidates,
     list_pipeline_schedules,
 )
 from mega_trainer.plan.machine import MachineSpec
@@ -138,7 +138,7 @@ class _TimedCandidate:
     Attributes:
         seconds: minimum seconds of a step.
         memory: rough estimate of the bytes of a rank.
-        settings, run: as in `generate_candidates`.
+        settings, run: as in `generate_layout_candidates`.
     """
 
     seconds: float
@@ -261,7 +261,7 @@ def _time_candidates(
     given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
     kept = {path: value for path, value in given.items() if path in fixed}
     timed, rough = 0, RoughMemoryEstimate.from_parameters(config.model, count)
-    for settings, run in generate_candidates(config, ranks, machine):
+    for settings, run in generate_layout_candidates(config, ranks, machine):
         needed = rough.estimate_bytes(run)
         if (
             any(settings[path] != value for path, value in kept.items())

@@ -62,14 +62,14 @@ class MemoryAdvice:
 
 
 @dataclass(frozen=True)
-class MemoryNeeds:
+class PredictedMemoryNeeds:
     """Predicted memory of one rank in bytes by kind, and changes of settings that would free memory."""
 
     predicted: Mapping[str, int]
     suggestions: list[MemoryAdvice]
 
     @classmethod
-    def predict_for_rank(cls, config: RunConfig, world_size: int, pipeline_rank: int) -> MemoryNeeds:
+    def predict_for_rank(cls, config: RunConfig, world_size: int, pipeline_rank: int) -> PredictedMemoryNeeds:
         """Return the predicted memory of a rank in pipeline rank `pipeline_rank`, with advice on freeing memory."""
         predicted = predict_memory(config.model, make_training_layout(config, world_size))[pipeline_rank]
         return cls(predicted, find_memory_savings(config, world_size))

@@ -21,7 +21,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommLog
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
 from mega_trainer.distributed.rank_info import RankInfo
-from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_versions
+from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_kernel_versions
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
@@ -112,7 +112,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
     """
     model, gpu = config.model, device.type == "cuda"
     facts = BackendFacts(
-        installed=installed_versions(),
+        installed=installed_kernel_versions(),
         capability=torch.cuda.get_device_capability(device) if gpu else None,
         cudnn=torch.backends.cudnn.version() if gpu else None,  # type: ignore[no-untyped-call]
         half=compute_dtype(config) in (torch.bfloat16, torch.float16),

@@ -18,7 +18,7 @@ from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.job.corruption_check import CorruptionCheck
 from mega_trainer.job.error_translation import translate_errors
-from mega_trainer.job.garbage_collection import GarbageCollection
+from mega_trainer.job.garbage_collection import GarbageCollectionSchedule
 from mega_trainer.job.hang_watchdog import HangWatchdog
 from mega_trainer.job.layer_norms import compute_layer_norms
 from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel
@@ -52,7 +52,7 @@ def run_training_loop(context: TrainingContext) -> str | None:
         hang_watchdog(context),
         StopSignalHandler() as stop_signal,
         CheckpointSaver(config, provenance) as saver,
-        GarbageCollection(config.train.gc_every) as garbage,
+        GarbageCollectionSchedule(config.train.gc_every) as garbage,
         MetricsLogger(config, utilization, state.step, state.consumed_samples, writes=is_leader) as metrics,
     ):
         reason = TrainingLoop(context, stop_signal, saver, garbage, metrics).run_steps()
@@ -69,7 +69,7 @@ class TrainingLoop:
         context: TrainingContext,
         stop_signal: StopSignalHandler,
         saver: CheckpointSaver,
-        garbage: GarbageCollection,
+        garbage: GarbageCollectionSchedule,
         metrics: MetricsLogger,
     ) -> None:
         self._context, self._saver, self._garbage, self._metrics = context, saver, garbage, metrics
