@@ -305,6 +305,7 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
 
     _follow_launcher_death()
     from mega_common.errors import ConfigError, DataError, NumericalError, TrainingInterrupted, TrainingTerminated
+    from mega_data.preprocessing.token_cache import tokenize_raw_data
     from mega_trainer.job.environment import library_settings
 
     for name, value in library_settings(config).items():
@@ -326,6 +327,7 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
         count = nproc or default_rank_count(config.minimum_world_size, config.device)
         config, overrides = _resolve_layout(config, run, overrides, count)
         config.check_world_size(count)
+        tokenize_raw_data(config.data)
         if count > 1:
             options = [f"--set={override}" for override in overrides]
             command = [sys.executable, "-m", "mega_cli.main", "train", str(run), *options]
@@ -338,6 +340,7 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
     from mega_trainer.run.training_run import run_training as train
 
     try:
+        tokenize_raw_data(config.data)  # one rank of a machine; the others wait, before they join
         config.check_world_size(
             ranks.world_size
         )  # torchrun may have restarted with fewer ranks, after the loss of a machine
