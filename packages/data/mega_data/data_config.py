@@ -262,8 +262,9 @@ class DataConfig(StrictConfig):
         "stop", description="for an image that cannot be read; skip: no token of the sample counts in the loss"
     )
     tokenizer: Path | None = Field(
-        None, description="folder with tokenizer.json; default: the tokenizer of token files, and for raw data that of "
-        "the model's folder (model.from or init_from)"
+        None,
+        description="folder with tokenizer.json; default: the tokenizer of token files, and for raw data that of "
+        "the model's folder (model.from or init_from)",
     )
     raw: RawDataConfig = RawDataConfig()
     stream: bool = Field(False, description="not supported yet: raw data is tokenized into `cache` before the run")

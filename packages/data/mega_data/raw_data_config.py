@@ -51,7 +51,10 @@ class RawDataConfig(StrictConfig):
         used |= chat if kinds & {*CHAT_KINDS} else set()
         used |= {"append_eod", "parse_special_tokens"} if kinds - {*CHAT_KINDS} else set()
         used |= {"language"} if kinds & {"bert", "t5"} else set()
-        for key in sorted(self.model_fields_set - used):
+        default = RawDataConfig()
+        for key in sorted({*RawDataConfig.model_fields} - used):
+            if getattr(self, key) == getattr(default, key):
+                continue
             need = "data.kind = conversations or pairs" if key in chat else "raw data of another data.kind"
             rule = f"requires {need if kinds else 'raw data, such as data.train: chats.jsonl'}"
             yield ConfigProblem(f"raw.{key}", rule, getattr(self, key), f"remove data.raw.{key}")

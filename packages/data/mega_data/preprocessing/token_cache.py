@@ -176,7 +176,11 @@ def _in_terms_of_settings(source: DatasetSource, config: DataConfig) -> Iterator
         kind = source.kind or config.kind
         found = _read_first_or_none(source)
         if found and not source.map and _reads_other_kind(kind, found):
-            hint = f"set data.kind: {found.kind}" if found.kind else "name their columns, such as map: {prompt: text, completion: label}"
+            hint = (
+                f"set data.kind: {found.kind}"
+                if found.kind
+                else "name their columns, such as map: {prompt: text, completion: label}"
+            )
             raise DataError(
                 f"{source.input_name}: data.kind = {kind} does not read records of the form {found.form}", hint=hint
             ) from error
