@@ -336,11 +336,11 @@ def _chat_options(
         template=chat_template,
         template_options=options,
         turn_weights=turn_weights,
-        columns=_parse_columns(columns or []),
+        columns=parse_columns(columns or []),
     )
 
 
-def _parse_columns(given: list[str]) -> dict[str, str]:
+def parse_columns(given: list[str]) -> dict[str, str]:
     """Return the columns of --map by their key."""
     from typing import get_args
 
