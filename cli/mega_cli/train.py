@@ -310,7 +310,7 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
     for name, value in library_settings(config).items():
         os.environ.setdefault(name, value)
     from mega_common.progress_logging import configure_logging
-    from mega_trainer.distributed.rank_info import RankInfo
+    from mega_trainer.distributed.process_groups import RankInfo
     from mega_trainer.launch.local_ranks import (
         default_rank_count,
         join_process_group,

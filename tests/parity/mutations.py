@@ -34,7 +34,6 @@ from torch import Tensor
 from mega_common.errors import NumericalError
 from mega_data.batch_loader import StepBatch
 from mega_trainer.data import micro_batch as batches
-from mega_trainer.data import token_counts
 from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, SequenceBounds
 from mega_trainer.distributed import rng
 from mega_trainer.distributed.comm import CommGroup, RingTransfer, all_reduce
@@ -49,6 +48,7 @@ from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import OutputHead, OutputProjection
+from mega_trainer.objectives import training_objective
 from mega_trainer.optim import gradient_clipping
 from mega_trainer.optim.muon import MuonUpdateRule
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
@@ -169,19 +169,21 @@ def _mean_of_means() -> Any:
     def mean(self: OutputHead, hidden: Tensor, output: OutputProjection, targets: HeadTargets) -> tuple[Tensor, Tensor]:
         return real(self, hidden, output, replace(targets, weights=targets.weights / targets.weights.sum()))
 
-    with swap(token_counts, "count_step_tokens", count_batches), swap(OutputHead, "compute_token_loss", mean):
+    with swap(training_objective, "count_step_tokens", count_batches), swap(OutputHead, "compute_token_loss", mean):
         yield
 
 
 def _own_tokens() -> AbstractContextManager[Any]:
     """Those of a data rank, and of a context rank about its share."""
-    return swap(token_counts, "count_step_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
+    return swap(
+        training_objective, "count_step_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size]
+    )
 
 
 def _tokens_of_every_rank() -> AbstractContextManager[Any]:
-    real = token_counts.count_local_tokens
+    real = training_objective.count_local_tokens
     return swap(
-        token_counts, "count_local_tokens", lambda batch, further, groups: real(batch, further, ParallelGroups())
+        training_objective, "count_local_tokens", lambda batch, further, groups: real(batch, further, ParallelGroups())
     )
 
 

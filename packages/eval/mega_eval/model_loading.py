@@ -45,8 +45,7 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.lora_adapters import LoraAdapterPool
-from mega_trainer.parallel.lora_layers import AdapterSelection, PerRowAdapters
+from mega_trainer.parallel.lora_layers import AdapterSelection, LoraAdapterPool, PerRowAdapters
 from mega_trainer.parallel.parameter_info import get_parameter_info, non_trainable_buffers
 
 

@@ -4,6 +4,10 @@ Saved-tensor hooks of autograd replace the tensors that a layer's operations sav
 such as a norm's, is dropped, since its input is saved anyway; `ActivationOffload` moves others to host memory.
 
 Dropout masks are seeded by their use (`mega_trainer.distributed.rng`), so there is no generator state to restore.
+
+Activation offload (for other state, arXiv:2101.06840): a tensor that autograd saves in an offloaded layer is copied to pinned
+memory while the forward continues. In the backward, a layer's tensors are prefetched during the backward of the next layer.
+On a CPU the copies are synchronous.
 """
 
 from __future__ import annotations

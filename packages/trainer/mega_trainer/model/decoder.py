@@ -21,8 +21,7 @@ from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, MtpTargets, S
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout
 from mega_trainer.model.activation_checkpointing import RecomputePolicy, SavedActivations
 from mega_trainer.model.activation_offload import ActivationOffload
-from mega_trainer.model.forward_context import AttentionMask, ForwardContext, SequenceMask
-from mega_trainer.model.kv_cache import KVCache
+from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.multi_token_prediction import MultiTokenPredictor
 from mega_trainer.model.output_heads import OutputHead, OutputProjection

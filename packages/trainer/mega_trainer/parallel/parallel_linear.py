@@ -14,6 +14,12 @@ made from several parameters, or a sharded one (ZeRO-3), gets its gradient from 
 for two GEMMs at once: dY, and a weight for all micro-batches of a step.
 
 Legend: B batch, S sequence, D input width, N output width, T ranks, M rows of experts, G experts.
+
+Deferred weight gradients (wgrad), with which a pipeline can fill its idle time (arXiv:2401.10241): the backward of Y = X W^T
+is two GEMMs, dX = dY W, which the previous stage waits for, and dW = dY^T X, which nothing waits for. A layer with a
+`DeferredWgradQueue` computes dX in its backward and queues dW with X and dY, its only inputs. Other gradients (of norms,
+biases, embeddings, the head) are computed with dX. `run_deferred_wgrads` then runs as a separate backward: each parameter gets
+its gradient of a micro-batch once, complete, so gradient hooks work unchanged.
 """
 
 from __future__ import annotations

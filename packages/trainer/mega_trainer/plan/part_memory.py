@@ -42,10 +42,9 @@ from mega_trainer.distributed.process_groups import build_parallel_groups
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.model.activation_checkpointing import RecomputedModule, RecomputePolicy
-from mega_trainer.model.cross_attention import with_encoder_memory
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel, select_model_class
-from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.forward_context import ForwardContext, with_encoder_memory
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.retro import NeighborEncodingLayer, RetroDecoder
 from mega_trainer.optim.muon import is_hidden_matrix

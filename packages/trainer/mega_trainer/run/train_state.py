@@ -40,12 +40,10 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, MemoryCopy
 from mega_trainer.job.resume_check import check_resume_settings
-from mega_trainer.job.rollback import RollbackRequested, SkippedRanges
 from mega_trainer.job.step_result import StepResult
-from mega_trainer.job.stop_conditions import BestValidation
-from mega_trainer.job.training_guard import LossGuard
+from mega_trainer.job.training_guard import BestValidation, LossGuard, RollbackRequested, SkippedRanges
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.optim.loss_scale import LossScale
+from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.parameter_info import (
     get_local_values,

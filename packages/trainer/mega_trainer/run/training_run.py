@@ -1,4 +1,7 @@
-"""Training run, from configuration to last checkpoint; `train_in_run_folder` reads in the order things happen."""
+"""Training run, from configuration to last checkpoint; `train_in_run_folder` reads in the order things happen.
+
+The initial weights and optimizer state are fresh, those of another model, of a checkpoint or of a memory copy.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,15 @@ from mega_common.progress_logging import logger
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import find_run_tokenizer
 from mega_trainer.distributed.device import deterministic_mode, select_rank_device
-from mega_trainer.distributed.process_groups import ParallelGroups, list_communicating_groups, warm_up_groups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo, list_communicating_groups, warm_up_groups
 from mega_trainer.job.environment import format_environment
 from mega_trainer.job.error_log import record_rank_errors
 from mega_trainer.job.error_translation import translate_errors
 from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, should_keep_copies
 from mega_trainer.job.phase_timer import PhaseTimer
 from mega_trainer.job.profiler import StepProfiler
-from mega_trainer.job.rollback import RollbackRequested
 from mega_trainer.job.run_folder import claim_run_folders, make_run_folder, record_run_start
-from mega_trainer.job.stop_conditions import RunLimits
-from mega_trainer.job.training_guard import LossGuard
+from mega_trainer.job.training_guard import LossGuard, RollbackRequested, RunLimits
 from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
 from mega_trainer.parallel.parameter_shards import ShardedStage
 from mega_trainer.pipeline.executor import PipelineExecutor
