@@ -18,10 +18,9 @@ from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.run.build_components import connect_parallel_groups, load_datasets
-from mega_trainer.run.initial_state import initialize_state
 from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.train_step import StepHooks, train_step
-from mega_trainer.run.training_run import assemble_training
+from mega_trainer.run.training_run import assemble_training, initialize_state
 
 ALONE = RankInfo()
 

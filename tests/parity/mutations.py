@@ -41,8 +41,7 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels import gemm_accumulation as products
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model import decoder, latent_attention, layer_builder, output_heads, vocab_parallel_loss
-from mega_trainer.model.activation_checkpointing import _RecomputedTensor
-from mega_trainer.model.activation_offload import OffloadedLayer
+from mega_trainer.model.activation_checkpointing import OffloadedLayer, _RecomputedTensor
 from mega_trainer.model.attention import AttentionCore
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.forward_context import SequenceMask

@@ -26,10 +26,9 @@ from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.objectives.training_objective import count_step_tokens
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
-from mega_trainer.run.initial_state import initialize_state
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.train_step import train_step
-from mega_trainer.run.training_run import assemble_training, run_training
+from mega_trainer.run.training_run import assemble_training, initialize_state, run_training
 
 CONSTANT = {"name": "constant"}
 Settings = Callable[..., dict[str, Any]]

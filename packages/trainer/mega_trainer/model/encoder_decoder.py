@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.rng import DropoutFactory
-from mega_trainer.model.activation_checkpointing import RecomputePolicy
-from mega_trainer.model.activation_offload import ActivationOffload
+from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy
 from mega_trainer.model.attention import build_bias_table
 from mega_trainer.model.auxiliary_models import RewardModel
 from mega_trainer.model.cross_attention import CrossAttention

@@ -19,8 +19,8 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.kernels.nf4_quantizer import WeightQuantizer
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.lora_layers import LoraAdapterPool
+from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import UniformInit, get_packed_weight, make_parameter
 from mega_trainer.parallel.tensor_parallel import SplitHeads, make_vocab_parameter, split_fused_heads
 

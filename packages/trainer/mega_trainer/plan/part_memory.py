@@ -49,9 +49,9 @@ from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.retro import NeighborEncodingLayer, RetroDecoder
 from mega_trainer.optim.muon import is_hidden_matrix
 from mega_trainer.parallel.context_parallel import residual_token_ranges
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.expert_parallel import AllToAllDispatcher, ExpertDispatcher
 from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import freeze_parameters, get_packed_weight, get_parameter_info, is_trainable
 from mega_trainer.plan.meta_counting import (
     BalancedAllToAll,
