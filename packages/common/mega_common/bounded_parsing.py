@@ -148,7 +148,9 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return str(error)
     mark, context = error.problem_mark, f" {error.context}" if error.context else ""
-    return f"line {mark.line + 1}, column {mark.column + 1}:{context}: {error.problem}".replace("::", ":")
+    return f"line {mark.line + 1}, column {mark.column + 1}:{context}: {error.problem}".replace("::", ":").replace(
+        "'<stream end>'", "the end of the file"
+    )
 
 
 def check_yaml_limits(path: Path) -> None:
@@ -191,6 +193,10 @@ def explain_read_error(error: Exception) -> str:
         return "a folder is required, and a part of the path is a file"
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 text, see byte {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON, see line {error.lineno}, column {error.colno}: {error.msg}"
+    if isinstance(error, FileExistsError):
+        return "a folder is required here, and it is a file"
     if isinstance(error, FileNotFoundError):
         return "no such file or folder"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

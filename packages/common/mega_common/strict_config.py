@@ -156,14 +156,14 @@ def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapp
         near = difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
         return ConfigProblem(path, "unknown key", hint=hint)
-    rule, hint = _describe_rule(str(detail["msg"])), ""
+    rule, hint = describe_pydantic_rule(str(detail["msg"])), ""
     if detail["type"] == "literal_error" and isinstance(value, str):
         near = difflib.get_close_matches(value, re.findall(r"'([^']*)'", rule), n=1)
         hint = f"did you mean {near[0]!r}?" if near else ""
     return ConfigProblem(path, rule, value if not isinstance(value, Mapping) else None, hint)
 
 
-def _describe_rule(message: str) -> str:
+def describe_pydantic_rule(message: str) -> str:
     """Return pydantic's message of a violated rule in the words of the other rules: "must be a whole number"."""
     message = message.removeprefix("Value error, ")
     for pattern, rule in _PYDANTIC_RULES.items():
