@@ -35,6 +35,7 @@ from mega_trainer.run import build_components, training_run
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.train_step import train_step
 
+CPU = torch.device("cpu")
 FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
 Held = Mapping[str, ShardedTensor]
 # The batch of a step: configuration, number of the step, data rank, data ranks, whether attention is closed.
@@ -71,6 +72,7 @@ class Trainer:
     optimizer: ShardedOptimizer
     state: TrainState
     batches: Batches
+    device: torch.device = CPU
 
     @classmethod
     def make(
@@ -80,23 +82,24 @@ class Trainer:
         maker: ProcessGroupCache | None = None,
         log: CommLog | None = None,
         batches: Batches | None = None,
+        device: torch.device = CPU,
     ) -> Trainer:
         """This rank's trainer. A collective call among the ranks of the case."""
         config = RunConfig.parse(case.raw, source=str(case))
         groups = build_components.connect_parallel_groups(config, RankInfo(rank, case.ranks), maker, log)
         dtype = torch.float64 if case.wide else build_components.compute_dtype(config)
         with mock.patch.object(build_components, "compute_dtype", return_value=dtype):
-            state, executor = training_run.assemble_training(config, groups, torch.device("cpu"))
+            state, executor = training_run.assemble_training(config, groups, device)
         for stage in state.stages.values():
             initialize_weights(stage, config.train.seed)
         state.optimizer.load_main_from_model()
-        return cls(case, config, groups, executor, state.optimizer, state, batches or synthetic)
+        return cls(case, config, groups, executor, state.optimizer, state, batches or synthetic, device)
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the batch of the step at hand, or of another."""
         number = self.state.step if number is None else number
         batch = self.batches(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
-        micro = list(split_micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
+        micro = list(split_micro_batches(batch, self.config, self.device, self.groups.cp))
         settings = self.config.optimizer
         tokens = training_objective.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
         result = train_step(

@@ -324,8 +324,13 @@ def select_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(
+            f"--device must be auto, cpu, cuda or cuda:N, found {name!r}", hint="use --device auto"
+        ) from None
+    try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {name!r} cannot be used ({reason})", hint="use auto, cpu, cuda or cuda:N") from None
+        raise ConfigError(f"device {name!r} cannot be used ({reason})", hint="use --device auto or cpu") from None
     return device

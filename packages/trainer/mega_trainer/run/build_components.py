@@ -25,7 +25,7 @@ from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
 from mega_trainer.kernels.kernel_interface import Kernels
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import LeafCompiler, find_compiler_problem
 from mega_trainer.kernels.nf4_quantizer import Nf4Quantizer
 from mega_trainer.kernels.recurrent_libraries import (
     CausalConvKernel,
@@ -118,6 +118,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         softcap=model.attention_softcap is not None,
         biased=model.position == "relative",
         taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence),
+        compiler_problem=find_compiler_problem(device) if gpu else None,
     )
     parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta")}
     used = {part: getattr(config.kernels, part) for kind in model.heads_by_mixer for part in parts.get(kind, ())}
