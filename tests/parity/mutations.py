@@ -40,7 +40,7 @@ from mega_trainer.distributed.comm import CommGroup, RingTransfer, all_reduce
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels import gemm_accumulation as products
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.model import decoder, latent_attention, layer_builder, output_heads, vocab_parallel_loss
+from mega_trainer.model import decoder, latent_attention, output_heads, parameter_builder, vocab_parallel_loss
 from mega_trainer.model.activation_checkpointing import OffloadedLayer, _RecomputedTensor
 from mega_trainer.model.attention import AttentionCore
 from mega_trainer.model.decoder import Decoder
@@ -126,14 +126,16 @@ def _replicated(partial_grad: bool) -> Patch:
 
 
 def _without_sync() -> AbstractContextManager[Any]:
-    real = layer_builder.make_parameter
-    return swap(layer_builder, "make_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
+    real = parameter_builder.make_parameter
+    return swap(
+        parameter_builder, "make_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
+    )
 
 
 def _tied_without_sync() -> AbstractContextManager[Any]:
-    real = layer_builder.make_vocab_parameter
+    real = parameter_builder.make_vocab_parameter
     return swap(
-        layer_builder, "make_vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
+        parameter_builder, "make_vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
     )
 
 
@@ -439,13 +441,13 @@ def _no_decay_of_slices() -> AbstractContextManager[Any]:
 
 def _first_kv_head() -> AbstractContextManager[Any]:
     """Every rank takes the first key/value head."""
-    real = layer_builder.split_fused_heads
+    real = parameter_builder.split_fused_heads
 
     def first(blocks: Any, tail: Any, group: CommGroup) -> Any:
         shared = blocks[0].count < group.size
         return real(blocks, tail, replace(group, rank=0) if shared else group)
 
-    return swap(layer_builder, "split_fused_heads", first)
+    return swap(parameter_builder, "split_fused_heads", first)
 
 
 def _ring_skips_a_block() -> AbstractContextManager[Any]:

@@ -35,7 +35,14 @@ class MultiTokenPredictor(nn.Module):
     """Multi-token prediction (MTP) layer, which predicts one more token ahead; its number `layer` follows the numbers
     of the model's layers.
 
-    W [D, 2 D] is whole on every tensor rank: under sequence parallelism each rank applies it to its part of the sequence.
+    The k-th layer (arXiv:2412.19437, section 2.2) predicts token i + 1 + k from the previous MTP layer's output for token i (the
+    first: from the model's normalised output) and the embedding of token i + k, with the model's embedding and head:
+
+        h = norm(block(W [enorm(embedding), hnorm(h)]))
+
+    Weights have the names and layout of DeepSeek-V3's checkpoints. Evaluation ignores these layers; generation can use them
+    for speculative decoding. W [D, 2 D] is whole on every tensor rank: under sequence parallelism each rank applies it to its
+    part of the sequence.
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:

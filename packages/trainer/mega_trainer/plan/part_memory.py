@@ -163,7 +163,7 @@ class PartMemoryCounter:
         leaves = LeafCompiler() if run.device == "cpu" else FusedLeafCounter(self.live)
         kernels = MetaKernels(leaves) if run.device == "cpu" else MetaKernels(leaves, MetaFusedAttention())
         self.build = LayerBuilder(
-            model, self.groups, kernels, leaves, sp=run.sp, cp_kind=run.cp_kind,
+            model, self.groups, kernels, leaves=leaves, sp=run.sp, cp_kind=run.cp_kind,
             dispatcher=self._make_dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
             deferred=DeferredWgradQueue() if run.defers_wgrads else None, adapts={} if self.lora is None else adapted_modules(model, self.lora),
             packed=quantized_tensors(model, self.lora, partial(is_trainable_tensor, freeze=run.freeze, lora=self.lora)),

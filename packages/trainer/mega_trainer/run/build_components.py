@@ -147,7 +147,7 @@ def make_layer_builder(
 ) -> LayerBuilder:
     """Return the `LayerBuilder` by which every layer of the run's model is made."""
     return LayerBuilder(
-        config.model, groups, create_kernels(choice, leaves), leaves,
+        config.model, groups, create_kernels(choice, leaves), leaves=leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
         dispatch_bound=config.parallel.dispatch_bound, dtype=compute_dtype(config), device=device,
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
