@@ -72,7 +72,9 @@ class FlexAttentionKernel:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
         """Attend: [B, S, H, d], [B, T, K, d] and [B, T, K, e] -> [B, S, H, e] and [B, H, S]."""
         mask = self.mask(q.shape[1], k.shape[1], call.band, call.cu_seqlens, q.device)
-        attend, _ = self._compiled(call.band, call.cu_seqlens is None, call.softcap, q.shape[2:], torch.is_grad_enabled())
+        attend, _ = self._compiled(
+            call.band, call.cu_seqlens is None, call.softcap, q.shape[2:], torch.is_grad_enabled()
+        )
         cap = call.softcap
 
         def score_softcap(score: Tensor, *_: Tensor) -> Tensor:
