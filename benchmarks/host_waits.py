@@ -181,7 +181,7 @@ def count(name: str, *, documents: bool = True) -> dict[str, list[str]]:
     config = RunConfig.parse(raw)
     with fake_gpu(ranks), HostWaits():
         device = torch.device(GPU, 0)
-        groups = build_components.connect_groups(config, RankInfo(0, ranks))
+        groups = build_components.connect_parallel_groups(config, RankInfo(0, ranks))
         state, executor = assemble_training(config, groups, device)
         batch = samples(config.data.seq_length, 2, documents=documents)
 

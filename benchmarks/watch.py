@@ -38,7 +38,7 @@ def measure(pairs: int, logs: Path) -> dict[str, float]:
     """Milliseconds of processor time a step without, and the share that the watch adds."""
     torch.set_num_threads(1)
     config, device = RunConfig.parse(model.RUN), torch.device("cpu")
-    groups, phases = build_components.connect_groups(config, RankInfo()), PhaseTimer(device)
+    groups, phases = build_components.connect_parallel_groups(config, RankInfo()), PhaseTimer(device)
     state, executor = assemble_training(config, groups, device, phases.time_phase)
     shape = (model.MICRO_BATCHES, model.LENGTH)
     tokens, places = np.ones((shape[0], shape[1] + 1), np.int64), np.tile(np.arange(shape[1]), (shape[0], 1))

@@ -263,7 +263,7 @@ def _select_run(words: list[str]) -> Path:
 
 def _load_run(run: Path, overrides: Sequence[str], *, warn_unread: bool) -> RunConfig:
     """Read run.yaml; a workflow gives one error instead of one per unknown key."""
-    from mega_cli.workflow_config import reject_workflow
+    from mega_cli.workflow_config import reject_workflow_file
     from mega_common.errors import ConfigError
     from mega_common.strict_config import load_yaml_mapping
     from mega_trainer.config.run_config import load_run_config
@@ -272,7 +272,7 @@ def _load_run(run: Path, overrides: Sequence[str], *, warn_unread: bool) -> RunC
         return load_run_config(run, overrides, warn_unread=warn_unread)
     except ConfigError:
         if run.is_file():
-            reject_workflow(run, load_yaml_mapping(run), f"mega run {run}")
+            reject_workflow_file(run, load_yaml_mapping(run), f"mega run {run}")
         raise
 
 
@@ -356,7 +356,7 @@ def _build_task_scorer(config: RunConfig) -> TaskScorer | None:
     """Return the scorer that runs the tasks of `eval.tasks`, or None without tasks."""
     if not config.eval.tasks:
         return None
-    from mega_cli.eval_tasks import import_harness
+    from mega_cli.eval_ranks import import_harness
 
     import_harness(offline=False)
     from mega_eval.in_training_tasks import TrainingTasks

@@ -20,8 +20,7 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.training_run import run_training
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
-from mega_eval.harness_model import HarnessModel
-from mega_eval.harness_tasks import TaskOptions, run_harness_tasks
+from mega_eval.harness_tasks import HarnessModel, HarnessTaskOptions, run_harness_tasks
 from mega_eval.in_training_tasks import TrainingTasks, build_inference_model
 from mega_eval.model_loading import find_end_tokens, load_inference_model, load_tokenizer
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer
@@ -141,7 +140,7 @@ def check_scores(raw: dict[str, Any], told: dict[str, Any]) -> None:
         None,
         64,
     )
-    expected = run_harness_tasks(model, raw["eval"]["tasks"], TaskOptions())["results"]
+    expected = run_harness_tasks(model, raw["eval"]["tasks"], HarnessTaskOptions())["results"]
     for name, value in scores.items():
         _, task, metric = name.split("/")
         assert value == pytest.approx(expected[task][f"{metric},none"], rel=1e-4), name

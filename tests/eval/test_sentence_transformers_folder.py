@@ -15,7 +15,7 @@ from tiny_models import save_tiny, variant
 
 from mega_ckpt.families import family_for_model
 from mega_common.errors import CheckpointError, ConfigError
-from mega_eval.sentence_transformers_folder import MODES, read_sentence_folder
+from mega_eval.sentence_transformers_folder import MODES, read_sentence_transformers_folder
 from mega_eval.text_embedding import TextEmbedder, load_text_embedder
 
 TEXTS = ["w1 w2 w3", "w9", "w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14", "w3 w3"]
@@ -189,8 +189,8 @@ def test_what_is_not_supported_is_named(tmp_path: Path, files: dict[str, str], m
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=message):
-        read_sentence_folder(tmp_path)
+        read_sentence_transformers_folder(tmp_path)
 
 
 def test_other_folders_have_no_settings(transformer: Path) -> None:
-    assert read_sentence_folder(transformer) is None
+    assert read_sentence_transformers_folder(transformer) is None

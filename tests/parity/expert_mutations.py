@@ -144,9 +144,9 @@ def _weights_of_the_choice() -> AbstractContextManager[Any]:
 
 def _sent(change: Callable[..., Any]) -> Patch:
     """Change the columns [N, K parts] of ranks that tokens go to, of which so many hold parts of one expert."""
-    real = expert_parallel.target_ranks
+    real = expert_parallel.expert_ranks_of_tokens
     return lambda: swap(
-        expert_parallel, "target_ranks", lambda chosen, own, parts: change(real(chosen, own, parts), parts)
+        expert_parallel, "expert_ranks_of_tokens", lambda chosen, own, parts: change(real(chosen, own, parts), parts)
     )
 
 
@@ -160,7 +160,7 @@ def _once_for_each_choice() -> AbstractContextManager[Any]:
             lambda x, chosen, weights, own, rows: real(x, chosen, weights, own, 2 * rows),
         )
     )
-    patches.enter_context(swap(expert_parallel, "target_ranks", lambda chosen, own, parts: chosen // own))
+    patches.enter_context(swap(expert_parallel, "expert_ranks_of_tokens", lambda chosen, own, parts: chosen // own))
     return patches
 
 

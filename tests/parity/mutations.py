@@ -231,24 +231,24 @@ def _weight_gradients(times: int) -> Patch:
 
 def _inputs_of_the_microbatch_before() -> AbstractContextManager[Any]:
     """What was put off is computed from the micro-batch's own dY and the X that was used last."""
-    real, used = parallel_linear.LinearFunction.compute_wgrad, {}
+    real, used = parallel_linear.ParallelLinearFunction.compute_wgrad, {}
 
-    def stale(self: parallel_linear.LinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
+    def stale(self: parallel_linear.ParallelLinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
         previous, used[x.shape] = used.get(x.shape, x), x
         return real(self, previous, dy, main)
 
-    return swap(parallel_linear.LinearFunction, "compute_wgrad", stale)
+    return swap(parallel_linear.ParallelLinearFunction, "compute_wgrad", stale)
 
 
 def _gradients_of_another_layer() -> AbstractContextManager[Any]:
     """Products that were put off are added where that of the last weight of this shape belongs."""
-    real, used = parallel_linear.LinearFunction.defer_wgrad, {}
+    real, used = parallel_linear.ParallelLinearFunction.defer_wgrad, {}
 
-    def swapped(self: parallel_linear.LinearFunction, weight: Tensor, x: Tensor, dy: Tensor, main: Any) -> None:
+    def swapped(self: parallel_linear.ParallelLinearFunction, weight: Tensor, x: Tensor, dy: Tensor, main: Any) -> None:
         other, used[weight.shape] = used.get(weight.shape, main), main
         real(self, weight, x, dy, other)
 
-    return swap(parallel_linear.LinearFunction, "defer_wgrad", swapped)
+    return swap(parallel_linear.ParallelLinearFunction, "defer_wgrad", swapped)
 
 
 def _head_of_a_tied_embedding_lost() -> AbstractContextManager[Any]:
@@ -307,18 +307,20 @@ def _overwritten() -> AbstractContextManager[Any]:
 
 def _weight_gradient_twice() -> AbstractContextManager[Any]:
     """Added to its place, and given to autograd too."""
-    real = parallel_linear.LinearFunction.compute_wgrad
+    real = parallel_linear.ParallelLinearFunction.compute_wgrad
 
-    def twice(self: parallel_linear.LinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
+    def twice(self: parallel_linear.ParallelLinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
         real(self, x, dy, main)
         return real(self, x, dy, None)
 
-    return swap(parallel_linear.LinearFunction, "compute_wgrad", twice)
+    return swap(parallel_linear.ParallelLinearFunction, "compute_wgrad", twice)
 
 
 def _head_gradient_unscaled() -> AbstractContextManager[Any]:
-    real = products.write_scaled
-    return swap(products, "write_scaled", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw))
+    real = products.write_scaled_values
+    return swap(
+        products, "write_scaled_values", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw)
+    )
 
 
 def _slice_off_by_one() -> AbstractContextManager[Any]:
@@ -499,7 +501,7 @@ def _each_block_alone() -> AbstractContextManager[Any]:
 
 
 def _gradient_stays_away() -> AbstractContextManager[Any]:
-    """The last step of the ring's gradients left out: each rank keeps those of its neighbour's keys."""
+    """The last step of the ring's gradients left out: each rank keeps those of its neighbor's keys."""
     real = context_parallel.RingExchange.collect_gradients
 
     def collect(self: Any, mine: Tensor, work: Any) -> Tensor:
@@ -677,7 +679,7 @@ MUTATIONS = [
     Mutation("ring skips a block", RING, _ring_skips_a_block),
     Mutation("ring adds blocks without their weights", RING, _blocks_added_without_weights),
     Mutation("ring's gradient of each block as if it were alone", RING, _each_block_alone),
-    Mutation("ring leaves a key's gradient with the neighbour", RING, _gradient_stays_away),
+    Mutation("ring leaves a key's gradient with the neighbor", RING, _gradient_stays_away),
     Mutation("gathered keys' gradients not summed", GATHER, _gathered_gradient_not_summed),
     Mutation("heads for sequence: tokens in the order of ranks", EXCHANGE, _tokens_in_order_of_ranks),
     Mutation("ring leaves the sinks out", RING, _blocks_without_sinks),

@@ -48,7 +48,7 @@ def _decay_across_documents() -> AbstractContextManager[Any]:
 
 
 def _taps_across_documents() -> AbstractContextManager[Any]:
-    """The convolution of a context rank's tokens sees its neighbours', whatever document these are of."""
+    """The convolution of a context rank's tokens sees its neighbors', whatever document these are of."""
     real = SequenceMask.count_preceding_tokens
     told = lambda self, group: None if group.size > 1 else real(self, group)  # noqa: E731
     return swap(
@@ -170,5 +170,5 @@ RECURRENCES: list[tuple[str, Case, Patch]] = [
     ("delta: a stretch of tokens has the map of its last chunk", PASSED, _maps_of_the_last_chunk),
     ("delta: exchanged heads decay as the first rank's", EXCHANGED, _decays_of_the_first_heads),
     ("convolution: exchanged heads have the first rank's weights", EXCHANGED, _channels_of_the_first_rank),
-    ("attention: the gate of a neighbouring channel", TP, _gate_of_another_head),
+    ("attention: the gate of a neighboring channel", TP, _gate_of_another_head),
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity.worker import synthetic, whole
+from parity.worker import synthetic, whole_tensor
 
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.derive_checkpoint import average_checkpoints, prune_checkpoint
@@ -198,7 +198,7 @@ def check_is_peft_s(step: tuple[StepBatch, StepResult, ShardedOptimizer], theirs
     found = optimizer.gradients_by_name()
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(whole(found[name]), gradient, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(whole_tensor(found[name]), gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dropout", "dora"), [(0.0, False), (0.3, False), (0.0, True)])

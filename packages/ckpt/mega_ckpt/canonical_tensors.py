@@ -213,7 +213,7 @@ def _cross_attention(config: ModelConfig) -> TensorShapes:
 
 
 def _retro_encoder(config: ModelConfig, index: int) -> TensorShapes:
-    """Return the tensors of the encoder of retrieved neighbours (Retro), stored in the first layer that attends to
+    """Return the tensors of the encoder of retrieved neighbors (Retro), stored in the first layer that attends to
     them.
     """
     encoder = config.neighbor_encoder_config
@@ -226,7 +226,7 @@ def _retro_encoder(config: ModelConfig, index: int) -> TensorShapes:
 
 
 def retro_encoder_prefix(layer: int) -> str:
-    """Return the name prefix of the tensors of Retro's neighbour encoder, which is stored in decoder layer `layer`; a
+    """Return the name prefix of the tensors of Retro's neighbor encoder, which is stored in decoder layer `layer`; a
     layer number of the encoder follows the prefix.
     """
     return f"model.layers.{layer}.encoder."

@@ -31,8 +31,8 @@ LayerFunction = Callable[[Tensor, ForwardContext], Tensor]  # hidden states [N, 
 
 
 def flatten_layers(model: Decoder) -> LayerFunction:
-    """Return a function that applies all layers of `model` to hidden states [N, 1, D] with a KV cache, faster than the
-    model on a CPU; or `model` itself if that is as fast, such as on a GPU.
+    """Return a function that applies all layers of `model` to hidden states [N, 1, D] with a KV cache, faster on a CPU;
+    or `model` itself where that is as fast, such as on a GPU.
 
     The function keeps references to the current weights: call this again after replacing them.
     """

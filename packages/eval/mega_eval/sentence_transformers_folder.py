@@ -44,7 +44,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class SentenceFolderSettings:
+class SentenceTransformersSettings:
     """Settings that a model folder in the format of sentence-transformers declares: pooling, prompts, modules and
     maximum length.
 
@@ -87,7 +87,7 @@ class SentenceFolderSettings:
         return self.prompts[name]
 
 
-def read_sentence_folder(folder: Path) -> SentenceFolderSettings | None:
+def read_sentence_transformers_folder(folder: Path) -> SentenceTransformersSettings | None:
     """Return the settings of a model folder in the format of sentence-transformers, or None for any other folder.
 
     Raises:
@@ -116,10 +116,10 @@ def read_sentence_folder(folder: Path) -> SentenceFolderSettings | None:
         layers.append(_truncate_vectors(size, folder))
     ends_normalized = bool(layers) and layers[-1] is normalize_vectors
     if ends_normalized:
-        layers.pop()  # `SentenceFolderSettings.normalized` stands for it
+        layers.pop()  # `SentenceTransformersSettings.normalized` stands for it
     modes, include_prompt = _read_pooling(paths[1] / "config.json")
     max_length, lower_case = _read_text_settings(paths[0])
-    return SentenceFolderSettings(
+    return SentenceTransformersSettings(
         paths[0], modes, include_prompt, tuple(layers), ends_normalized,
         {name: text or "" for name, text in (config.get("prompts") or {}).items()},
         config.get("default_prompt_name"), max_length, lower_case,
@@ -264,7 +264,7 @@ def _read_json(file: Path, kind: type, missing: Any = None) -> Any:
     return content
 
 
-def log_folder_settings(found: SentenceFolderSettings) -> None:
+def log_folder_settings(found: SentenceTransformersSettings) -> None:
     """Log the settings that are taken from a sentence-transformers folder."""
     parts = [f"pooling {' + '.join(found.modes)}"]
     parts += [f"{len(found.layers)} further modules"] if found.layers else []

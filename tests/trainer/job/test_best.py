@@ -85,5 +85,5 @@ def test_averages_are_of_every_step_and_go_on(settings: Settings, tmp_path: Path
     averaged = open_weight_source(tmp_path / "run", averaged=True)
     assert torch.equal(averaged.read_tensor(name), expected.to(averaged.tensor_dtype(name)))
     trained(settings(train={"steps": 1}, output=str(tmp_path / "plain")))
-    with pytest.raises(CheckpointError, match="averages of the weights are missing"):
+    with pytest.raises(CheckpointError, match="no exponential moving average"):
         open_weight_source(tmp_path / "plain", averaged=True)

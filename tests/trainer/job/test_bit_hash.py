@@ -46,10 +46,10 @@ CHANGES: dict[str, Callable[[Tensor], None]] = {
     "sign of the first": flips((0, 1)), "lowest bit of the first": flips((0, 0)), "sign of the last": flips((1, 1)),
     "lowest bit of the last": flips((1, 0)), "a bit in the middle": flips((0.5, 0.4)),
     "the same bit of the first and the last": flips((0, 0.5), (1, 0.5)),
-    "the signs of two neighbours": flips((0, 1), (0.02, 1)), "the signs of the first and the last": flips((0, 1), (1, 1)),
+    "the signs of two neighbors": flips((0, 1), (0.02, 1)), "the signs of the first and the last": flips((0, 1), (1, 1)),
     "the lowest bit of two": flips((0.3, 0), (0.8, 0)),
     "one bit of the corners of a rectangle": flips((0, 0.5), (0.1, 0.5), (0.5, 0.5), (0.6, 0.5)),
-    "two neighbours swapped": swap(0, 1), "the first and the last swapped": swap(0, -1),
+    "two neighbors swapped": swap(0, 1), "the first and the last swapped": swap(0, -1),
     "elements a chunk apart swapped": swap(3, 3 + 16), "all elements one place on": rolled,
 }  # fmt: skip
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from mega_ckpt.store import latest_checkpoint
 from mega_common.errors import ConfigError, TrainingError
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.job import corruption_check
 from mega_trainer.job.corruption_check import CorruptionCheck
 from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.weight_init import initialize_weights
@@ -228,7 +230,7 @@ def flips_not_found(cases: dict[str, dict[str, Any]]) -> list[str]:
 def missed(raw: dict[str, Any]) -> list[str]:
     """Flip the highest bit of each of `places_of` on one rank, one after the other; return those with a wrong result."""
     rank, config = dist.get_rank(), RunConfig.parse(raw)
-    groups = build_components.connect_groups(config, RankInfo(rank, 2, rank))
+    groups = build_components.connect_parallel_groups(config, RankInfo(rank, 2, rank))
     state, executor = train_module.assemble_training(config, groups, torch.device("cpu"))
     for stage in executor.stages.values():
         initialize_weights(stage, config.train.seed)
@@ -267,3 +269,22 @@ def test_what_a_rank_keeps_is_looked_at_in_every_place_but_padding(settings: Set
         name: settings(**{**base, **more, "model": {**model, **more.get("model", {})}}) for name, more in HELD.items()
     }
     assert [line for lines in run_ranks(flips_not_found, 2, cases) for line in lines] == []
+
+
+def test_hashes_of_offloaded_state_are_gathered_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of GPUs alone take no tensors in host memory; optimizer state that is offloaded is there."""
+    seen = list[str]()
+
+    def gather(rows: Tensor, group: CommGroup) -> Tensor:
+        seen.append(rows.device.type)
+        return torch.tensor([[0, 5], [1, 5], [2, 6]])
+
+    monkeypatch.setattr(corruption_check, "all_gather", gather)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    offloaded = {"exp_avg from a to b": torch.ones(4)}
+    found = list(
+        corruption_check.find_corrupt_tensors(offloaded, (CommGroup("tp", (0, 1, 2), 2),), torch.device("meta"))
+    )
+    assert seen == ["meta"]
+    assert len(found) == 1
+    assert found[0].endswith("exp_avg from a to b, where 2 other ranks agree")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mega_trainer.job.garbage_collection import GarbageCollection
+from mega_trainer.job.garbage_collection import GarbageCollectionSchedule
 
 
 class Knot:
@@ -24,7 +24,7 @@ def collecting() -> Iterator[None]:
 
 
 def test_garbage_is_collected_at_its_steps_alone() -> None:
-    with GarbageCollection(3) as garbage:
+    with GarbageCollectionSchedule(3) as garbage:
         gone = weakref.ref(Knot())
         left = []
         for step in range(1, 5):
@@ -37,13 +37,13 @@ def test_garbage_is_collected_at_its_steps_alone() -> None:
 
 
 def test_without_steps_python_collects_when_it_likes() -> None:
-    with GarbageCollection(0) as garbage:
+    with GarbageCollectionSchedule(0) as garbage:
         garbage.collect_after_step(1)
         assert gc.isenabled()
 
 
 def test_a_process_that_had_it_off_keeps_it_off() -> None:
     gc.disable()
-    with GarbageCollection(2):
+    with GarbageCollectionSchedule(2):
         pass
     assert not gc.isenabled()

@@ -13,14 +13,14 @@ import pytest
 
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.job import metrics_log as metrics_module
-from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel, drop_later_lines
+from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel, drop_metrics_after_step
 from mega_trainer.job.step_result import StepResult
 
 
 def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
-    assert drop_later_lines(path, 3) == ({"step": 1}, {"step": 3}, {"step": 5})
+    assert drop_metrics_after_step(path, 3) == ({"step": 1}, {"step": 3}, {"step": 5})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
@@ -28,8 +28,8 @@ def test_nothing_is_rewritten_when_nothing_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     before = path.stat().st_ino
-    assert drop_later_lines(path, 1) == ({"step": 1}, {"step": 1}, {"step": 1})
-    assert drop_later_lines(tmp_path / "missing.jsonl", 1) is None
+    assert drop_metrics_after_step(path, 1) == ({"step": 1}, {"step": 1}, {"step": 1})
+    assert drop_metrics_after_step(tmp_path / "missing.jsonl", 1) is None
     assert path.stat().st_ino == before
 
 

@@ -35,7 +35,7 @@ def weights(state: TrainState) -> dict[str, list[torch.Tensor]]:
     return {name: [box.tensor.clone() for box in held.boxes] for name, held in state.checkpoint_tensors().items()}
 
 
-def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:
+def equal_tensors(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(a, b) for key in one for a, b in zip(one[key], other[key], strict=True)
     )
@@ -103,7 +103,7 @@ def test_a_rollback_goes_past_the_samples_and_every_way_there_has_the_same_bits(
     halves = {**raw, "output": str(tmp_path / "halves")}
     trained({**halves, "train": {**policy, "steps": 6}})
     read.clear()
-    assert same(weights(whole), weights(trained(halves)))
+    assert equal_tensors(weights(whole), weights(trained(halves)))
     assert read == plain[9:11]
 
 

@@ -15,7 +15,7 @@ from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.plan.part_memory import count_model_parts
-from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.training_layout import TrainingLayout
 
 D, F, TOKENS, LAYERS = 32, 128, 48, 3
 MODEL = {
@@ -80,7 +80,7 @@ def test_what_is_computed_again_is_not_kept(modules: tuple[RecomputedModule, ...
     assert all(map(torch.equal, gradients, PLAIN))
     assert len(gradients) == len(PLAIN)
     assert KEPT - kept == LAYERS * TOKENS * tokens
-    shape = RunShape(TOKENS, precision="fp32", recompute="selective", modules=modules, device="cpu")
+    shape = TrainingLayout(TOKENS, precision="fp32", recompute="selective", modules=modules, device="cpu")
     planned = count_model_parts(ModelConfig.model_validate(MODEL), shape).layers[0].kept
     made_outside = TOKENS * D
     assert LAYERS * planned == 4 * (kept + made_outside)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from first_steps import in_layouts, step
-from parity.worker import whole
+from parity.worker import whole_tensor
 from preference_pairs import VOCABULARY, write_model
 from ranks import run_ranks
 
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_the_divergence_of_transformers_logits(
     loss.backward()
     assert result.loss == pytest.approx(loss.item(), rel=1e-5)
     for name, parameter in student.named_parameters():
-        error = (whole(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
+        error = (whole_tensor(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
         assert error < 1e-5
 
 

@@ -17,7 +17,7 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue, run_deferred_wgrads
 from mega_trainer.parallel.gradient_buckets import StepGradientBucket
-from mega_trainer.parallel.parallel_linear import LinearFunction
+from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 from mega_trainer.parallel.parameter_info import make_parameter
 from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
 
@@ -50,7 +50,7 @@ def test_a_linear_layer_has_the_bits_of_the_one_that_puts_nothing_off(dtype: tor
     used = [weight, offset] if bias else [weight]
     y = F.linear(x, weight, offset if bias else None)
     whole = torch.autograd.grad([y], [x, *used], [dy])
-    z = LinearFunction(KERNELS, later)(x, weight, offset if bias else None)
+    z = ParallelLinearFunction(KERNELS, later)(x, weight, offset if bias else None)
     (dx,) = halves(z, dy, [x], used, later)
     assert torch.equal(z, y)
     for mine, reference in zip([dx, *(p.grad for p in used)], whole, strict=True):
@@ -58,7 +58,7 @@ def test_a_linear_layer_has_the_bits_of_the_one_that_puts_nothing_off(dtype: tor
         assert torch.equal(mine, reference)
 
 
-def network(linear: LinearFunction, a: Tensor, b: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor]:
+def network(linear: ParallelLinearFunction, a: Tensor, b: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor]:
     """The first weight is used twice, the second is made of it."""
     return lambda x: linear(torch.tanh(linear(x * scale, a)), torch.cat([a, b]))
 
@@ -67,11 +67,11 @@ def network(linear: LinearFunction, a: Tensor, b: Tensor, scale: Tensor) -> Call
 def test_each_parameter_gets_its_gradient_once_whole(recompute: bool) -> None:
     (a, b, scale), later = parameters((5, 5), (2, 5), (5,), dtype=torch.float64), DeferredWgradQueue()
     x, dy = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, 7, dtype=torch.float64)
-    whole = torch.autograd.grad([network(LinearFunction(KERNELS), a, b, scale)(x)], [x, a, b, scale], [dy])
+    whole = torch.autograd.grad([network(ParallelLinearFunction(KERNELS), a, b, scale)(x)], [x, a, b, scale], [dy])
     arrived: list[Tensor] = []
     for parameter in (a, b, scale):
         parameter.register_post_accumulate_grad_hook(arrived.append)
-    apart = network(LinearFunction(KERNELS, later), a, b, scale)
+    apart = network(ParallelLinearFunction(KERNELS, later), a, b, scale)
     y = checkpoint(apart, x, use_reentrant=False, preserve_rng_state=False) if recompute else apart(x)
     assert isinstance(y, Tensor)
     (dx,) = halves(y, dy, [x], [a, b, scale], later)
@@ -85,7 +85,7 @@ def test_each_parameter_gets_its_gradient_once_whole(recompute: bool) -> None:
 def test_the_last_layers_gradient_arrives_first_and_frees_what_it_was_made_from() -> None:
     first, second = parameters((5, 5), (5, 5))
     later, order = DeferredWgradQueue(), list[str]()
-    linear = LinearFunction(KERNELS, later)
+    linear = ParallelLinearFunction(KERNELS, later)
     middle = torch.tanh(linear(torch.randn(3, 5), first))
     kept, y = weakref.ref(middle), linear(middle, second)
     del middle
@@ -100,7 +100,7 @@ def test_the_last_layers_gradient_arrives_first_and_frees_what_it_was_made_from(
 
 def test_nothing_but_inputs_and_gradients_of_products_is_kept() -> None:
     (weight,), later = parameters((5, 5)), DeferredWgradQueue()
-    hidden = LinearFunction(KERNELS, later)(torch.randn(3, 5), weight).exp()
+    hidden = ParallelLinearFunction(KERNELS, later)(torch.randn(3, 5), weight).exp()
     gone, y = weakref.ref(hidden), hidden.sum()
     del hidden
     torch.autograd.grad([y], [weight], allow_unused=True)

@@ -25,7 +25,7 @@ from mega_trainer.model.rotary_embedding import RotaryEmbedding
 from mega_trainer.model.transformer_layer import TransformerLayer
 from mega_trainer.parallel import parallel_linear
 from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
-from mega_trainer.parallel.parallel_linear import LinearFunction, apply_grouped_linear
+from mega_trainer.parallel.parallel_linear import ParallelLinearFunction, apply_grouped_linear
 from mega_trainer.parallel.parameter_info import make_parameter
 from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
 
@@ -89,7 +89,7 @@ def test_a_back_end_multiplies_in_every_layout() -> None:
 def test_only_gradients_that_are_wanted_are_computed(wanted: tuple[bool, bool]) -> None:
     x, weight = (torch.randn(3, 5, requires_grad=there) for there in wanted)
     kernels = Counting()
-    LinearFunction(kernels)(x, weight).sum().backward()
+    ParallelLinearFunction(kernels)(x, weight).sum().backward()
     expected = {
         "linear_forward": 1,
         **({"linear_dgrad": 1} if wanted[0] else {}),
@@ -139,13 +139,13 @@ def test_collectives_of_a_backward_run_beside_its_products(monkeypatch: pytest.M
         parallel_linear, "start_reduce_scatter", lambda x, group, dim: (x.chunk(2, dim)[0], Done("sum"))
     )
     x, weight = torch.randn(1, 4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
-    LinearFunction(Noting(), group=CommGroup("tp", (0, 1)), sp=True)(x, weight).sum().backward()
+    ParallelLinearFunction(Noting(), group=CommGroup("tp", (0, 1)), sp=True)(x, weight).sum().backward()
     assert events == ["start gather", "dX", "start sum", "wait gather", "dW", "wait sum"]
 
 
 def test_a_deferred_product_is_the_back_ends() -> None:
     kernels, later, weight = Counting(), DeferredWgradQueue(), torch.randn(5, 4, requires_grad=True)
-    y = LinearFunction(kernels, later)(torch.randn(3, 4), weight)
+    y = ParallelLinearFunction(kernels, later)(torch.randn(3, 4), weight)
     torch.autograd.grad([y], [weight], [torch.ones_like(y)], allow_unused=True)
     assert kernels.calls["linear_wgrad"] == 0
     (product,) = later.take_all_wgrads()
@@ -170,7 +170,7 @@ def test_a_weight_is_prepared_once_an_update_for_all_micro_batches_and_recomputa
         model.weight.normal_()
     stage, layer, x = (
         flatten_parameters(model, ZeroConfig(shard_grads=True, cache_prepared_weights=True)),
-        LinearFunction(kernels),
+        ParallelLinearFunction(kernels),
         torch.randn(4, 3),
     )
     for step in (1, 2):

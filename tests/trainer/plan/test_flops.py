@@ -297,7 +297,7 @@ def test_operations_of_retrieval_are_those_that_torch_counts() -> None:
     assert sum(forward_flops(config, 16, causal=False).values()) * 2 * 16 == pytest.approx(counted.get_total_flops())
 
 
-def test_the_layer_with_the_neighbours_encoder_is_the_most_work() -> None:
+def test_the_layer_with_the_neighbors_encoder_is_the_most_work() -> None:
     config = ModelConfig.parse(RETRO)
     costs = relative_layer_costs(config, 16)
     assert costs is not None

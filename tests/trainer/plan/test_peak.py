@@ -24,7 +24,7 @@ from ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile
 
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import RankMemory, predict_peak_memory
 
 MODEL = {
@@ -116,7 +116,7 @@ SEVERAL = {
 CASES = {**ONE, **SEVERAL}
 
 
-def held(cases: list[Case], counted: Callable[[Callable[[], object]], int]) -> list[int]:
+def held_bytes(cases: list[Case], counted: Callable[[Callable[[], object]], int]) -> list[int]:
     """Most bytes of this rank in two steps of each case."""
     maker = make_groups(cases)
 
@@ -159,7 +159,7 @@ def traced(work: Callable[[], object]) -> int:
 def planned(case: Case) -> list[RankMemory]:
     """Of each pipeline rank."""
     config = RunConfig.parse(case.raw)
-    return predict_peak_memory(config.model, replace(make_run_shape(config, case.ranks), device="cpu"))
+    return predict_peak_memory(config.model, replace(make_training_layout(config, case.ranks), device="cpu"))
 
 
 def measured(cases: Mapping[str, Case], counted: Callable[[Callable[[], object]], int]) -> dict[str, list[int]]:
@@ -167,7 +167,7 @@ def measured(cases: Mapping[str, Case], counted: Callable[[Callable[[], object]]
     out = {}
     for count in {case.ranks for case in cases.values()}:
         some = {name: case for name, case in cases.items() if case.ranks == count}
-        ranks = run_ranks(held, count, list(some.values()), counted, timeout=600.0)
+        ranks = run_ranks(held_bytes, count, list(some.values()), counted, timeout=600.0)
         out |= dict(zip(some, map(list, zip(*ranks, strict=True)), strict=True))
     return out
 

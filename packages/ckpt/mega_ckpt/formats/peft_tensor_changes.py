@@ -26,7 +26,7 @@ from mega_ckpt.families import ModelFamily
 from mega_ckpt.families.disk_layouts import TRANSPOSED, DiskTensor
 from mega_ckpt.formats.safetensors_file import SafetensorsFile
 from mega_ckpt.formats.torch_archive import load_state_tensors
-from mega_ckpt.lora_adapter import UntiedSource
+from mega_ckpt.lora_adapter import UntiedWeightSource
 from mega_ckpt.lora_tensors import MAGNITUDE, A, B
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
 from mega_ckpt.weight_source import WeightSource
@@ -124,7 +124,7 @@ def open_adapter_weights(folder: Location) -> AdapterWeightsFile:
     return AdapterWeightsFile({key: entry.shape for key, entry in file.header.entries.items()}, file.read_tensor)
 
 
-def check_factors(shapes: Mapping[str, TensorShape], folder: Location) -> None:
+def check_lora_factors(shapes: Mapping[str, TensorShape], folder: Location) -> None:
     """Check that the LoRA factors A and B in a PEFT file are matrices; CheckpointError for one that is flattened or
     empty.
 
@@ -244,7 +244,7 @@ def take_tensor_changes(
         CheckpointError: when one has another shape than the base's tensor.
     """
     tied = base.model.tie_embeddings
-    untied_base: WeightSource = UntiedSource(base) if tied else base
+    untied_base: WeightSource = UntiedWeightSource(base) if tied else base
     table = family.disk_tensor_table(untied_base.model)
     ranks = {name: shape[0] for name, shape in shapes.items() if name.endswith((A, _EMBEDDING_A))}
     changes: dict[str, TensorChange] = {}

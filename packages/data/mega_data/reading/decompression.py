@@ -50,7 +50,7 @@ def open_decompressed(name: str, advance: ReportBytes) -> io.BufferedReader[Any]
     return plain if decompressed is None else io.BufferedReader(decompressed, 1 << 20)
 
 
-def peek_start(stream: io.BufferedReader[Any]) -> bytes:
+def peek_first_bytes(stream: io.BufferedReader[Any]) -> bytes:
     """Return the first decompressed bytes of an opened file, at most `HEAD` (64 KiB), without moving the read position.
 
     Raises:

@@ -31,6 +31,7 @@ from mega_common.errors import TrainingError
 from mega_trainer.config.sections import CorruptionCheckConfig
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup, all_gather, raise_on_all_ranks
+from mega_trainer.distributed.device import to_host
 from mega_trainer.job.bit_hash import hash_tensor_bits
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.parameter_info import (
@@ -94,7 +95,11 @@ class CorruptionCheck:
         self._rest = hash_tensor_bits([tensor for _, _, tensor in tensors])
         self._raise_findings(
             f"after step {step} replicated tensors differ among ranks",
-            lambda: [line for groups, named in replicated.items() for line in find_outliers(named, groups)],
+            lambda: [
+                line
+                for groups, named in replicated.items()
+                for line in find_corrupt_tensors(named, groups, self._device)
+            ],
         )
 
     def check_before_update(self, step: int) -> None:
@@ -112,9 +117,15 @@ class CorruptionCheck:
         self._raise_findings(
             f"in step {step} bits changed in tensors that nothing has written to",
             lambda: [
-                f"{_rank_location(now)}: {tensors[index][1]}" for index in (rest != now).nonzero().view(-1).tolist()
+                f"{_rank_location(now)}: {tensors[index][1]}"
+                for index in to_host(rest != now).nonzero().view(-1).tolist()
             ],
         )
+
+    @property
+    def _device(self) -> torch.device:
+        """Device of this rank's model, which may have its optimizer state in host memory."""
+        return next(parameter.device for stage in self.executor.stages.values() for parameter in stage.parameters())
 
     def _checked_tensors(self) -> Iterator[HashedTensor]:
         yield from self._replicated_weights()
@@ -165,7 +176,7 @@ class CorruptionCheck:
                     named["the gradient of " + "+".join(piece.name for piece in info.pieces)] = gradient
         self._raise_findings(
             f"in step {step} ranks got different bits from the same computation",
-            lambda: list(find_outliers(named, (executor.parallel_groups.dp,))),
+            lambda: list(find_corrupt_tensors(named, (executor.parallel_groups.dp,), self._device)),
         )
 
     def _raise_findings(self, problem: str, find: Callable[[], Sequence[str]]) -> None:
@@ -176,15 +187,17 @@ class CorruptionCheck:
                 raise TrainingError("\n".join([problem, *found[:MAX_SHOWN], *more]), hint=HINT)
 
 
-def find_outliers(named: dict[str, Tensor], groups: Sequence[CommGroup]) -> Iterator[str]:
+def find_corrupt_tensors(named: dict[str, Tensor], groups: Sequence[CommGroup], device: torch.device) -> Iterator[str]:
     """Yield a line of text for each named tensor whose bits on this rank differ from the majority of the ranks of
     `groups`; without a majority, every rank yields one.
+
+    Hashes are gathered on `device`, wherever the tensors are: groups of GPUs (NCCL) take no tensors in host memory.
     """
-    rank, hashed = dist.get_rank(), hash_tensor_bits(list(named.values()))
+    rank, hashed = dist.get_rank(), hash_tensor_bits(list(named.values())).to(device)
     rows = torch.cat([hashed.new_tensor([rank]), hashed]).view(1, -1)
     for group in groups:
         rows = all_gather(rows, group)
-    ranks, *columns = rows.t().tolist()
+    ranks, *columns = to_host(rows).t().tolist()
     for name, values in zip(named, columns, strict=True):
         (most, count), *others = [*Counter(values).most_common(), (None, 0)]
         own = values[ranks.index(rank)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 
-class GarbageCollection:
+class GarbageCollectionSchedule:
     """Context manager that restricts Python's garbage collection to the end of every `every`-th step; 0 leaves it to
     Python.
 
@@ -15,7 +15,7 @@ class GarbageCollection:
     def __init__(self, every: int) -> None:
         self._every, self._was_on = every, gc.isenabled()
 
-    def __enter__(self) -> GarbageCollection:
+    def __enter__(self) -> GarbageCollectionSchedule:
         if self._every:
             gc.collect()
             gc.freeze()

@@ -10,6 +10,7 @@ from torch import Tensor
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_common.model_config import ModelConfig
 from mega_trainer.distributed.comm import CommGroup, all_reduce
+from mega_trainer.distributed.device import to_host
 from mega_trainer.optim.optimizer_slots import OptimizerSlot, checkpoint_boxes_by_name
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 
@@ -49,5 +50,5 @@ def _sum_squares(pairs: Iterable[tuple[OptimizerSlot, Tensor]], names: list[str]
     sums = torch.zeros(len(names), dtype=torch.float64)
     for name, sharded in checkpoint_boxes_by_name(pairs).items():
         for box in sharded.boxes:
-            sums[names.index(_layer_name(name))] += box.tensor.detach().double().square().sum().cpu()
+            sums[names.index(_layer_name(name))] += to_host(box.tensor.detach().double().square().sum())
     return sums

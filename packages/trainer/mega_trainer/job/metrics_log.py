@@ -23,7 +23,7 @@ from mega_trainer.job.goodput import GoodputCounter
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.plan.flops import count_parameters_by_layer, find_peak_flops, model_flops, palm_flops
 from mega_trainer.plan.layer_flops import image_flops
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 
 MetricsSink = Callable[[int, dict[str, float]], object]
@@ -62,8 +62,8 @@ class UtilizationModel:
         known = datasheet_peak_flops(device, config.precision)
         peak = known or measure_peak_flops(device, dtype)
         count = count_parameters_by_layer(model)
-        run = make_run_shape(config, world_size)
-        other = TrainableParameters.from_run_shape(model, run, count).extra_flops(model, count)
+        run = make_training_layout(config, world_size)
+        other = TrainableParameters.from_training_layout(model, run, count).extra_flops(model, count)
         image = sum(image_flops(model, run.freeze, config.lora).values())
         exact, palm = model_flops(model, lengths[0], target=lengths[1]), palm_flops(model, *lengths)
         return cls(exact + other, palm + other, peak * world_size, image, peak_is_known=known is not None)
@@ -115,7 +115,7 @@ class MetricsLogger:
 
     def _open_sinks(self, folder: Path, start: int) -> None:
         path = folder / "metrics.jsonl"
-        self._earlier = drop_later_lines(path, start)
+        self._earlier = drop_metrics_after_step(path, start)
         stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
 
         def write_json_line(step: int, numbers: dict[str, float]) -> None:
@@ -220,7 +220,7 @@ def memory_in_use() -> int:
     return pages * 4096
 
 
-def drop_later_lines(path: Path, step: int) -> tuple[MetricsLine, MetricsLine, MetricsLine] | None:
+def drop_metrics_after_step(path: Path, step: int) -> tuple[MetricsLine, MetricsLine, MetricsLine] | None:
     """Remove the lines of metrics.jsonl for steps after `step`, from which a run resumes and will write them again.
 
     Returns:

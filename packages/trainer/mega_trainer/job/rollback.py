@@ -71,13 +71,13 @@ class UnskippedSamples(LoadableDataset):
     """View of a data set without the skipped ranges of samples."""
 
     dataset: LoadableDataset
-    left_out: SkippedRanges
+    skipped_ranges: SkippedRanges
 
     def __getitem__(self, k: int, /) -> TrainingSample | T5Sample:
-        return self.dataset[self.left_out.data_position(k)]
+        return self.dataset[self.skipped_ranges.data_position(k)]
 
     def estimate_attention_work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
         """Return the estimated attention work of each of the samples `numbers`, as
         `LoadableDataset.estimate_attention_work` does.
         """
-        return self.dataset.estimate_attention_work([self.left_out.data_position(k) for k in numbers])
+        return self.dataset.estimate_attention_work([self.skipped_ranges.data_position(k) for k in numbers])

@@ -20,7 +20,7 @@ from mega_trainer.model.feed_forward import apply_sigmoid_gate
 from mega_trainer.model.forward_context import ForwardContext, SequenceMask
 from mega_trainer.model.kv_cache import CachedAttention, KVCache
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.relative_position_bias import LayerBiasTable, RelativePositionBias
+from mega_trainer.model.relative_position_bias import BucketedPositionBias, LayerBiasTable
 from mega_trainer.parallel.context_parallel import PartwiseAttention, make_context_parallel
 from mega_trainer.parallel.tensor_parallel import SplitHeads
 
@@ -69,7 +69,7 @@ class AttentionCore(nn.Module):
         return ScoreTransform(self.scale, self.softcap, self.sinks)
 
     def attend_with_cache(
-        self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: RelativePositionBias | None = None
+        self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: BucketedPositionBias | None = None
     ) -> Tensor:
         """Append this call's keys and values to the KV cache and attend to all cached ones; see
         `KVCache.update_and_attend`.

@@ -32,7 +32,7 @@ class EncoderContext:
         context: forward context of the encoder's layers.
         length: encoder tokens in this rank's residual stream.
         attention_mask: bool [B, 1, 1, E], False for padding, context ranks concatenated; None: no padding.
-        memory: the encoder's output [B, length, D], once computed; for neighbours, first its input.
+        memory: the encoder's output [B, length, D], once computed; for neighbors, first its input.
         chunks: chunks of the queries that attend to parts of the memory; None: all attend to all of it.
     """
 
@@ -100,7 +100,7 @@ class CrossAttention(nn.Module):
         self.q = build.build_column_linear([SplitHeads(f"{name}.q_proj", heads, self.size)], bias=bias)
         pair = [SplitHeads(f"{name}.{x}_proj", config.key_value_heads, self.size) for x in "kv"]
         self.kv = build.build_column_linear(pair, bias=bias)
-        # Retro: no bias, so that nothing is added to tokens without neighbours
+        # Retro: no bias, so that nothing is added to tokens without neighbors
         self.out = build.build_row_linear(
             f"{name}.o_proj", heads * self.size, bias=config.attention_out_bias and not config.retro
         )

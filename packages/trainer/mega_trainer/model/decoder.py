@@ -72,7 +72,7 @@ class StageLayers:
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.heads
 
 
-class InputEmbeddings(nn.Module):
+class PositionTypeEmbeddings(nn.Module):
     """Learned position and segment-type embeddings and their norm: norm(x + position + type), with the terms that the
     model has; weights are whole on every tensor rank.
     """
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
         if self.stage.embeds or (mtp_layers and copied):
             self.embedding = build.build_token_embedding(table())
         if self.stage.embeds:
-            self.inputs = InputEmbeddings(build)
+            self.inputs = PositionTypeEmbeddings(build)
         self.vision = ImageEmbedder.from_layer_builder(build) if self.stage.embeds else None
         self.layers = nn.ModuleList(
             self._build_layer(build, index) for index in range(self.stage.first, self.stage.last)

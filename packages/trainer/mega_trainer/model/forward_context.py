@@ -18,7 +18,7 @@ from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels.attention_masks import AttentionMaskSpec, BandMask, MaskPart, PackedMask, rectangle_mask_part
 from mega_trainer.kernels.kernel_interface import RotaryAngles
 from mega_trainer.model.kv_cache import KVCache
-from mega_trainer.model.relative_position_bias import RelativePositionBias
+from mega_trainer.model.relative_position_bias import BucketedPositionBias
 from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.parallel.expert_routing import RoutingReplay, StepRouting
 
@@ -153,7 +153,7 @@ class ForwardContext:
     cache: KVCache | None = None
     dropout: SeededDropout | None = None
     routing: StepRouting | None = None
-    relative: RelativePositionBias | None = None
+    relative: BucketedPositionBias | None = None
     source: EncoderContext | None = None
     routes: RoutingReplay | None = None
 

@@ -35,7 +35,7 @@ from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.lora_adapters import build_replicated_adapter
 from mega_trainer.model.norms import Norm
 from mega_trainer.model.rotary_embedding import yarn_mscale_factor
-from mega_trainer.parallel.parallel_linear import LinearFunction
+from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
 
 
@@ -128,7 +128,7 @@ class LatentProjection(nn.Module):
         config, mla = build.config, build.config.mla
         assert mla is not None
         # never in fp8: small, and widths such as 576 are not multiples of fp8 block sizes
-        self.linear, self.width = LinearFunction(build.kernels, build.deferred), width
+        self.linear, self.width = ParallelLinearFunction(build.kernels, build.deferred), width
         rows = width + extra
         self.weight = build.build_replicated(f"{projection}.weight", (rows, config.hidden_size), std=config.init_std)
         self.bias = build.build_replicated(f"{projection}.bias", (rows,)) if config.qkv_bias else None

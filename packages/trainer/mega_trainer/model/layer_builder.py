@@ -29,7 +29,7 @@ from mega_trainer.parallel.context_parallel import ContextParallelKind
 from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
 from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters
-from mega_trainer.parallel.parallel_linear import LinearFunction
+from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 from mega_trainer.parallel.parameter_info import UniformInit, get_packed_weight, make_parameter
 from mega_trainer.parallel.tensor_parallel import (
     ColumnParallelLinear,
@@ -85,9 +85,9 @@ class LayerBuilder:
     packing: WeightQuantizer | None = None
 
     @property
-    def unsharded_linear(self) -> LinearFunction:
+    def unsharded_linear(self) -> ParallelLinearFunction:
         """Linear function for weights that are not sharded: Y = X W^T + b, with the wgrad GEMM deferred if configured."""
-        return LinearFunction(self.linear_kernels, self.deferred)
+        return ParallelLinearFunction(self.linear_kernels, self.deferred)
 
     @property
     def linear_kernels(self) -> Kernels:

@@ -23,7 +23,7 @@ from mega_trainer.parallel.lora_layers import (
     LoraUpdate,
     PerRowAdapters,
 )
-from mega_trainer.parallel.parallel_linear import LinearFunction, apply_grouped_linear
+from mega_trainer.parallel.parallel_linear import ParallelLinearFunction, apply_grouped_linear
 from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence, sum_partial_results
 
 if TYPE_CHECKING:
@@ -157,9 +157,9 @@ def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
     return sum(piece.shape[1] for piece in pieces), *pieces[0].shape[2:]
 
 
-def _linear(build: LayerBuilder) -> LinearFunction:
+def _linear(build: LayerBuilder) -> ParallelLinearFunction:
     """Return the adapter's linear function, never in fp8: LoRA ranks are not multiples of fp8 block sizes."""
-    return LinearFunction(build.kernels, build.deferred)
+    return ParallelLinearFunction(build.kernels, build.deferred)
 
 
 def _dora_magnitudes(build: LayerBuilder, name: str, module: AdaptedModule) -> list[nn.Parameter]:

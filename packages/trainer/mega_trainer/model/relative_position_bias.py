@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mega_ckpt.tensor_pieces import TensorPiece
 from mega_common.encoder_config import RelativePositionConfig
 from mega_trainer.distributed.device import to_device
-from mega_trainer.kernels.kernel_interface import DistanceBias, ScoreTransform
+from mega_trainer.kernels.kernel_interface import RelativePositionBias, ScoreTransform
 
 if TYPE_CHECKING:
     from mega_trainer.model.forward_context import ForwardContext
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RelativePositionBias:
+class BucketedPositionBias:
     """T5's relative position bias table, with the buckets of distances that index it.
 
     Attributes:
@@ -36,17 +36,17 @@ class RelativePositionBias:
     causal: bool
     _buckets: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def make_distance_bias(self, queries: int, keys: int) -> DistanceBias:
+    def make_position_bias(self, queries: int, keys: int) -> RelativePositionBias:
         """Return the attention bias of the last `queries` positions of a sequence of `keys` positions."""
         if (queries, keys) not in self._buckets:
             distances = torch.arange(1 - keys, queries)
             buckets = bucket_distances(distances, self.config.buckets, self.config.max_distance, causal=self.causal)
             self._buckets[queries, keys] = to_device(buckets, self.table.device)
-        return DistanceBias(nn.functional.embedding(self._buckets[queries, keys], self.table).t(), keys - 1)
+        return RelativePositionBias(nn.functional.embedding(self._buckets[queries, keys], self.table).t(), keys - 1)
 
     def add_to_scores(self, how: ScoreTransform, queries: int, keys: int) -> ScoreTransform:
         """Return a copy of the score transform with this bias for the last `queries` of `keys` positions."""
-        return replace(how, bias=self.make_distance_bias(queries, keys))
+        return replace(how, bias=self.make_position_bias(queries, keys))
 
 
 class LayerBiasTable(nn.Module):
@@ -58,7 +58,7 @@ class LayerBiasTable(nn.Module):
 
     def add_to_context(self, context: ForwardContext) -> ForwardContext:
         """Return a copy of the forward context with this layer's relative position bias table."""
-        return replace(context, relative=RelativePositionBias(self.table, self.config, self.causal))
+        return replace(context, relative=BucketedPositionBias(self.table, self.config, self.causal))
 
 
 def build_bias_table(build: LayerBuilder, name: str) -> nn.Parameter:

@@ -24,7 +24,7 @@ from mega_trainer.objectives.preference_answers import (
     count_answers,
     count_row_pairs,
     is_reporting_rank,
-    mismatch_answers,
+    pair_mismatched_answers,
     score_answers,
     split_answers,
 )
@@ -99,7 +99,7 @@ class PreferenceObjective(TrainingObjective):
         A collective call of all ranks.
         """
         assert self.reference is not None
-        mismatched = mismatch_answers(batch)
+        mismatched = pair_mismatched_answers(batch)
         micro = list(split_micro_batches(mismatched, self.config, self.device, self.groups.cp))
         answers = split_answers(mismatched, micro, self.groups.cp)
         policy = score_answers(self.executor, micro, answers)
@@ -126,8 +126,8 @@ class PreferenceObjective(TrainingObjective):
             self._sums += torch.cat(values).detach().sum(1)
         return -answers.spread_gradient(gradient).to(log_probs.dtype)
 
-    def measure_losses(self, sums: Tensor) -> Tensor:
-        """Return the sums of the step's preference losses and metrics; see `TrainingObjective.measure_losses`."""
+    def append_metric_sums(self, sums: Tensor) -> Tensor:
+        """Return the sums of the step's preference losses and metrics; see `TrainingObjective.append_metric_sums`."""
         return torch.cat([self._sums[:1], sums[1:], self._sums[1:]])
 
     def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:

@@ -13,10 +13,11 @@ from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
 from mega_trainer.distributed.comm import all_reduce
+from mega_trainer.distributed.device import to_host
 from mega_trainer.objectives.preference_answers import (
     PreferenceAnswers,
     is_reporting_rank,
-    mismatch_answers,
+    pair_mismatched_answers,
     score_answers,
     split_answers,
 )
@@ -43,7 +44,7 @@ class ReferenceModel(Protocol):
         """
 
 
-class LiveReference:
+class LiveReferenceModel:
     """`ReferenceModel` that runs the reference model in memory."""
 
     def __init__(self, executor: PipelineExecutor) -> None:
@@ -60,7 +61,7 @@ class LiveReference:
         return score_answers(self._executor, micro, answers)
 
 
-class CachedReference:
+class CachedReferenceModel:
     """`ReferenceModel` that reads each sample's precomputed answer sums from cache files."""
 
     def __init__(self, files: SampleCache) -> None:
@@ -107,16 +108,16 @@ def _collect_answer_sums(
     device: torch.device,
 ) -> list[np.ndarray]:
     groups = executor.parallel_groups
-    batch = mismatch_answers(batch) if what == "mismatched" else batch
+    batch = pair_mismatched_answers(batch) if what == "mismatched" else batch
     micro = list(split_micro_batches(batch, config, device, groups.cp))
     answers = split_answers(batch, micro, groups.cp)
     sums, width = score_answers(executor, micro, answers), torch.tensor(answers[0].width)
     all_reduce(width, groups.world, "max")
     out = torch.zeros(len(samples), 1 + int(width), dtype=torch.float64)  # number of sums, then the sums
     for one, each, answer_sums in zip(micro, answers, sums, strict=True) if is_reporting_rank(executor) else ():
-        rows = each.pairs.cpu() // (each.width // 2)
+        rows = to_host(each.pairs) // (each.width // 2)
         for row, sample in enumerate(one.samples):
-            own = answer_sums.cpu()[rows == row].flatten()
+            own = to_host(answer_sums)[rows == row].flatten()
             out[sample - samples.start, : 1 + len(own)] = torch.cat([own.new_tensor([len(own)]), own])
     all_reduce(out, groups.world)
     return [row[1 : 1 + int(row[0])] for row in out.numpy()]

@@ -45,9 +45,9 @@ class TrainingObjective:
         """Return this rank's micro-batches of a step or validation, with the targets that the objective needs added."""
         return micro
 
-    def measure_losses(self, sums: Tensor) -> Tensor:
+    def append_metric_sums(self, sums: Tensor) -> Tensor:
         """Return the sums of a step's losses and metrics, from the loss sums of the pipeline; see
-        `StepHooks.measure_losses`.
+        `StepHooks.append_metric_sums`.
         """
         return sums
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.grouped_gemm import GroupedRows
-from mega_trainer.parallel.parallel_linear import LinearFunction
+from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LoraAdapterLayer(nn.Module):
 
     def __init__(
         self,
-        linear: LinearFunction,
+        linear: ParallelLinearFunction,
         a: nn.Parameter,
         b: Sequence[nn.Parameter],
         updates: Sequence[LoraUpdate],

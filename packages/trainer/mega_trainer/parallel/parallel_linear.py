@@ -61,7 +61,7 @@ class LinearGemms(Protocol):
 
 
 @dataclass(frozen=True)
-class LinearFunction:
+class ParallelLinearFunction:
     """Callable that computes a differentiable linear layer Y = X W^T + b, with X gathered over the tensor-parallel
     group under sequence parallelism.
 
@@ -118,7 +118,7 @@ class LinearFunction:
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearFunction) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ParallelLinearFunction) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         # taken here: in the backward, the weight may be a copy made by recomputation
         ctx.layer, ctx.main, ctx.preparer = layer, get_main_grad(weight), get_weight_preparer(weight)
@@ -128,7 +128,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        layer: LinearFunction = ctx.layer
+        layer: ParallelLinearFunction = ctx.layer
         trains = ctx.needs_input_grad[1]
         now = layer.deferred is None and trains
         full, gathering = start_all_gather(x, layer.group, SEQUENCE) if layer.sp and now else (x, None)
@@ -186,6 +186,6 @@ def apply_grouped_linear(
 ) -> Tensor:
     """Multiply each row by its group's (expert's) matrix, differentiable: [M, D] x [G, N, D] -> [M, N].
 
-    The weight gradient of a group without rows is zero. `deferred` is as in `LinearFunction`.
+    The weight gradient of a group without rows is zero. `deferred` is as in `ParallelLinearFunction`.
     """
-    return LinearFunction(_GroupedGemms(kernels, rows), deferred)(x, weight)
+    return ParallelLinearFunction(_GroupedGemms(kernels, rows), deferred)(x, weight)

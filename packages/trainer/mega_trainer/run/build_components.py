@@ -21,12 +21,12 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommLog
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
 from mega_trainer.distributed.rank_info import RankInfo
-from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_versions
+from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_kernel_versions
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
 from mega_trainer.kernels.kernel_interface import Kernels
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import LeafCompiler, find_compiler_problem
 from mega_trainer.kernels.nf4_quantizer import Nf4Quantizer
 from mega_trainer.kernels.recurrent_libraries import (
     CausalConvKernel,
@@ -57,11 +57,11 @@ from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
 from mega_trainer.pipeline.layer_partition import split_stage_layers
 from mega_trainer.pipeline.schedules import PipelineSchedule, make_schedule
 from mega_trainer.plan.flops import head_cost_in_layers, relative_layer_costs
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import zero3_unit_layers
 
 
-def connect_groups(
+def connect_parallel_groups(
     config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommLog | None = None
 ) -> ParallelGroups:
     """Return this rank's communication groups for the configured degrees of parallelism. A collective call of all
@@ -112,7 +112,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
     """
     model, gpu = config.model, device.type == "cuda"
     facts = BackendFacts(
-        installed=installed_versions(),
+        installed=installed_kernel_versions(),
         capability=torch.cuda.get_device_capability(device) if gpu else None,
         cudnn=torch.backends.cudnn.version() if gpu else None,  # type: ignore[no-untyped-call]
         half=compute_dtype(config) in (torch.bfloat16, torch.float16),
@@ -120,6 +120,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         softcap=model.attention_softcap is not None,
         biased=model.position == "relative",
         taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence),
+        compiler_problem=find_compiler_problem(device) if gpu else None,
     )
     parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta")}
     used = {part: getattr(config.kernels, part) for kind in model.heads_by_mixer for part in parts.get(kind, ())}
@@ -217,7 +218,7 @@ def build_stages(
 
 def resolve_zero3_layers(config: RunConfig, groups: ParallelGroups) -> int:
     """Return the number of layers whose weights ZeRO-3 gathers together as one unit, configured or chosen by size."""
-    return zero3_unit_layers(config.model, make_run_shape(config, groups.world.size))
+    return zero3_unit_layers(config.model, make_training_layout(config, groups.world.size))
 
 
 def make_fp8_kernels(config: RunConfig, device: torch.device, leaves: LeafCompiler | None = None) -> dict[int, Kernels]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mega_ckpt.checkpoint_folders import delete_after_step, latest_until_step
+from mega_ckpt.checkpoint_folders import delete_after_step, latest_checkpoint_until_step
 from mega_ckpt.lora_adapter import check_adapter_base
 from mega_ckpt.source import WeightSource, load_weights
 from mega_ckpt.store import (
@@ -30,7 +30,7 @@ from mega_ckpt.store import (
     remove_leftovers,
     save_sharded_checkpoint,
 )
-from mega_ckpt.tensor_pieces import ShardedTensor, boxes_by_name, merge_sharded
+from mega_ckpt.tensor_pieces import ShardedTensor, boxes_by_name, merge_sharded_tensors
 from mega_common.errors import CheckpointError, NumericalError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import ObjectStoreError
@@ -119,7 +119,7 @@ class TrainState:
             NumericalError: without such a checkpoint, or after `train.max_skips` consecutive rollbacks to it.
         """
         settings, root, position = self.config.train, self.config.checkpoint_root, self.data_position
-        found = latest_until_step(root, request.step - settings.rollback_steps)
+        found = latest_checkpoint_until_step(root, request.step - settings.rollback_steps)
         if found is None:
             missing = f"no checkpoint in {root} is {settings.rollback_steps} step(s) older (train.rollback_steps)"
             raise NumericalError(f"{request.message}; {missing}", hint="set checkpoint.every to save during a run")
@@ -263,7 +263,7 @@ def collect_weights(
                     (stage.groups.tp, stage.groups.dp_cp) if to_save else (),
                 )
             )
-    return {prefix + name: sharded for name, sharded in merge_sharded(parts).items()}
+    return {prefix + name: sharded for name, sharded in merge_sharded_tensors(parts).items()}
 
 
 def _unpacked_values(parameter: nn.Parameter) -> Tensor:
@@ -393,7 +393,7 @@ def read_saved_state(start: Location | MemoryCopy | None) -> Mapping[str, Any]:
     return {} if start is None else Checkpoint.open_folder(start).trainer_state
 
 
-def find_newer_copy(
+def find_newer_memory_copy(
     config: RunConfig, checkpoint: Location | None, memory: MemoryCheckpoint | None
 ) -> MemoryCopy | Location | None:
     """Return the start of a run from memory copies newer than `checkpoint`: this rank's copy if the number of ranks and

@@ -30,7 +30,7 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 class StepHooks:
     """Hooks by which a training loop extends `train_step`; the defaults do nothing."""
 
-    def measure_losses(self, sums: Tensor) -> Tensor:
+    def append_metric_sums(self, sums: Tensor) -> Tensor:
         """Return this rank's loss sums `sums` [2] with the sums of k objective metrics appended: [2 + k]."""
         return sums
 
@@ -73,7 +73,7 @@ def train_step(
     for stage in optimizer.stages:
         stage.begin_step()
     batches = normalize_mtp_weights(batches, tokens)
-    sums = hooks.measure_losses(executor.run_operations(batches, factor / max(tokens[0], 1.0), factor))
+    sums = hooks.append_metric_sums(executor.run_operations(batches, factor / max(tokens[0], 1.0), factor))
     with executor.phase("reduce"):
         for stage in optimizer.stages:
             stage.finish_gradients()
@@ -144,8 +144,8 @@ def update_router_biases(executor: PipelineExecutor, loads: Tensor) -> None:
 
 
 def normalize_mtp_weights(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
-    """Return the batches with their auxiliary loss weights (MTP layers or segment order) scaled, so that each auxiliary
-    loss is a mean over its own labels, and the MTP loss the mean over layers.
+    """Return micro-batches with their auxiliary loss weights (MTP layers or segment order) scaled, so that each
+    auxiliary loss is a mean over its own labels, and the MTP loss the mean over layers.
 
     With D MTP layers, the weights of layer d are multiplied by `tokens[0]` / (D `tokens[d]`). The sum of all, divided by
     `tokens[0]` as the next-token loss is, is then the mean over the layers of their mean losses.

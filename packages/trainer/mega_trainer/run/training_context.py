@@ -19,7 +19,7 @@ from mega_trainer.job.profiler import StepProfiler
 from mega_trainer.job.stop_conditions import RunLimits
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.pipeline.executor import PipelineExecutor
-from mega_trainer.plan.memory_advice import MemoryNeeds
+from mega_trainer.plan.memory_advice import PredictedMemoryNeeds
 from mega_trainer.run.train_state import TrainState
 
 TaskScorer = Callable[[PipelineExecutor], Mapping[str, float]]  # returns scores of the model for metrics.jsonl
@@ -49,7 +49,7 @@ class TrainingContext:
     ranks: RankInfo
     store: Store | None
     memory: MemoryCheckpoint | None
-    memory_needs: Callable[[], MemoryNeeds]
+    memory_needs: Callable[[], PredictedMemoryNeeds]
     phases: PhaseTimer
     profiler: StepProfiler
     limits: RunLimits

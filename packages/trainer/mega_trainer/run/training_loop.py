@@ -18,7 +18,7 @@ from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.job.corruption_check import CorruptionCheck
 from mega_trainer.job.error_translation import translate_errors
-from mega_trainer.job.garbage_collection import GarbageCollection
+from mega_trainer.job.garbage_collection import GarbageCollectionSchedule
 from mega_trainer.job.hang_watchdog import HangWatchdog
 from mega_trainer.job.layer_norms import compute_layer_norms
 from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel
@@ -52,7 +52,7 @@ def run_training_loop(context: TrainingContext) -> str | None:
         hang_watchdog(context),
         StopSignalHandler() as stop_signal,
         CheckpointSaver(config, provenance) as saver,
-        GarbageCollection(config.train.gc_every) as garbage,
+        GarbageCollectionSchedule(config.train.gc_every) as garbage,
         MetricsLogger(config, utilization, state.step, state.consumed_samples, writes=is_leader) as metrics,
     ):
         reason = TrainingLoop(context, stop_signal, saver, garbage, metrics).run_steps()
@@ -69,7 +69,7 @@ class TrainingLoop:
         context: TrainingContext,
         stop_signal: StopSignalHandler,
         saver: CheckpointSaver,
-        garbage: GarbageCollection,
+        garbage: GarbageCollectionSchedule,
         metrics: MetricsLogger,
     ) -> None:
         self._context, self._saver, self._garbage, self._metrics = context, saver, garbage, metrics
@@ -223,8 +223,8 @@ class TrainingLoop:
 
 @dataclass(frozen=True)
 class LoopStepHooks(StepHooks):
-    """Hooks of the training loop into one `train_step`: objective metrics, the scalars of this rank, and the checks
-    before an update.
+    """Hooks by which the training loop extends `train_step`: objective metrics, the scalars of this rank, and the
+    checks before an update.
     """
 
     context: TrainingContext
@@ -238,9 +238,9 @@ class LoopStepHooks(StepHooks):
     def _step(self) -> int:
         return self.context.state.step + 1
 
-    def measure_losses(self, sums: Tensor) -> Tensor:
+    def append_metric_sums(self, sums: Tensor) -> Tensor:
         """Return this rank's loss sums `sums` [2] with the sums of the objective's metrics appended."""
-        return self.context.objective.measure_losses(sums)
+        return self.context.objective.append_metric_sums(sums)
 
     def local_scalars(self) -> StepScalars:
         """Return this rank's scalars that are summed over all ranks together with the loss: stop requests, a failed

@@ -16,7 +16,7 @@ from mega_common.progress_logging import logger
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import find_run_tokenizer
 from mega_trainer.distributed.device import deterministic_mode, select_rank_device
-from mega_trainer.distributed.process_groups import ParallelGroups, warm_up_groups
+from mega_trainer.distributed.process_groups import ParallelGroups, list_communicating_groups, warm_up_groups
 from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.job.environment import format_environment
 from mega_trainer.job.error_log import record_rank_errors
@@ -31,13 +31,13 @@ from mega_trainer.job.training_guard import LossGuard
 from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
 from mega_trainer.parallel.parameter_shards import ShardedStage
 from mega_trainer.pipeline.executor import PipelineExecutor
-from mega_trainer.plan.memory_advice import MemoryNeeds
+from mega_trainer.plan.memory_advice import PredictedMemoryNeeds
 from mega_trainer.run.build_components import (
     build_optimizer,
     build_schedule,
     build_stages,
     choose_kernels,
-    connect_groups,
+    connect_parallel_groups,
     initial_loss_scale,
     load_datasets,
     make_layer_builder,
@@ -45,10 +45,10 @@ from mega_trainer.run.build_components import (
 )
 from mega_trainer.run.initial_state import has_steps_left, initialize_state
 from mega_trainer.run.objective_builder import build_objectives
-from mega_trainer.run.run_summary import conclude_run, log_run_size, predict_step_seconds
+from mega_trainer.run.run_summary import log_run_end, log_run_size, predict_step_seconds
 from mega_trainer.run.train_state import (
     TrainState,
-    find_newer_copy,
+    find_newer_memory_copy,
     find_start_checkpoint,
     inherit_data_order,
     read_saved_state,
@@ -71,8 +71,8 @@ def run_training(
         TrainingInterrupted: when a signal or a limit ended the run before its last step; the step done is saved.
         MegaError: ConfigError, DataError or CheckpointError for user errors, TrainingError for failures of training.
     """
-    groups = connect_groups(config, ranks)
-    needs = partial(MemoryNeeds.predict_for_rank, config, ranks.world_size, groups.pp.rank)
+    groups = connect_parallel_groups(config, ranks)
+    needs = partial(PredictedMemoryNeeds.predict_for_rank, config, ranks.world_size, groups.pp.rank)
     with (
         record_rank_errors(Path(config.output), ranks.rank),
         claim_run_folders(config, ranks, groups.world),
@@ -86,13 +86,13 @@ def train_in_run_folder(
     config: RunConfig,
     ranks: RankInfo,
     groups: ParallelGroups,
-    needs: Callable[[], MemoryNeeds],
+    needs: Callable[[], PredictedMemoryNeeds],
     store: Store | None,
     scorer: TaskScorer | None = None,
 ) -> TrainState:
     """Train a run whose folders this job has locked; `needs` returns the memory estimate for out-of-memory errors."""
     checkpoint, memory = find_start_checkpoint(config), open_memory_checkpoint(config, groups)
-    start = find_newer_copy(config, checkpoint, memory) or checkpoint
+    start = find_newer_memory_copy(config, checkpoint, memory) or checkpoint
     config = inherit_data_order(config, read_saved_state(start))
     limits, device = RunLimits(config.train), prepare_device(config, ranks, groups)
     phases = PhaseTimer(device)
@@ -140,7 +140,7 @@ def train_in_run_folder(
     reason = train_with_rollbacks(context)
     if memory is not None:
         memory.remove_folder()
-    conclude_run(state, reason)
+    log_run_end(state, reason)
     return state
 
 
@@ -169,7 +169,7 @@ def prepare_device(config: RunConfig, ranks: RankInfo, groups: ParallelGroups) -
     device = select_rank_device(config.device, ranks.local_rank)
     if device.type == "cuda":
         logger.info("environment: %s", format_environment(config, os.environ))
-        warm_up_groups(groups, device)
+        warm_up_groups(groups, list_communicating_groups(groups, config), device)
     return device
 
 
