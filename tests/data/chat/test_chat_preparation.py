@@ -253,7 +253,7 @@ SPELLED: list[tuple[dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("record", "tokens"), SPELLED, ids=str)
+@pytest.mark.parametrize(("record", "tokens"), SPELLED)
 def test_special_tokens_that_a_conversation_spells_are_counted(
     record: dict[str, Any], tokens: set[str], tmp_path: Path, tokenizer: Path
 ) -> None:
