@@ -197,7 +197,7 @@ def test_unusable_inputs_are_named(base: Path, here: Path) -> None:
         mega("tune", base, "labels.jsonl", "--check")
     with pytest.raises(ConfigError, match="MODEL = none must be an existing model"):
         mega("tune", "none", "chats.jsonl", "--check")
-    with pytest.raises(DataError, match="missing.jsonl: no such file"):
+    with pytest.raises(DataError, match=r"missing\.jsonl: no such file"):
         mega("tune", base, "missing.jsonl", "--check")
     Path("tuned").mkdir()
     Path("tuned/tune.json").write_text(json.dumps({"model": "other"}))
