@@ -268,16 +268,21 @@ def _fit_memory(
 
 
 def _export(config: RunConfig, output: Path) -> None:
-    """Export the best checkpoint of the run as a HuggingFace folder, and an adapter as a PEFT folder."""
+    """Export the best checkpoint of the run as a HuggingFace folder, and an adapter as a PEFT folder, unless this is done."""
     import torch
 
     from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+    from mega_common.atomic_files import write_json_atomically
+    from mega_common.bounded_parsing import read_json_file
 
-    best = find_best_checkpoint(config)
-    if not (output / "model").exists():
-        convert_checkpoint(str(best), output / "model", "hf", options=ConvertOptions(dtype=torch.bfloat16))
-    if config.lora is not None and not (output / "adapter").exists():
-        convert_checkpoint(str(best), output / "adapter", "peft")
+    best, done = str(find_best_checkpoint(config)), output / "export.json"
+    if done.exists() and read_json_file(done, ConfigError) == best:
+        return
+    (output / "comparison.json").unlink(missing_ok=True)
+    convert_checkpoint(best, output / "model", "hf", options=ConvertOptions(dtype=torch.bfloat16), overwrite=True)
+    if config.lora is not None:
+        convert_checkpoint(best, output / "adapter", "peft", overwrite=True)
+    write_json_atomically(done, best)
 
 
 def find_best_checkpoint(config: RunConfig) -> Path:
