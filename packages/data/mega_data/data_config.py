@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from mega_data.raw_data_config import (
     find_raw_source_problems,
     is_raw_path,
 )
-from mega_data.token_files.remote_copies import restore_url_slashes
 
 Ints = npt.NDArray[np.int64]
 
@@ -178,7 +178,9 @@ class DatasetSource(StrictConfig):
     @property
     def input_name(self) -> str:
         """Name of raw data as an input of `mega data preprocess`, such as `hf:NAME:SUBSET@SPLIT`."""
-        name = str(self.path) if str(self.path).startswith(HUB) else restore_url_slashes(self.path)
+        name = str(self.path)
+        if not name.startswith(HUB):  # `Path` has dropped a slash of a URL
+            name = re.sub(r"^([a-z][a-z0-9+.-]+):/(?=[^/])", r"\1://", name)
         return name + (f":{self.subset}" if self.subset else "") + (f"@{self.split}" if self.split else "")
 
     @property
