@@ -176,6 +176,11 @@ class DatasetSource(StrictConfig):
         return is_raw_path(self.path)
 
     @property
+    def columns_by_role(self) -> dict[str, str]:
+        """Columns of raw records by their role; empty for the usual names."""
+        return {str(role): column for role, column in self.map.items()}
+
+    @property
     def input_name(self) -> str:
         """Name of raw data as an input of `mega data preprocess`, such as `hf:NAME:SUBSET@SPLIT`."""
         name = str(self.path)
