@@ -23,6 +23,7 @@ EXAMPLES = """Examples:
 """
 COLORS = {"ok": "green", "failed": "bold red", "no expectation": "dim", "skipped": "yellow"}
 INTERRUPTED_STATUS = 130
+PLAIN_WIDTH = 120  # columns of the table in a file or pipe
 
 
 def doctor_command(
@@ -79,7 +80,8 @@ def doctor_command(
                 results.append(result)
         except KeyboardInterrupt:
             status = INTERRUPTED_STATUS
-    Console().print(render_results(results))
+    output = Console()
+    (output if output.is_terminal else Console(width=PLAIN_WIDTH)).print(render_results(results))
     _write_json(json_, results, examination.plan.ranks)
     if fit is not None and not status:
         _write_machine(fit, results, device, examination.plan.machine)
@@ -91,10 +93,11 @@ def doctor_command(
 
 def render_results(results: Sequence[CheckResult]) -> Table:
     """Return the table of all results; kernels of one family that agree are one row."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("check", "measured", "expected", "verdict", title="mega doctor", title_justify="left")
+    table = Table("check", "measured", "expected", "verdict", box=SIMPLE_HEAD, pad_edge=False)
     part = ""
     for row in _merge_families(results):
         if row.part != part:

@@ -32,7 +32,7 @@ from mega_trainer.run.training_run import run_training
 
 PARITY_BOUND = 1e-10  # relative, in fp64
 PARITY_STEPS, PLAN_STEPS = 3, 8
-REFERENCE = "reference.json"  # losses of one process
+REFERENCE = "losses.json"  # losses of one process
 TIME_BOUND, MEMORY_BOUND = 0.2, 0.1  # relative errors of the plan
 CHECKPOINT_BYTES, CHECKPOINT_BYTES_CPU = 1 << 30, 1 << 25  # of a rank
 SMALL_MODEL = {
@@ -59,7 +59,9 @@ def write_tokens(folder: Path, vocab_size: int, sequence: int) -> Path:
 
 def list_parity_layouts(ranks: int) -> dict[str, dict[str, Any]]:
     """Return sections of run.yaml by name: layouts of `ranks` ranks whose results must be those of one process."""
-    found: dict[str, dict[str, Any]] = {f"dp {ranks}, ZeRO-{level}": {"parallel": {"zero": level}} for level in (1, 2, 3)}
+    found: dict[str, dict[str, Any]] = {
+        f"dp {ranks}, ZeRO-{level}": {"parallel": {"zero": level}} for level in (1, 2, 3)
+    }
     if ranks % 2 == 0:
         found |= {
             "tp 2, sequence parallel": {"parallel": {"tp": 2, "sp": True}},
@@ -92,7 +94,9 @@ def check_parity(folder: Path, device: str, ranks: RankInfo) -> Iterator[CheckRe
     """Yield the largest relative difference of losses and gradient norms between each layout and one process, in fp64."""
     expected = json.loads((folder / REFERENCE).read_text())
     for name, sections in list_parity_layouts(ranks.world_size).items():
-        found = _train_run(_small_run(folder, device, ranks.world_size, f"parity-{name.replace(' ', '-')}", sections), ranks)
+        found = _train_run(
+            _small_run(folder, device, ranks.world_size, f"parity-{name.replace(' ', '-')}", sections), ranks
+        )
         if ranks.rank == 0:
             wanted = np.array(expected[_model_key(sections)])
             yield judge_bound("parity", name, float(np.abs(np.array(found) / wanted - 1).max()), PARITY_BOUND)
@@ -124,7 +128,12 @@ def check_plan(folder: Path, device: str, ranks: RankInfo, machine: MachineSpec 
 
 
 def _compare_plan(
-    name: str, config: RunConfig, ranks: int, machine: MachineSpec | None, lines: list[dict[str, Any]], memory: float | None
+    name: str,
+    config: RunConfig,
+    ranks: int,
+    machine: MachineSpec | None,
+    lines: list[dict[str, Any]],
+    memory: float | None,
 ) -> Iterator[CheckResult]:
     seconds = statistics.median(line["seconds"] for line in lines)
     speed = f"{seconds:.3g} s, {format_number(statistics.median(line['tokens_per_second'] for line in lines))} tokens/s"
@@ -158,7 +167,9 @@ def check_checkpoints(folder: Path, device: str, ranks: RankInfo) -> Iterator[Ch
     group = group if ranks.world_size > 1 else None
     _wait_for_ranks(device)
     begin = time.perf_counter()
-    save_sharded_checkpoint(root, 1, {"w": ShardedTensor(shape, [TensorBox(offset, values)])}, model=model, state={}, group=group)
+    save_sharded_checkpoint(
+        root, 1, {"w": ShardedTensor(shape, [TensorBox(offset, values)])}, model=model, state={}, group=group
+    )
     saved = time.perf_counter()
     loaded = torch.zeros_like(values)
     load_sharded_checkpoint(step_folder(root, 1), {"w": ShardedTensor(shape, [TensorBox(offset, loaded)])}, group=group)
@@ -179,7 +190,9 @@ def _small_run(folder: Path, device: str, ranks: int, name: str, sections: Mappi
         "precision": "fp64", "compile": False, "checkpoint": {"save": False}, "log": {"tensorboard": False, "every": 1},
         "device": device, "output": str(folder / name),
     }  # fmt: skip
-    merged = {key: {**base[key], **value} if isinstance(base.get(key), dict) else value for key, value in sections.items()}
+    merged = {
+        key: {**base[key], **value} if isinstance(base.get(key), dict) else value for key, value in sections.items()
+    }
     return {**base, **merged, **({"model": sections["model"]} if "preset" in sections.get("model", {}) else {})}
 
 

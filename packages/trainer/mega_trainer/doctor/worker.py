@@ -1,6 +1,6 @@
 """Process in which parts of `mega doctor` run: alone, as launcher of ranks, or as one of the ranks.
 
-Run as `python -m mega_trainer.doctor.worker PART,PART PROCESSES FOLDER`; `FOLDER/plan.json` has the `ExaminationPlan`. Results go
+Run as `python -m mega_trainer.doctor.worker PART,PART PROCESSES FOLDER`; `FOLDER/examination.json` has the `ExaminationPlan`. Results go
 to `FOLDER/PART.json`, a line each, as soon as they are known: a part that crashes or hangs keeps what it has found. A part that
 has ended leaves `FOLDER/PART.done`.
 """
@@ -36,7 +36,7 @@ from mega_trainer.launch.local_ranks import join_process_group, rank_from_enviro
 from mega_trainer.plan.machine import load_machine
 
 COMMAND = [sys.executable, "-m", "mega_trainer.doctor.worker"]
-PLAN = "plan.json"
+PLAN = "examination.json"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 TIMEOUT_SECONDS = 60.0  # of collectives
 FAILURES = {"is killed": "signal 9", "raises": "failed on purpose"}  # how a rank fails, and the launcher's words for it
