@@ -11,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.rank_info import RankInfo
 from mega_trainer.doctor import examination as module
+from mega_trainer.doctor import training_checks
 from mega_trainer.doctor.check_result import CheckResult, CheckVerdict, judge_bound, judge_speed
 from mega_trainer.doctor.examination import Examination
 from mega_trainer.doctor.machine_fit import fit_machine_spec
 from mega_trainer.doctor.training_checks import list_parity_layouts
+from mega_trainer.plan.layout_search import make_planned_run
 from mega_trainer.plan.machine import load_machine
+from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_prediction import predict_memory
 
 CPU = torch.device("cpu")
 # In place of the worker: each part writes a result and is done, but for those that crash or hang.
@@ -139,3 +145,37 @@ def test_layouts_fit_their_ranks(ranks: int) -> None:
         degree = parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1)
         assert ranks % degree == 0
         assert ranks // degree % parallel.get("ep", 1) == 0
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1 + 1e-12, "ok"), (1 + 1e-9, "failed"), (float("nan"), "failed")])
+def test_a_layout_with_other_losses_fails(
+    factor: float, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, wrong = [(3.0, 1.5), (2.0, 1.0)], "tp 2, sequence parallel"
+
+    def train(raw: dict[str, Any], ranks: RankInfo) -> list[tuple[float, float]]:
+        differs = raw.get("parallel", {}).get("tp") == 2 and not raw["parallel"].get("pp")
+        return [(loss, norm * factor if differs else norm) for loss, norm in losses]
+
+    monkeypatch.setattr(training_checks, "_train_run", train)
+    training_checks.write_reference(tmp_path, "cpu", 2)
+    results = {result.name: result for result in training_checks.check_parity(tmp_path, "cpu", RankInfo(0, 2, 0))}
+    assert results[wrong].verdict == verdict
+    assert {result.verdict for name, result in results.items() if name != wrong} == {"ok"}
+
+
+MEMORY: list[tuple[float, float, tuple[str, str]]] = [  # share of the predicted time and memory
+    (1.1, 1.05, ("ok", "ok")), (0.5, 0.95, ("ok", "ok")), (1.3, 1.0, ("failed", "ok")), (1.0, 1.2, ("ok", "failed"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("slower", "larger", "verdicts"), MEMORY)
+def test_a_run_is_judged_by_its_plan(slower: float, larger: float, verdicts: tuple[str, str]) -> None:
+    model = {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "vocab_size": 512}
+    raw = {"model": model, "data": {"train": "none", "seq_length": 256}, "batch": {"micro": 1, "global": 8}}
+    config, h100 = RunConfig.parse(raw), load_machine("h100")
+    seconds = make_planned_run(config, 8, h100).predict_step_time().seconds * slower
+    memory = sum(predict_memory(config.model, make_run_shape(config, 8))[0].values()) * larger
+    lines = [{"seconds": seconds, "tokens_per_second": 1.0}]
+    found = list(training_checks._compare_plan("x", config, 8, h100, lines, memory))
+    assert tuple(result.verdict for result in found) == verdicts

@@ -79,7 +79,7 @@ def _measure_group(
     small = torch.zeros(1, device=device)
     micros = 1e6 * _slowest_rank(fastest_seconds(lambda: all_reduce(small, group), device), device, world)
     name = f"latency in {group.name} of {group.size}"
-    yield CheckResult(PART, name, "no expectation", f"{micros:.3g} us", value=micros, unit="us")
+    yield CheckResult(PART, name, "no expectation", f"{micros:.4g} us", value=micros, unit="us")
 
 
 def _slowest_rank(seconds: float, device: torch.device, world: CommGroup) -> float:

@@ -32,7 +32,7 @@ def measure_speeds(device: torch.device, machine: MachineSpec | None) -> Iterato
     for name, (value, wanted, unit) in measured.items():
         yield judge_speed(PART, name, value, wanted, unit)
     micros = 1e6 * measure_launch(device)
-    yield CheckResult(PART, "smallest kernel", "no expectation", f"{micros:.3g} us", value=micros, unit="us")
+    yield CheckResult(PART, "smallest kernel", "no expectation", f"{micros:.4g} us", value=micros, unit="us")
 
 
 def _expected_speeds(machine: MachineSpec) -> dict[str, float]:

@@ -122,7 +122,7 @@ def check_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResu
     except TrainingError as error:
         message = str(error)
     seconds = time.time() - (folder / kind).stat().st_mtime
-    yield judge_bound("failures", f"a rank {kind}: seconds until all end", seconds, END_SECONDS, "s")
+    yield judge_bound("failures", f"a rank {kind}: all ranks end", seconds, END_SECONDS, "s")
     words = f"rank {BAD_RANK}", FAILURES[kind]
     named = all(word in message for word in words)
     first = message.splitlines()[0]
