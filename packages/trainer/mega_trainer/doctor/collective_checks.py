@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.distributed.comm import (
@@ -24,7 +23,6 @@ from mega_trainer.plan.machine import Interconnect, MachineSpec
 
 PART = "collectives"
 MESSAGE_BYTES, MESSAGE_BYTES_CPU = 1 << 28, 1 << 22
-Exchange = Callable[[Tensor, Tensor, CommGroup], object]
 
 
 def measure_collectives(device: torch.device, machine: MachineSpec | None) -> Iterator[CheckResult]:
@@ -57,29 +55,33 @@ def _measure_group(
     count = total // 4 // group.size * group.size
     whole, part = torch.ones(count, device=device), torch.ones(count // group.size, device=device)
     other, splits = torch.empty_like(whole), [count // group.size] * group.size
-    ranks = None if links is None else links.make_rank_group(group.size, stride)
     share = 4 * count * (group.size - 1) / group.size  # bytes that a rank sends in a ring
-    gather = links and ranks and links.all_gather_seconds(4 * count, ranks)
-    calls: dict[str, tuple[Callable[[], object], float, float | None]] = {
-        "all-gather": (lambda: all_gather_into(whole, part, group), share, gather),
-        "reduce-scatter": (lambda: reduce_scatter_into(part, whole, group), share, gather),
-        "all-reduce": (lambda: all_reduce(whole, group), 2 * share, gather and 2 * gather),
-        "all-to-all": (
-            lambda: all_to_all_into(other, whole, group, splits, splits), share,
-            links and ranks and links.all_to_all_seconds(4 * count, ranks),
-        ),
-        "ring send": (
-            lambda: start_ring_transfer(whole, group).wait(), 4 * count, links and links.send_seconds(4 * count, stride)
-        ),
-    }  # fmt: skip
-    for name, (call, moved, expected) in calls.items():
+    calls: dict[str, tuple[Callable[[], object], float]] = {
+        "all-gather": (lambda: all_gather_into(whole, part, group), share),
+        "reduce-scatter": (lambda: reduce_scatter_into(part, whole, group), share),
+        "all-reduce": (lambda: all_reduce(whole, group), 2 * share),
+        "all-to-all": (lambda: all_to_all_into(other, whole, group, splits, splits), share),
+        "ring send": (lambda: start_ring_transfer(whole, group).wait(), 4 * count),
+    }
+    expected = {} if links is None else _expected_seconds(links, group.size, stride, 4 * count)
+    for name, (call, moved) in calls.items():
         seconds = _slowest_rank(fastest_seconds(call, device), device, world)
-        rate = None if expected is None else moved / expected / 1e9
+        rate = moved / expected[name] / 1e9 if name in expected else None
         yield judge_speed(PART, f"{name} in {group.name} of {group.size}", moved / seconds / 1e9, rate, "GB/s")
     small = torch.zeros(1, device=device)
     micros = 1e6 * _slowest_rank(fastest_seconds(lambda: all_reduce(small, group), device), device, world)
     name = f"latency in {group.name} of {group.size}"
     yield CheckResult(PART, name, "no expectation", f"{micros:.4g} us", value=micros, unit="us")
+
+
+def _expected_seconds(links: Interconnect, size: int, stride: int, total: int) -> dict[str, float]:
+    """Return the predicted seconds of each collective of `total` bytes in a group of `size` ranks `stride` apart."""
+    ranks = links.make_rank_group(size, stride)
+    gather = links.all_gather_seconds(total, ranks)
+    return {
+        "all-gather": gather, "reduce-scatter": gather, "all-reduce": 2 * gather,
+        "all-to-all": links.all_to_all_seconds(total, ranks), "ring send": links.send_seconds(total, stride),
+    }  # fmt: skip
 
 
 def _slowest_rank(seconds: float, device: torch.device, world: CommGroup) -> float:

@@ -123,9 +123,9 @@ def measure_attention(
     dy = torch.randn(*given[0].shape[:3], value, device=device).bfloat16()
     found = []
     for attend, dtype in ((kernels.attention, torch.bfloat16), (reference_attention, torch.float32)):
-        tensors = [tensor.to(dtype).requires_grad_() for tensor in given]
-        y = attend(*tensors, shape, how)
-        found.append([y, *torch.autograd.grad(y, tensors, dy.to(dtype))])
+        q, k, v = (tensor.to(dtype).requires_grad_() for tensor in given)
+        y = attend(q, k, v, shape, how)
+        found.append([y, *torch.autograd.grad(y, [q, k, v], dy.to(dtype))])
     return max(relative_error(mine, exact) for mine, exact in zip(*found, strict=True))
 
 
@@ -141,10 +141,10 @@ def measure_blocks(name: str, device: torch.device) -> float:
     made = [kernels.attend_block(q, k[:, half], v[:, half], ALL, how) for half in halves]
     lse = torch.logaddexp(made[0][1], made[1][1])
     y = torch.stack([own * (own_lse - lse).exp().unsqueeze(-1) for own, own_lse in made]).sum(0)
-    wide = [tensor.float().requires_grad_() for tensor in (q, k, v)]
-    exact = reference_attention(*wide, ALL, how)
+    wide_q, wide_k, wide_v = (tensor.float().requires_grad_() for tensor in (q, k, v))
+    exact = reference_attention(wide_q, wide_k, wide_v, ALL, how)
     dy = torch.randn_like(exact).bfloat16()
-    gradients = torch.autograd.grad(exact, wide, dy.float())
+    gradients = torch.autograd.grad(exact, [wide_q, wide_k, wide_v], dy.float())
     parts = [
         kernels.attend_block_backward(dy, q, k[:, half], v[:, half], y.bfloat16(), lse, ALL, how) for half in halves
     ]
@@ -183,12 +183,13 @@ def measure_grouped_gemm(counts: list[int], device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(sum(counts), 32), (sum(counts), 48), (len(counts), 48, 32)]
     x, y, weight = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
-    rows, kernels, errors = GroupedRows.from_counts(counts, x.device), TorchKernels(), []
-    for function, tensors in ((kernels.grouped_linear, (x, weight)), (kernels.grouped_wgrad, (y, x))):
-        fused = function(*(tensor.bfloat16() for tensor in tensors), rows)
-        alone = function(*(tensor.bfloat16().float() for tensor in tensors), rows)
-        errors.append(relative_error(fused, alone))
-    return max(errors)
+    rows, kernels = GroupedRows.from_counts(counts, x.device), TorchKernels()
+    low = [tensor.bfloat16() for tensor in (x, y, weight)]
+    wide = [tensor.float() for tensor in low]
+    fused, alone = (
+        (kernels.grouped_linear(x, weight, rows), kernels.grouped_wgrad(y, x, rows)) for x, y, weight in (low, wide)
+    )
+    return max(relative_error(mine, exact) for mine, exact in zip(fused, alone, strict=True))
 
 
 def measure_gradients_into(add: bool, device: torch.device) -> float:

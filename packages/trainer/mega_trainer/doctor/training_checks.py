@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mega_ckpt.store import load_sharded_checkpoint, save_sharded_checkpoint, step_folder
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
+from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_common.progress_logging import format_number
 from mega_data.token_files.indexed_writer import IndexedWriter
@@ -163,7 +164,7 @@ def check_checkpoints(folder: Path, device: str, ranks: RankInfo) -> Iterator[Ch
     generator = torch.Generator(place).manual_seed(ranks.rank)
     values = torch.randn(count, device=place, generator=generator)
     shape, offset = (count * ranks.world_size,), (count * ranks.rank,)
-    root, model, group = folder / "checkpoints", load_model_preset("tiny"), dist.group.WORLD
+    root, model, group = folder / "checkpoints", ModelConfig.parse(load_model_preset("tiny")), dist.group.WORLD
     group = group if ranks.world_size > 1 else None
     _wait_for_ranks(device)
     begin = time.perf_counter()
