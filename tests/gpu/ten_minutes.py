@@ -20,10 +20,10 @@ import yaml
 from mega_common.atomic_files import write_json_atomically
 from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.doctor.training_checks import write_tokens
 from mega_trainer.job.environment import library_settings
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.run.training_run import run_training
 
@@ -100,7 +100,7 @@ def figures(config: RunConfig, ranks: int, device: str) -> dict[str, Any]:
     path = Path(config.output) / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     later = lines[SKIPPED_STEPS:]
-    planned = sum(predict_memory(config.model, make_run_shape(config, ranks))[0].values())
+    planned = sum(predict_memory(config.model, make_training_layout(config, ranks))[0].values())
     return {
         **{key: statistics.median(line[key] for line in later) for key in ("tokens_per_second", "mfu", "seconds")},
         "losses": [line["loss"] for line in lines],

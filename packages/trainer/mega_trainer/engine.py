@@ -37,14 +37,13 @@ from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
 from mega_trainer.data.packed_rows import PackedRows
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.distributed.device import select_rank_device, to_host
-from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.parallel.expert_routing import RoutingReplay, list_expert_layers
 from mega_trainer.parallel.parameter_info import get_local_values
-from mega_trainer.run.build_components import compute_dtype, connect_groups
+from mega_trainer.run.build_components import compute_dtype, connect_parallel_groups
 from mega_trainer.run.train_state import load_stage_weights
 from mega_trainer.run.train_step import train_step
 from mega_trainer.run.training_run import assemble_training
@@ -85,7 +84,7 @@ class TrainingEngine:
             raise ConfigError("TrainingEngine requires a decoder, found a model with an encoder", hint="use mega train")
         rank = dist.get_rank() if dist.is_initialized() else 0
         local = int(os.environ.get("LOCAL_RANK", rank))
-        self._groups = groups or connect_groups(self.config, RankInfo(rank, size, local))
+        self._groups = groups or connect_parallel_groups(self.config, RankInfo(rank, size, local))
         self.device = select_rank_device(self.config.device, local)
         self._state, self._executor = assemble_training(self.config, self._groups, self.device)
         self._assets: Mapping[str, Path | bytes] = {}

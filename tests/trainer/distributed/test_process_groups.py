@@ -92,7 +92,7 @@ def expert_layouts(draw: st.DrawFn) -> ParallelLayout:
 
 
 @given(expert_layouts())
-def test_all_experts_are_among_neighbours_of_a_stage(layout: ParallelLayout) -> None:
+def test_all_experts_are_among_neighbors_of_a_stage(layout: ParallelLayout) -> None:
     everyone = groups_of(layout)
     for rank, groups in enumerate(everyone):
         assert groups.ep.ranks[groups.ep.rank] == rank
@@ -191,7 +191,7 @@ def test_a_run_has_a_communicator_for_each_set_of_ranks_that_it_uses(
 
 
 def warmed() -> list[list[int]]:
-    """The ranks of each group that has talked, in order, and then what a neighbour in the pipeline is sent."""
+    """The ranks of each group that has talked, in order, and then what a neighbor in the pipeline is sent."""
     rank = dist.get_rank()
     groups = [
         build_parallel_groups(layout, rank, heads=[4]) for layout in (ParallelLayout(tp=2, dp=2), ParallelLayout(pp=4))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.doctor import examination as module
 from mega_trainer.doctor import training_checks
 from mega_trainer.doctor.check_result import CheckResult, CheckVerdict, judge_bound, judge_speed
@@ -21,7 +21,7 @@ from mega_trainer.doctor.machine_fit import fit_machine_spec
 from mega_trainer.doctor.training_checks import list_parity_layouts
 from mega_trainer.plan.layout_search import make_planned_run
 from mega_trainer.plan.machine import load_machine
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 
 CPU = torch.device("cpu")
@@ -175,7 +175,7 @@ def test_a_run_is_judged_by_its_plan(slower: float, larger: float, verdicts: tup
     raw = {"model": model, "data": {"train": "none", "seq_length": 256}, "batch": {"micro": 1, "global": 8}}
     config, h100 = RunConfig.parse(raw), load_machine("h100")
     seconds = make_planned_run(config, 8, h100).predict_step_time().seconds * slower
-    memory = sum(predict_memory(config.model, make_run_shape(config, 8))[0].values()) * larger
+    memory = sum(predict_memory(config.model, make_training_layout(config, 8))[0].values()) * larger
     lines = [{"seconds": seconds, "tokens_per_second": 1.0}]
     found = list(training_checks._compare_plan("x", config, 8, h100, lines, memory))
     assert tuple(result.verdict for result in found) == verdicts

@@ -1,5 +1,5 @@
-"""Process groups of a rank under a parallel layout. Each group is created by its members only, so that the cost does not grow
-with the number of ranks.
+"""Rank of this process and its process groups under a parallel layout. Each group is created by its members only, so that the
+cost does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,15 @@ import torch.distributed as dist
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup, CommLog
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Global rank, local rank and world size of this process in the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
 
 
 @dataclass
@@ -59,10 +68,10 @@ class ParallelGroups:
 
     Attributes:
         dp_cp: data and context ranks, over which gradients of non-expert weights are reduced.
-        shard: neighbours in `dp_cp` that shard one copy of the weights under ZeRO-3.
+        shard: neighbors in `dp_cp` that shard one copy of the weights under ZeRO-3.
         replicate: ranks in `dp_cp` with the same shard of different copies.
-        head_sharing: by number of ranks, neighbouring tensor ranks with the same head, for mixers with fewer heads than ranks.
-        ep: neighbours that together hold all experts of a stage.
+        head_sharing: by number of ranks, neighboring tensor ranks with the same head, for mixers with fewer heads than ranks.
+        ep: neighbors that together hold all experts of a stage.
         expert_tp: ranks in `ep` that split the same experts.
         expert_data: ranks with the same part of the same experts.
         embedding: first and last pipeline stage, which share a tied embedding.
@@ -112,7 +121,7 @@ def list_communicating_groups(groups: ParallelGroups, config: RunConfig) -> list
 
 
 def list_pipeline_pairs(groups: ParallelGroups) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline neighbours with this rank, the lower first: NCCL makes one more communicator for each
+    """Return the pairs of pipeline neighbors with this rank, the lower first: NCCL makes one more communicator for each
     pair that sends and receives.
     """
     ring, own = groups.pp, groups.pp.ranks[groups.pp.rank]
@@ -121,7 +130,7 @@ def list_pipeline_pairs(groups: ParallelGroups) -> list[tuple[int, int]]:
 
 
 def warm_up_groups(groups: ParallelGroups, used: Sequence[CommGroup], device: torch.device) -> None:
-    """Create the NCCL communicators of the `used` groups, and of each pipeline rank with its neighbours, by a first
+    """Create the NCCL communicators of the `used` groups, and of each pipeline rank with its neighbors, by a first
     message, before the model fills device memory.
 
     A communicator is created by the first message, in memory outside of torch's pool, so it must exist before the model

@@ -23,11 +23,11 @@ from mega_common.model_presets import load_model_preset
 from mega_common.progress_logging import format_number
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.doctor.check_result import CheckResult, judge_bound
 from mega_trainer.plan.layout_search import make_planned_run
 from mega_trainer.plan.machine import MachineSpec
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.run.training_run import run_training
 
@@ -145,7 +145,7 @@ def _compare_plan(
         fits = seconds <= (1 + TIME_BOUND) * predicted
         expected = f"<= {(1 + TIME_BOUND) * predicted:.3g} s"
         yield CheckResult("plan", f"step time, {name}", "ok" if fits else "failed", speed, expected, seconds, "s")
-    needed = sum(predict_memory(config.model, make_run_shape(config, ranks))[0].values())
+    needed = sum(predict_memory(config.model, make_training_layout(config, ranks))[0].values())
     if memory is None:
         wanted = f"plan: {format_number(needed)}B"
         yield CheckResult("plan", f"peak memory, {name}", "no expectation", "not measured on a CPU", wanted)

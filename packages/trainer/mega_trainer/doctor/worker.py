@@ -26,7 +26,7 @@ import torch.distributed as dist
 from mega_common.errors import MegaError, TrainingError
 from mega_common.progress_logging import configure_logging, logger
 from mega_trainer.distributed.device import select_rank_device
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.doctor.check_result import CheckResult, judge_bound
 from mega_trainer.doctor.collective_checks import measure_collectives
 from mega_trainer.doctor.kernel_checks import iterate_kernel_checks

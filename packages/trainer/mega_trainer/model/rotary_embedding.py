@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE, arXiv:2104.09864) and its scaling variants, in transformers' conventions.
 
 The rotated part of a head is split in halves (x1, x2) and rotated: (x1 cos - x2 sin, x2 cos + x1 sin). Interleaved, the
-input is pairs of neighbours and the output is halves, as in transformers: a common order of queries and keys does not
+input is pairs of neighbors and the output is halves, as in transformers: a common order of queries and keys does not
 change their dot products.
 """
 
