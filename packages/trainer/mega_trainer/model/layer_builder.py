@@ -56,7 +56,9 @@ class LayerBuilder:
         cp_kind: kind of context-parallel attention.
         dispatcher: dispatcher of tokens to experts; None: `AllToAllDispatcher`.
         dispatch_bound: most rows of each rank's experts, as a multiple of an even load; None: unbounded.
-        dtype, device: of parameters and activations.
+        dtype: of activations, and of parameters unless `stored_dtype` is set.
+        stored_dtype: of parameters under ZeRO-3, which gathers them in `dtype`.
+        device: of parameters and activations.
         deferred: queue for wgrad GEMMs, if the pipeline splits backwards.
         saved: policy of saved activations.
         adapts: projections with a LoRA adapter.
@@ -76,6 +78,7 @@ class LayerBuilder:
     dispatcher: ExpertDispatcher | None = None
     dispatch_bound: float | None = None
     dtype: torch.dtype = torch.float32
+    stored_dtype: torch.dtype | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     deferred: DeferredWgradQueue | None = None
     saved: SavedActivations = field(default_factory=SavedActivations)
@@ -93,6 +96,11 @@ class LayerBuilder:
     def linear_kernels(self) -> Kernels:
         """Kernel back end of the linear layers, which may use fp8."""
         return self.products or self.kernels
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Dtype in which parameters are stored."""
+        return self.stored_dtype or self.dtype
 
     @property
     def without_fp8(self) -> LayerBuilder:
@@ -242,7 +250,7 @@ class LayerBuilder:
         """
         groups = self.groups
         return make_parameter(
-            (pieces[0].shape[0], *shape), pieces, data=groups.expert_data, dtype=self.dtype, device=self.device,
+            (pieces[0].shape[0], *shape), pieces, data=groups.expert_data, dtype=self.parameter_dtype, device=self.device,
             std=std, parts=groups.ep, split=groups.expert_tp, grad_sync=replicas, replicas=replicas,
             packing=self._packing_of(pieces),
         )  # fmt: skip
@@ -318,7 +326,7 @@ class LayerBuilder:
         accumulate_in_place = not (config.tie_embeddings or config.mtp_layers or config.has_encoder or self.deferred)
         return make_vocab_parameter(
             name, config.vocab_size, config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
-            dtype=self.dtype, device=self.device, std=config.init_std, grad_sync=shared, replicas=shared,
+            dtype=self.parameter_dtype, device=self.device, std=config.init_std, grad_sync=shared, replicas=shared,
             parts=self.groups.tp, accumulate_in_place=accumulate_in_place,
         )  # fmt: skip
 
@@ -333,7 +341,7 @@ class LayerBuilder:
     def build_vocab_bias(self, name: str) -> nn.Parameter:
         """Build a bias [vocabulary], split over tensor ranks like the rows of `build_vocab_parameter`."""
         return make_vocab_parameter(
-            name, self.config.vocab_size, group=self.groups.tp, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
+            name, self.config.vocab_size, group=self.groups.tp, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,
             parts=self.groups.tp,
         )  # fmt: skip
 
@@ -356,7 +364,7 @@ class LayerBuilder:
         of `ParameterInfo`.
         """
         return make_parameter(
-            shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
+            shape, pieces, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,
             std=std, fill=fill, uniform=uniform, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
             packing=self._packing_of(pieces),
         )  # fmt: skip
