@@ -29,7 +29,7 @@ def train_all(cases: Sequence[Case], store: Path) -> list[str]:
             trainer = Trainer.make(case, rank, maker, device=torch.device("cuda", rank))
             trainer.run(case.steps)
             clone(trainer.state.checkpoint_tensors())
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever a case raises is reported with its name
             wrong.append(f"{case} on rank {rank}: {traceback.format_exc()[-800:]}")
             break  # ranks that go on would wait for this one
     return wrong
