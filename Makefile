@@ -7,7 +7,7 @@ UNDER_NULL_GPU = LD_LIBRARY_PATH=$(NULL_GPU)/null LD_PRELOAD=$(CURDIR)/$(NULL_GP
 	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(NULL_GPU)/cache TRITON_CACHE_DIR=$(CURDIR)/$(NULL_GPU)/cache/triton
 PACKAGES = packages/common packages/data packages/ckpt packages/trainer packages/eval cli
 
-.PHONY: setup demo test test-long test-null-gpu parity parity-fuzz lint docs wheels clean
+.PHONY: setup demo test test-long test-null-gpu null-gpu-counts parity parity-fuzz lint docs wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,9 @@ test-null-gpu: $(NULL_GPU)/null/libnull_gpu.so  ## host code of CUDA runs, on to
 	$(UNDER_NULL_GPU) $(NULL_GPU)/bin/python -m pytest tests/null_gpu
 	for capability in 80 100; do \
 		$(UNDER_NULL_GPU) NULL_GPU_CAPABILITY=$$capability $(NULL_GPU)/bin/python -m pytest tests/null_gpu/test_training.py || exit 1; done
+
+null-gpu-counts: $(NULL_GPU)/null/libnull_gpu.so  ## record launches and host waits of a training step, which test-null-gpu compares
+	PYTHONPATH=tests $(UNDER_NULL_GPU) $(NULL_GPU)/bin/python -m null_gpu.counts
 
 parity: $(VENV)/.done  ## every layout of up to 8 ranks against one process; writes docs/parity.md. N=500: so many of them
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/parity/full.py $(N)
