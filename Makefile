@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 NULL_GPU = .venv-null-gpu
-UNDER_NULL_GPU = LD_LIBRARY_PATH=$(NULL_GPU)/null LD_PRELOAD=$(CURDIR)/$(NULL_GPU)/null/libnull_gpu.so NULL_GPU_COUNT=8 OMP_NUM_THREADS=1 \
+UNDER_NULL_GPU = LD_LIBRARY_PATH=$(CURDIR)/$(NULL_GPU)/null LD_PRELOAD=$(CURDIR)/$(NULL_GPU)/null/libnull_gpu.so NULL_GPU_COUNT=8 OMP_NUM_THREADS=1 \
 	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(NULL_GPU)/cache TRITON_CACHE_DIR=$(CURDIR)/$(NULL_GPU)/cache/triton
 PACKAGES = packages/common packages/data packages/ckpt packages/trainer packages/eval cli
 
@@ -31,7 +31,7 @@ test: $(VENV)/.done  ## every test that this machine can run, but a few long one
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-long: $(VENV)/.done  ## those: a real pretrained model, Megatron's own checkpoints, planted bugs, machines that restart, the largest sweeps
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long -n 2 --dist worksteal --timeout 900
 
 # torch's CUDA build, whichever build pip is configured to prefer here; everything else is that of the usual environment
 $(NULL_GPU)/.done: $(VENV)/.done

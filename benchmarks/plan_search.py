@@ -22,7 +22,7 @@ from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.layout_candidates import list_layout_settings
 from mega_trainer.plan.layout_search import find_best_layouts, format_layout, make_planned_run
-from mega_trainer.plan.memory_advice import apply_settings, make_run_shape
+from mega_trainer.plan.memory_advice import apply_settings, make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 
 GOAL = 1.05
@@ -67,7 +67,7 @@ def compared(run: Published) -> dict[str, Any]:
     except ConfigError as error:
         return told | {"published": f"not legal here: {error.message}"}
     seconds = make_planned_run(theirs, run.gpus, run.machine).predict_step_time().seconds
-    most = max(sum(kinds.values()) for kinds in predict_memory(theirs.model, make_run_shape(theirs, run.gpus)))
+    most = max(sum(kinds.values()) for kinds in predict_memory(theirs.model, make_training_layout(theirs, run.gpus)))
     return told | {
         "published": format_layout(list_layout_settings(run.run)), "published_seconds": seconds, "published_fits": most <= run.machine.usable_memory_bytes,
         "ratio": best.time.seconds / seconds,

@@ -159,7 +159,7 @@ def plan_command(
 
 def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int]]:
     from mega_common.errors import ConfigError
-    from mega_trainer.plan.memory_advice import make_run_shape
+    from mega_trainer.plan.memory_advice import make_training_layout
     from mega_trainer.plan.other_trainer_memory import TRAINERS, predict_other_trainer_memory
 
     known = next((name for name in TRAINERS if name == like), None)
@@ -167,7 +167,7 @@ def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int
         raise ConfigError(
             f"--like must be one of {', '.join(TRAINERS)}, found {like!r}", hint=f"--like {next(iter(TRAINERS))}"
         )
-    return predict_other_trainer_memory(config.model, make_run_shape(config, ranks), known)
+    return predict_other_trainer_memory(config.model, make_training_layout(config, ranks), known)
 
 
 def _format_rampup(plan: dict[str, Any]) -> list[str]:

@@ -31,7 +31,7 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
     from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate_schedule
     from mega_trainer.plan.flops import CONVENTIONS, count_parameters_by_layer, published_flops
     from mega_trainer.plan.layer_flops import image_flops
-    from mega_trainer.plan.memory_advice import make_run_shape
+    from mega_trainer.plan.memory_advice import make_training_layout
     from mega_trainer.plan.memory_prediction import predict_memory
     from mega_trainer.plan.pipeline_fill import check_operation_count, estimate_bubble, make_planning_schedule
 
@@ -70,7 +70,7 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
             if config.model.vision
             else {}
         ),
-        "memory_bytes": predict_memory(config.model, make_run_shape(config, ranks)),
+        "memory_bytes": predict_memory(config.model, make_training_layout(config, ranks)),
         "microbatches_in_flight": peak_activations(filled),
         "bubble": bubble,
         "bubble_by_formula": bubble_formula(replace(filled, microbatches=micro)),
@@ -290,10 +290,10 @@ def write_plan_html(
     from mega_trainer.pages.plan_page import PipelineShape, render_plan_page
     from mega_trainer.plan.layout_search import make_planned_run
     from mega_trainer.plan.machine import load_machine
-    from mega_trainer.plan.memory_advice import make_run_shape
+    from mega_trainer.plan.memory_advice import make_training_layout
     from mega_trainer.plan.memory_prediction import predict_peak_memory
 
-    shape, costs = make_run_shape(config, ranks), None
+    shape, costs = make_training_layout(config, ranks), None
     if "time" in plan:
         timed = make_planned_run(config, ranks, load_machine(plan["time"]["machine"]))
         costs = timed.make_stage_costs(timed.compute_stage_work())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mega_common.errors import ConfigError
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.plan.layout_candidates import generate_candidates
+from mega_trainer.plan.layout_candidates import generate_layout_candidates
 from mega_trainer.plan.layout_search import (
     find_best_layouts,
     find_faster_changes,
@@ -67,7 +67,7 @@ def test_what_is_proposed_is_legal(
 def test_most_of_what_is_timed_is_legal() -> None:
     """So that few of the fastest are looked at in vain."""
     config = run(load_model_preset("llama3-8b"), 64, 8192)
-    tried = list(generate_candidates(config, 16, H100))[::29]
+    tried = list(generate_layout_candidates(config, 16, H100))[::29]
     legal = 0
     for chosen, _ in tried:
         try:

@@ -209,7 +209,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
-def installed_versions() -> dict[str, str]:
+def installed_kernel_versions() -> dict[str, str]:
     """Return the versions of the optional kernel packages (the ones in `OLDEST`) that are installed."""
     out = {}
     for name in OLDEST:

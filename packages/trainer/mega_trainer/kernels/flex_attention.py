@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from mega_trainer.kernels.attention_masks import AttentionMaskSpec, BandMask
-from mega_trainer.kernels.flash_attention import FlashCall
+from mega_trainer.kernels.flash_attention import FlashAttentionCall
 from mega_trainer.kernels.kernel_interface import ScoreTransform
 from mega_trainer.kernels.leaf_compiler import compile_variant
 
@@ -43,7 +43,7 @@ class FlexAttentionKernel:
         """
         return True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
         """Compute attention by FlexAttention; see `FlashKernel.forward`."""
         if call.cu_seqlens is not None:
             y, lse = self._attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), call)
@@ -51,7 +51,7 @@ class FlexAttentionKernel:
         return self._attend(q, k, v, call)
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v by FlexAttention; see `FlashKernel.backward`.
 
@@ -69,7 +69,7 @@ class FlexAttentionKernel:
         dq, dk, dv = torch.autograd.grad((own, own_lse), (q, k, v), (d_own, d_lse))
         return dq, dk, dv
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
         """Attend: [B, S, H, d], [B, T, K, d] and [B, T, K, e] -> [B, S, H, e] and [B, H, S]."""
         mask = self.mask(q.shape[1], k.shape[1], call.band, call.cu_seqlens, q.device)
         attend, _ = self._compiled(

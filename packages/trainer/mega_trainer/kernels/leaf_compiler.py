@@ -53,7 +53,9 @@ def compile_variant(function: Callable[P, R]) -> Callable[P, R]:
     By default torch keeps eight compilations of a function for all its callers, and beyond them runs it uncompiled for the
     rest of the process, with only a warning.
     """
-    return torch.compile(function, isolate_recompiles=True, recompile_limit=MOST_SHAPES)
+    # torch's type stub does not have these two arguments
+    compile_isolated: Callable[..., Callable[P, R]] = torch.compile
+    return compile_isolated(function, isolate_recompiles=True, recompile_limit=MOST_SHAPES)
 
 
 def _argument_variant(arg: object) -> Hashable:
@@ -63,7 +65,7 @@ def _argument_variant(arg: object) -> Hashable:
     return arg if isinstance(arg, Hashable) else repr(arg)
 
 
-def apply_function(function: type[Function], *args: Any) -> Any:
+def apply_autograd_function(function: type[Function], *args: Any) -> Any:
     """Call `function.apply` of an autograd function; with gradients disabled call only its forward, which takes at most
     half of the host time.
     """

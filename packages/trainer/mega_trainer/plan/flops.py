@@ -21,7 +21,7 @@ from mega_common.layer_kinds import FeedForwardKind, MixerKind
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.plan.layer_flops import active_ffn_elements, active_ffn_width, mixing_flops, projection_shapes
-from mega_trainer.plan.run_shape import RecomputeKind
+from mega_trainer.plan.training_layout import RecomputeKind
 
 FlopsConvention = Literal["exact", "megatron", "full", "palm", "mosaic"]
 CONVENTIONS: dict[FlopsConvention, str] = {
@@ -179,10 +179,10 @@ def stack_layer_flops(
 
 def retrieval_flops(model: ModelConfig, layer: int) -> dict[str, float]:
     """Return the additional forward FLOPs per text token, by part, of layer number `layer`, which attends to retrieved
-    neighbours (RETRO).
+    neighbors (RETRO).
 
-    Each text token has 2 K tokens of neighbours, which the encoder reads in the first such layer. In the encoder and in the
-    decoder a query attends to all neighbours of its chunk.
+    Each text token has 2 K tokens of neighbors, which the encoder reads in the first such layer. In the encoder and in the
+    decoder a query attends to all neighbors of its chunk.
     """
     retro, encoder = model.retro, model.neighbor_encoder_config
     assert retro is not None

@@ -29,8 +29,8 @@ from mega_trainer.plan.layer_flops import (
     saved_activation_elements,
 )
 from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec, RankPlacement
-from mega_trainer.plan.run_shape import RunShape
 from mega_trainer.plan.trainable_parameters import TrainableParameters
+from mega_trainer.plan.training_layout import TrainingLayout
 
 TILE = 128  # rows of a kernel's tile: the minimum cost of a GEMM; attention computes half a tile of masked scores
 HEAD_BYTES = 7  # bytes that the loss moves per logit, forward and backward, in addition to its GEMMs
@@ -83,7 +83,7 @@ class PassSeconds(NamedTuple):
 PassWork = dict[str, PassSeconds]  # seconds by kind of work
 
 
-def combine_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
+def sum_pass_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
     """Return the sum of several works: the seconds of forward and backward by kind of work, such as GEMMs or
     communication.
     """
@@ -94,7 +94,7 @@ def combine_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
     return out
 
 
-def repeat_work(work: PassWork, count: float) -> PassWork:
+def multiply_pass_work(work: PassWork, count: float) -> PassWork:
     """Return the work (seconds by kind) of `count` repetitions of `work`."""
     return {kind: PassSeconds(*(count * seconds for seconds in cost)) for kind, cost in work.items()}
 
@@ -146,7 +146,7 @@ class LayerCostModel:
     """Cost model of one rank's work in a run on a machine: seconds of forward and backward of each part of the model."""
 
     model: ModelConfig
-    run: RunShape
+    run: TrainingLayout
     interconnect: Interconnect
     rates: GpuThroughput
     profile: TrainerProfile
@@ -165,24 +165,24 @@ class LayerCostModel:
     def compute_layer_work(self, index: int) -> PassWork:
         """Return the seconds of layer number `index` for one micro-batch, by kind of work."""
         kind = self.model.get_layer_kind(index)
-        products = combine_work([*self._dense_gemms(kind), *self._expert_work(index)])
+        products = sum_pass_work([*self._dense_gemms(kind), *self._expert_work(index)])
         forward, inputs, weights = products.get("products", PassSeconds())
         products["products"] = PassSeconds(forward, inputs, self.trained.shares[index] * weights)
-        work = combine_work(
+        work = sum_pass_work(
             [products, self._mixer_work(kind.mixer, index), self._elementwise_work(kind), *self._adapter_work(index)]
         )
         recomputed = self._recompute_work(work)
-        communication = combine_work(
+        communication = sum_pass_work(
             [
                 self._tensor_parallel_work(work, halves=sum(map(bool, kind))),
                 self._context_parallel_work(work, kind.mixer),
             ]
         )
-        whole = combine_work([work, recomputed, communication])
+        whole = sum_pass_work([work, recomputed, communication])
         waits = (
             self.profile.host - sum(cost.total for cost in whole.values()) if self.model.is_moe_layer(index) else 0.0
         )
-        return combine_work([whole, {"host": PassSeconds(waits / 3, 2 * waits / 3)}]) if waits > 0 else whole
+        return sum_pass_work([whole, {"host": PassSeconds(waits / 3, 2 * waits / 3)}]) if waits > 0 else whole
 
     def _gemm(
         self, rows: float, columns: float, inner: float, count: float = 1, precision: str | None = None

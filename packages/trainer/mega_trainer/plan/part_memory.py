@@ -42,17 +42,16 @@ from mega_trainer.distributed.process_groups import build_parallel_groups
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.model.activation_checkpointing import RecomputedModule, RecomputePolicy
-from mega_trainer.model.cross_attention import with_encoder_memory
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel, select_model_class
-from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.forward_context import ForwardContext, with_encoder_memory
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.retro import NeighborEncodingLayer, RetroDecoder
 from mega_trainer.optim.muon import is_hidden_matrix
 from mega_trainer.parallel.context_parallel import residual_token_ranges
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.expert_parallel import AllToAllDispatcher, ExpertDispatcher
 from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import freeze_parameters, get_packed_weight, get_parameter_info, is_trainable
 from mega_trainer.plan.meta_counting import (
     BalancedAllToAll,
@@ -65,8 +64,8 @@ from mega_trainer.plan.meta_counting import (
     MetaKernels,
     MetaWeightQuantizer,
 )
-from mega_trainer.plan.run_shape import RecomputeKind, RunShape
 from mega_trainer.plan.trainable_parameters import parse_run_lora
+from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -154,7 +153,7 @@ class PartMemoryCounter:
         run: shape of the run; micro-batches and pipeline ranks are ignored.
     """
 
-    def __init__(self, model: ModelConfig, run: RunShape) -> None:
+    def __init__(self, model: ModelConfig, run: TrainingLayout) -> None:
         self.model, self.run, self.live, self.lora = model, run, LiveTensorCounter(), parse_run_lora(run)
         self.device = torch.device("cpu" if run.device == "cpu" else "meta")
         layout = ParallelLayout(tp=run.tp, cp=run.cp, dp=run.dp, ep=run.ep, expert_tp=run.expert_tp)
@@ -164,7 +163,7 @@ class PartMemoryCounter:
         leaves = LeafCompiler() if run.device == "cpu" else FusedLeafCounter(self.live)
         kernels = MetaKernels(leaves) if run.device == "cpu" else MetaKernels(leaves, MetaFusedAttention())
         self.build = LayerBuilder(
-            model, self.groups, kernels, leaves, sp=run.sp, cp_kind=run.cp_kind,
+            model, self.groups, kernels, leaves=leaves, sp=run.sp, cp_kind=run.cp_kind,
             dispatcher=self._make_dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
             deferred=DeferredWgradQueue() if run.defers_wgrads else None, adapts={} if self.lora is None else adapted_modules(model, self.lora),
             packed=quantized_tensors(model, self.lora, partial(is_trainable_tensor, freeze=run.freeze, lora=self.lora)),
@@ -210,7 +209,7 @@ class PartMemoryCounter:
             return self._count_part(model, lambda x: forward(x, context), shape, list(model.parameters()))
 
     def _count_retrieval_layer(self, model: RetroDecoder, context: ForwardContext) -> PartMemory:
-        """Count a layer of a model with retrieval: a stage holds the neighbours once as given and once encoded."""
+        """Count a layer of a model with retrieval: a stage holds the neighbors once as given and once encoded."""
         assert context.source is not None
         rows, _, width = self.residual_shape
         neighbors = self._make_input((rows, context.source.length, width))
@@ -429,7 +428,7 @@ class ModelPartMemory:
     context: int
 
 
-def count_model_parts(model: ModelConfig, run: RunShape) -> ModelPartMemory:
+def count_model_parts(model: ModelConfig, run: TrainingLayout) -> ModelPartMemory:
     """Return the memory of all parts of a model; the result is cached and shared by all layouts whose ranks hold equal
     parts.
     """
@@ -442,13 +441,13 @@ def count_model_parts(model: ModelConfig, run: RunShape) -> ModelPartMemory:
     return _count_parts(model.model_dump_json(exclude_unset=True), bare, alone, has_embedding_and_head)
 
 
-def _minimum_data_ranks(run: RunShape) -> int:
+def _minimum_data_ranks(run: TrainingLayout) -> int:
     """Return the smallest number of data ranks that holds the experts; more do not change a rank's micro-batch."""
     return math.lcm(run.ep * run.expert_tp, run.tp * run.cp) // (run.tp * run.cp)
 
 
 def _trainable_by_layer(
-    model: ModelConfig, run: RunShape, adapts: Mapping[str, AdaptedModule]
+    model: ModelConfig, run: TrainingLayout, adapts: Mapping[str, AdaptedModule]
 ) -> dict[int, list[object]]:
     """Return the trainable tensors and adapters of each layer, to distinguish layers that are only partly trained."""
     names: dict[int, list[object]] = defaultdict(list)
@@ -465,7 +464,7 @@ def _trainable_by_layer(
 
 
 @lru_cache(maxsize=4096)
-def _count_parts(text: str, run: RunShape, alone: bool, has_embedding_and_head: bool) -> ModelPartMemory:
+def _count_parts(text: str, run: TrainingLayout, alone: bool, has_embedding_and_head: bool) -> ModelPartMemory:
     """Return the memory of all parts; layers of one kind are counted once."""
     model = ModelConfig.model_validate_json(text)
     counter = PartMemoryCounter(model, run)
