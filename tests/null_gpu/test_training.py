@@ -16,7 +16,7 @@ from mega_common.errors import ConfigError
 from mega_trainer.config.fp8_config import MULTIPLES, check_fp8_device
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.objectives.training_objective import TrainingObjective
-from mega_trainer.run.validation import evaluate_losses
+from mega_trainer.run.train_step import evaluate_losses
 
 CUDA = torch.device("cuda", 0)
 WIDE_HEADS = {"head_dim": 16}  # of which torch has flash kernels and FlexAttention
