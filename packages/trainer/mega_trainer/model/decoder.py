@@ -137,7 +137,7 @@ def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
     in training.
     """
     if config.scale_embeddings:
-        x = x * x.new_tensor(math.sqrt(config.hidden_size))
+        x = x * torch.tensor(math.sqrt(config.hidden_size), dtype=x.dtype)  # stays on the host: a copy would wait
     return x if config.embedding_multiplier == 1 else x * config.embedding_multiplier
 
 

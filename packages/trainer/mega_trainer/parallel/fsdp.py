@@ -95,7 +95,6 @@ def fully_shard_stage(
         unit.set_custom_reduce_scatter(_ReduceScatter(sharers))  # type: ignore[arg-type]
     register_fsdp_forward_method(model, "whole")
     model.to_empty(device=device)
-    model.dtype = dtype
     for values, _ in non_trainable_buffers(model):
         values.zero_()
     for name, parameter in model.named_parameters():

@@ -191,7 +191,7 @@ def build_stages(
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
     if sharded:
         stored = torch.float64 if build.dtype == torch.float64 else torch.float32
-        build = replace(build, dtype=stored, device=torch.device("meta"))
+        build = replace(build, stored_dtype=stored, device=torch.device("meta"))
     has_both_ends = schedule.owners[0] == schedule.owners[last]
     stages = {}
     for index in schedule.stages_of_rank(build.groups.pp.rank):
