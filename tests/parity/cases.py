@@ -338,7 +338,7 @@ def degrees(ranks: int, tps: Sequence[int], cp: int = 1) -> Iterator[dict[str, A
         if rest or dp < 1 or pp * v > 8 or (pp == 1 and (schedule, v) != ("1f1b", 1)):
             continue
         data = dp * cp
-        levels = [{"zero": zero} for zero in ZERO_LEVELS if zero < 3 or pp == 1] if data > 1 else [{"zero": 0}]
+        levels = [{"zero": zero} for zero in ZERO_LEVELS] if data > 1 else [{"zero": 0}]
         levels += [{"zero": 3, "zero3_shard": size} for size in range(2, data) if data % size == 0 and pp == 1]
         for sp, level in product([False, True] if tp > 1 else [False], levels):
             shape = {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, **level}

@@ -268,15 +268,12 @@ def find_zero_problems(
 ) -> Iterator[ConfigProblem]:
     """Yield settings that conflict with the ZeRO level, `parallel.zero`."""
     zero, quantized = parallel.zero, lora.quantize if lora else None
-    for key in ("zero3_shard", "zero3_layers"):
+    for key in ("zero3_shard", "zero3_layers", "zero3_gather"):
         if (value := getattr(parallel, key)) is not None and zero != 3:
             hint = f"set parallel.zero=3, or remove parallel.{key}"
             yield ConfigProblem(f"parallel.{key}", f"requires parallel.zero = 3, found {zero}", value, hint)
     if zero != 3:
         return
-    if parallel.pp > 1:
-        rule = f"is not supported with pipeline parallelism (parallel.pp = {parallel.pp})"
-        yield ConfigProblem("parallel.zero", rule, zero, "set parallel.zero=2, or set parallel.pp=1")
     if optimizer.name == "muon":
         rule = "is not supported with optimizer.name = muon, which updates whole matrices"
         yield ConfigProblem("parallel.zero", rule, zero, "set parallel.zero=2, or set optimizer.name=adamw")

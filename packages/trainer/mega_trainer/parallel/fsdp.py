@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -63,8 +63,9 @@ def fully_shard_stage(
     device: torch.device,
     reduce_dtype: torch.dtype | None = None,
     layers: int = 1,
+    gather: Literal["micro_batch", "step"] = "micro_batch",
 ) -> None:
-    """Shard a whole model over its `shard` group by torch's FSDP2, in place: each parameter becomes a `DTensor` of
+    """Shard a pipeline stage over its `shard` group by torch's FSDP2, in place: each parameter becomes a `DTensor` of
     which a rank has some rows.
 
     Args:
@@ -74,6 +75,8 @@ def fully_shard_stage(
         device: device of the shards.
         reduce_dtype: dtype in which gradients are reduced over the ranks; default: that of the main weights.
         layers: layers per unit.
+        gather: gather weights in each forward and again in its backward, or once a step: then they are kept until
+            `FullyShardedStage.finish_gradients`.
     """
     group, expert_group, copies = model.groups.shard, model.groups.expert_data, model.groups.replicate
     meshes = {sharers: DeviceMesh.from_group(_process_group(sharers), device.type) for sharers in (group, expert_group)}
@@ -87,13 +90,18 @@ def fully_shard_stage(
             reduce_dtype=sent_dtype or main_dtype,
             cast_forward_inputs=False,
         )
-        fully_shard(modules, mesh=meshes[sharers], mp_policy=policy, reshard_after_forward=unit is not model)
+        lent = unit is model and model.stage.lends_embedding(model.config)
+        once = gather == "step" or lent  # the borrowed embedding is the gathered one
+        # the last stage's backward follows its forward at once
+        reshard = not once and not (unit is model and model.stage.heads)
+        fully_shard(modules, mesh=meshes[sharers], mp_policy=policy, reshard_after_forward=reshard)
         assert isinstance(unit, FSDPModule)
+        unit.set_reshard_after_backward(not once, recurse=False)
         unit.set_gradient_divide_factor(1.0)  # the loss is already divided by the tokens of all ranks
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_custom_all_gather(_AllGather(sharers))  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(_ReduceScatter(sharers))  # type: ignore[arg-type]
-    register_fsdp_forward_method(model, "whole")
+    register_fsdp_forward_method(model, "run_stage")
     model.to_empty(device=device)
     model.dtype = dtype
     for values, _ in non_trainable_buffers(model):
@@ -122,6 +130,20 @@ def list_fsdp_units(model: Decoder, layers: int) -> list[list[nn.Module]]:
     blocks = [part[start : start + layers] for part in parts for start in range(0, len(part), layers)]
     vision: list[list[nn.Module]] = [] if model.vision is None else [[model.vision]]
     return [*experts, *blocks, *([predictor] for predictor in model.predictors), *vision, [model]]
+
+
+def list_autograd_leaves(stage: nn.Module) -> list[Tensor]:
+    """Return the trainable parameters of a stage as its autograd graph has them: under ZeRO-3 the gathered ones."""
+    groups = [
+        group
+        for module in stage.modules()
+        if isinstance(module, FSDPModule)
+        for group in fully_shard.state(module)._fsdp_param_groups  # type: ignore[attr-defined]
+    ]
+    if not groups:
+        return list(filter(is_trainable, stage.parameters()))
+    gathered = (shard for group in dict.fromkeys(groups) for shard in group.fsdp_params if is_trainable(shard.sharded_param))
+    return [shard.unsharded_param for shard in gathered]
 
 
 def _process_group(group: CommGroup) -> dist.ProcessGroup:
@@ -253,16 +275,20 @@ class FullyShardedStage:
     def backward_context(self, last: bool) -> Iterator[None]:
         """Wrap one micro-batch's backward: FSDP reduces gradients over the shard group, and in the last backward of the
         step this class reduces them over copies.
+
+        The weight half of a split backward runs none of FSDP's hooks, so its gradients are reduced at its end.
         """
         if last:
             for gradients in self._gradients:
                 gradients.expect_last_backward()
         yield
+        fully_shard.state(self._units[-1][0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
     def finish_gradients(self) -> None:
         """Complete this stage's gradients: wait for the HSDP all-reduces between weight replicas, then all-reduce over
-        the other groups of ranks that hold the same parameter.
+        the other groups of ranks that hold the same parameter. Free the weights that were gathered for the whole step.
         """
+        self._free_gathered_params()
         for gradients in self._gradients:
             gradients.wait_for_reduce()
         for buffer in self.buffers:
@@ -277,6 +303,9 @@ class FullyShardedStage:
 
     def wait_for_params(self) -> None:
         """Free gathered weights that an evaluation has left, so that parameters are shards again."""
+        self._free_gathered_params()
+
+    def _free_gathered_params(self) -> None:
         for unit, *_ in self._units:
             assert isinstance(unit, FSDPModule)
             unit.reshard()

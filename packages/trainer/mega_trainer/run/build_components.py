@@ -210,7 +210,7 @@ def build_stages(
         for stage in stages.values():
             fully_shard_stage(
                 stage, dtype=compute_dtype(config), device=device, reduce_dtype=gradient_reduce_dtype(config),
-                layers=resolve_zero3_layers(config, build.groups),
+                layers=resolve_zero3_layers(config, build.groups), gather=parallel.zero3_gather or "micro_batch",
             )  # fmt: skip
     return stages
 
