@@ -282,7 +282,9 @@ def test_hashes_of_offloaded_state_are_gathered_on_the_device(monkeypatch: pytes
     monkeypatch.setattr(corruption_check, "all_gather", gather)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     offloaded = {"exp_avg from a to b": torch.ones(4)}
-    found = list(corruption_check.find_corrupt_tensors(offloaded, (CommGroup("tp", (0, 1, 2), 2),), torch.device("meta")))
+    found = list(
+        corruption_check.find_corrupt_tensors(offloaded, (CommGroup("tp", (0, 1, 2), 2),), torch.device("meta"))
+    )
     assert seen == ["meta"]
     assert len(found) == 1
     assert found[0].endswith("exp_avg from a to b, where 2 other ranks agree")

@@ -28,7 +28,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def slots(weights: torch.Tensor, grads: torch.Tensor, length: int, *, decay: bool = True) -> list[OptimizerSlot]:
     kind = ParamGroupKey(ALONE, (), (), decay, False, torch.float32)
     parts = zip(weights.clone().split(length), grads.clone().split(length), strict=True)
-    return [OptimizerSlot(kind, True, ParameterShard(w, g, []), w, g) for w, g in parts]
+    return [OptimizerSlot(kind, True, ParameterShard(w, g, [], GatheredShards(len(w), {})), w, g) for w, g in parts]
 
 
 def test_an_element_does_not_depend_on_where_slices_are_cut() -> None:

@@ -28,7 +28,7 @@ def buffer(
 ) -> ParameterBuffer:
     made, grads = ParameterBuffer(), torch.tensor(values)
     made.kind, made.sharded = ParamGroupKey(data, (), replicas, True, False, torch.float32), sharded
-    made.shards = [ParameterShard(grads, grads, [])]
+    made.shards = [ParameterShard(grads, grads, [], GatheredShards(len(grads), {}))]
     return made
 
 

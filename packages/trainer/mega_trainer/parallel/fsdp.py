@@ -17,7 +17,7 @@ allow that: its all-reduce over copies cannot be replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -47,6 +47,7 @@ from mega_trainer.parallel.parameter_info import (
     non_trainable_buffers,
 )
 from mega_trainer.parallel.parameter_shards import (
+    GatheredShards,
     LrFactor,
     ParameterBuffer,
     ParameterShard,
@@ -112,7 +113,9 @@ def fully_shard_stage(
         rows = -(-parameter.shape[0] // sharers.size)
         pieces = tuple(slice_piece_rows(info.pieces, rows * sharers.rank, rows * (sharers.rank + 1)))
         sync = (*info.grad_sync, copies) if sharers is group and copies.size > 1 else info.grad_sync
-        parameter.mega = replace(info, pieces=pieces, data=sharers, grad_sync=sync)  # type: ignore[attr-defined]
+        parameter.mega = replace(  # type: ignore[attr-defined]
+            info, pieces=pieces, all_pieces=info.pieces, data=sharers, grad_sync=sync
+        )
 
 
 def list_fsdp_units(model: Decoder, layers: int) -> list[list[nn.Module]]:
@@ -142,7 +145,9 @@ def list_autograd_leaves(stage: nn.Module) -> list[Tensor]:
     ]
     if not groups:
         return list(filter(is_trainable, stage.parameters()))
-    gathered = (shard for group in dict.fromkeys(groups) for shard in group.fsdp_params if is_trainable(shard.sharded_param))
+    gathered = (
+        shard for group in dict.fromkeys(groups) for shard in group.fsdp_params if is_trainable(shard.sharded_param)
+    )
     return [shard.unsharded_param for shard in gathered]
 
 
@@ -181,8 +186,11 @@ class RowShardBuffer(ParameterBuffer):
 def _row_shard(parameter: nn.Parameter) -> ParameterShard:
     weights = get_local_values(parameter)
     assert parameter.grad is not None
-    part = ShardPart(get_parameter_info(parameter).pieces, tuple(weights.shape), 0, slice(0, weights.numel()))
-    return ParameterShard(weights.view(-1), get_local_values(parameter.grad).view(-1), [part])
+    info = get_parameter_info(parameter)
+    part = ShardPart(info.pieces, tuple(weights.shape), 0, slice(0, weights.numel()))
+    rank_elements = -(-parameter.shape[0] // info.data.size) * parameter.shape[1:].numel()
+    gathered = GatheredShards(rank_elements, {parameter: slice(0, parameter.numel())})
+    return ParameterShard(weights.view(-1), get_local_values(parameter.grad).view(-1), [part], gathered)
 
 
 class FsdpUnitGradients:
@@ -251,6 +259,7 @@ class FullyShardedStage:
         self,
         model: Decoder,
         *,
+        separate: Callable[[nn.Parameter], bool] | None = None,
         decoupled: bool = False,
         lr_factor: LrFactor = lambda name: 1.0,
         reduce_dtype: torch.dtype | None = None,
@@ -264,7 +273,7 @@ class FullyShardedStage:
             self._gradients.append(
                 FsdpUnitGradients(parameters, self._copies if shared else CommGroup("copies"), reduce_dtype)
             )
-        kinds = group_parameters(model, model.dtype, decoupled=decoupled, lr_factor=lr_factor)
+        kinds = group_parameters(model, model.dtype, separate, decoupled=decoupled, lr_factor=lr_factor)
         self.buffers = [RowShardBuffer(parameters, kind) for kind, parameters in kinds.items()]
 
     def begin_step(self) -> None:

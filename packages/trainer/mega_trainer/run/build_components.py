@@ -286,6 +286,7 @@ def _shard_stage(config: RunConfig, stage: Decoder, zero_config: ZeroConfig) -> 
     layers = resolve_zero3_layers(config, stage.groups)
     return FullyShardedStage(
         stage,
+        separate=zero_config.separate,
         decoupled=zero_config.decoupled,
         lr_factor=zero_config.lr_factor,
         reduce_dtype=zero_config.reduce_dtype,
