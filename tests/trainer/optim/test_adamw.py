@@ -14,7 +14,7 @@ from mega_trainer.optim.optimizer_slots import OptimizerSlot, SlotTransfers
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
 from mega_trainer.parallel.parameter_info import make_parameter
-from mega_trainer.parallel.parameter_shards import ParameterShard, ParamGroupKey
+from mega_trainer.parallel.parameter_shards import GatheredShards, ParameterShard, ParamGroupKey
 from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
 
 SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

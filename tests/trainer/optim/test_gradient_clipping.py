@@ -13,7 +13,7 @@ from ranks import run_ranks
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.optim.gradient_clipping import WIDTHS, compute_grad_norm, gradient_clip_factor, sum_of_squares
-from mega_trainer.parallel.parameter_shards import ParameterBuffer, ParameterShard, ParamGroupKey
+from mega_trainer.parallel.parameter_shards import GatheredShards, ParameterBuffer, ParameterShard, ParamGroupKey
 
 PLAIN = LeafCompiler()
 

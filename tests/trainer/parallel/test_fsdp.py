@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from parity.bits import spoil, unlike
-from parity.cases import Run
+from parity.cases import Run, case
 from parity.worker import Held, Outcome, Trainer, compare, sweep, synthetic, verdicts
 from ranks import run_ranks
 
@@ -250,7 +250,38 @@ def test_cut_rows_tile_the_pieces(ranks: int, blocks: list[int]) -> None:
     assert seen == local[:, 0].tolist()
 
 
-@pytest.mark.parametrize("change", [{"parallel": {"zero": 3, "pp": 2}}, {"optimizer": {"name": "muon"}}])
-def test_what_cannot_be_combined_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.zero = 3"):
+def test_what_cannot_be_combined_is_refused() -> None:
+    change = {"lora": {"rank": 2, "quantize": "nf4"}, "init_from": "nowhere"}
+    with pytest.raises(ConfigError, match=r"parallel\.zero = 3: is not supported with lora\.quantize = nf4"):
         RunConfig.parse({**settings(3, precision="bf16"), **change})
+
+
+# Each schedule, with what differs between stages: a part alone at an end, tied embeddings on two ranks and on one, MTP
+# layers, experts, copies of the weights, layers gathered together, frozen layers, adapters.
+PIPELINES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("dense", {"zero3_gather": "step", "pipeline_layout": [0, 4]}, {}),
+    ("tied", {"schedule": "zb-h1"}, {"recompute": {"kind": "full"}}),
+    ("tied", {"schedule": "zbv", "virtual_stages": 2}, {"optimizer": "muon"}),
+    ("tied", {"schedule": "zbv", "virtual_stages": 2, "zero3_gather": "step"}, {}),
+    ("mla", {"schedule": "zbv", "virtual_stages": 2}, {"offload": {"activations": 1, "min_bytes": 0}}),
+    ("mla", {"virtual_stages": 2, "zero3_layers": 2}, {}),
+    ("moe", {"ep": 2, "schedule": "zb-h1"}, {"optimizer": "muon"}),
+    ("moe", {"ep": 2, "zero3_gather": "step"}, {"recompute": {"kind": "selective"}}),
+    ("t5", {"schedule": "zb-h1"}, {}),
+    ("vision", {"schedule": "zb-h1"}, {}),
+    ("gqa", {"schedule": "zbv", "virtual_stages": 2}, {"freeze": ["model.layers.0.*", "model.embed_tokens.*"]}),
+]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_pipeline_of_sharded_stages_computes_what_one_process_computes(copies: int) -> None:
+    chosen = PIPELINES if copies == 1 else PIPELINES[1:7:2]
+    shard = {"zero3_shard": 2} if copies > 1 else {}
+    cases = [
+        case(name, 4 * copies, layers=4, parallel={"pp": 2, "zero": 3, **shard, **parallel}, micro=2, batch=8 * copies,
+             **more)
+        for name, parallel, more in chosen
+    ]  # fmt: skip
+    results = verdicts(cases, run_ranks(sweep, 4 * copies, cases, timeout=280))
+    problems = [problem for result in results if (problem := result.problem(1e-10))]
+    assert not problems, problems

@@ -278,7 +278,8 @@ class FullyShardedStage:
 
     def begin_step(self) -> None:
         """Zero the gradients of the previous step."""
-        torch._foreach_zero_([gradients.values for gradients in self._gradients])
+        if self._gradients:  # none in a frozen stage
+            torch._foreach_zero_([gradients.values for gradients in self._gradients])
 
     @contextmanager
     def backward_context(self, last: bool) -> Iterator[None]:
