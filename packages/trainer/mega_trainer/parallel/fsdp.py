@@ -17,7 +17,8 @@ allow that: its all-reduce over copies cannot be replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from mega_ckpt.tensor_pieces import TensorPiece
@@ -137,18 +139,21 @@ def list_fsdp_units(model: Decoder, layers: int) -> list[list[nn.Module]]:
 
 def list_autograd_leaves(stage: nn.Module) -> list[Tensor]:
     """Return the trainable parameters of a stage as its autograd graph has them: under ZeRO-3 the gathered ones."""
-    groups = [
-        group
-        for module in stage.modules()
-        if isinstance(module, FSDPModule)
-        for group in fully_shard.state(module)._fsdp_param_groups  # type: ignore[attr-defined]
-    ]
-    if not groups:
+    if not isinstance(stage, FSDPModule):
         return list(filter(is_trainable, stage.parameters()))
-    gathered = (
-        shard for group in dict.fromkeys(groups) for shard in group.fsdp_params if is_trainable(shard.sharded_param)
-    )
-    return [shard.unsharded_param for shard in gathered]
+    return [leaf for group in _param_groups(stage.modules()) for leaf in _gathered_leaves(group)]
+
+
+def _param_groups(modules: Iterable[nn.Module]) -> list[FSDPParamGroup]:
+    """Return FSDP's records of the units that begin at one of the modules; none for a unit without parameters."""
+    units = (module for module in modules if isinstance(module, FSDPModule))
+    found = (group for unit in units for group in fully_shard.state(unit)._fsdp_param_groups)  # type: ignore[attr-defined]
+    return list(dict.fromkeys(found))
+
+
+def _gathered_leaves(group: FSDPParamGroup) -> list[Tensor]:
+    """Return the trainable parameters of a unit, gathered; they stay the same objects, without values in between."""
+    return [shard.unsharded_param for shard in group.fsdp_params if is_trainable(shard.sharded_param)]
 
 
 def _process_group(group: CommGroup) -> dist.ProcessGroup:
@@ -242,6 +247,36 @@ class FsdpUnitGradients:
         self._missing, self._flight = set(), None
 
 
+class _SplitBackwardReduction:
+    """Reduction of gradients in the weight half of a split backward, which runs none of FSDP's hooks: each unit's as soon
+    as it and those before it are complete, the last layer's first, so that all ranks reduce in one order.
+    """
+
+    def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
+        *inner, root = units
+        places = {module: place for place, module in enumerate(root[0].modules())}
+        self._units = [root, *sorted(inner, key=lambda unit: -places[unit[0]])]
+        self._waiting: deque[FSDPParamGroup] = deque()
+        self._has_hooks = False
+
+    def expect_gradients(self) -> None:
+        """Prepare for a weight half; a forward must have run before."""
+        groups = _param_groups(unit[0] for unit in self._units)
+        self._waiting.extend(group for group in groups if _gathered_leaves(group))
+        for leaf in () if self._has_hooks else (leaf for group in self._waiting for leaf in _gathered_leaves(group)):
+            leaf.register_post_accumulate_grad_hook(self._reduce_completed)  # type: ignore[no-untyped-call]
+        self._has_hooks = True
+
+    def _reduce_completed(self, _: Tensor) -> None:
+        while self._waiting and all(leaf.grad is not None for leaf in _gathered_leaves(self._waiting[0])):
+            self._waiting.popleft().post_backward()
+
+    def finish(self) -> None:
+        """Reduce the gradients that are left, of units of which a parameter got none."""
+        self._waiting.clear()
+        fully_shard.state(self._units[0][0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
 def _trainable_parameters(units: Sequence[Sequence[nn.Module]]) -> Iterator[list[nn.Parameter]]:
     """Yield the trainable parameters of each unit of `list_fsdp_units`."""
     seen: set[nn.Parameter] = set()
@@ -268,6 +303,7 @@ class FullyShardedStage:
         self._copies = model.groups.replicate
         self._gradients = []
         self._units = list_fsdp_units(model, layers)
+        self._split = None if model.deferred is None else _SplitBackwardReduction(self._units)
         for parameters in _trainable_parameters(self._units):
             shared = self._copies in get_parameter_info(parameters[0]).grad_sync
             self._gradients.append(
@@ -286,13 +322,16 @@ class FullyShardedStage:
         """Wrap one micro-batch's backward: FSDP reduces gradients over the shard group, and in the last backward of the
         step this class reduces them over copies.
 
-        The weight half of a split backward runs none of FSDP's hooks, so its gradients are reduced at its end.
+        With a split backward it is the weight half alone that this wraps.
         """
         if last:
             for gradients in self._gradients:
                 gradients.expect_last_backward()
+        if self._split is not None:
+            self._split.expect_gradients()
         yield
-        fully_shard.state(self._units[-1][0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        if self._split is not None:
+            self._split.finish()
 
     def finish_gradients(self) -> None:
         """Complete this stage's gradients: wait for the HSDP all-reduces between weight replicas, then all-reduce over

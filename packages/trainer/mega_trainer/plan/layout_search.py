@@ -349,4 +349,9 @@ def _iterate_changes(config: RunConfig, machine: MachineSpec) -> Iterator[Layout
     if parallel.ep > 1:
         yield {"parallel.ep": parallel.ep // 2}
     if parallel.zero != 1:
-        yield {"parallel.zero": 1, "parallel.zero3_shard": None, "parallel.zero3_layers": None}
+        yield {
+            "parallel.zero": 1,
+            "parallel.zero3_shard": None,
+            "parallel.zero3_layers": None,
+            "parallel.zero3_gather": None,
+        }

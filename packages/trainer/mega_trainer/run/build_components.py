@@ -58,7 +58,7 @@ from mega_trainer.pipeline.layer_partition import split_stage_layers
 from mega_trainer.pipeline.schedules import PipelineSchedule, make_schedule
 from mega_trainer.plan.flops import head_cost_in_layers, relative_layer_costs
 from mega_trainer.plan.memory_advice import make_training_layout
-from mega_trainer.plan.memory_prediction import zero3_unit_layers
+from mega_trainer.plan.zero3_memory import zero3_unit_layers
 
 
 def connect_parallel_groups(
