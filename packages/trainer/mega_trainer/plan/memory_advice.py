@@ -110,6 +110,8 @@ def _iterate_changes(config: RunConfig) -> Iterator[Mapping[str, Any]]:
         yield {"recompute": {"kind": "full"}}
     for level in range(parallel.zero + 1, 4):
         yield {"parallel.zero": level}
+    if parallel.zero3_gather == "step":
+        yield {"parallel.zero3_gather": "micro_batch"}
     yield {"parallel.tp": 2 * parallel.tp, "parallel.sp": True}
     yield {"parallel.cp": 2 * parallel.cp}
     if config.cached_fp8_layers:
